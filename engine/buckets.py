@@ -1,0 +1,78 @@
+"""The padded lengths we compile executables for.
+
+Compile keys add, they do not multiply: decode-only buckets have one token per seat (T == S); mixed buckets have a few
+token counts and always all the seats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Shapes of one executable: `tokens` rows computed (T), `seats` sequences and logit rows (S)."""
+
+    tokens: int
+    seats: int
+
+    @property
+    def decode_only(self) -> bool:
+        return self.tokens == self.seats
+
+    def __str__(self) -> str:
+        return f"decode-{self.seats}" if self.decode_only else f"mixed-{self.tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """All buckets of an engine, each tuple ascending."""
+
+    decode: tuple[Bucket, ...]
+    mixed: tuple[Bucket, ...]
+
+    @property
+    def token_budget(self) -> int:
+        """The most rows one step computes; no bucket lies above it."""
+        return self.mixed[-1].tokens
+
+    @property
+    def seats(self) -> int:
+        return self.mixed[-1].seats
+
+    def all(self) -> tuple[Bucket, ...]:
+        return self.decode + self.mixed
+
+    def choose(self, *, tokens: int, sequences: int, decode_only: bool, logit_rows: int) -> Bucket:
+        """The smallest bucket that holds the step.
+
+        Raises ValueError when none does: the scheduler never plans more than the budget.
+        """
+        for bucket in self.decode if decode_only else self.mixed:
+            if tokens <= bucket.tokens and max(sequences, logit_rows) <= bucket.seats:
+                return bucket
+        raise ValueError(f"no bucket holds {tokens} rows of {sequences} sequences")
+
+
+def powers_of_two(low: int, high: int) -> tuple[int, ...]:
+    """low, 2 low, 4 low, ... and always `high` itself as the last."""
+    sizes = []
+    size = low
+    while size < high:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, high)
+
+
+def make_buckets(*, max_seats: int, token_budget: int, seat_sizes: tuple[int, ...] = (),
+                 token_sizes: tuple[int, ...] = ()) -> Buckets:
+    """Buckets from the limits; explicit sizes (already validated by the config) replace the powers of two.
+
+    The smallest decode bucket has 4 rows: XLA:CPU takes ten times longer for one bfloat16 row than for four.
+    """
+    seats = tuple(sorted({*seat_sizes, max_seats})) if seat_sizes else powers_of_two(min(4, max_seats), max_seats)
+    lowest = max(2 * seats[-1], token_budget // 8)
+    tokens = (tuple(sorted({*token_sizes, token_budget})) if token_sizes
+              else powers_of_two(min(lowest, token_budget), token_budget))
+    return Buckets(decode=tuple(Bucket(s, s) for s in seats),
+                   mixed=tuple(Bucket(t, seats[-1]) for t in tokens))

@@ -1,0 +1,67 @@
+"""Every error that Jitney raises on purpose.
+
+One rule: an error names what was wrong and what to do about it, in one line, without paths or addresses of this machine
+unless the reader is the one who typed them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class JitneyError(Exception):
+    """Base of all errors raised on purpose; `str(error)` is one line fit for a person."""
+
+
+class ConfigError(JitneyError):
+    """A setting is unknown, out of range or contradicts another; raised before anything starts."""
+
+
+class ModelError(JitneyError):
+    """A model cannot be found, read or run: missing tensors, unknown architecture, unsafe files."""
+
+
+class EngineDead(JitneyError):
+    """The core process is gone; open requests have been ended."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """A request-scoped error as it crosses the process boundary.
+
+    code: one of CODES; message: one line; param: dotted path of the offending field, if one is to blame;
+    retry_after: seconds until a retry is worthwhile, if that is known.
+    """
+
+    code: str
+    message: str
+    param: str | None = None
+    retry_after: float | None = None
+
+
+#: Every code a request can end with; `engine.api.errors` gives each its HTTP status.
+CODES = (
+    "invalid_value",
+    "context_length_exceeded",
+    "unsupported_parameter",
+    "queue_full",
+    "draining",
+    "loading",
+    "engine_dead",
+    "deadline_exceeded",
+    "nan_logits",
+    "internal_error",
+)
+
+
+class RequestError(JitneyError):
+    """One request cannot be served; the engine and its neighbours are fine."""
+
+    def __init__(self, message: str, *, code: str = "invalid_value", param: str | None = None,
+                 retry_after: float | None = None):
+        assert code in CODES, code
+        super().__init__(message)
+        self.info = ErrorInfo(code=code, message=message, param=param, retry_after=retry_after)
+
+    @classmethod
+    def from_info(cls, info: ErrorInfo) -> RequestError:
+        return cls(info.message, code=info.code, param=info.param, retry_after=info.retry_after)

@@ -1,0 +1,99 @@
+"""What the scheduler decides for one step: counts and references, no device, no arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jitney.engine.buckets import Bucket
+from jitney.engine.types import TokenLogprobs
+
+if TYPE_CHECKING:
+    from jitney.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows [start, start + count) of one sequence in one step.
+
+    A decode chunk has count 1; its token may still be on the device (position start >= len(seq.tokens)).
+    sample: the last row's logits choose the next token. scored: logit rows for prompt log-probabilities, namely the
+    chunk's positions start .. start + scored - 1, each scored against the following prompt token. recomputed: its first
+    rows that had been computed before a preemption.
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+    decode: bool
+    sample: bool
+    scored: int = 0
+    recomputed: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def logit_rows(self) -> int:
+        return self.scored + self.sample
+
+
+@dataclass(slots=True, frozen=True)
+class Load:
+    """How full the engine is while a step runs.
+
+    pages_used are held by sequences; pages_cached only serve the prefix cache. waiting: sequences that want a seat;
+    waiting_tokens: prompt tokens of the requests none of whose sequences has boarded yet.
+    """
+
+    seats_busy: int
+    pages_used: int
+    pages_cached: int
+    waiting: int
+    waiting_tokens: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. chunks: decode rows first, then prefill chunks. boarded: sequences that took their seat in this plan.
+
+    plain: every row belongs to a sequence whose tokens are a bare argmax, so the all-greedy executable serves.
+    cached_tokens: prompt tokens of the boarded whose KV was found in pages. `commit` fills in what became of the rows
+    (prefill .. cancelled, in rows) and `finished`, the sequences that ended since the commit before.
+    """
+
+    number: int
+    chunks: list[Chunk]
+    bucket: Bucket
+    plain: bool
+    boarded: list[Sequence] = field(default_factory=list)
+    preempted: int = 0
+    cached_tokens: int = 0
+    load: Load = Load(0, 0, 0, 0, 0)
+    prefill: int = 0
+    decode: int = 0
+    recomputed: int = 0
+    past_end: int = 0
+    cancelled: int = 0
+    finished: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that carry a token; the bucket's other rows are padding."""
+        return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def n_decode(self) -> int:
+        return sum(chunk.decode for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought: one entry per logit row in plan order (a chunk's scored rows first, then its sampled row).
+
+    tokens: the sampled or scored ids, -1 for a row whose logits were not finite. logprobs: None if nobody asked.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None

@@ -1,0 +1,68 @@
+"""One sequence and its life: waiting, prefilling, decoding, preempted (waiting again), finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Host-side state of one sequence; written by the scheduler alone, read by the batch builder.
+
+    tokens: prompt ids, then every output id the host knows. scheduled: positions whose KV is computed once all
+    launched steps are done. in_flight: sampled tokens that launched steps will bring (0 or 1 between steps, up to 2
+    while a step is launched before the one before is read). computed_high: highest `scheduled` ever reached; rows below
+    it that are computed again are "recomputed".
+    seat: -1 while not seated. pages: physical pages in order, all layers. seed: resolved, int64.
+    rank: (class, number, index), lower is served first and preempted last. plain: see SamplingParams.plain.
+    stop_ids: tokens that end it. root, keys: hash chain of its full pages. published: own pages offered to the
+    prefix index. scored: prompt positions whose logits a launched step brings for prompt_logprobs.
+    """
+
+    request: EngineRequest
+    index: int
+    seed: int
+    tokens: list[int]
+    max_tokens: int
+    seat: int = -1
+    pages: list[int] = field(default_factory=list)
+    scheduled: int = 0
+    in_flight: int = 0
+    computed_high: int = 0
+    cached_tokens: int = 0
+    finish: FinishReason | None = None
+    boarded_at: float | None = None
+    first_token_at: float | None = None
+    preemptions: int = 0
+    rank: tuple[int, int, int] = (0, 0, 0)
+    plain: bool = True
+    stop_ids: frozenset[int] = frozenset()
+    root: bytes = b""
+    keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    scored: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def n_output(self) -> int:
+        """Output tokens the host knows."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def limit(self) -> int:
+        """Tokens, prompt included, at which it ends by length."""
+        return len(self.request.prompt) + self.max_tokens
+
+    @property
+    def seated(self) -> bool:
+        return self.seat >= 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request.id, self.index
