@@ -1,0 +1,142 @@
+"""Layers shared by all models: every matrix product, norm and rotation of the engine goes through here.
+
+Axes: T tokens, E embed, H query heads, K KV heads, D head dim, F feed-forward, I and O any input and output size.
+dtype in equals dtype out; sums, norms and rotations are computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jitney.engine.models.config import ModelConfig, RopeScaling
+
+DType = Any
+
+
+def matmul(x: jax.Array, w: jax.Array, dtype: DType = None) -> jax.Array:
+    """x [..., I] times w [I, O] -> [..., O] in `dtype` (x's own if None), accumulated in float32.
+
+    Without `preferred_element_type` XLA:CPU multiplies bfloat16 matrices 10 to 30 times slower.
+    """
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(dtype or x.dtype)
+
+
+def project_out(x: jax.Array, table: jax.Array) -> jax.Array:
+    """x [R, E] times the transpose of table [V, E] -> float32 [R, V].
+
+    One dot over both last axes: `x @ table.T` makes XLA:CPU convert the whole table to float32 in every step.
+    """
+    return jax.lax.dot_general(x, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) -> jax.Array:
+    """Random weights, drawn in float32 whatever the dtype: a bfloat16 model is the float32 one, rounded."""
+    return (spread * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+
+class Linear(nnx.Module):
+    """kernel [I, O], bias [O] or None."""
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: DType, rngs: nnx.Rngs):
+        spread = 1.5 / math.sqrt(size_in)  # keeps random models lively: the top two logits stay well apart
+        self.kernel = nnx.Param(normal(rngs, (size_in, size_out), spread, dtype))
+        self.bias = nnx.Param(normal(rngs, (size_out,), 0.25, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array, dtype: DType = None) -> jax.Array:
+        """x [..., I] -> [..., O] in `dtype` (x's own if None)."""
+        if self.bias is None:
+            return matmul(x, self.kernel[...], dtype)
+        y = matmul(x, self.kernel[...], jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(dtype or x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """weight [E]; x / rms(x) * weight, in float32 (bfloat16 squares lose the sum after 256 equal terms)."""
+
+    def __init__(self, size: int, eps: float, *, dtype: DType):
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., E] -> [..., E] in x's dtype."""
+        wide = x.astype(jnp.float32)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate) * up), gate and up fused into one product [E, 2F]."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = Linear(size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, E] -> [T, E]."""
+        gate, up = jnp.split(self.gate_up(x, jnp.float32), 2, axis=-1)
+        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
+
+
+def inverse_frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
+    """(radians per position of each rotated pair, float32 [D // 2]; factor on cos and sin)."""
+    half = config.head_dim // 2
+    plain = 1.0 / config.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain, 1.0
+    match scaling.kind:
+        case "linear":
+            return plain / scaling.factor, 1.0
+        case "factors":
+            return plain / jnp.asarray(scaling.factors, jnp.float32), 1.0
+        case "llama3":
+            return llama3_frequencies(plain, scaling), 1.0
+        case "yarn":
+            return yarn_frequencies(plain, scaling, config), scaling.attention_factor
+
+
+def llama3_frequencies(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Llama 3.1: a pair that turns less than `low` times in the trained context is slowed by `factor`, one that turns
+    more than `high` times is kept, the others are blended linearly in their number of turns."""
+    turns = scaling.original_context * plain / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = jnp.clip(keep, 0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / scaling.factor
+
+
+def yarn_frequencies(plain: jax.Array, scaling: RopeScaling, config: ModelConfig) -> jax.Array:
+    """YaRN (arXiv 2309.00071, section 3.2): blend by pair index between the pairs of beta_fast and beta_slow turns."""
+    dim = config.head_dim
+
+    def pair_turning(times: float) -> float:
+        return dim * math.log(scaling.original_context / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - low) / max(high - low, 0.001)
+    slowed = jnp.clip(ramp, 0.0, 1.0)
+    return (1.0 - slowed) * plain + slowed * plain / scaling.factor
+
+
+def rotary(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """positions int32 [T] -> cos and sin, float32 [T, 1, D // 2]; once per step, shared by all layers.
+
+    The barrier keeps it once: XLA would rather fuse the sines into every rotation of every layer.
+    """
+    frequencies, factor = inverse_frequencies(config)
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    return jax.lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate pairs (j, j + D/2) of x [T, heads, D]; cos and sin [T, 1, D // 2] -> [T, heads, D] in x's dtype."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,56 @@
+"""Reading small files of an untrusted model folder; jax-free."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from jitney.engine.errors import ModelError
+
+#: config.json and its like are a few kB; an index of a very large model some MB; a tokenizer up to tens of MB.
+MAX_JSON_BYTES = 32 << 20
+MAX_TOKENIZER_BYTES = 100 << 20
+
+
+@overload
+def safe_file(folder: Path, name: str, *, missing_ok: Literal[False] = False) -> Path: ...
+@overload
+def safe_file(folder: Path, name: str, *, missing_ok: bool) -> Path | None: ...
+
+
+def safe_file(folder: Path, name: str, *, missing_ok: bool = False) -> Path | None:
+    """The file `name` of the folder; None if absent and that is fine.
+
+    Raises ModelError for a name that is not plain (`..`, absolute, with a separator) and for a link that leads out of
+    the folder. Links of the Hugging Face cache, snapshots/REVISION/name -> ../../blobs/HASH, stay inside that cache.
+    """
+    if not name or "\x00" in name or name in (".", "..") or "/" in name or "\\" in name:
+        raise ModelError(f"unsafe file name in the model folder: {name[:100]!r}")
+    path = folder / name
+    if not path.is_file():
+        if missing_ok and not path.is_symlink():
+            return None
+        raise ModelError(f"the model folder lacks {name[:100]}")
+    real, home = path.resolve(), folder.resolve()
+    if home.parent.name == "snapshots":
+        home = home.parent.parent
+    if not real.is_relative_to(home):
+        raise ModelError(f"{name[:100]} is a link that leads out of the model folder")
+    return path
+
+
+def read_json(folder: Path, name: str, *, missing_ok: bool = False, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file of the folder; {} if the file is absent and that is fine; ModelError if unsound."""
+    path = safe_file(folder, name, missing_ok=missing_ok)
+    if path is None:
+        return {}
+    if path.stat().st_size > limit:
+        raise ModelError(f"{name} is larger than {limit >> 20} MiB")
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{name} is not JSON: {str(error)[:100]}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} must hold a JSON object")
+    return value
