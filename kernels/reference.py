@@ -1,0 +1,185 @@
+"""Paged attention in plain jax.numpy: the CPU implementation, and the oracle the other kernels are tested against.
+
+Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of pages with a dynamic trip count, so a step
+costs what its contexts need and never attends across sequences. Axes as in `jitney.kernels.interface`; C keys per
+chunk, B rows per query block, G = H // K.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jitney.kernels.interface import AttentionMeta
+
+#: Keys per chunk: small enough that a short context wastes little, large enough for XLA:CPU's matrix products.
+DECODE_KEYS = 128
+PREFILL_KEYS = 256
+#: Query rows per prefill block.
+PREFILL_ROWS = 128
+#: Score of a key a row must not see; finite, so that a row that sees nothing gives 0 and not NaN.
+HIDDEN = -1e30
+
+
+def paged_attention(q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, meta: AttentionMeta, *, scale: float,
+                    window: int = 0, softcap: float = 0.0) -> tuple[jax.Array, jax.Array]:
+    """See `jitney.kernels.interface.PagedAttention`; any floating dtype, sums in float32."""
+    kv = write_kv(kv, k, v, meta.write_rows)
+    n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
+    if n_rows == n_seqs:  # a decode-only bucket: row s is sequence s
+        return attend_decode(q, kv, meta.page_table, meta.kv_lens, scale, window, softcap), kv
+    decoding = jnp.arange(n_seqs) < meta.counts[0]
+    decode_lens = jnp.where(decoding, meta.kv_lens, 0)
+    decoded = attend_decode(q[:n_seqs], kv, meta.page_table, decode_lens, scale, window, softcap)
+    o = attend_prefill(q, kv, meta, scale, window, softcap)
+    return jax.lax.dynamic_update_slice_in_dim(
+        o, jnp.where(decoding[:, None, None], decoded, o[:n_seqs]), 0, axis=0), kv
+
+
+def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array) -> jax.Array:
+    """Put k and v [T, K, D] at flat rows [T] of the pool [N, page, 2K, D], in place when it is donated.
+
+    A value that is not finite is stored as 0: a masked key still meets its value as 0 * v, and 0 * NaN would carry one
+    request's NaN to the next owner of the page. The request itself ends by its own logits.
+    """
+    new = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2]).astype(kv.dtype)
+    new = jnp.where(jnp.isfinite(new), new, 0)
+    flat = kv.reshape(-1, *kv.shape[2:])
+    return flat.at[rows].set(new, mode="drop", unique_indices=True).reshape(kv.shape)
+
+
+def attend_decode(q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, scale: float, window: int,
+                  softcap: float) -> jax.Array:
+    """One query row a sequence: q [S, H, D], page_table [S, P], kv_lens [S] (0: no sequence) -> [S, H, D].
+
+    The queries are spread over a row of the pool ([H, 2K * D], zero outside their own key head), so that scores and
+    values are one product per sequence over the pages as they lie: six times the arithmetic, but no transposed copy of
+    the keys. 25 ms against 38 ms for 30 layers of 32 rows with 160 keys (2 Zen 5 cores, bfloat16).
+    """
+    n_seqs, n_heads, dim = q.shape
+    n_kv = kv.shape[2] // 2
+    wide = spread_queries(q, n_kv)
+    pages = chunk_pages(kv, page_table, DECODE_KEYS)
+    n_keys = pages * kv.shape[1]
+    first_seen = jnp.maximum(kv_lens - window, 0) if window else jnp.zeros_like(kv_lens)
+
+    def chunk(i, carry):
+        ids = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages, 1).reshape(-1)
+        rows = kv.reshape(kv.shape[0], -1).at[ids].get(mode="promise_in_bounds").reshape(n_seqs, n_keys, -1)
+        scores = jax.lax.dot_general(wide, rows, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        at = i * n_keys + jnp.arange(n_keys)
+        seen = (at < kv_lens[:, None]) & (at >= first_seen[:, None])
+        scores = jnp.where(seen[:, None], cap(scores * scale, softcap), HIDDEN)
+        return merge(carry, scores, lambda p: jax.lax.dot_general(
+            p.astype(rows.dtype), rows, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32))
+
+    start = jnp.min(jnp.where(kv_lens > 0, first_seen, jnp.max(first_seen))) // n_keys
+    o = online_softmax(chunk, start, -(-jnp.max(kv_lens) // n_keys), (n_seqs, n_heads), 2 * n_kv * dim)
+    return gather_values(o, n_kv, dim).astype(q.dtype)
+
+
+def spread_queries(q: jax.Array, n_kv: int) -> jax.Array:
+    """q [S, H, D] -> [S, H, 2K * D]: each query in the columns of its key head, zero elsewhere.
+
+    Slices are copied: a product with a 0/1 mask costs XLA:CPU five times as much in index arithmetic.
+    """
+    n_seqs, n_heads, dim = q.shape
+    group = n_heads // n_kv
+    wide = jnp.zeros((n_seqs, n_heads, 2 * n_kv * dim), q.dtype)
+    for h in range(n_kv):
+        wide = jax.lax.dynamic_update_slice(wide, q[:, h * group : (h + 1) * group], (0, h * group, 2 * h * dim))
+    return wide
+
+
+def gather_values(o: jax.Array, n_kv: int, dim: int) -> jax.Array:
+    """o [S, H, 2K * D] -> [S, H, D]: each query head's own value columns."""
+    group = o.shape[1] // n_kv
+    return jnp.concatenate([o[:, h * group : (h + 1) * group, (2 * h + 1) * dim : (2 * h + 2) * dim]
+                            for h in range(n_kv)], axis=1)
+
+
+def attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, scale: float, window: int,
+                   softcap: float) -> jax.Array:
+    """The rows of prompt chunks: q [T, H, D] -> [T, H, D]; rows of decoding sequences and padding are undefined.
+
+    Each sequence's rows are cut into blocks; a block's tail past its sequence is overwritten by the next block, since
+    blocks lie in row order.
+    """
+    n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
+    size = min(PREFILL_ROWS, n_rows)
+    q_lens = jnp.diff(meta.cu_q)
+    blocks = jnp.where(jnp.arange(n_seqs) < meta.counts[0], 0, -(-q_lens // size))
+    last_block = jnp.cumsum(blocks)  # [S], exclusive end of each sequence's blocks
+    q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
+
+    def block(b, o):
+        seq = jnp.searchsorted(last_block, b, side="right")
+        skip = (b - (last_block[seq] - blocks[seq])) * size
+        row = meta.cu_q[seq] + skip
+        first = meta.kv_lens[seq] - q_lens[seq] + skip  # absolute position of the block's first row
+        rows = jax.lax.dynamic_slice_in_dim(q, row, size, 0)
+        done = attend_block(rows, kv, meta.page_table[seq], first, meta.kv_lens[seq], scale, window, softcap)
+        return jax.lax.dynamic_update_slice_in_dim(o, done, row, 0)
+
+    return jax.lax.fori_loop(0, last_block[-1], block, jnp.zeros_like(q))[:n_rows]
+
+
+def attend_block(q: jax.Array, kv: jax.Array, pages_of: jax.Array, first: jax.Array, kv_len: jax.Array, scale: float,
+                 window: int, softcap: float) -> jax.Array:
+    """B consecutive rows of one sequence, the first at position `first`: q [B, H, D], pages_of [P] -> [B, H, D]."""
+    n_rows, n_heads, dim = q.shape
+    n_kv = kv.shape[2] // 2
+    group = n_heads // n_kv
+    grouped = q.reshape(n_rows, n_kv, group, dim).transpose(1, 2, 0, 3).reshape(n_kv, group * n_rows, dim)
+    pages = chunk_pages(kv, pages_of[None], PREFILL_KEYS)
+    n_keys = pages * kv.shape[1]
+    position = first + jnp.arange(n_rows)
+
+    def chunk(i, carry):
+        ids = jax.lax.dynamic_slice_in_dim(pages_of, i * pages, pages, 0)
+        rows = kv.reshape(kv.shape[0], -1).at[ids].get(mode="promise_in_bounds").reshape(n_keys, n_kv, 2, dim)
+        key, value = rows[:, :, 0].transpose(1, 0, 2), rows[:, :, 1].transpose(1, 0, 2)  # [K, C, D]
+        scores = jax.lax.dot_general(grouped, key, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        at = i * n_keys + jnp.arange(n_keys)
+        seen = (at <= position[:, None]) & (at < kv_len)
+        if window:
+            seen &= at > position[:, None] - window
+        scores = jnp.where(jnp.tile(seen, (group, 1)), cap(scores * scale, softcap), HIDDEN)
+        return merge(carry, scores, lambda p: jax.lax.dot_general(
+            p.astype(value.dtype), value, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32))
+
+    start = jnp.maximum(first - window + 1, 0) // n_keys if window else 0
+    stop = -(-jnp.minimum(first + n_rows, kv_len) // n_keys)
+    o = online_softmax(chunk, start, stop, (n_kv, group * n_rows), dim)
+    return o.reshape(n_kv, group, n_rows, dim).transpose(2, 0, 1, 3).reshape(n_rows, n_heads, dim).astype(q.dtype)
+
+
+def online_softmax(chunk, start, stop, shape: tuple[int, ...], width: int) -> jax.Array:
+    """Run chunk(i, carry) over [start, stop); carry = (running max, running sum, accumulator) -> [*shape, width]."""
+    carry = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    _, total, acc = jax.lax.fori_loop(start, stop, chunk, carry)
+    return acc / jnp.maximum(total, 1e-30)[..., None]
+
+
+def merge(carry, scores: jax.Array, weigh):
+    """Add one chunk's scores [..., rows, C] to the running softmax; weigh(p) gives p's sum of values.
+
+    A row that has seen nothing yet weighs hidden keys by exp(0); its first visible key multiplies all that by
+    exp(HIDDEN - top) = 0. A row that never sees a key (padding) ends as a finite mean that nobody reads.
+    """
+    top, total, acc = carry
+    new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+    p = jnp.exp(scores - new_top[..., None])
+    keep = jnp.exp(top - new_top)
+    return new_top, total * keep + jnp.sum(p, axis=-1), acc * keep[..., None] + weigh(p)
+
+
+def cap(scores: jax.Array, softcap: float) -> jax.Array:
+    """softcap * tanh(scores / softcap), or the scores as they are when softcap is 0."""
+    return softcap * jnp.tanh(scores / softcap) if softcap else scores
+
+
+def chunk_pages(kv: jax.Array, page_table: jax.Array, keys: int) -> int:
+    """Pages per chunk: about `keys` positions, a divisor of P so that the last chunk never runs off the table."""
+    wanted = max(1, min(keys // kv.shape[1], page_table.shape[1]))
+    return next(n for n in range(wanted, 0, -1) if page_table.shape[1] % n == 0)
