@@ -1,0 +1,95 @@
+"""What is checked, and made, before a request may wait: a request that can never run is refused here."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from jitney.engine.errors import ConfigError, RequestError
+from jitney.engine.pages import PagePool
+from jitney.engine.prefix import root_key
+from jitney.engine.sequence import Sequence
+from jitney.engine.types import EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What the scheduler is held to. context_length: tokens of one sequence, prompt included."""
+
+    max_seats: int
+    context_length: int
+    max_waiting_requests: int = 256
+    max_waiting_tokens: int = 262144
+    policy: str = "continuous"
+    order: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("max_seats", "max_waiting_requests", "max_waiting_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        if self.context_length < 2:
+            raise ConfigError("context_length must be at least 2: one prompt token and one more")
+
+
+class Admission:
+    """Turns requests into sequences. vocab_size: ids at or above it are refused. eos_ids end a sequence."""
+
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, eos_ids: Iterable[int], vocab_size: int):
+        self.limits, self.pool, self.vocab_size = limits, pool, vocab_size
+        self.eos_ids = frozenset(eos_ids)
+        # The last token of a sequence is never fed back, so it needs no KV position.
+        self.longest = min(limits.context_length, pool.capacity * pool.page_size + 1)
+
+    def sequences(self, request: EngineRequest, group: int, number: int) -> list[Sequence]:
+        """The n sequences of a request, or RequestError; nothing is registered yet.
+
+        group: class in the waiting queue; number: of the request, in order of arrival.
+        """
+        sampling = request.sampling
+        sampling.validate(self.vocab_size)
+        self._check_prompt(request.prompt)
+        max_tokens = self._max_tokens(request)
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
+        root = root_key(request.tenant, request.cache_salt, "" if self.pool.retain else request.id)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        return [Sequence(request, index, sibling_seed(seed, index), list(request.prompt), max_tokens,
+                         rank=(group, number, index), plain=sampling.plain, stop_ids=stop_ids, root=root)
+                for index in range(sampling.n)]
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise RequestError("the prompt must have at least one token", param="prompt")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise RequestError(f"token ids of the prompt must be 0 to {self.vocab_size - 1}", param="prompt")
+        if len(prompt) >= self.longest:
+            raise RequestError(f"the prompt has {len(prompt)} tokens and must leave room for one more in the "
+                               f"{self._room()}", code="context_length_exceeded", param="prompt")
+
+    def _max_tokens(self, request: EngineRequest) -> int:
+        """Most tokens this request may generate; None in the request means all that fit."""
+        sampling, room = request.sampling, self.longest - len(request.prompt)
+        if sampling.max_tokens is not None and sampling.max_tokens > room:
+            raise RequestError(f"the prompt has {len(request.prompt)} tokens, which with max_tokens "
+                               f"{sampling.max_tokens} is more than the {self._room()}",
+                               code="context_length_exceeded", param="max_tokens")
+        if sampling.min_tokens > room:
+            raise RequestError(f"min_tokens {sampling.min_tokens} is more than the {room} tokens left",
+                               code="context_length_exceeded", param="min_tokens")
+        return room if sampling.max_tokens is None else sampling.max_tokens
+
+    def _room(self) -> str:
+        what = "context" if self.longest == self.limits.context_length else "KV pool"
+        return f"{self.longest} tokens of the {what}"
+
+
+def sibling_seed(seed: int, index: int) -> int:
+    """int64 seed of the index-th sequence of a request; the first keeps the request's own.
+
+    Hashed, so that the second sequence of seed 1 is not the first of seed 2.
+    """
+    if index == 0:
+        return seed
+    words = seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
+    return int.from_bytes(blake2b(words, digest_size=8).digest(), "little", signed=True)

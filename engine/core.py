@@ -1,0 +1,149 @@
+"""One engine: add, abort, step. Single-threaded and, given its runner and clock, deterministic."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jitney.engine.errors import ErrorInfo, RequestError
+from jitney.engine.ledger import Ledger
+from jitney.engine.plan import Plan, StepResult
+from jitney.engine.scheduler import Scheduler
+from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutput
+from jitney.engine.wire import Slots, StepReport
+
+
+class Runner(Protocol):
+    """The device half of a step. Exceptions of any of these are fatal to the engine."""
+
+    @property
+    def compiles(self) -> int:
+        """Compilations since the engine was ready; should stay 0."""
+        ...
+
+    def batch(self, plan: Plan) -> Any:
+        """Pack a plan for upload; reads the plan's sequences now, keeps none of their lists."""
+        ...
+
+    def launch(self, batch: Any) -> Any:
+        """Start the step and return a ticket without waiting; steps run in the order of their launches."""
+        ...
+
+    def fetch(self, ticket: Any) -> StepResult:
+        """Wait for a step's result; called once per ticket, in order."""
+        ...
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step and when each part of its launch was done (clock, seconds)."""
+
+    plan: Plan
+    ticket: Any
+    started: float
+    planned: float
+    batched: float
+    launched: float
+    compiled: bool
+
+
+class EngineCore:
+    """The loop's body. The device computes step k while the host takes in step k - 1 and plans step k + 1."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, ledger: Ledger,
+                 clock: Callable[[], float] = time.monotonic):
+        self.scheduler, self.runner, self.ledger, self.clock = scheduler, runner, ledger, clock
+        self._flight: Flight | None = None
+        self._rejected: list[SequenceOutput] = []
+        self._ready = -math.inf  # when the device finished the last step; -inf after a time without work
+
+    @property
+    def has_work(self) -> bool:
+        """True while `step` has anything to do or to tell."""
+        return self._flight is not None or self.scheduler.has_open or self.has_news
+
+    @property
+    def has_news(self) -> bool:
+        """True when outputs wait for the next step to hand them out."""
+        return bool(self._rejected) or self.scheduler.has_outputs
+
+    def add(self, request: EngineRequest) -> None:
+        """Admit a request; a refusal becomes one terminal output per sequence in the next step's report."""
+        try:
+            self.scheduler.add(request)
+        except RequestError as error:
+            self._reject(request, error.info)
+
+    def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
+        n = min(max(1, request.sampling.n), MAX_N)  # n itself may be what was refused
+        self._rejected += [SequenceOutput(request_id=request.id, index=index, finish="error", error=error)
+                           for index in range(n)]
+
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
+        """End a request (index None) or one of its sequences; its terminal output comes with the next step."""
+        self.scheduler.abort(request_id, index, reason)
+
+    def step(self) -> StepReport:
+        """Plan and launch the next step, then take in the one before it."""
+        clock, previous, self._flight = self.clock, self._flight, None
+        started = clock()
+        plan = self.scheduler.plan(started)
+        if plan is not None:
+            compiles, planned = self.runner.compiles, clock()
+            batch = self.runner.batch(plan)
+            batched = clock()
+            ticket = self.runner.launch(batch)
+            self._flight = Flight(plan, ticket, started, planned, batched, clock(), self.runner.compiles > compiles)
+        if previous is None:
+            return self._report(self.scheduler.drain())
+        waited = clock()
+        result = self.runner.fetch(previous.ticket)
+        ready = clock()
+        outputs = self.scheduler.commit(previous.plan, result, ready)
+        return self._report(outputs, self._record(previous, waited, ready))
+
+    def _report(self, outputs: list[SequenceOutput], record: bytes = b"") -> StepReport:
+        rejected, self._rejected = self._rejected, []
+        return StepReport(rejected + outputs, record)
+
+    def _record(self, flight: Flight, waited: float, ready: float) -> bytes:
+        """Account for one step; what the host waited for it is what the device took, unless the host was slower."""
+        plan, load, before = flight.plan, flight.plan.load, self._ready
+        gap = max(0.0, flight.launched - before) if before > -math.inf else 0.0
+        # The next step's gap is idle time only while there was something to do.
+        self._ready = ready if self._flight is not None or self.scheduler.has_open else -math.inf
+        return self.ledger.record(
+            step=plan.number, started=flight.started, mixed=not plan.bucket.decode_only,
+            bucket_tokens=plan.bucket.tokens, bucket_seats=plan.bucket.seats,
+            prefill=plan.prefill, decode=plan.decode, padding=plan.bucket.tokens - plan.rows,
+            recomputed=plan.recomputed, past_end=plan.past_end, cancelled=plan.cancelled,
+            seats_busy=load.seats_busy, seats=self.scheduler.limits.max_seats,
+            pages_used=load.pages_used, pages_cached=load.pages_cached, pages=self.scheduler.pool.capacity,
+            waiting=load.waiting, waiting_tokens=load.waiting_tokens,
+            boarded=len(plan.boarded), finished=plan.finished, preempted=plan.preempted,
+            cached_tokens=plan.cached_tokens,
+            plan_s=flight.planned - flight.started, batch_s=flight.batched - flight.planned,
+            launch_s=flight.launched - flight.batched, device_s=ready - max(flight.launched, before),
+            fetch_s=ready - waited, commit_s=self.clock() - ready, gap_s=gap, compiled=flight.compiled)
+
+    def run_until_idle(self, max_steps: int = 100_000) -> list[SequenceOutput]:
+        """Step until there is no work; all outputs in order. RuntimeError if max_steps were not enough."""
+        outputs: list[SequenceOutput] = []
+        for _ in range(max_steps):
+            if not self.has_work:
+                return outputs
+            outputs += self.step().outputs
+        raise RuntimeError(f"still busy after {max_steps} steps")
+
+    def slots(self, ticket: int = 0) -> Slots:
+        """Every seat and the state of every page, for whoever asked with this ticket."""
+        return Slots(ticket, self.scheduler.slots(), self.scheduler.pool.states().tobytes())
+
+    def check(self) -> None:
+        """Raise RuntimeError if a page, seat or sequence is lost, or the ledger does not close."""
+        self.scheduler.check()
+        if not self.ledger.closes():
+            raise RuntimeError("the ledger does not close")

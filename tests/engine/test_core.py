@@ -1,0 +1,294 @@
+"""The core on a fake device: nothing is lost, and everybody gets the tokens of a solo run."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from fakes import EOS, VOCAB, FakeClock, code_of, device_of, ends_of, make_core, make_request, solo, tokens_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from jitney.engine.admission import sibling_seed
+from jitney.engine.ledger import STEP_DTYPE
+from jitney.engine.types import EngineRequest, SequenceOutput
+
+CONTEXT, PAGES, PAGE_SIZE = 40, 15, 4
+LONGEST = min(CONTEXT, (PAGES - 1) * PAGE_SIZE + 1)
+
+
+def random_request(rng: random.Random, number: int, now: float = 0.0) -> EngineRequest:
+    """Few distinct beginnings, so that pages are shared; about 1 in 20 can never run."""
+    head = [rng.randrange(1, 4)] * rng.choice((0, 4, 8, 12))
+    prompt = head + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
+    return make_request(
+        f"r{number}", prompt if rng.random() > 0.05 else [1] * 200, arrival=now, n=rng.choice((1, 1, 1, 2, 4)),
+        deadline=now + rng.uniform(0, 30) if rng.random() < 0.15 else None, priority=rng.choice((0, 0, 1, -1)),
+        salt=rng.choice(("", "", "salt")), seed=rng.choice((0, 7, 99)), max_tokens=rng.choice((None, 1, 2, 5, 12)),
+        ignore_eos=rng.random() < 0.2, prompt_logprobs=rng.choice((None,) * 9 + (2,)),
+        logprobs=rng.choice((None,) * 9 + (1,)))
+
+
+def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutput]) -> None:
+    """Each sequence ended once; who ended by itself has its solo tokens, everybody else a beginning of them."""
+    ends = ends_of(outputs)
+    assert set(ends) == {(request.id, i) for request in requests for i in range(request.sampling.n)}
+    for request in requests:
+        for index in range(request.sampling.n):
+            end, got = ends[request.id, index], tokens_of(outputs, request.id, index)
+            if code_of(end) == "context_length_exceeded":
+                assert not got
+                continue
+            want = solo(request, sibling_seed(request.sampling.seed or 0, index), LONGEST - len(request.prompt))
+            assert got == want[: len(got)]
+            if end.tokens:  # else it was ended from outside
+                assert end.finish in ("stop", "length") and got == want
+
+
+@pytest.mark.parametrize(("retain", "order", "seed"), [(True, "fcfs", 1), (False, "priority", 2)])
+def test_10000_random_events_lose_nothing(retain: bool, order: str, seed: int):
+    """Submit, abort, step, against a pool too small for all who sit, so that the scheduler also preempts."""
+    rng, clock = random.Random(seed), FakeClock()
+    core = make_core(seats=4, pages=PAGES, page_size=PAGE_SIZE, budget=13, context=CONTEXT, retain=retain, order=order,
+                     clock=clock)
+    requests: list[EngineRequest] = []
+    outputs: list[SequenceOutput] = []
+    for event in range(10_000):
+        clock.now += rng.random()
+        kind = rng.random()
+        if kind < 0.07:
+            requests.append(random_request(rng, len(requests), clock.now))
+            core.add(requests[-1])
+        elif kind < 0.10 and requests:
+            core.abort(rng.choice(requests[-8:]).id, rng.choice((None, 0, 1)), rng.choice(("abort", "stop")))
+        else:
+            outputs += core.step().outputs
+        if event % 5 == 0:
+            core.scheduler.check()
+    outputs += core.run_until_idle(20_000)
+    core.check()
+    assert core.scheduler.pool.used == 0 and not any(slot.state != "free" for slot in core.slots().slots)
+    assert_solo_tokens(requests, outputs)
+    records = core.ledger.since(0)
+    finishes = {end.finish for end in ends_of(outputs).values()}
+    assert finishes == {"stop", "length", "abort", "deadline", "error"}
+    assert records["preempted"].sum() > 50 and records["past_end"].sum() > 50 and records["cancelled"].sum() > 10
+    assert records["recomputed"].sum() > 100 and records["cached_tokens"].sum() > 100
+    assert core.ledger.closes() and records["bucket_tokens"].sum() == device_of(core).rows_run
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Any order of submit, abort and step; hypothesis shrinks what breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = make_core(seats=3, pages=9, page_size=4, budget=8, context=24, retain=True)
+        self.requests: list[EngineRequest] = []
+        self.outputs: list[SequenceOutput] = []
+
+    @rule(head=st.integers(0, 8), tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), n=st.integers(1, 3),
+          max_tokens=st.integers(1, 9), scored=st.booleans())
+    def submit(self, head: int, tail: list[int], n: int, max_tokens: int, scored: bool) -> None:
+        request = make_request(f"r{len(self.requests)}", [1] * head + tail, n=n, max_tokens=max_tokens,
+                               prompt_logprobs=1 if scored else None)
+        self.requests.append(request)
+        self.core.add(request)
+
+    @rule(back=st.integers(0, 5), index=st.sampled_from((None, 0, 1)))
+    def abort(self, back: int, index: int | None) -> None:
+        if back < len(self.requests):
+            self.core.abort(self.requests[-1 - back].id, index)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.outputs += self.core.step().outputs
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.core.check()
+
+    def teardown(self) -> None:
+        self.outputs += self.core.run_until_idle(2000)
+        self.core.check()
+        ends = ends_of(self.outputs)
+        assert len(ends) == sum(request.sampling.n for request in self.requests)
+        for request in self.requests:
+            for index in range(request.sampling.n):
+                got = tokens_of(self.outputs, request.id, index)
+                want = solo(request, sibling_seed(0, index), 99)
+                assert got == (want if ends[request.id, index].finish in ("stop", "length") else want[: len(got)])
+
+
+CoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestCoreMachine = CoreMachine.TestCase
+
+
+@pytest.mark.parametrize("budget", [9, 13, 64])
+@pytest.mark.parametrize("retain", [True, False])
+def test_alone_and_in_a_crowd_alike(budget: int, retain: bool):
+    rng = random.Random(budget)
+    core = make_core(seats=8, pages=60, budget=budget, context=CONTEXT, retain=retain)
+    prompts = [[3] * rng.choice((0, 8)) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))] for _ in range(32)]
+    requests = [make_request(f"r{i}", prompt, max_tokens=12, seed=i) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        core.add(request)
+    outputs = core.run_until_idle(2000)
+    for i, request in enumerate(requests):
+        assert tokens_of(outputs, request.id) == solo(request, i, 99)
+
+
+def test_every_row_of_a_step_is_in_the_ledger():
+    """One request of 6 prompt tokens and 3 outputs, drawn: rows are prefill, decode and padding, nothing else."""
+    core = make_core(seats=4, budget=16, eos=())
+    core.add(make_request("a", [1, 2, 3, 4, 5, 6], max_tokens=3))
+    core.run_until_idle()
+    rows = core.ledger.since(0)[["mixed", "bucket_tokens", "prefill", "decode", "padding"]].tolist()
+    assert rows == [(1, 8, 6, 0, 2),
+                    (0, 4, 0, 1, 3),
+                    (0, 4, 0, 1, 3)]
+
+
+def test_the_row_after_a_stop_is_past_the_end():
+    core = make_core(eos=())
+    first = solo(make_request("a", [5, 6]), 0, 1)[0]
+    core.add(make_request("a", [5, 6], stop_token_ids=(first,)))
+    outputs = core.run_until_idle()
+    assert [out.stop_token for out in outputs] == [first] and tokens_of(outputs, "a") == [first]
+    assert core.ledger.since(0)["past_end"].tolist() == [0, 1]
+
+
+def test_rows_of_an_aborted_request_are_cancelled_and_its_pages_free_at_once():
+    core = make_core(eos=())
+    core.add(make_request("a", [1] * 10, max_tokens=50))
+    for _ in range(3):
+        core.step()
+    core.abort("a")
+    assert core.scheduler.pool.used == 0
+    ends = ends_of(core.run_until_idle())
+    assert ends["a", 0].finish == "abort"
+    assert core.ledger.totals["cancelled"] == 1 and core.ledger.closes()
+
+
+def test_a_refusal_ends_every_index_once():
+    core = make_core()
+    core.add(make_request("long", [1] * 500, n=3))
+    core.add(make_request("bad", [VOCAB]))
+    outputs = core.run_until_idle()
+    assert {key: (end.finish, code_of(end)) for key, end in ends_of(outputs).items()} == {
+        ("long", 0): ("error", "context_length_exceeded"), ("long", 1): ("error", "context_length_exceeded"),
+        ("long", 2): ("error", "context_length_exceeded"), ("bad", 0): ("error", "invalid_value")}
+    assert not core.has_work
+
+
+def test_rows_that_are_not_finite_end_their_request_alone():
+    core = make_core(eos=())
+    device_of(core).poisoned.add("bad")
+    shared = [2] * 9
+    for name in ("good", "bad"):
+        core.add(make_request(name, shared, max_tokens=6))
+    outputs = core.run_until_idle()
+    ends = ends_of(outputs)
+    assert code_of(ends["bad", 0]) == "nan_logits"
+    assert tokens_of(outputs, "good") == solo(make_request("good", shared, max_tokens=6), 0, 9, eos=())
+
+
+def test_pages_of_a_request_that_was_not_finite_are_not_shared():
+    core = make_core(eos=())
+    device_of(core).poisoned.add("bad")
+    for name in ("bad", "good"):
+        core.add(make_request(name, [2] * 12, max_tokens=2))
+        outputs = core.run_until_idle()
+    assert [out.cached_tokens for out in outputs] == [0, 0]
+
+
+def test_an_exception_over_one_sequence_ends_that_one(caplog: pytest.LogCaptureFixture):
+    core = make_core(eos=())
+    fetch = core.runner.fetch
+
+    def without_logprobs(ticket):
+        result = fetch(ticket)
+        result.logprobs = None
+        return result
+
+    core.runner.fetch = without_logprobs
+    core.add(make_request("asks", [1, 2], logprobs=1))
+    core.add(make_request("plain", [1, 2]))
+    outputs = core.run_until_idle()
+    ends = ends_of(outputs)
+    assert code_of(ends["asks", 0]) == "internal_error"
+    assert ends["plain", 0].finish == "length" and "could not be taken in" in caplog.text
+    core.check()
+
+
+def test_a_failing_launch_is_fatal():
+    core = make_core()
+
+    def launch(batch):
+        raise MemoryError
+
+    core.runner.launch = launch
+    core.add(make_request("a", [1]))
+    with pytest.raises(MemoryError):
+        core.step()
+
+
+def test_times_of_a_step_come_from_the_clock():
+    """Every reading of the clock is one second later, so each interval counts the readings inside it."""
+    core = make_core(clock=FakeClock(tick=1.0), eos=())
+    core.add(make_request("a", [1, 2], max_tokens=3))
+    core.run_until_idle()
+    records = core.ledger.since(0)
+    assert records["step"].tolist() == [1, 2, 3]
+    for name in ("plan_s", "batch_s", "launch_s", "fetch_s", "commit_s"):
+        assert records[name].tolist() == [1.0, 1.0, 1.0]
+    assert np.all(records["device_s"] > 0) and records["gap_s"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_time_without_work_is_no_gap_but_a_pause_with_work_is():
+    clock = FakeClock()
+    core = make_core(clock=clock, eos=())
+    core.add(make_request("a", [1], max_tokens=1))
+    core.run_until_idle()
+    clock.now += 100.0
+    core.add(make_request("b", [1], max_tokens=1))
+    core.step()
+    fetch = core.runner.fetch
+
+    def fetch_while_c_arrives(ticket):
+        core.runner.fetch = fetch
+        core.add(make_request("c", [1], max_tokens=1))
+        return fetch(ticket)
+
+    core.runner.fetch = fetch_while_c_arrives
+    core.step()
+    clock.now += 2.0
+    core.run_until_idle()
+    assert core.ledger.since(0)["gap_s"].tolist() == [0.0, 0.0, 2.0]
+
+
+def test_the_report_carries_one_record_of_the_step_before():
+    core = make_core(eos=())
+    core.add(make_request("a", [1, 2, 3], max_tokens=2))
+    reports = [core.step() for _ in range(3)]
+    steps = [np.frombuffer(report.record, STEP_DTYPE)["step"].tolist() for report in reports]
+    assert steps == [[], [1], [2]]
+
+
+def test_slots_show_who_sits_where():
+    core = make_core(seats=2, pages=9, page_size=4, budget=6, eos=())
+    core.add(make_request("a", [1] * 10, max_tokens=4))
+    core.step()
+    answer = core.slots(7)
+    assert answer.ticket == 7
+    assert [(slot.seat, slot.state, slot.request_id, slot.n_computed, slot.pages) for slot in answer.slots] == [
+        (0, "prefill", "a", 6, 3), (1, "free", None, 0, 0)]
+    assert list(answer.page_states) == [0, 1, 1, 1, 0, 0, 0, 0, 0]
+    core.step()
+    assert core.slots().slots[0].state == "decode"
+
+
+def test_the_eos_is_what_the_fakes_say():
+    assert solo(make_request("a", [1], max_tokens=500), 0, 0)[-1] == EOS
