@@ -1,0 +1,196 @@
+"""The offline Python API: the same core, in this process, driven by the caller's thread."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jitney.engine import wire
+from jitney.engine.config import Config, platform_environment
+from jitney.engine.detokenizer import TextStream
+from jitney.engine.errors import RequestError
+from jitney.engine.settings import load_config
+from jitney.engine.tokenizer import load_tokenizer
+from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
+from jitney.engine.weights.sources import resolve
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One of a request's n sequences. finish_reason: stop | length | abort; stop: the stop string found, if one was."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop: str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt. cached_tokens: prompt tokens whose KV came from the prefix cache."""
+
+    prompt_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in the core, and the text halves of its sequences."""
+
+    answer: RequestOutput
+    streams: list[TextStream]
+
+    @property
+    def done(self) -> bool:
+        return all(completion.finish_reason for completion in self.answer.outputs)
+
+
+class LLM:
+    """A model and an engine in this process.
+
+    model: what `jitney serve --model` takes, or a whole Config; settings: any setting by its flag's name, e.g.
+    `LLM("smollm2-135m", max_seats=8, dtype="float32")`. Raises ConfigError or ModelError in one line.
+    """
+
+    def __init__(self, model: str | Config = "smollm2-135m", *, progress: Any = None, **settings: Any):
+        config = model if isinstance(model, Config) else load_config(flags={"model": model, **settings})
+        for name, value in platform_environment(config.engine).items():
+            os.environ[name] = value
+        from jitney.engine.build import build_engine  # imports jax, which reads the lines above
+
+        def report(stage: str, done: int, total: int, detail: str) -> None:
+            (progress or (lambda news: None))(wire.Progress(stage, done, total, detail))
+
+        source = resolve(config.model.id, revision=config.model.revision or None, progress=report)
+        self.tokenizer = load_tokenizer(source)
+        self.core, self.info = build_engine(config, source, progress or (lambda news: None))
+        self._numbers = itertools.count()
+        self._running: dict[str, Running] = {}
+
+    def generate(self, prompts: Prompt | Sequence[Prompt],
+                 params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
+        """Complete prompts (text, or token ids) together; one output per prompt, in order.
+
+        params: one for all, or one each. Raises RequestError, before anything runs, for the first prompt or field that
+        cannot be served.
+        """
+        batch = as_prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        if len(each) != len(batch):
+            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling params", param="params")
+        requests = [self._request(self._ids(prompt), one) for prompt, one in zip(batch, each, strict=True)]
+        waiting = iter(requests)
+        answers: list[RequestOutput] = []
+        for request in itertools.islice(waiting, self.info.max_waiting_requests):
+            answers.append(self._submit(request))
+        while self.core.has_work:
+            finished = sum(1 for _ in self._step())
+            for request in itertools.islice(waiting, finished):
+                answers.append(self._submit(request))
+        return answers
+
+    def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+             params: SamplingParams | None = None) -> list[RequestOutput]:
+        """Answer one conversation, or several; messages as in the chat completions API."""
+        talks = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([self.chat_ids(talk) for talk in talks], params)  # type: ignore[arg-type]
+
+    def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The prompt ids of a conversation, by the model's own template."""
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the text of one completion (n = 1) as it becomes certain; closing the iterator ends the request."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError("stream yields one sequence: n must be 1", param="n")
+        request = self._request(self._ids(prompt), params)
+        answer = self._submit(request)
+        sent = 0
+        try:
+            while request.id in self._running:
+                list(self._step())
+                text = answer.outputs[0].text
+                if len(text) > sent:
+                    yield text[sent:]
+                    sent = len(text)
+        finally:
+            if request.id in self._running:
+                self.core.abort(request.id, None, "abort")
+            while self.core.has_work and self._running.keys() <= {request.id}:
+                list(self._step())  # until the device is idle: a row past the end may still be on its way
+
+    def close(self) -> None:
+        """Let go of weights, pages and executables."""
+        del self.core
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _request(self, prompt: list[int], params: SamplingParams) -> EngineRequest:
+        """A checked request."""
+        params.validate(self.info.vocab_size)
+        if any(not 0 <= token < self.info.vocab_size for token in prompt):
+            raise RequestError(f"prompt token ids must be 0 to {self.info.vocab_size - 1}", param="prompt")
+        return EngineRequest(id=f"llm-{next(self._numbers)}", prompt=prompt, sampling=params, arrival=time.monotonic())
+
+    def _submit(self, request: EngineRequest) -> RequestOutput:
+        params = request.sampling
+        wanted = params.logprobs is not None
+        outputs = [Completion(i, logprobs=[] if wanted else None) for i in range(params.n)]
+        answer = RequestOutput(request.prompt, outputs)
+        streams = [TextStream(self.tokenizer, params, request.prompt) for _ in range(params.n)]
+        self._running[request.id] = Running(answer, streams)
+        self.core.add(request)
+        return answer
+
+    def _step(self) -> Iterator[str]:
+        """Run one step; yield the ids of requests that it ended. Raises RequestError when one failed."""
+        for output in self.core.step().outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            if output.error is not None:
+                del self._running[output.request_id]
+                raise RequestError.from_info(output.error)
+            self._take(running, output)
+            if running.done:
+                del self._running[output.request_id]
+                yield output.request_id
+
+    def _take(self, running: Running, output: SequenceOutput) -> None:
+        """Add one output's tokens and text to its completion; a stop string ends the sequence in the core."""
+        done = running.answer.outputs[output.index]
+        if done.finish_reason is not None:  # a stop string was found; these tokens were on their way
+            return
+        running.answer.cached_tokens = max(running.answer.cached_tokens, output.cached_tokens)
+        running.answer.prompt_logprobs = output.prompt_logprobs or running.answer.prompt_logprobs
+        delta = running.streams[output.index].push(output.tokens, final=output.finish is not None,
+                                                   stop_token=output.stop_token)
+        done.text += delta.text
+        done.token_ids += output.tokens[: delta.tokens]
+        if done.logprobs is not None and output.logprobs:
+            done.logprobs += output.logprobs[: delta.tokens]
+        done.finish_reason, done.stop = output.finish, delta.stop
+        if delta.stopped:
+            done.finish_reason = "stop"
+            if output.finish is None:
+                self.core.abort(output.request_id, output.index, "stop")
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text or ids) or many -> many."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+

@@ -1,0 +1,242 @@
+"""The whole engine on a tiny random model: the same answer alone and in a crowd, whatever the scheduler did.
+
+The oracle is a forward pass over the whole sequence with dense attention: no pages, no batch, no cache.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jitney.engine import LLM, SamplingParams
+from jitney.engine.errors import RequestError
+from jitney.engine.models.llama import Llama
+from jitney.engine.weights.load import load_model
+from jitney.engine.weights.sources import resolve
+from jitney.kernels.interface import AttentionMeta
+
+VOCAB = 512
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=24, ignore_eos=True)
+SPECIAL = SamplingParams(temperature=0.8, seed=5, top_k=50, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=24,
+                         logit_bias={7: 2.0, 300: -50.0}, min_tokens=20, logprobs=3)
+#: Few buckets: every engine below compiles each of them twice.
+SETTINGS = {"dtype": "float32", "max_seats": 8, "token_budget": 64, "context": 256, "seat_buckets": [4, 8],
+            "token_buckets": [64]}
+
+
+def dense(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
+    """Causal attention within one sequence; q [T, H, D]."""
+    group = q.shape[1] // k.shape[1]
+    scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(k, group, 1)) * scale
+    at = meta.positions
+    seen = at[None, :] <= at[:, None]
+    if window:
+        seen &= at[None, :] > at[:, None] - window
+    p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hts,shd->thd", p, jnp.repeat(v, group, 1)), kv
+
+
+@jax.jit
+def whole_logits(model: Llama, tokens: jax.Array) -> jax.Array:
+    """tokens int32 [T] -> float32 [T, V]."""
+    positions = jnp.arange(tokens.shape[0])
+    none = jnp.zeros(0, jnp.int32)
+    meta = AttentionMeta(none, none, none, none, positions, none)
+    hidden, _ = model(tokens, [jnp.zeros(0)] * model.config.n_layers, meta, dense)
+    return model.logits(hidden)
+
+
+def oracle_logprobs(model: Llama, tokens: list[int]) -> np.ndarray:
+    """Log-probabilities of the next token at every position, [T, V]; padded so that few shapes compile."""
+    padded = np.zeros(-(-len(tokens) // 64) * 64, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(jax.nn.log_softmax(whole_logits(model, padded)))[: len(tokens)]
+
+
+def prompt(i: int, length: int) -> list[int]:
+    return np.random.default_rng(i).integers(0, 256, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    source = resolve("tiny-random")
+    return load_model(source, source.config)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny-random", **SETTINGS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(request):
+    """After every test with the shared engine: all pages and seats back, the ledger closed, nothing compiled."""
+    yield
+    if "llm" in request.fixturenames:
+        engine = request.getfixturevalue("llm")
+        engine.core.check()
+        assert not engine.core.has_work
+        assert engine.core.scheduler.pool.used == 0
+
+
+def tokens_of(llm: LLM, prompts, params) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def alone(llm: LLM, prompts, params) -> list[list[int]]:
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    return [tokens_of(llm, [p], one)[0] for p, one in zip(prompts, each, strict=True)]
+
+
+def test_greedy_equals_the_dense_forward(llm, model):
+    prompts = [prompt(i, n) for i, n in enumerate((1, 5, 16, 17, 63, 64, 65, 130))]
+    for p, tokens in zip(prompts, tokens_of(llm, prompts, GREEDY), strict=True):
+        logprobs = oracle_logprobs(model, p + tokens)
+        for at, token in enumerate(tokens, start=len(p) - 1):
+            first, second = np.sort(logprobs[at])[::-1][:2]
+            assert token == logprobs[at].argmax() or first - second < 1e-4, f"position {at} of prompt {len(p)}"
+
+
+def test_logprobs_of_output_and_prompt_equal_the_dense_forward(llm, model):
+    p = prompt(3, 90)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=4, prompt_logprobs=2)
+    answer = llm.generate([p], params)[0]
+    done = answer.outputs[0]
+    expected = oracle_logprobs(model, p + done.token_ids)
+    assert answer.prompt_logprobs is not None and answer.prompt_logprobs[0] is None
+    assert len(answer.prompt_logprobs) == len(p) and len(done.logprobs) == 5
+    for at, entry in enumerate([*answer.prompt_logprobs[1:], *done.logprobs]):
+        token = (p + done.token_ids)[at + 1]
+        assert entry.logprob == pytest.approx(expected[at, token], abs=1e-4)
+        n = 2 if at + 1 < len(p) else 4
+        assert len(entry.top_ids) == n
+        np.testing.assert_allclose(entry.top_logprobs, np.sort(expected[at])[::-1][:n], atol=1e-4)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, SPECIAL], ids=["greedy", "seeded", "special"])
+def test_alone_and_in_a_crowd_of_32(llm, params):
+    prompts = [prompt(i, 3 + 5 * i) for i in range(32)]
+    crowd = tokens_of(llm, prompts, params)
+    picked = [0, 1, 9, 17, 30, 31]
+    assert [crowd[i] for i in picked] == alone(llm, [prompts[i] for i in picked], params)
+    assert len({tuple(tokens) for tokens in crowd}) > 16
+
+
+def test_neighbours_of_every_kind_change_nothing(llm):
+    prompts = [prompt(100 + i, 20 + i) for i in range(12)]
+    kinds = list(itertools.islice(itertools.cycle([GREEDY, SEEDED, SPECIAL]), 12))
+    assert tokens_of(llm, prompts, kinds) == alone(llm, prompts, kinds)
+
+
+@pytest.mark.parametrize("settings", [
+    {"max_seats": 4, "token_budget": 16, "seat_buckets": [4], "token_buckets": [16]},  # many chunks
+    {"max_seats": 32, "token_budget": 600, "seat_buckets": [32], "token_buckets": [600]},  # all prompts in one chunk
+    {"page_size": 8, "max_seats": 3, "token_budget": 33, "seat_buckets": [3], "token_buckets": [33]},  # odd edges
+    {"pages": 20, "prefix_cache": False},  # pages for about two sequences: preemption
+    {"pages": 20},  # the same with cached pages to evict
+], ids=str)
+def test_chunks_pages_and_preemption_change_nothing(llm, settings):
+    prompts = [prompt(i, 40 + 7 * i) for i in range(8)]
+    kinds = [GREEDY, SEEDED, SPECIAL, GREEDY] * 2
+    expected = alone(llm, prompts, kinds)
+    other = LLM("tiny-random", **(SETTINGS | settings))
+    assert tokens_of(other, prompts, kinds) == expected
+    other.core.check()
+    totals = other.core.ledger.totals
+    assert (totals["preempted"] > 0) == ("pages" in settings)
+    assert (totals["recomputed"] > 0) == ("pages" in settings)
+
+
+def test_prefix_hits_save_rows_and_change_nothing():
+    base = prompt(7, 100)
+    prompts = [base + prompt(50 + i, 9) for i in range(4)]
+    cold = LLM("tiny-random", **SETTINGS, prefix_cache=False)
+    warm = LLM("tiny-random", **SETTINGS)
+    expected = alone(cold, prompts, GREEDY)
+    assert alone(warm, prompts, GREEDY) == expected
+    assert warm.generate([prompts[0]], GREEDY)[0].cached_tokens == 96
+    assert cold.core.ledger.totals["prefill"] == 4 * 109
+    assert warm.core.ledger.totals["prefill"] == 109 + 3 * 13 + 13
+
+
+def test_siblings_share_the_prompt_and_differ(llm):
+    params = SamplingParams(n=4, temperature=1.2, seed=3, max_tokens=12, ignore_eos=True)
+    before = llm.core.ledger.totals["prefill"]
+    p = prompt(77, 50)
+    answer = llm.generate([p], params)[0]
+    assert llm.core.ledger.totals["prefill"] - before == 50 + 3 * 2  # 48 of 50 tokens are whole pages
+    texts = [tuple(done.token_ids) for done in answer.outputs]
+    assert len(set(texts)) == 4
+    assert [tuple(done.token_ids) for done in llm.generate([p], params)[0].outputs] == texts
+
+
+def test_aborted_neighbours_and_reused_seats_change_nothing(llm):
+    prompts = [prompt(200 + i, 30) for i in range(6)]
+    expected = alone(llm, prompts, SEEDED)
+    streams = [llm.stream(prompt(300 + i, 50), GREEDY) for i in range(3)]
+    for stream in streams:
+        next(stream)
+        stream.close()
+    assert tokens_of(llm, prompts, SEEDED) == expected
+
+
+def test_a_nan_ends_its_own_request_only(llm):
+    p = [prompt(i, 20) for i in range(3)]
+    expected = alone(llm, [p[0], p[2]], GREEDY)
+    leaf = max(range(len(llm.core.runner.leaves)), key=lambda i: llm.core.runner.leaves[i].shape == (VOCAB, 64))
+    embed = llm.core.runner.leaves[leaf]
+    assert embed.shape == (VOCAB, 64)
+    poison = 400  # a token only the middle prompt has
+    llm.core.runner.leaves[leaf] = embed.at[poison].set(jnp.nan)
+    try:
+        requests = [llm._request(ids, GREEDY) for ids in (p[0], [*p[1], poison], p[2])]
+        for request in requests:
+            llm.core.add(request)
+        outputs = llm.core.run_until_idle()
+    finally:
+        llm.core.runner.leaves[leaf] = embed
+    got = {request.id: [token for o in outputs if o.request_id == request.id for token in o.tokens]
+           for request in requests}
+    ends = {o.request_id: o for o in outputs if o.finish}
+    assert ends[requests[1].id].error.code == "nan_logits"
+    assert [got[requests[0].id], got[requests[2].id]] == expected
+
+
+def test_nothing_compiles_after_ready():
+    engine = LLM("tiny-random", **SETTINGS)
+    assert engine.core.runner.compiles == 0
+    kinds = [GREEDY, SEEDED, SPECIAL, SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=2)]
+    for size in (1, 2, 5, 8, 20):
+        engine.generate([prompt(i, 1 + 9 * i) for i in range(size)], [kinds[i % 4] for i in range(size)])
+    assert engine.core.runner.compiles == 0
+    assert engine.core.ledger.totals["compiled"] == 0
+
+
+def test_stop_string_ends_text_and_sequence(llm):
+    p = prompt(9, 12)
+    whole = llm.generate([p], GREEDY)[0].outputs[0]
+    stop = whole.text[5:7]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,))
+    cut = llm.generate([p], params)[0].outputs[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop) == ("stop", stop)
+    assert len(cut.token_ids) < len(whole.token_ids)
+    assert "".join(llm.stream(p, params)) == cut.text
+
+
+@pytest.mark.parametrize("bad,param", [
+    ({"temperature": 3.0}, "temperature"), ({"top_k": -2}, "top_k"), ({"n": 0}, "n"), ({"logit_bias": {512: 1.0}}, "logit_bias"),
+    ({"max_tokens": 300}, "max_tokens"),
+])
+def test_bad_parameters_name_their_field(llm, bad, param):
+    with pytest.raises(RequestError) as caught:
+        llm.generate([prompt(0, 4)], SamplingParams(**bad))
+    assert caught.value.info.param == param
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(llm):
+    with pytest.raises(RequestError, match="0 to 511"):
+        llm.generate([[1, 512]], GREEDY)

@@ -1,0 +1,153 @@
+"""The sampler against numpy: which tokens may come, how often, and under which log-probabilities."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jitney.engine.batch import BIASED, FLOATS, INTS, PENALISED, SCORED
+from jitney.engine.sampling import SeatState, empty_state, greedy, sample, seat_row
+from jitney.engine.types import MAX_LOGPROBS, SamplingParams
+
+VOCAB = 600
+SEATS = 4
+run = jax.jit(sample)
+
+
+def rows_of(params: list[SamplingParams], *, seeds=None, positions=None, scored=None):
+    """(floats, ints) as the batch builder packs them, one row per entry."""
+    floats, ints = np.zeros((len(params), FLOATS), np.float32), np.zeros((len(params), INTS), np.int32)
+    for i, p in enumerate(params):
+        floats[i] = (0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
+                     p.frequency_penalty)
+        looks = PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None)
+        ints[i] = (p.top_k, (seeds or [0] * len(params))[i], 0, (scored or [-1] * len(params))[i],
+                   (positions or [0] * len(params))[i], looks)
+    return jnp.asarray(floats), jnp.asarray(ints)
+
+
+def draw_many(logits: np.ndarray, params: SamplingParams, n: int = 4096) -> np.ndarray:
+    """n draws from one row of logits, each with a seed of its own -> counts [V]."""
+    floats, ints = rows_of([params] * n, seeds=list(range(n)))
+    result, _ = run(jnp.tile(logits, (n, 1)), floats, ints, jnp.full((n,), SEATS), empty_state(SEATS, len(logits)))
+    return np.bincount(np.asarray(result.tokens), minlength=len(logits))
+
+
+def allowed(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Probabilities after temperature, top-k, top-p and min-p, the slow way."""
+    p = np.exp((logits - logits.max()) / params.temperature)
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    keep = np.zeros(len(p), bool)
+    keep[order[: params.top_k or len(p)]] = True
+    p = np.where(keep, p, 0) / p[keep].sum()
+    before = np.cumsum(p[order]) - p[order]
+    cut = order[before >= params.top_p]
+    top = p.max()
+    p[cut] = 0
+    p[p < params.min_p * top] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=1.0, top_k=40, top_p=0.5, min_p=0.05),
+    SamplingParams(temperature=2.0, min_p=0.2),
+    SamplingParams(temperature=2.0, top_k=400, top_p=0.97),  # more than the candidates: the search decides
+    SamplingParams(temperature=2.0, top_p=0.97),
+], ids=str)
+def test_draws_follow_the_distribution(params):
+    logits = np.random.default_rng(3).normal(0, 2, VOCAB).astype(np.float32)
+    expected = allowed(logits.astype(np.float64), params)
+    counts = draw_many(logits, params)
+    assert counts[expected == 0].sum() == 0, "a token outside the limits came up"
+    common = expected > 5 / counts.sum()
+    chi2 = ((counts - counts.sum() * expected)[common] ** 2 / (counts.sum() * expected[common])).sum()
+    degrees = common.sum()
+    assert chi2 < degrees + 5 * np.sqrt(2 * degrees) + 5, (chi2, degrees)
+
+
+def test_greedy_is_argmax_and_a_nan_row_is_minus_one():
+    logits = np.random.default_rng(0).normal(size=(3, VOCAB)).astype(np.float32)
+    logits[1, 17] = np.nan
+    expected = [logits[0].argmax(), -1, logits[2].argmax()]
+    np.testing.assert_array_equal(greedy(jnp.asarray(logits)), expected)
+    floats, ints = rows_of([SamplingParams(temperature=t) for t in (0, 1, 0)])
+    result, _ = run(logits, floats, ints, jnp.arange(3), empty_state(SEATS, VOCAB))
+    np.testing.assert_array_equal(result.tokens, expected)
+
+
+def test_a_row_depends_on_seed_and_position_alone():
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=VOCAB).astype(np.float32)
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+
+    def token(neighbours: int, at: int, seed: int, position: int) -> int:
+        block = rng.normal(size=(neighbours, VOCAB)).astype(np.float32)
+        block[at] = logits
+        others = [SamplingParams(temperature=1.5, top_k=3, logprobs=2)] * neighbours
+        others[at] = params
+        seeds, positions = rng.integers(0, 99, neighbours).tolist(), rng.integers(0, 99, neighbours).tolist()
+        seeds[at], positions[at] = seed, position
+        floats, ints = rows_of(others, seeds=seeds, positions=positions)
+        result, _ = run(block, floats, ints, jnp.full((neighbours,), SEATS), empty_state(SEATS, VOCAB))
+        return int(result.tokens[at])
+
+    alone = [token(1, 0, seed, position) for seed in range(6) for position in range(4)]
+    crowd = [token(32, 21, seed, position) for seed in range(6) for position in range(4)]
+    assert alone == crowd
+    assert len(set(alone)) > 4
+
+
+def test_penalties_count_prompt_and_output_as_documented():
+    params = SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3,
+                            logprobs=0)
+    prompt, output = [3, 5, 5], [7, 7, 3]
+    row = seat_row(params, prompt + output, len(prompt), VOCAB, ())
+    state = SeatState(*(column.at[2].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True)))
+    logits = np.random.default_rng(1).normal(size=(1, VOCAB)).astype(np.float32)
+    logits[0, [3, 5, 7]] = (9.0, -1.0, 9.1)
+    expected = logits[0].copy()
+    for token in {*prompt, *output}:
+        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+    for token in output:
+        expected[token] -= 0.3
+    for token in set(output):
+        expected[token] -= 0.4
+    floats, ints = rows_of([params])
+    result, after = run(logits, floats, ints, jnp.array([2]), state)
+    assert int(result.tokens[0]) == expected.argmax() == 3
+    assert (np.asarray(after.counts)[2, 3] & 0xFF) == 2, "the sampled token was not counted"
+    assert (np.asarray(after.counts)[[0, 1, 3]] == 0).all()
+    raw = logits[0] - np.log(np.exp(logits[0]).sum())
+    assert result.logprobs[0] == pytest.approx(raw[3], abs=1e-5), "log-probabilities are the model's own"
+
+
+def test_bias_moves_and_min_tokens_bans_the_end_until_its_position():
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[0, [2, 9, 11]] = (5.0, 4.0, 3.0)
+    params = SamplingParams(temperature=0, logit_bias={11: 1.5}, min_tokens=3, stop_token_ids=(9,), max_tokens=9)
+    row = seat_row(params, [1] * 10, 10, VOCAB, (2,))
+    state = SeatState(*(column.at[0].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True)))
+
+    def token(chunk_end: int) -> int:
+        floats, ints = rows_of([params], positions=[chunk_end - 1])
+        return int(run(logits, floats, ints, jnp.array([0]), state)[0].tokens[0])
+
+    assert [token(end) for end in (10, 11, 12, 13)] == [11, 11, 11, 2]
+
+
+def test_scored_rows_return_the_given_token_and_exact_logprobs():
+    logits = np.random.default_rng(2).normal(size=(2, VOCAB)).astype(np.float32)
+    params = SamplingParams(temperature=1.0, logprobs=5)
+    floats, ints = rows_of([params, params], scored=[42, -1])
+    result, _ = run(logits, floats, ints, jnp.array([SEATS, 1]), empty_state(SEATS, VOCAB))
+    assert int(result.tokens[0]) == 42
+    wide = logits.astype(np.float64)
+    expected = wide - np.log(np.exp(wide).sum(1, keepdims=True))
+    assert result.logprobs[0] == pytest.approx(expected[0, 42], abs=1e-5)
+    order = np.argsort(-expected, axis=1)[:, :MAX_LOGPROBS]
+    np.testing.assert_array_equal(result.top_ids, order)
+    np.testing.assert_allclose(result.top_logprobs, np.take_along_axis(expected, order, 1), atol=1e-5)
