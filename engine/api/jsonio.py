@@ -1,0 +1,67 @@
+"""Reading a JSON body that may be hostile: depth first, then parse, then a reason that names the field."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import orjson
+
+from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.errors import RequestError
+
+#: A string, closed or not: a scan that must find the closing quote would take quadratic time on a body of quotes.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+def read_object(body: bytes, max_depth: int) -> dict[str, Any]:
+    """The JSON object in `body`; of equal keys the last one counts.
+
+    Raises HttpError 400 invalid_json, or RequestError for a number that is not finite.
+    """
+    if depth(body) > max_depth:
+        raise HttpError(400, f"the body is nested deeper than {max_depth} levels", code="invalid_json")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if (path := _not_finite(body)) is not None:
+            raise RequestError(f"{echo(path)} must be a finite number", param=re.split(r"[.\[]", path)[0]) from None
+        raise HttpError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise HttpError(400, "the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def depth(body: bytes) -> int:
+    """How deeply the brackets outside strings nest; no recursion, linear time."""
+    if body.count(b"[") + body.count(b"{") < 2:
+        return 1
+    brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
+    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+
+
+def _not_finite(body: bytes) -> str | None:
+    """The path of the first NaN, Infinity or 1e999, if that is all that is wrong (the fast parser does not say)."""
+    try:
+        value = json.loads(body.decode())
+    except ValueError:
+        return None
+    return next((path for path, number in _numbers(value, "") if not math.isfinite(number)), None)
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    match value:
+        case float():
+            yield path, value
+        case dict():
+            for key, item in value.items():
+                yield from _numbers(item, f"{path}.{key}" if path else key)
+        case list():
+            for index, item in enumerate(value):
+                yield from _numbers(item, f"{path}[{index}]")

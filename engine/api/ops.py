@@ -1,0 +1,88 @@
+"""Routes about the server itself: models, probes, version, metrics, seats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.service import Service
+from jitney.engine.types import EngineInfo, Slot
+
+
+def ops_routes(service: Service) -> list[BaseRoute]:
+    """All GET routes."""
+    table: dict[str, Callable[..., Any]] = {
+        "/v1/models": models, "/v1/models/{model:path}": model, "/livez": livez, "/readyz": readyz,
+        "/health": readyz, "/startupz": startupz, "/version": version_of, "/metrics": metrics, "/slots": slots,
+    }
+    return [Route(path, partial(handler, service), methods=["GET"]) for path, handler in table.items()]
+
+
+async def models(service: Service, request: Request) -> Response:
+    return _json({"object": "list", "data": [_model(service)]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    name = request.path_params["model"]
+    if name != service.model_name:
+        raise HttpError(404, f"no model {echo(name)}", code="model_not_found", param="model")
+    return _json(_model(service))
+
+
+async def livez(service: Service, request: Request) -> Response:
+    """This process answers."""
+    return _json({"status": "ok"})
+
+
+async def readyz(service: Service, request: Request) -> Response:
+    """New requests would be served: the engine is up, shows signs of life, and we are not draining."""
+    if (reason := service.unready() or service.stalled()) is not None:
+        raise reason
+    return _json({"status": "ready"})
+
+
+async def startupz(service: Service, request: Request) -> Response:
+    """The engine has been ready once."""
+    if service.client.info is None and (reason := service.unready()) is not None:
+        raise reason
+    return _json({"status": "started"})
+
+
+async def version_of(service: Service, request: Request) -> Response:
+    return _json({"version": version("jitney")})
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def slots(service: Service, request: Request) -> Response:
+    """The seats as a JSON list with llama.cpp's names where they exist; never any text."""
+    info, _ = service.ready()
+    return _json([_slot(slot, info) for slot in (await service.client.slots()).slots])
+
+
+def _slot(slot: Slot, info: EngineInfo) -> dict[str, Any]:
+    return {"id": slot.seat, "is_processing": slot.state != "free", "state": slot.state, "n_ctx": info.context_length,
+            "request_id": slot.request_id, "index": slot.index, "n_prompt_tokens": slot.n_prompt,
+            "n_prompt_tokens_processed": min(slot.n_computed, slot.n_prompt), "n_decoded": slot.n_output,
+            "n_remain": max(0, slot.max_tokens - slot.n_output), "n_pages": slot.pages}
+
+
+def _model(service: Service) -> dict[str, Any]:
+    info = service.client.info
+    return {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "jitney",
+            "max_model_len": info.context_length if info else None}
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

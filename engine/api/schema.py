@@ -1,0 +1,302 @@
+"""The request bodies of the two generation routes: which fields exist, and of which type.
+
+A field is implemented, or refused by name when it asks for something we do not do (`REFUSED`), or unknown and listed
+in `x-ignored-params`. null always means: not given. Ranges that the engine knows are checked by
+`SamplingParams.validate`; here stand types, sizes and combinations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from jitney.engine.api.errors import echo
+from jitney.engine.errors import RequestError
+from jitney.engine.types import MAX_LOGPROBS, MAX_N
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+#: Most characters of a field that only labels a request (user, names, ids).
+LABEL = 512
+MAX_PROMPTS = 128
+DAY_MS = 86_400_000
+SAFE_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
+_SALT = r"^[A-Za-z0-9_-]{1,128}$"
+
+#: Known fields whose meaning we do not give -> the values that ask for nothing (null always does).
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (), "audio": (), "bad_words": ([],), "chat_template": (), "chat_template_kwargs": ({},),
+    "add_special_tokens": (), "continue_final_message": (False,), "documents": ([],), "early_stopping": (False,),
+    "function_call": ("none",), "functions": ([],), "grammar": (), "guided_choice": (), "guided_decoding_backend": (),
+    "guided_grammar": (), "guided_json": (), "guided_regex": (), "json_schema": (), "length_penalty": (1, 1.0),
+    "logits_processors": ([],), "mm_processor_kwargs": ({},), "modalities": (["text"],), "prediction": (),
+    "prompt_embeds": (), "prompt_logprobs": (), "reasoning_effort": ("none",), "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"), "store": (False,), "structured_outputs": (), "suffix": (), "tools": ([],),
+    "typical_p": (1, 1.0), "use_beam_search": (False,), "verbosity": (), "web_search_options": (),
+}
+#: Fields of the sibling route, refused likewise.
+REFUSED_COMPLETION = {"max_completion_tokens": (), "messages": (), "top_logprobs": ()}
+REFUSED_CHAT = {"best_of": (1,), "echo": (False,), "prompt": ()}
+#: Kinds of content part that exist elsewhere; a text model cannot read them, and no URL is ever fetched.
+MEDIA_PARTS = frozenset({"image", "image_url", "input_image", "input_audio", "audio_url", "video_url", "file",
+                         "input_file", "image_embeds", "image_pil"})
+
+
+class Body(BaseModel):
+    """No coercion: "10" and true are not integers; NaN and infinities are not numbers."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS:
+        raise ValueError(f"must be a string or at most {MAX_STOPS} strings")
+    if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in texts):
+        raise ValueError(f"stop strings must have 1 to {MAX_STOP_CHARS} characters")
+    return tuple(texts)
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > LABEL:
+        raise ValueError(f"must be an object of at most {LABEL} token ids")
+    if not all(re.fullmatch(r"[0-9]{1,10}", token) and type(bias) in (int, float) for token, bias in value.items()):
+        raise ValueError("must map token ids to numbers")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The four forms of `prompt` as one list."""
+    items: list[Any] = value if isinstance(value, list) else [value]
+    if items is value and items and type(items[0]) is int:
+        items = [items]
+    if not 0 < len(items) <= MAX_PROMPTS:
+        raise ValueError(f"must hold 1 to {MAX_PROMPTS} prompts")
+    if not (all(isinstance(item, str) for item in items) or all(_is_token_list(item) for item in items)):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not all(items) and value != "":  # "" is a prompt for a model that begins its texts with a token of its own
+        raise ValueError("a prompt is empty")
+    return items
+
+
+def _is_token_list(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _content(value: Any) -> str | None:
+    """Message content as one string; text parts are joined by line breaks."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string or a list of text parts")
+    return "\n".join(_text_part(index, part) for index, part in enumerate(value))
+
+
+def _text_part(index: int, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in MEDIA_PARTS:
+        raise _unsupported(f"part {index}: this model reads text only")
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(f'part {index} must be {{"type": "text", "text": string}}')
+    return part["text"]
+
+
+def _safe_id(value: str | None) -> str | None:
+    if value is not None and not SAFE_ID.match(value):
+        raise ValueError("must have 1 to 128 characters of A-Z, a-z, 0-9, _, . and -")
+    return value
+
+
+Label = Annotated[str, Field(max_length=LABEL)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+
+
+class GenerationBody(Body):
+    """Fields that both routes share."""
+
+    model: Annotated[str, Field(min_length=1)]
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = {}
+    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
+    stop_token_ids: Annotated[list[int], Field(max_length=LABEL)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
+    request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
+    timeout_ms: Annotated[int, Field(ge=1, le=DAY_MS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    metadata: Metadata | None = None
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _at("stream_options", "is only allowed when stream is true")
+        if self.tool_choice not in (None, "none"):
+            raise _at("tool_choice", "is only allowed with tools")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _completion_combinations(self) -> Self:
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise _at("best_of", "must not be less than n")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            raise _at("best_of", "must equal n when streaming: the best are known only at the end")
+        if self.max_tokens == 0 and not self.echo:
+            raise _at("max_tokens", "may be 0 only with echo")
+        return self
+
+
+class ToolFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=LABEL)]
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call made earlier in the conversation; the chat template shows it to the model."""
+
+    id: Label
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class Message(Body):
+    """One message. An assistant's content may be null when it called tools; everyone else must say something."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Annotated[str | None, PlainValidator(_content)] = None
+    name: Label | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Label | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, raw: Any) -> Any:
+        for name in ("audio", "function_call"):
+            if isinstance(raw, dict) and raw.get(name) is not None:
+                raise _unsupported(f"{name} is not supported here")
+        return raw
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise _at("content", "must be a string or a list of text parts")
+        return self
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions. Of two different token limits max_completion_tokens, the newer name, wins.
+
+    Several system messages and a last message of the assistant are allowed; the chat template decides how they read,
+    and a new assistant turn always begins. "developer" reads as "system".
+    """
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _chat_combinations(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _at("top_logprobs", "is only allowed when logprobs is true")
+        return self
+
+
+def parse[B: GenerationBody](kind: type[B], raw: Mapping[str, Any], max_messages: int) -> tuple[B, list[str]]:
+    """The body, and the names of fields nobody knows. Raises RequestError naming the first field at fault."""
+    refused = REFUSED | (REFUSED_CHAT if kind is ChatBody else REFUSED_COMPLETION)
+    for name, neutral in refused.items():
+        value = raw.get(name)
+        if value is not None and not any(type(value) is type(ok) and value == ok for ok in neutral):
+            raise RequestError(f"{name} is not supported here", code="unsupported_parameter", param=name)
+    messages = raw.get("messages")
+    if isinstance(messages, list) and len(messages) > max_messages:
+        raise RequestError(f"messages may hold at most {max_messages}", param="messages")
+    try:
+        body = kind.model_validate(raw)
+    except ValidationError as error:
+        raise _readable(error) from None
+    return body, _unknown(raw, {*kind.model_fields, *refused})
+
+
+def _unknown(raw: Mapping[str, Any], known: set[str]) -> list[str]:
+    names = [name for name in raw if name not in known]
+    options = raw.get("stream_options")
+    if isinstance(options, dict):
+        names += [f"stream_options.{name}" for name in options if name not in StreamOptions.model_fields]
+    return names
+
+
+def _at(field: str, message: str) -> PydanticCustomError:
+    """An error of a combination of fields, to be blamed on one of them."""
+    return PydanticCustomError("combination", "{reason}", {"field": field, "reason": message})
+
+
+def _unsupported(reason: str) -> PydanticCustomError:
+    return PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason})
+
+
+def _readable(error: ValidationError) -> RequestError:
+    """At most 10 of the errors in one message, no input repeated but names; the first one is `param`."""
+    entries = error.errors(include_url=False, include_input=False)[:10]
+    lines = [f"{path}: {entry['msg'].removeprefix('Value error, ')}"
+             for entry in entries for path in [_path(entry)]]
+    unsupported = entries[0]["type"] == "unsupported_parameter"
+    return RequestError("; ".join(lines), param=_path(entries[0]),
+                        code="unsupported_parameter" if unsupported else "invalid_value")
+
+
+def _path(entry: Any) -> str:
+    """`messages[0].content`; a branch of a union, which pydantic names after its type, is no part of it."""
+    names = list(entry["loc"])
+    if entry["type"] == "combination":
+        names.append(entry["ctx"]["field"])
+    path = ""
+    for depth, name in enumerate(names):
+        if isinstance(name, int):
+            path += f"[{name}]"
+        elif depth == 0:
+            path = name
+        elif name not in ("str", "[key]") and not name.startswith("dict["):
+            path += f".{echo(name)[1:-1]}"
+    return path

@@ -1,0 +1,120 @@
+"""What all routes share: the engine, the tokenizer, the limits, the counters, and whether we still take requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from jitney.engine.api.metrics import Metrics
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.client import EngineClient
+from jitney.engine.errors import RequestError
+from jitney.engine.types import EngineInfo
+
+if TYPE_CHECKING:
+    from jitney.engine.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Context:
+    """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney".
+
+    tenant: digest of the key it came with. started: time.monotonic(). prompt_tokens, completion_tokens: for the log.
+    left: the client went away before the answer was complete.
+    """
+
+    request_id: str
+    started: float = field(default_factory=time.monotonic)
+    tenant: str = ""
+    status: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    left: bool = False
+
+
+def context_of(scope: Scope) -> Context:
+    return scope["jitney"]
+
+
+class Service:
+    """One served model. tokenizer may be set later than the rest: until then the service is loading."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, settings: ServerSettings, model_name: str):
+        self.client = client
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.model_name = model_name
+        self.created = int(time.time())
+        self.draining = False
+        self.metrics = Metrics(self)
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._threads = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="tokenize")
+
+    def begin_drain(self) -> None:
+        """Refuse new generation requests from now on; those that run go on."""
+        self.draining = True
+
+    async def drained(self) -> None:
+        """Wait until no generation request is open."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Let go of the threads; a tokenisation that still runs is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Counts one open generation request, which `drained` waits for."""
+        self._open += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    def unready(self) -> RequestError | None:
+        """Why no request can be served now, or None."""
+        state = "draining" if self.draining else self.client.state
+        match state:
+            case "draining":
+                return RequestError("the server is shutting down", code="draining")
+            case "dead":
+                return RequestError("the engine is gone", code="engine_dead")
+            case "ready" if self.client.info is not None and self.tokenizer is not None:
+                return None
+        progress = self.client.progress
+        news = f": {progress.stage} {progress.done} of {progress.total}" if progress else ""
+        return RequestError(f"the model is still loading{news}", code="loading")
+
+    def stalled(self) -> RequestError | None:
+        """An engine that is up but shows no sign of life."""
+        age = self.client.last_step_age()
+        if age > self.settings.stall_s:
+            return RequestError(f"the engine has not finished a step for {age:.0f} s", code="engine_dead")
+        return None
+
+    def ready(self) -> tuple[EngineInfo, Tokenizer]:
+        """The running engine and its tokenizer. Raises RequestError when there is none."""
+        if (reason := self.unready()) is not None:
+            raise reason
+        assert self.client.info is not None and self.tokenizer is not None  # what `unready` has just checked
+        return self.client.info, self.tokenizer
+
+    async def off_loop[T](self, work: Callable[[], T]) -> T:
+        """Run blocking text work on a thread, for at most `tokenize_timeout_s`."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.wait_for(future, self.settings.tokenize_timeout_s)
+        except TimeoutError:
+            raise RequestError("the prompt took too long to tokenise") from None
