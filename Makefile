@@ -1,0 +1,54 @@
+# Everything runs in .venv, made once with a Python that really works. Targets:
+#   make serve ARGS="--port 9000"   set up and serve     make test ARGS="-k ledger"   set up and test
+#   make lint   ruff and pyright    make wheel           a wheel in dist/             make clean   remove what make made
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint wheel clean
+
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.jitney-installed
+# A candidate must start, be new enough and be able to make environments: a version manager's shim may do none of it.
+PROBE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
+
+help:
+	@sed -n '2,3s/^# *//p' Makefile
+
+$(BIN)/python:
+	@for python in $${PYTHON:-} python3.13 python3.12 python3 \
+	    $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[23]*/bin/python $$HOME/.pyenv/versions/3.1[23]*/bin/python; do \
+	  if $$python -c '$(PROBE)' >/dev/null 2>&1; then \
+	    echo "using $$($$python -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
+	    exec $$python -m venv $(VENV); \
+	  fi; \
+	done; \
+	if command -v uv >/dev/null; then exec uv venv --seed --python 3.12 $(VENV); fi; \
+	echo "Jitney needs Python 3.12 or newer with venv: apt install python3.12-venv, or install uv, then run make again." >&2; \
+	exit 1
+
+$(READY): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+serve: $(READY)
+	@exec $(BIN)/jitney serve $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+# pyright cannot ask an editable install where jitney's packages are, so it gets a folder of links.
+build/typing/jitney:
+	@mkdir -p $@ && ln -sfn ../../../engine ../../../kernels ../../../dashboard $@/
+
+lint: $(READY) | build/typing/jitney
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+wheel: $(READY)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist jitney.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

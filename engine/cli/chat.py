@@ -1,0 +1,76 @@
+"""`jitney chat`: a conversation in the terminal, with the engine in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jitney.engine.cli.display import make_display
+from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.generate import add_sampling, sampling_from
+from jitney.engine.config import platform_environment
+from jitney.engine.errors import ModelError
+from jitney.engine.types import SamplingParams
+
+if TYPE_CHECKING:
+    from jitney.engine.llm import LLM
+
+HELP = "Empty line or Ctrl-D ends; /new starts over."
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Talk until the input ends; exit status 0."""
+    parser = Parser("chat", "Talk to a model in the terminal. " + HELP)
+    parser.add_argument("--system", metavar="TEXT", default="", help="instructions that precede the conversation")
+    add_sampling(parser)
+    add_settings(parser, ("model", "engine"))
+    known = parser.parse(arguments)
+    config, params = config_from(known), sampling_from(known)
+    os.environ.update(platform_environment(config.engine))  # before the first import of jax
+    from jitney.engine.llm import LLM
+
+    display = make_display()
+    try:
+        llm = LLM(config, progress=display.progress)
+    finally:
+        display.close()
+    if not llm.tokenizer.has_chat_template:
+        raise ModelError(f"{config.model.id} has no chat template; use jitney generate")
+    print(HELP, file=sys.stderr)
+    converse(llm, params, known.system)
+    llm.close()
+    return 0
+
+
+def converse(llm: LLM, params: SamplingParams, system: str) -> None:
+    """Read, answer, remember."""
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    for line in lines():
+        if line == "/new":
+            messages = list(opening)
+            continue
+        messages.append({"role": "user", "content": line})
+        messages.append({"role": "assistant", "content": answer(llm, params, messages)})
+
+
+def answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str:
+    """Print the answer as it comes; Ctrl-C cuts it short. Returns what was printed."""
+    said = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for text in llm.stream(llm.chat_ids(messages), params):
+            print(text, end="", flush=True)
+            said.append(text)
+    print()
+    return "".join(said)
+
+
+def lines() -> Iterator[str]:
+    """What the person types, until an empty line or the end of input."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while line := input(prompt).strip():
+            yield line

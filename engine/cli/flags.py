@@ -1,0 +1,66 @@
+"""Flags made from the configuration's own fields, so that help, file and environment never disagree."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+from jitney.engine.config import Config
+from jitney.engine.settings import Setting, load_config, settings
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without guessing at abbreviations, which suggests the flag that was meant."""
+
+    def __init__(self, command: str, description: str):
+        super().__init__(prog=f"jitney {command}", usage=f"jitney {command} [MODEL] [FLAG ...]",
+                         description=description, allow_abbrev=False)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
+        known, unknown = self.parse_known_args(arguments)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            self.error(f"{word} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
+        return known
+
+
+def add_settings(parser: Parser, sections: Sequence[str] = tuple(Config.model_fields)) -> None:
+    """Add --config and one flag for each setting of `sections`; absent flags leave no trace in the namespace."""
+    parser.add_argument("model_word", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--config", metavar="FILE", help="read settings from a TOML file; flags override them")
+    for section in sections:
+        group = parser.add_argument_group(f"[{section}]")
+        for setting in settings().values():
+            if setting.section == section and not setting.secret:
+                _add(group, setting)
+
+
+def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    default = setting.field.default
+    shown = f" [{str(default).lower()}]" if default not in ("", ()) else ""
+    text = f"{setting.field.description}{shown}".replace("%", "%%")  # argparse formats help with %
+    if setting.kind is bool:
+        group.add_argument(setting.flag, dest=setting.name, action=argparse.BooleanOptionalAction,
+                           default=argparse.SUPPRESS, help=text)
+    else:
+        kinds = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
+        metavar = "|".join(filter(None, setting.choices)) or kinds[setting.kind]
+        group.add_argument(setting.flag, dest=setting.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+
+def config_from(known: argparse.Namespace) -> Config:
+    """The configuration from the file, the environment and the flags. Raises ConfigError."""
+    flags = {name: value for name, value in vars(known).items() if name in settings()}
+    if known.model_word is not None:
+        flags.setdefault("model", known.model_word)
+    return load_config(known.config, os.environ, flags)
+
+
+def interactive() -> bool:
+    """True when a person watches standard error."""
+    return sys.stderr.isatty()

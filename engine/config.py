@@ -1,0 +1,187 @@
+"""The one description of how Jitney runs: frozen, validated, jax-free.
+
+Every field is settable in a TOML file, as `JITNEY_<NAME>` in the environment and as `--<name>` on the command line, and
+its description is the help of that flag. Names are unique across the sections, so that flags are flat.
+`jitney.engine.settings` reads the layers; this file says what they may contain.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+#: Boarding policies that exist; an unknown name is refused with this list.
+POLICIES = ("continuous",)
+MIN_PAGE, MAX_PAGE = 8, 256
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def _tuple_from_list(value: object) -> object:
+    """TOML has lists; the description is frozen, so it holds tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Sizes = Annotated[tuple[int, ...], BeforeValidator(_tuple_from_list)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]
+
+
+class Section(BaseModel):
+    """Base of the sections: unknown keys are errors, types are exact ("16" is not 16), values never change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """[model]: what to run."""
+
+    id: str = Field(default="smollm2-135m", min_length=1, json_schema_extra={"name": "model"}, description=(
+        "the model: a folder, a .gguf file, a Hugging Face repository id, or a built-in name "
+        "(smollm2-135m, tiny-random)"))
+    revision: str = Field(default="", description=(
+        "branch, tag or commit of a Hugging Face repository; empty: its default"))
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(default="auto", description=(
+        "type of weights, activations and KV; auto: bfloat16 where the device multiplies it fast, else float32"))
+    context: int = Field(default=0, ge=0, le=2**20, description=(
+        "tokens a sequence may have, prompt included; 0: the model's own"))
+
+
+class EngineSection(Section):
+    """[engine]: seats, pages, buckets, device."""
+
+    max_seats: int = Field(default=32, ge=1, le=1024, description="sequences that run at once")
+    page_size: int = Field(default=16, description=(
+        "KV positions per page and prefix-cache block; a power of two, 8 to 256"))
+    token_budget: int = Field(default=512, ge=2, le=65536, description=(
+        "most rows that one step computes; more than max_seats"))
+    seat_buckets: Sizes = Field(default=(), description=(
+        "batch sizes to compile for decode-only steps, ascending; empty: powers of two up to max_seats"))
+    token_buckets: Sizes = Field(default=(), description=(
+        "row counts to compile for steps with prompt rows, ascending; empty: powers of two up to token_budget"))
+    pages: int = Field(default=0, ge=0, description="pages in the KV pool; 0: as many as the free memory holds")
+    memory_gib: float = Field(default=0.0, ge=0.0, description=(
+        "most memory for the KV pool in GiB; 0: decided from what is free"))
+    prefix_cache: bool = Field(default=True, description=(
+        "keep the pages of finished sequences for prompts that start alike"))
+    policy: str = Field(default="continuous", description=(
+        "when a waiting request may board; only continuous exists now"))
+    order: Literal["fcfs", "priority"] = Field(default="fcfs", description=(
+        "who boards first: fcfs by arrival, priority by the request's priority field and then arrival"))
+    max_waiting_requests: int = Field(default=256, ge=1, description="requests that may wait; more are answered 429")
+    max_waiting_tokens: int = Field(default=262144, ge=1, description=(
+        "prompt tokens that may wait; more are answered 429"))
+    kernels: str = Field(default="auto", min_length=1, description="kernel set; auto: the best one for the device")
+    compilation_cache: bool = Field(default=True, description=(
+        "keep compiled programs on disk (~/.cache/jitney/xla, or xla/ in $JITNEY_CACHE) for the next start"))
+    platform: Literal["auto", "cpu", "cuda", "tpu"] = Field(default="auto", description=(
+        "where to run; a named platform that cannot start is an error, never a silent fallback"))
+    device: str = Field(default="", pattern=r"^\d*$", description=(
+        "number of the GPU or TPU chip to use; empty: the first"))
+
+    @field_validator("page_size")
+    @classmethod
+    def _page_is_a_power_of_two(cls, size: int) -> int:
+        if not MIN_PAGE <= size <= MAX_PAGE or size & (size - 1):
+            raise ValueError(f"must be a power of two from {MIN_PAGE} to {MAX_PAGE}")
+        return size
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_exists(cls, policy: str) -> str:
+        if policy not in POLICIES:
+            raise ValueError(f"must be one of: {', '.join(POLICIES)}")
+        return policy
+
+    @field_validator("seat_buckets", "token_buckets")
+    @classmethod
+    def _buckets_ascend(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if any(low >= high for low, high in zip((0, *sizes), sizes, strict=False)):
+            raise ValueError("must be positive and ascending")
+        return sizes
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> EngineSection:
+        # Strictly more: a mixed bucket with as many rows as seats would look like a decode-only one.
+        if self.token_budget <= self.max_seats:
+            raise ValueError(f"token_budget ({self.token_budget}) must be more than max_seats ({self.max_seats})")
+        if self.seat_buckets and self.seat_buckets[-1] > self.max_seats:
+            raise ValueError(f"seat_buckets must not exceed max_seats ({self.max_seats})")
+        tokens = self.token_buckets
+        if tokens and not self.max_seats < tokens[0] <= tokens[-1] <= self.token_budget:
+            raise ValueError(f"token_buckets must lie above max_seats ({self.max_seats}) and not exceed token_budget "
+                             f"({self.token_budget})")
+        if self.device and self.platform == "cpu":
+            raise ValueError("device chooses a GPU or TPU chip; it says nothing on platform cpu")
+        return self
+
+
+class ServerSection(Section):
+    """[server]: the HTTP endpoint and the life of its core process. Times in seconds, sizes in bytes."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    api_key_file: str = Field(default="", description="file with one API key per line, readable by its owner only")
+    api_keys: Names = Field(default=(), json_schema_extra={"secret": True}, description=(
+        "API keys, separated by commas; from the environment or a file, never a flag, which other users could read"))
+    insecure: bool = Field(default=False, description="allow listening beyond this machine without an API key")
+    hosts: Names = Field(default=(), description="Host header values to accept, without port; empty: any")
+    body_limit: int = Field(default=1 << 20, ge=1024, le=1 << 30, description="most bytes of a request body")
+    read_timeout_s: float = Field(default=10.0, gt=0, description=(
+        "seconds a client has to send its headers, and its body"))
+    keep_alive_s: float = Field(default=5.0, gt=0, description="seconds an idle connection stays open")
+    request_timeout_s: float = Field(default=0.0, ge=0, description="deadline of a request that names none; 0: none")
+    metrics_compat: Literal["", "vllm"] = Field(default="", description=(
+        "also publish metrics under another engine's names"))
+    drain_s: float = Field(default=30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
+    heartbeat_s: float = Field(default=30.0, gt=0, description=(
+        "not ready if no step and no idle tick came for this long"))
+    restart: bool = Field(default=True, description="start a new core process when the old one dies")
+    max_restarts: int = Field(default=5, ge=0, description="restarts within ten minutes before giving up")
+
+    @property
+    def open_to_others(self) -> bool:
+        """True when other machines can reach the endpoint."""
+        return self.host not in LOOPBACK
+
+    @model_validator(mode="after")
+    def _network_needs_a_key(self) -> ServerSection:
+        if self.open_to_others and not (self.api_key_file or self.api_keys or self.insecure):
+            raise ValueError(f"host {self.host} is open to other machines and no API key is set: give api_key_file or "
+                             "JITNEY_API_KEYS, or accept it with insecure")
+        return self
+
+
+class Config(Section):
+    """Everything that decides how an engine runs and is served."""
+
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    server: ServerSection = ServerSection()
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for models and compiled programs: $JITNEY_CACHE, or jitney/ in $XDG_CACHE_HOME."""
+    named = os.environ.get("JITNEY_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jitney"
+
+
+def compilation_cache_dir() -> Path:
+    """Where compiled programs are kept between starts."""
+    return cache_dir() / "xla"
+
+
+def platform_environment(engine: EngineSection) -> dict[str, str]:
+    """Environment variables that must stand before jax is imported, for `platform` and `device` to hold.
+
+    A GPU or TPU run lists cpu second, so that host-side arrays have a home; the first one is the default, and jax
+    refuses to start if it is absent.
+    """
+    names = {} if engine.platform == "auto" else {
+        "JAX_PLATFORMS": engine.platform if engine.platform == "cpu" else f"{engine.platform},cpu"}
+    if engine.device:
+        names |= {"CUDA_VISIBLE_DEVICES": engine.device, "TPU_VISIBLE_DEVICES": engine.device}
+    return names

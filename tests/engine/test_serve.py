@@ -1,0 +1,212 @@
+"""`jitney serve` as a program: probes while loading, what it prints, a core killed under it, drains and quick ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+FLAGS = ("tiny-random", "--platform", "cpu", "--max-seats", "4", "--token-budget", "64", "--seat-buckets", "4",
+         "--token-buckets", "64", "--pages", "256")
+BODY: dict[str, Any] = {"model": "tiny-random", "prompt": "abc", "temperature": 0, "ignore_eos": True}
+
+
+class Serving:
+    """One running `jitney serve`, and what it wrote. cache: keeps compiled programs for the next one."""
+
+    def __init__(self, cache: Path, *flags: str):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        code = "import sys; from jitney.engine.cli import main; sys.exit(main())"
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")}
+        environ["JITNEY_CACHE"] = str(cache)
+        command = [sys.executable, "-P", "-c", code, "serve", *FLAGS, "--port", str(self.port), *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.out: queue.Queue[str] = queue.Queue()
+        self.err: list[str] = []
+        self.readers = [threading.Thread(target=self._read, args=each, daemon=True)
+                        for each in ((self.process.stdout, self.out.put), (self.process.stderr, self.err.append))]
+        for reader in self.readers:
+            reader.start()
+
+    @staticmethod
+    def _read(pipe: Any, keep: Callable[[str], None]) -> None:
+        for line in pipe:
+            keep(line.rstrip("\n"))
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=10)
+
+    def status(self, path: str) -> int:
+        """0 while nobody listens."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except OSError:
+            return 0
+        finally:
+            connection.close()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, "\n".join(self.err)
+            time.sleep(0.1)
+
+    def ready(self) -> Serving:
+        self.wait_for(lambda: self.status("/readyz") == 200)
+        return self
+
+    def core(self) -> int:
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(20)
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for reader in self.readers:
+            reader.join(5)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def server(cache: Path) -> Iterator[Serving]:
+    with Serving(cache) as serving:
+        serving.wait_for(lambda: serving.status("/livez") == 200)
+        serving.loading = {path: serving.get(path) for path in ("/livez", "/startupz", "/readyz")}  # type: ignore
+        serving.refused = httpx.post(serving.url + "/v1/completions", json=BODY)  # type: ignore
+        yield serving.ready()
+
+
+def test_probes_tell_the_truth_while_it_loads(server: Any):
+    assert {path: answer.status_code for path, answer in server.loading.items()} == {
+        "/livez": 200, "/startupz": 503, "/readyz": 503}
+    assert server.refused.status_code == 503
+    assert server.refused.json()["error"]["code"] == "loading"
+    assert "retry-after" in server.refused.headers
+    assert server.status("/startupz") == 200
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_printed_line_works_as_it_stands(server: Serving):
+    printed = []
+    while not any("curl" in line for line in printed):
+        printed.append(server.out.get(timeout=10))
+    assert "Jitney serves tiny-random" in printed[0] and "4 seats" in printed[0]
+    assert any(f"{server.url}/v1" in line for line in printed)
+    line = re.sub(r"^\s*try\s+", "", printed[-1])
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=30, check=True)
+    assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), done.stdout
+
+
+def test_it_says_little_about_itself(server: Serving):
+    headers = server.get("/livez").headers
+    assert "server" not in headers
+
+
+def test_a_killed_core_is_replaced_and_readiness_tells(server: Serving):
+    old = server.core()
+    with httpx.stream("POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 400, "stream": True},
+                      timeout=20) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(old, signal.SIGKILL)
+        rest = list(lines)
+    assert '"code":"engine_dead"' in rest[-4] or any('"code":"engine_dead"' in line for line in rest)
+    assert [line for line in rest if line][-1] == "data: [DONE]"
+    server.wait_for(lambda: server.status("/readyz") == 503)
+    assert server.status("/livez") == 200
+    server.ready()
+    assert server.core() != old
+    assert "jitney_engine_restarts_total 1.0" in server.get("/metrics").text
+    assert httpx.post(server.url + "/v1/completions", json=BODY, timeout=20).status_code == 200
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(cache: Path):
+    with Serving(cache) as serving:
+        serving.ready()
+        with httpx.stream("POST", serving.url + "/v1/completions", json=BODY | {"max_tokens": 400, "stream": True},
+                          timeout=20) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            serving.process.send_signal(signal.SIGTERM)
+            serving.wait_for(lambda: serving.status("/readyz") == 503)
+            refused = httpx.post(serving.url + "/v1/completions", json=BODY)
+            rest = [line for line in lines if line]
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        assert serving.process.wait(10) == 0
+
+
+def test_a_drain_that_takes_too_long_ends_requests_with_an_error(cache: Path):
+    with Serving(cache, "--drain-s", "0.1") as serving:
+        serving.ready()
+        with httpx.stream("POST", serving.url + "/v1/completions", json=BODY | {"max_tokens": 460, "stream": True},
+                          timeout=20) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(serving.core(), signal.SIGSTOP)  # a step that does not end
+            serving.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and "error" in rest[-2]
+        assert serving.process.wait(10) == 0
+
+
+def test_a_second_signal_ends_it_at_once(cache: Path):
+    with Serving(cache) as serving:
+        serving.ready()
+        with httpx.stream("POST", serving.url + "/v1/completions", json=BODY | {"max_tokens": 460, "stream": True},
+                          timeout=20) as answer:
+            lines = answer.iter_lines()  # kept: letting go of it would end the request
+            next(lines)
+            os.kill(serving.core(), signal.SIGSTOP)
+            serving.process.send_signal(signal.SIGINT)
+            serving.wait_for(lambda: serving.status("/readyz") == 503)
+            began = time.monotonic()
+            assert serving.end(signal.SIGINT) == 128 + signal.SIGINT
+            assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_signal_while_loading_ends_it_with_status_0(number: signal.Signals, cache: Path):
+    with Serving(cache) as serving:
+        serving.wait_for(lambda: serving.status("/livez") == 200)
+        assert serving.end(number) == 0
+
+
+def test_a_model_that_is_not_there_is_one_line(cache: Path):
+    with Serving(cache, "--model", str(cache / "absent")) as serving:
+        assert serving.process.wait(20) == 1
+        for reader in serving.readers:
+            reader.join(5)
+        assert next(line for line in serving.err if line.startswith("jitney: ")).count("absent") == 1
+        assert not [line for line in serving.err if "Traceback" in line]
