@@ -29,7 +29,7 @@ from jitney.engine.scheduler import Scheduler, SchedulerLimits
 from jitney.engine.types import EngineInfo
 from jitney.engine.weights.load import load_model
 from jitney.engine.weights.sources import ModelSource
-from jitney.kernels.select import KernelSet, select
+from jitney.kernels.select import KernelError, KernelSet, select
 
 log = logging.getLogger("jitney.core")
 Report = Callable[[wire.Progress], None]
@@ -40,7 +40,7 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
     settings = config.engine
     device = start_jax(config)
     dtype = choose_dtype(config.model.dtype, device.platform)
-    kernels = select(device.platform, settings.kernels)
+    kernels = choose_kernels(device.platform, settings.kernels)
     model = load_model(source, source.config, dtype, lambda stage, done, total, detail: progress(
         wire.Progress(stage, done, total, detail)))
     context = choose_context(config.model.context, source.config)
@@ -55,6 +55,8 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
     n_pages = size_pool(config, model, context, device, make_runner)
     runner = make_runner(n_pages)
     runner.compile(lambda done, total, what: progress(wire.Progress("compile", done, total, what)))
+    if device.platform == "cpu":
+        keep_freed_memory()
     pool = PagePool(n_pages, settings.page_size, retain=settings.prefix_cache)
     limits = SchedulerLimits(max_seats=settings.max_seats, context_length=context, policy=settings.policy,
                              order=settings.order, max_waiting_requests=settings.max_waiting_requests,
@@ -74,21 +76,28 @@ def start_jax(config: Config) -> Any:
         device = jax.devices()[0]
     except RuntimeError as error:
         raise ConfigError(f"platform {config.engine.platform}: {str(error).splitlines()[0]}") from error
-    if device.platform == "cpu":
-        keep_freed_memory()
     return device
 
 
 def keep_freed_memory() -> None:
-    """Have glibc reuse a step's temporaries instead of returning them to the kernel.
+    """Give what loading and compiling left behind back to the kernel, and from then on keep what steps free.
 
-    XLA:CPU allocates them anew in every step; unmapping and faulting them in again costs 5 to 7 % of a step.
+    XLA:CPU allocates a step's temporaries anew in every step; unmapping and faulting them in again costs 5 to 7 % of it.
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         m_trim_threshold, m_mmap_threshold = -1, -3
         libc = ctypes.CDLL("libc.so.6")
+        libc.malloc_trim(0)
         libc.mallopt(m_mmap_threshold, 1 << 30)
         libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+
+
+def choose_kernels(platform_name: str, name: str) -> KernelSet:
+    """The kernel set of that name; a name that cannot run here is the user's error, in one line."""
+    try:
+        return select(platform_name, name)
+    except KernelError as error:
+        raise ConfigError(f"kernels: {error}") from error
 
 
 def choose_dtype(name: str, platform_name: str) -> Any:
