@@ -54,6 +54,27 @@ class Buckets:
         raise ValueError(f"no bucket holds {tokens} rows of {sequences} sequences")
 
 
+    def thrifty(self, rows: int, count: int, riders: int) -> int:
+        """How many of a prompt's next `count` rows to add to a step of `rows` when nobody else will board it.
+
+        All of them, or only as many as fill a smaller bucket, the rest riding in the next step with `riders` decoding
+        sequences: whichever computes fewer rows, padding included, over the two steps.
+        """
+        total = rows + count
+        lower = max((b.tokens for b in self.mixed if rows < b.tokens < total), default=0)
+        if not lower:
+            return count
+        whole = self._padded(total) + self._padded_decode(riders)
+        split = lower + self._padded(total - lower + riders)
+        return lower - rows if split < whole else count
+
+    def _padded(self, tokens: int) -> int:
+        return next((b.tokens for b in self.mixed if tokens <= b.tokens), self.token_budget)
+
+    def _padded_decode(self, sequences: int) -> int:
+        return next((b.tokens for b in self.decode if sequences <= b.seats), 0) if sequences else 0
+
+
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     """low, 2 low, 4 low, ... and always `high` itself as the last."""
     sizes = []

@@ -224,18 +224,24 @@ class Scheduler:
             seq.in_flight += 1
             self.roster.start_decoding(seq)
 
-    @staticmethod
-    def _chunk_size(seq: Sequence, draft: Draft) -> tuple[int, int]:
+    def _chunk_size(self, seq: Sequence, draft: Draft) -> tuple[int, int]:
         """(rows, rows of them that are scored) of a sequence's next chunk."""
         start, left = seq.scheduled, len(seq.tokens) - seq.scheduled
         count = min(left, draft.tokens_left)
         if not must_score(seq):
+            if self._is_last(seq):
+                count = self.buckets.thrifty(self.buckets.token_budget - draft.tokens_left, count, draft.n_decode)
             # Without a logit row for its last token a chunk stops before it.
             return (count if count < left or draft.rows_left else count - 1), 0
         if start < seq.scored:  # again after a preemption: these positions were scored before it
             return min(count, seq.scored - start), 0
         count = min(count, draft.rows_left)  # every row wants logits, the last prompt token's to sample from
         return count, min(count, seq.n_prompt - 1 - start)
+
+    def _is_last(self, seq: Sequence) -> bool:
+        """True when no other prompt can use the rows that this one leaves in the step."""
+        roster = self.roster
+        return next(reversed(roster.prefilling)) is seq and not (roster.free_seats and len(roster.queue))
 
     def _share_prompts(self, draft: Draft) -> None:
         """Publish the full pages that this step computes; only later plans see them: no step reads what it writes."""

@@ -14,7 +14,7 @@ from jitney.kernels.interface import AttentionMeta
 
 #: Keys per chunk: small enough that a short context wastes little, large enough for XLA:CPU's matrix products.
 DECODE_KEYS = 128
-PREFILL_KEYS = 256
+PREFILL_KEYS = 128
 #: Query rows per prefill block.
 PREFILL_ROWS = 128
 #: Score of a key a row must not see; finite, so that a row that sees nothing gives 0 and not NaN.

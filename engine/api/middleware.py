@@ -114,9 +114,12 @@ class Keys:
     settings: ServerSettings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.settings.api_keys and scope["path"] not in self.settings.public_paths:
+        if scope["type"] == "http" and self.settings.api_keys and not self._public(scope["path"]):
             context_of(scope).tenant = self._tenant(headers_named(scope, b"authorization"))
         await self.app(scope, receive, send)
+
+    def _public(self, path: str) -> bool:
+        return path in self.settings.public_paths or path.startswith(self.settings.public_prefixes)
 
     def _tenant(self, headers: list[bytes]) -> str:
         """The digest of the key; every known digest is compared in full, whichever matches."""

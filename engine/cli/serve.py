@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import Display, make_display
@@ -106,7 +107,7 @@ class Server:
         service.tokenizer = tokenizer = await in_thread(lambda: load_tokenizer(source))
         info = await self.client.wait_ready()
         self.display.close()
-        for line in greeting(self.config, self.url, info, tokenizer, has_dashboard()):
+        for line in greeting(self.config, self.url, info, tokenizer):
             print(line, flush=True)
         await self.client.until("dead")
         await self.client.wait_ready()  # raises the reason
@@ -141,24 +142,14 @@ def limits(config: Config, keys: tuple[str, ...]) -> ServerSettings:
 
 
 def build_app(config: Config, settings: ServerSettings, client: ProcessClient) -> Starlette:
-    """The endpoint and, where it is installed, the page; it answers 503 until model and tokenizer are there."""
-    from starlette.routing import Mount
-
+    """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
+    from jitney.dashboard import dashboard_routes
     from jitney.engine.api.app import create_app
 
-    routes = []
-    if has_dashboard():
-        from jitney.dashboard import create_dashboard
-
-        routes = [Mount(DASHBOARD, app=create_dashboard(client, settings))]
+    routes = dashboard_routes(client, settings, DASHBOARD)
+    # The page's own sign-in guards it: a browser cannot send a bearer key with a page.
+    settings = replace(settings, public_prefixes=(DASHBOARD + "/",), public_paths=settings.public_paths | {DASHBOARD})
     return create_app(client, None, settings, config.model.id, extra_routes=routes)
-
-
-def has_dashboard() -> bool:
-    """True when the page is part of this installation."""
-    import jitney.dashboard
-
-    return hasattr(jitney.dashboard, "create_dashboard")
 
 
 def web_server(config: Config, settings: ServerSettings, app: Starlette) -> uvicorn.Server:
@@ -214,14 +205,13 @@ async def in_thread[T](work: Callable[[], T]) -> T:
     return await future
 
 
-def greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer, page: bool) -> Iterator[str]:
+def greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -> Iterator[str]:
     """What a person wants to know now: what runs, a line that works as it stands, and where the page is."""
     yield (f"Jitney serves {info.model} ({info.dtype}, {info.kernels} kernels on {info.device}): {info.seats} seats, "
            f"{info.pages * info.page_size:,} tokens of KV memory, context {info.context_length:,}")
     yield f"  endpoint  {url}/v1"
     yield f"  try       {curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
-    if page:
-        yield f"  page      {url}{DASHBOARD}"
+    yield f"  page      {url}{DASHBOARD}"
 
 
 def curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:

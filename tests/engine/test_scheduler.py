@@ -404,8 +404,10 @@ def test_a_prompt_above_the_token_cap_may_wait_alone():
 @pytest.mark.parametrize(("rows_left", "count"), [(0, 5), (1, 6)])
 def test_a_prompt_whose_last_row_finds_no_logit_row_stops_before_it(rows_left: int, count: int):
     """Scored prompts may have taken all the logit rows of a step."""
-    seq = Sequence(make_request("a", [1] * 6), 0, 0, [1] * 6, 8)
-    assert Scheduler._chunk_size(seq, Draft(tokens_left=10, rows_left=rows_left)) == (count, 0)
+    scheduler = make_core().scheduler
+    seq, behind = (Sequence(make_request(name, [1] * 6), 0, 0, [1] * 6, 8) for name in "ab")
+    scheduler.roster.prefilling = {seq: None, behind: None}
+    assert scheduler._chunk_size(seq, Draft(tokens_left=10, rows_left=rows_left)) == (count, 0)
 
 
 @pytest.mark.parametrize("pages", [40, 11])

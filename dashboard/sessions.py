@@ -1,0 +1,47 @@
+"""Who may look when API keys are set: a browser shows a key once and then carries a random session id in a cookie."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from jitney.engine.api.settings import digest_key
+
+COOKIE = "jitney_session"
+#: Seconds until a browser must sign in again.
+LIFETIME_S = 12 * 3600
+#: Sessions kept in memory; the oldest goes first.
+MAX_SESSIONS = 1024
+
+
+class Sessions:
+    """Open sessions, in memory alone: a restart of the server ends them all.
+
+    keys: `digest_key` of each accepted API key; none means that everybody may look.
+    """
+
+    def __init__(self, keys: Sequence[str], clock: Callable[[], float] = time.monotonic):
+        self.needed = bool(keys)
+        self._keys = tuple(keys)
+        self._clock = clock
+        self._ends: dict[str, float] = {}  # digest of the session id -> when it ends, oldest first
+
+    def open(self, key: str) -> str | None:
+        """A new session id for a valid API key, else None; every known key is compared in full."""
+        digest = digest_key(key)
+        if not sum([hmac.compare_digest(digest, known) for known in self._keys]):
+            return None
+        session = secrets.token_urlsafe(32)
+        self._ends[digest_key(session)] = self._clock() + LIFETIME_S
+        while len(self._ends) > MAX_SESSIONS:
+            del self._ends[next(iter(self._ends))]
+        return session
+
+    def admits(self, session: str | None) -> bool:
+        """True if the holder of this session id may look. Looked up by digest, so timing tells nothing of the id."""
+        if not self.needed:
+            return True
+        end = self._ends.get(digest_key(session)) if session else None
+        return end is not None and self._clock() < end
