@@ -91,9 +91,12 @@ class BatchBuilder:
             self.layouts[key] = Layout(bucket, self.pages, plain)
         return self.layouts[key]
 
-    def build(self, plan: Plan) -> np.ndarray:
-        """Plan -> packed int32 array, fresh each step: the device may still read the last one."""
-        layout = self.layout(plan.bucket, plan.plain)
+    def build(self, plan: Plan, plain: bool) -> np.ndarray:
+        """Plan -> packed int32 array, fresh each step: the device may still read the last one.
+
+        plain: for the executable without a sampler, which takes no sampling parameters.
+        """
+        layout = self.layout(plan.bucket, plain)
         packed = np.zeros(layout.size, np.int32)
         out = layout.split(packed)
         for seq in plan.boarded:
@@ -174,7 +177,7 @@ class BatchBuilder:
         out.logit_rows[:n] = rows
         out.seats[:n] = seats
         out.seats[n:] = self.seats
-        if not plan.plain:
+        if out.floats is not None:
             out.floats[:n] = self.floats[owners].view(np.int32)
             out.ints[:n] = self.ints[owners]
             out.ints[:n, 3] = scored

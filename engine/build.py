@@ -32,6 +32,9 @@ from jitney.engine.weights.sources import ModelSource
 from jitney.kernels.select import KernelError, KernelSet, select
 
 log = logging.getLogger("jitney.core")
+
+#: Parameters of mallopt(3).
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 Report = Callable[[wire.Progress], None]
 
 
@@ -72,6 +75,9 @@ def start_jax(config: Config) -> Any:
         jax.config.update("jax_compilation_cache_dir", str(compilation_cache_dir()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    libc = glibc()
+    if libc:
+        libc.mallopt(M_ARENA_MAX, 2)  # every thread's own arena would keep its own freed temporaries
     try:
         device = jax.devices()[0]
     except RuntimeError as error:
@@ -82,14 +88,18 @@ def start_jax(config: Config) -> Any:
 def keep_freed_memory() -> None:
     """Give what loading and compiling left behind back to the kernel, and from then on keep what steps free.
 
-    XLA:CPU allocates a step's temporaries anew in every step; unmapping and faulting them in again costs 5 to 7 % of it.
+    XLA:CPU allocates temporaries anew in every step; unmapping and faulting them in again costs 5 to 7 % of it.
     """
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        libc = ctypes.CDLL("libc.so.6")
+    libc = glibc()
+    if libc:
         libc.malloc_trim(0)
-        libc.mallopt(m_mmap_threshold, 1 << 30)
-        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def glibc() -> ctypes.CDLL | None:
+    """The C library, where it is the one whose allocator can be tuned."""
+    return ctypes.CDLL("libc.so.6") if sys.platform == "linux" and platform.libc_ver()[0] == "glibc" else None
 
 
 def choose_kernels(platform_name: str, name: str) -> KernelSet:

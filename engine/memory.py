@@ -10,7 +10,7 @@ from jitney.engine.errors import ConfigError
 
 GIB = 1 << 30
 #: On a CPU the pool shares the machine with everything else: a quarter of what is free, and no more than this.
-CPU_SHARE, CPU_MOST = 0.25, 2 * GIB
+CPU_SHARE, CPU_MOST = 0.25, GIB
 #: On a device, left free for fragments and for the runtime's own growth.
 DEVICE_RESERVE = 0.04
 

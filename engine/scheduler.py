@@ -111,8 +111,12 @@ class Scheduler:
         self.roster.check()
 
     def _plan_decode(self, draft: Draft) -> None:
-        """One row for each sequence that decodes, unless its last token is already in flight."""
+        """One row for each sequence that decodes, unless its last token is already in flight; long contexts first.
+
+        Kernels that work in groups of rows then give short contexts to short ones' groups.
+        """
         rows = self._decode_ready(draft)
+        rows.sort(key=context_of, reverse=True)
         for seq in rows:
             start = seq.scheduled
             draft.chunks.append(Chunk(seq, start, 1, True, True, 0, int(start < seq.computed_high)))
@@ -258,6 +262,11 @@ class Scheduler:
         load = Load(roster.n_seated, self.pool.used, self.pool.n_cached, roster.n_waiting, roster.backlog.tokens)
         return Plan(self._steps, draft.chunks, bucket, draft.plain, draft.boarded, draft.preempted,
                     draft.cached_tokens, load)
+
+
+def context_of(seq: Sequence) -> int:
+    """Positions a decoding sequence attends to."""
+    return seq.scheduled
 
 
 def must_score(seq: Sequence) -> bool:

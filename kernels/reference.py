@@ -15,6 +15,8 @@ from jitney.kernels.interface import AttentionMeta
 #: Keys per chunk: small enough that a short context wastes little, large enough for XLA:CPU's matrix products.
 DECODE_KEYS = 128
 PREFILL_KEYS = 128
+#: Sequences that share a trip count in decode.
+DECODE_GROUP = 8
 #: Query rows per prefill block.
 PREFILL_ROWS = 128
 #: Score of a key a row must not see; finite, so that a row that sees nothing gives 0 and not NaN.
@@ -51,6 +53,26 @@ def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array) -> jax.
 def attend_decode(q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, scale: float, window: int,
                   softcap: float) -> jax.Array:
     """One query row a sequence: q [S, H, D], page_table [S, P], kv_lens [S] (0: no sequence) -> [S, H, D].
+
+    A group of sequences takes as many rounds as its longest context. The scheduler puts long contexts first, so that
+    short ones are grouped with short ones, and absent sequences fill groups that take none.
+    """
+    n_seqs = q.shape[0]
+    if n_seqs <= DECODE_GROUP or n_seqs % DECODE_GROUP:
+        return attend_group(q, kv, page_table, kv_lens, scale, window, softcap)
+
+    def group(g, o):
+        queries, tables, lens = (jax.lax.dynamic_slice_in_dim(array, g * DECODE_GROUP, DECODE_GROUP)
+                                 for array in (q, page_table, kv_lens))
+        done = attend_group(queries, kv, tables, lens, scale, window, softcap)
+        return jax.lax.dynamic_update_slice_in_dim(o, done, g * DECODE_GROUP, 0)
+
+    return jax.lax.fori_loop(0, n_seqs // DECODE_GROUP, group, jnp.zeros_like(q))
+
+
+def attend_group(q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, scale: float, window: int,
+                 softcap: float) -> jax.Array:
+    """`attend_decode` for sequences that take the same number of rounds; same shapes.
 
     The queries are spread over a row of the pool ([H, 2K * D], zero outside their own key head), so that scores and
     values are one product per sequence over the pages as they lie: six times the arithmetic, but no transposed copy of

@@ -47,7 +47,8 @@ def closed_loop(llm: LLM, work: list[tuple[list[int], int]], streams: int) -> di
         while waiting and open_now < streams:
             number, (prompt, output) = waiting.pop()
             params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-            core.add(EngineRequest(id=f"{first_step}-{number}", prompt=prompt, sampling=params, arrival=time.monotonic()))
+            core.add(EngineRequest(id=f"{first_step}-{number}", prompt=prompt, sampling=params,
+                                   arrival=time.monotonic()))
             open_now += 1
         open_now -= sum(output.finish is not None for output in core.step().outputs)
     seconds = time.perf_counter() - started

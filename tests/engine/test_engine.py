@@ -4,6 +4,7 @@ The oracle is a forward pass over the whole sequence with dense attention: no pa
 """
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from jitney.kernels.interface import AttentionMeta
 VOCAB = 512
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=24, ignore_eos=True)
-SPECIAL = SamplingParams(temperature=0.8, seed=5, top_k=50, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=24,
-                         logit_bias={7: 2.0, 300: -50.0}, min_tokens=20, logprobs=3)
+SPECIAL = SamplingParams(temperature=0.8, seed=5, top_k=50, repetition_penalty=1.3, frequency_penalty=0.2,
+                         max_tokens=24, logit_bias={7: 2.0, 300: -50.0}, min_tokens=20, logprobs=3)
 #: Few buckets: every engine below compiles each of them twice.
 SETTINGS = {"dtype": "float32", "max_seats": 8, "token_budget": 64, "context": 256, "seat_buckets": [4, 8],
             "token_buckets": [64]}
@@ -228,13 +229,31 @@ def test_stop_string_ends_text_and_sequence(llm):
 
 
 @pytest.mark.parametrize("bad,param", [
-    ({"temperature": 3.0}, "temperature"), ({"top_k": -2}, "top_k"), ({"n": 0}, "n"), ({"logit_bias": {512: 1.0}}, "logit_bias"),
-    ({"max_tokens": 300}, "max_tokens"),
+    ({"temperature": 3.0}, "temperature"), ({"top_k": -2}, "top_k"), ({"n": 0}, "n"),
+    ({"logit_bias": {512: 1.0}}, "logit_bias"), ({"max_tokens": 300}, "max_tokens"),
 ])
 def test_bad_parameters_name_their_field(llm, bad, param):
     with pytest.raises(RequestError) as caught:
         llm.generate([prompt(0, 4)], SamplingParams(**bad))
     assert caught.value.info.param == param
+
+
+def test_the_default_model_equals_the_reference(smollm2, reference):
+    """All continuations in one batch, token for token unless the reference's own best two were within 1e-3."""
+    engine = LLM("smollm2-135m", dtype="float32", max_seats=8, token_budget=64, context=256, seat_buckets=[8],
+                 token_buckets=[64], pages=200)
+    runner: Any = engine.core.runner
+    runner.leaves = [leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves]  # as the reference's
+    params = [SamplingParams(temperature=0, max_tokens=len(item["output_ids"]), ignore_eos=True, logprobs=5)
+              for item in reference]
+    for item, answer in zip(reference, engine.generate([i["prompt_ids"] for i in reference], params), strict=True):
+        done = answer.outputs[0]
+        for at, (token, top5) in enumerate(zip(done.token_ids, item["top5"], strict=True)):
+            if token != item["output_ids"][at]:
+                assert top5["logprobs"][0] - top5["logprobs"][1] < 1e-3, f"token {at} after {item['prompt']!r}"
+                break
+            assert done.logprobs is not None
+            np.testing.assert_allclose(done.logprobs[at].top_logprobs, top5["logprobs"], atol=2e-3)
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(llm):

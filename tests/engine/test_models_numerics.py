@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 
 from jitney.engine.models.config import ModelConfig, tiny_config
 from jitney.engine.models.llama import Llama, abstract_model, random_model
-from jitney.engine.weights.fetch import cache_folder
 from jitney.engine.weights.load import load_model
 from jitney.engine.weights.sources import resolve
 from jitney.kernels.interface import AttentionMeta
@@ -96,18 +95,14 @@ def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path):
     np.testing.assert_allclose(together[20:][DATA["rows"]], CASES["qwen2"]["logits"], atol=1e-4, rtol=0)
 
 
-def test_default_model_equals_the_reference():
+def test_default_model_equals_the_reference(smollm2, reference):
     """SmolLM2 from its GGUF file, teacher-forced: top-5 log-probabilities and every greedy choice of two items.
 
     The reference's weights were rounded to bfloat16 and computed in float32.
     """
-    if not (cache_folder() / "models" / "smollm2-135m.gguf").is_file():
-        pytest.skip("the default model is not in the cache")
-    source = resolve("smollm2-135m")
-    graph, state = nnx.split(load_model(source, source.config, jnp.bfloat16))
+    graph, state = nnx.split(load_model(smollm2, smollm2.config, jnp.bfloat16))
     model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
-    items = json.loads((TESTS / "data" / "smollm2_greedy.json").read_text())["items"]
-    chosen = [items[1], items[6]]
+    chosen = [reference[1], reference[6]]
     ids = [item["prompt_ids"] + item["output_ids"] for item in chosen]
     logits = all_logits(model, np.concatenate(ids), *map(len, ids))
     logprobs = np.asarray(jax.nn.log_softmax(logits))

@@ -50,7 +50,7 @@ def test_decode_rows_go_first_and_prompts_fill_the_budget():
         [("a", 0, 6, "prefill"), ("b", 0, 2, "prefill")],
         [("a", 6, 7, "decode"), ("b", 2, 9, "prefill")],
         [("a", 7, 8, "decode"), ("b", 9, 11, "prefill")],
-        [("a", 8, 9, "decode"), ("b", 11, 12, "decode")]]
+        [("b", 11, 12, "decode"), ("a", 8, 9, "decode")]]  # the longer context first
     assert [str(plan.bucket) for plan in plans[:4]] == ["mixed-8", "mixed-8", "mixed-8", "decode-4"]
 
 

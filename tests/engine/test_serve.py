@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 FLAGS = ("tiny-random", "--platform", "cpu", "--max-seats", "4", "--token-budget", "64", "--seat-buckets", "4",
@@ -126,6 +127,31 @@ def test_the_printed_line_works_as_it_stands(server: Serving):
     line = re.sub(r"^\s*try\s+", "", printed[-1])
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=30, check=True)
     assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), done.stdout
+
+
+def test_the_openai_client_runs_against_it(server: Serving):
+    """Completions, chat, streams and errors through the client that most programs use, with its own types."""
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=2) as client:
+        assert [model.id for model in client.models.list()] == ["tiny-random"]
+        plain = client.completions.create(model="tiny-random", prompt="abc", max_tokens=12, temperature=0,
+                                          logprobs=2, extra_body={"ignore_eos": True})
+        assert plain.usage is not None and plain.usage.completion_tokens == 12
+        assert plain.choices[0].logprobs is not None and len(plain.choices[0].logprobs.tokens or []) == 12
+        stream = client.completions.create(model="tiny-random", prompt="abc", max_tokens=12, temperature=0, stream=True,
+                                           extra_body={"ignore_eos": True})
+        assert "".join(chunk.choices[0].text for chunk in stream) == plain.choices[0].text
+        asked = {"model": "tiny-random", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "seed": 4}
+        answer = client.chat.completions.create(**asked, n=2)
+        assert len(answer.choices) == 2 and answer.choices[0].message.role == "assistant"
+        pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+        assert text == answer.choices[0].message.content
+        assert pieces[-1].usage is not None and pieces[-1].usage.completion_tokens <= 9
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="abc")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**asked, temperature=5)
+        assert caught.value.param == "temperature"
 
 
 def test_it_says_little_about_itself(server: Serving):

@@ -17,7 +17,6 @@ from jitney.engine.errors import ModelError, RequestError
 from jitney.engine.models.config import tiny_config
 from jitney.engine.tokenizer import Tokenizer, load_tokenizer
 from jitney.engine.tokenizer_build import PRE_TOKENIZERS, byte_characters, fast_from_gguf, tiny_fast
-from jitney.engine.weights.fetch import cache_folder
 from jitney.engine.weights.sources import ModelSource, resolve
 
 DATA = Path(__file__).parents[1] / "data"
@@ -247,17 +246,14 @@ def test_sentencepiece_ids_equal_sentencepiece(turned: bool):
         assert tokenizer.encode(text) == [place(1), *ids]
 
 
-def test_smollm2_equals_the_reference():
+def test_smollm2_equals_the_reference(smollm2, reference):
     """Prompts, chat prompts and texts of the reference made with the original tokenizer."""
-    if not (cache_folder() / "models" / "smollm2-135m.gguf").is_file():
-        pytest.skip("the default model is not in the cache")
-    tokenizer = load_tokenizer(resolve("smollm2-135m"))
-    items = json.loads((DATA / "smollm2_greedy.json").read_text())["items"]
-    for item in items:
+    tokenizer = load_tokenizer(smollm2)
+    for item in reference:
         assert tokenizer.encode(item["prompt"]) == item["prompt_ids"]
         assert tokenizer.decode(item["output_ids"], skip_special_tokens=False) == item["output_text"]
         assert b"".join(map(tokenizer.token_bytes, item["output_ids"])).decode() == item["output_text"]
-    asked = next(item["prompt"] for item in items if "capital of France?" in item["prompt"])
+    asked = next(item["prompt"] for item in reference if "capital of France?" in item["prompt"])
     assert tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}]) == asked
     assert (tokenizer.eos_ids, tokenizer.vocab_size) == ((2,), 49152)
 

