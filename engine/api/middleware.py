@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jitney.engine.api.errors import HttpError, error_response
 from jitney.engine.api.schema import SAFE_ID
 from jitney.engine.api.service import Context, Service, context_of
-from jitney.engine.api.settings import ServerSettings, digest_key
+from jitney.engine.api.settings import PROBES, ServerSettings, digest_key
 
 access = logging.getLogger("jitney.access")
 log = logging.getLogger("jitney.api")
@@ -75,7 +75,9 @@ class Edge:
         status = LEFT if context.left or not context.status else context.status
         route = getattr(scope.get("route"), "path", "none")
         self.service.metrics.requests.labels(route, f"{status // 100}xx").inc()
-        access.info("%s %s %d %.1fms id=%s prompt=%d completion=%d",
+        # Probes come every second or so and would bury the rest.
+        level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+        access.log(level, "%s %s %d %.1fms id=%s prompt=%d completion=%d",
                     scope["method"] if scope["method"] in METHODS else "other", route, status,
                     (time.monotonic() - context.started) * 1000, context.request_id, context.prompt_tokens,
                     context.completion_tokens)
