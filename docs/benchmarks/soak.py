@@ -3,7 +3,8 @@
     python docs/benchmarks/soak.py --url http://127.0.0.1:8000 --pid PID [--requests 5000]
 
 PID: the `jitney serve` process (its core is its child). Random prompts, every fifth streamed, every seventh sampled
-with log-probabilities, every eleventh abandoned after its first piece. Prints resident memory after each fifth of the run.
+with log-probabilities, every eleventh abandoned after its first piece. Prints resident memory after each fifth of the
+run.
 """
 
 from __future__ import annotations
