@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jitney.engine.client import ROW_KINDS, EngineClient
-from jitney.engine.ledger import STEP_DTYPE
+from jitney.engine.client import EngineClient
+from jitney.engine.ledger import ROW_KINDS, STEP_DTYPE
 from jitney.engine.types import EngineInfo, Slot
 from jitney.engine.wire import Slots
 

@@ -111,8 +111,7 @@ class BatchBuilder:
         params = seq.request.sampling
         self.floats[seq.seat] = (0.0 if params.greedy else params.temperature, params.top_p, params.min_p,
                                  params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        looks = (PENALISED * params.penalised | BIASED * params.biased
-                 | SCORED * (params.logprobs is not None or params.prompt_logprobs is not None))
+        looks = PENALISED * params.penalised | BIASED * params.biased | SCORED * params.scored
         seed = seq.seed & 0xFFFFFFFFFFFFFFFF
         low, high = seed & 0xFFFFFFFF, seed >> 32
         words = np.array([low, high], np.uint32).view(np.int32)

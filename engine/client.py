@@ -12,13 +12,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jitney.engine.ledger import ROW_KINDS
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
 from jitney.engine.wire import Progress, Slots
 
 EngineState = Literal["loading", "ready", "draining", "dead"]
 
-#: Ledger row kinds; each is an integer field of the step record.
-ROW_KINDS = ("prefill", "decode", "padding", "recomputed", "past_end", "cancelled")
 STEP_KINDS = ("decode", "mixed")
 #: Upper bounds in seconds of the step-time histograms.
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

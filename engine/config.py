@@ -165,7 +165,7 @@ def cache_dir() -> Path:
     """The user's cache folder for models and compiled programs: $JITNEY_CACHE, or jitney/ in $XDG_CACHE_HOME."""
     named = os.environ.get("JITNEY_CACHE")
     if named:
-        return Path(named)
+        return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jitney"
 
 

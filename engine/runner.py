@@ -24,9 +24,8 @@ from flax import nnx
 from jitney.engine.batch import BatchBuilder, Layout
 from jitney.engine.buckets import Bucket, Buckets
 from jitney.engine.models.llama import Llama
-from jitney.engine.plan import Chunk, Plan, StepResult
+from jitney.engine.plan import Plan, StepResult
 from jitney.engine.sampling import Sampled, SeatState, empty_state, greedy, sample, seat_row
-from jitney.engine.sequence import Sequence
 from jitney.engine.types import TokenLogprobs
 from jitney.kernels.interface import AttentionMeta, PagedAttention
 
@@ -124,7 +123,6 @@ class Runner:
         self.board: Any = None
         self.compiles = 0
         self.compile_seconds = 0.0
-        self.temp_bytes = 0
 
     def compile(self, progress: Progress = lambda done, total, what: None, threads: int = 2) -> None:
         """Lower and compile every executable, the largest first; then run each once and start counting compiles."""
@@ -140,7 +138,6 @@ class Runner:
                 done += 1
                 progress(done, len(keys), f"{key[0]}{'' if key[1] else ' sampling'}")
         self.compile_board()
-        self.temp_bytes = max(x.memory_analysis().temp_size_in_bytes for x in self.executables.values())
         self.warm_up()
         self.compile_seconds = time.perf_counter() - started
         jax.monitoring.register_event_duration_secs_listener(self.count_compile)
@@ -223,18 +220,10 @@ class Runner:
         if not isinstance(ticket.sampled, Sampled):
             return StepResult(tokens=np.asarray(ticket.sampled)[:rows].tolist(), logprobs=None)
         tokens = np.asarray(ticket.sampled.tokens)[:rows].tolist()
-        if not any(wants_logprobs(chunk.seq) for chunk in ticket.plan.chunks):
+        if not any(chunk.seq.request.sampling.scored for chunk in ticket.plan.chunks):
             return StepResult(tokens=tokens, logprobs=None)
-        own, ids, best = (np.asarray(column)[:rows].tolist() for column in ticket.sampled[1:])
-        wanted = [n for chunk in ticket.plan.chunks for n in top_n_of(chunk)]
-        return StepResult(tokens=tokens, logprobs=[TokenLogprobs(own[i], ids[i][:n], best[i][:n])
-                                                   for i, n in enumerate(wanted)])
-
-
-def top_n_of(chunk: Chunk) -> list[int]:
-    """How many alternatives each logit row of a chunk asked for."""
-    params = chunk.seq.request.sampling
-    return [params.prompt_logprobs or 0] * chunk.scored + [params.logprobs or 0] * chunk.sample
+        columns = (np.asarray(column)[:rows].tolist() for column in ticket.sampled[1:])
+        return StepResult(tokens=tokens, logprobs=[TokenLogprobs(*entry) for entry in zip(*columns, strict=True)])
 
 
 @contextlib.contextmanager
@@ -245,12 +234,6 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def wants_logprobs(seq: Sequence) -> bool:
-    """True when the sequence's request asked for log-probabilities of any kind."""
-    params = seq.request.sampling
-    return params.logprobs is not None or params.prompt_logprobs is not None
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -68,10 +68,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return bool(self.logit_bias) or self.min_tokens > 0
 
     @property
+    def scored(self) -> bool:
+        """True when log-probabilities of any kind are wanted."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def plain(self) -> bool:
         """True when argmax of the logits is the whole answer: the all-greedy executable serves this row."""
-        return (self.greedy and not self.penalised and not self.biased and self.logprobs is None
-                and self.prompt_logprobs is None)
+        return self.greedy and not (self.penalised or self.biased or self.scored)
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field that is out of range.

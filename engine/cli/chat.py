@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.display import make_display
+from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.generate import add_sampling, sampling_from
-from jitney.engine.config import platform_environment
 from jitney.engine.errors import ModelError
 from jitney.engine.types import SamplingParams
 
@@ -29,14 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     add_settings(parser, ("model", "engine"))
     known = parser.parse(arguments)
     config, params = config_from(known), sampling_from(known)
-    os.environ.update(platform_environment(config.engine))  # before the first import of jax
-    from jitney.engine.llm import LLM
-
-    display = make_display()
-    try:
-        llm = LLM(config, progress=display.progress)
-    finally:
-        display.close()
+    llm = load_llm(config)
     if not llm.tokenizer.has_chat_template:
         raise ModelError(f"{config.model.id} has no chat template; use jitney generate")
     print(HELP, file=sys.stderr)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jitney.engine.cli.flags import interactive
+from jitney.engine.config import Config
 from jitney.engine.wire import Progress
+
+if TYPE_CHECKING:
+    from jitney.engine.llm import LLM
 
 log = logging.getLogger("jitney")
 
@@ -83,3 +87,14 @@ def quiet_libraries() -> None:
     """Keep other packages' chatter out of the log; their warnings stay."""
     for name in ("uvicorn", "httpx", "jax", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def load_llm(config: Config) -> LLM:
+    """An engine in this process, with its loading shown."""
+    from jitney.engine.llm import LLM
+
+    display = make_display()
+    try:
+        return LLM(config, progress=display.progress)
+    finally:
+        display.close()

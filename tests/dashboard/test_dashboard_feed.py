@@ -12,8 +12,8 @@ import pytest
 
 from jitney.dashboard import frames
 from jitney.dashboard.feed import QUEUE, Feed, TooManyViewers, Viewer
-from jitney.engine.client import ROW_KINDS
 from jitney.engine.errors import RequestError
+from jitney.engine.ledger import ROW_KINDS
 from jitney.engine.wire import Progress
 
 

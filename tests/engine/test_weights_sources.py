@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from jitney.engine.config import cache_dir
 from jitney.engine.errors import ModelError
 from jitney.engine.models.config import tiny_config
 from jitney.engine.weights import fetch
@@ -164,8 +165,8 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("JITNEY_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert fetch.cache_folder() == Path("/home/me/.cache/jitney")
+    assert cache_dir() == Path("/home/me/.cache/jitney")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert fetch.cache_folder() == Path("/x/jitney")
+    assert cache_dir() == Path("/x/jitney")
     monkeypatch.setenv("JITNEY_CACHE", "~/j")
-    assert fetch.cache_folder() == Path("/home/me/j")
+    assert cache_dir() == Path("/home/me/j")
