@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint wheel clean
+.PHONY: help serve test test-compile lint wheel clean
 
 ARGS ?=
 VENV := .venv
@@ -37,6 +37,16 @@ serve: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)
+
+# jax's CUDA plugin, without CUDA: enough to compile for a GPU, and kept out of .venv, where jax would look for one.
+build/cuda: | $(READY)
+	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); $(BIN)/python -m pip install --quiet \
+	  --no-deps --target $@ jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
+
+# The whole table of kernel tiles, and the engine's step, compiled for GPUs that need not be there: minutes.
+test-compile: $(READY) build/cuda
+	@JITNEY_TEST_COMPILE=1 JITNEY_CUDA_PLUGIN=build/cuda $(BIN)/python -m pytest \
+	  tests/kernels/test_triton_compiled.py tests/kernels/test_triton_program.py $(ARGS)
 
 # pyright cannot ask an editable install where jitney's packages are, so it gets a folder of links.
 build/typing/jitney:

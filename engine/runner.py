@@ -27,7 +27,7 @@ from jitney.engine.models.llama import Llama
 from jitney.engine.plan import Plan, StepResult
 from jitney.engine.sampling import Sampled, SeatState, empty_state, greedy, sample, seat_row
 from jitney.engine.types import TokenLogprobs
-from jitney.kernels.interface import AttentionMeta, PagedAttention
+from jitney.kernels.interface import AttentionMeta, Kernels
 
 Progress = Callable[[int, int, str], None]
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -66,11 +66,11 @@ def meta_of(inputs: Any) -> AttentionMeta:
 
 @dataclass
 class Program:
-    """The step as a pure function of flat weights, for any bucket; `graph` and `attend` are its only constants."""
+    """The step as a pure function of flat weights, for any bucket; `graph` and `kernels` are its only constants."""
 
     graph: Any
     treedef: Any
-    attend: PagedAttention
+    kernels: Kernels
 
     def logits(self, leaves: list[jax.Array], kv: list[jax.Array], last_token: jax.Array,
                inputs: Any) -> tuple[jax.Array, list[jax.Array]]:
@@ -78,8 +78,8 @@ class Program:
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
         known = inputs.tokens >= 0
         tokens = jnp.where(known, inputs.tokens, jnp.maximum(last_token[inputs.token_seats], 0))
-        hidden, kv = model(tokens, kv, meta_of(inputs), self.attend)
-        return model.logits(hidden[inputs.logit_rows]), kv
+        hidden, kv = model(tokens, kv, meta_of(inputs), self.kernels)
+        return model.logits(hidden[inputs.logit_rows], self.kernels), kv
 
     def plain(self, layout: Layout, leaves, kv, last_token, packed):
         """The all-greedy step: no sampler in it."""
@@ -105,13 +105,13 @@ def board_seat(state: SeatState, seat: jax.Array, *row: jax.Array) -> SeatState:
 class Runner:
     """Runs plans on the default device. `compile()` must come first; after it nothing compiles any more."""
 
-    def __init__(self, model: Llama, buckets: Buckets, attend: PagedAttention, *, n_pages: int, page_size: int,
+    def __init__(self, model: Llama, buckets: Buckets, kernels: Kernels, *, n_pages: int, page_size: int,
                  context_length: int, kv_dtype: Any, end_ids: tuple[int, ...]):
         config = model.config
         self.config, self.buckets, self.end_ids = config, buckets, end_ids
         graph, weights = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(weights)
-        self.program = Program(graph, treedef, attend)
+        self.program = Program(graph, treedef, kernels)
         pages_per_seat = round_up(-(-context_length // page_size), 16)  # 16: chunks of kernels never run off the table
         self.builder = BatchBuilder(seats=buckets.seats, pages_per_seat=pages_per_seat, page_size=page_size,
                                     pool_rows=n_pages * page_size)

@@ -1,4 +1,4 @@
-"""Layers shared by all models: every matrix product, norm and rotation of the engine goes through here.
+"""Layers shared by all models: every norm and rotation of the engine, and every product with weights, is called here.
 
 Axes: T tokens, E embed, H query heads, K KV heads, D head dim, F feed-forward, I and O any input and output size.
 dtype in equals dtype out; sums, norms and rotations are computed in float32.
@@ -14,24 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jitney.engine.models.config import ModelConfig, RopeScaling
+from jitney.kernels.interface import Kernels
 
 DType = Any
-
-
-def matmul(x: jax.Array, w: jax.Array, dtype: DType = None) -> jax.Array:
-    """x [..., I] times w [I, O] -> [..., O] in `dtype` (x's own if None), accumulated in float32.
-
-    Without `preferred_element_type` XLA:CPU multiplies bfloat16 matrices 10 to 30 times slower.
-    """
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(dtype or x.dtype)
-
-
-def project_out(x: jax.Array, table: jax.Array) -> jax.Array:
-    """x [R, E] times the transpose of table [V, E] -> float32 [R, V].
-
-    One dot over both last axes: `x @ table.T` makes XLA:CPU convert the whole table to float32 in every step.
-    """
-    return jax.lax.dot_general(x, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) -> jax.Array:
@@ -47,11 +32,11 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(normal(rngs, (size_in, size_out), spread, dtype))
         self.bias = nnx.Param(normal(rngs, (size_out,), 0.25, dtype)) if bias else None
 
-    def __call__(self, x: jax.Array, dtype: DType = None) -> jax.Array:
-        """x [..., I] -> [..., O] in `dtype` (x's own if None)."""
-        if self.bias is None:
-            return matmul(x, self.kernel[...], dtype)
-        y = matmul(x, self.kernel[...], jnp.float32) + self.bias[...].astype(jnp.float32)
+    def __call__(self, x: jax.Array, kernels: Kernels, dtype: DType = None) -> jax.Array:
+        """x [T, I] -> [T, O] in `dtype` (x's own if None)."""
+        y = kernels.matmul(x, self.kernel[...])
+        if self.bias is not None:
+            y += self.bias[...].astype(jnp.float32)
         return y.astype(dtype or x.dtype)
 
 
@@ -77,10 +62,10 @@ class MLP(nnx.Module):
         self.gate_up = Linear(size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, kernels: Kernels) -> jax.Array:
         """x [T, E] -> [T, E]."""
-        gate, up = jnp.split(self.gate_up(x, jnp.float32), 2, axis=-1)
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
+        gate, up = jnp.split(self.gate_up(x, kernels, jnp.float32), 2, axis=-1)
+        return self.down((jax.nn.silu(gate) * up).astype(x.dtype), kernels)
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[jax.Array, float]:

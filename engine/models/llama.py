@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jitney.engine.models.config import ModelConfig
-from jitney.engine.models.layers import MLP, DType, Linear, RMSNorm, normal, project_out, rotary, rotate
-from jitney.kernels.interface import AttentionMeta, PagedAttention
+from jitney.engine.models.layers import MLP, DType, Linear, RMSNorm, normal, rotary, rotate
+from jitney.kernels.interface import AttentionMeta, Kernels
 
 
 class Attention(nnx.Module):
@@ -31,15 +31,16 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps, dtype=dtype) if config.qk_norm else None
 
     def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, meta: AttentionMeta,
-                 attend: PagedAttention) -> tuple[jax.Array, jax.Array]:
+                 kernels: Kernels) -> tuple[jax.Array, jax.Array]:
         """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
-        q, k, v = self.project(x)
-        o, kv = attend(rotate(q, *rope), rotate(k, *rope), v, kv, meta, scale=self.head_dim**-0.5, window=self.window)
-        return self.o(o.reshape(x.shape[0], -1)), kv
+        q, k, v = self.project(x, kernels)
+        o, kv = kernels.paged_attention(rotate(q, *rope), rotate(k, *rope), v, kv, meta, scale=self.head_dim**-0.5,
+                                        window=self.window)
+        return self.o(o.reshape(x.shape[0], -1), kernels), kv
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, kernels: Kernels) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [T, E] -> q [T, H, D], k and v [T, K, D], not yet rotated."""
-        heads = self.qkv(x).reshape(x.shape[0], -1, self.head_dim)
+        heads = self.qkv(x, kernels).reshape(x.shape[0], -1, self.head_dim)
         q, k, v = jnp.split(heads, [self.n_heads, self.n_heads + self.n_kv_heads], axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -56,11 +57,11 @@ class Block(nnx.Module):
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, meta: AttentionMeta,
-                 attend: PagedAttention) -> tuple[jax.Array, jax.Array]:
+                 kernels: Kernels) -> tuple[jax.Array, jax.Array]:
         """x [T, E], kv [N, page, 2K, D] -> ([T, E], kv)."""
-        o, kv = self.attention(self.attention_norm(x), rope, kv, meta, attend)
+        o, kv = self.attention(self.attention_norm(x), rope, kv, meta, kernels)
         x = x + o
-        return x + self.mlp(self.mlp_norm(x)), kv
+        return x + self.mlp(self.mlp_norm(x), kernels), kv
 
 
 class Llama(nnx.Module):
@@ -75,32 +76,32 @@ class Llama(nnx.Module):
                         Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs))
 
     def __call__(self, tokens: jax.Array, kv: list[jax.Array], meta: AttentionMeta,
-                 attend: PagedAttention) -> tuple[jax.Array, list[jax.Array]]:
+                 kernels: Kernels) -> tuple[jax.Array, list[jax.Array]]:
         """tokens int32 [T], kv L times [N, page, 2K, D] -> (hidden [T, E] before the final norm, kv)."""
         x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
         rope = rotary(meta.positions, self.config)
         pools = []
         for block, pool in zip(self.layers, kv, strict=True):
-            x, pool = run_block(*nnx.split(block), x, rope, pool, meta, attend)
+            x, pool = run_block(*nnx.split(block), x, rope, pool, meta, kernels)
             pools.append(pool)
         return x, pools
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, kernels: Kernels) -> jax.Array:
         """Final norm and output head of the selected rows only: hidden [R, E] -> float32 [R, V]."""
         x = self.norm(hidden)
         if self.lm_head is None:
-            return project_out(x, self.embed[...])
-        return self.lm_head(x, jnp.float32)
+            return kernels.project(x, self.embed[...])
+        return self.lm_head(x, kernels, jnp.float32)
 
 
-@partial(jax.jit, static_argnames=("graph", "attend"))
+@partial(jax.jit, static_argnames=("graph", "kernels"))
 def run_block(graph: nnx.GraphDef[Block], weights: Any, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array,
-              meta: AttentionMeta, attend: PagedAttention) -> tuple[jax.Array, jax.Array]:
+              meta: AttentionMeta, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
     """One block as a function of its weights: layers of the same make are traced once per bucket, not once each.
 
     The calls are inlined when the step is compiled, so the program is the unrolled one.
     """
-    return nnx.merge(graph, weights)(x, rope, kv, meta, attend)
+    return nnx.merge(graph, weights)(x, rope, kv, meta, kernels)
 
 
 def random_model(config: ModelConfig, *, seed: int = 0, dtype: DType = jnp.float32) -> Llama:

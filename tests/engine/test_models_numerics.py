@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from jitney.engine.models.llama import Llama, abstract_model, random_model
 from jitney.engine.weights.load import load_model
 from jitney.engine.weights.sources import resolve
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.select import select
 
 TESTS = Path(__file__).parents[1]
 DATA = json.loads((TESTS / "data" / "reference_logits.json").read_text())
@@ -48,6 +50,9 @@ def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
     return jnp.einsum("hqk,khd->qhd", weights, v.astype(jnp.float32)).astype(q.dtype), kv
 
 
+DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense_attend)
+
+
 def prompts_meta(*lengths: int) -> AttentionMeta:
     """Whole prompts of these lengths in one step."""
     lens = np.array(lengths, np.int32)
@@ -63,8 +68,8 @@ def all_logits(model: Llama, tokens: np.ndarray, *lengths: int) -> np.ndarray:
     @jax.jit
     def forward(state, tokens, meta):
         merged = nnx.merge(graph, state)
-        hidden, _ = merged(tokens, [jnp.zeros(())] * merged.config.n_layers, meta, dense_attend)
-        return merged.logits(hidden)
+        hidden, _ = merged(tokens, [jnp.zeros(())] * merged.config.n_layers, meta, DENSE)
+        return merged.logits(hidden, DENSE)
 
     return np.asarray(forward(state, jnp.asarray(tokens, jnp.int32), prompts_meta(*lengths)))
 
@@ -127,8 +132,9 @@ def test_dtype_in_is_dtype_out(architecture: str, dtype):
         seen.extend([q.dtype, k.dtype, v.dtype])
         return dense_attend(q, k, v, kv, meta, scale=scale, window=window)
 
-    hidden, _ = model(jnp.arange(8), [jnp.zeros(1)] * 2, prompts_meta(8), attend)
-    assert hidden.dtype == dtype and model.logits(hidden).dtype == jnp.float32
+    kernels = replace(DENSE, paged_attention=attend)
+    hidden, _ = model(jnp.arange(8), [jnp.zeros(1)] * 2, prompts_meta(8), kernels)
+    assert hidden.dtype == dtype and model.logits(hidden, kernels).dtype == jnp.float32
     assert set(seen) == {jnp.dtype(dtype)}
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(dtype)}
 

@@ -1,86 +1,41 @@
-"""Paged attention against numpy, one sequence and one head at a time, on ragged batches."""
+"""Paged attention in jax.numpy against numpy, one sequence and one head at a time, on ragged batches."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ragged import Case, attention, make, written
 
-from jitney.kernels.interface import AttentionMeta
-from jitney.kernels.reference import paged_attention, write_kv
+from jitney.kernels.reference import paged_attention, rotate_and_write, write_kv
 from jitney.kernels.select import KernelError, select
 
-N_PAGES = 400
-
-
-def numpy_attention(q, kv, kv_lens, cu_q, table, scale, window, softcap):
-    """The definition: softmax(q k / sqrt) v over each row's visible keys."""
-    out = np.zeros_like(q)
-    n_heads, n_kv = q.shape[1], kv.shape[2] // 2
-    for s, length in enumerate(kv_lens):
-        rows = kv[table[s]].reshape(-1, *kv.shape[2:])[:length]
-        count = cu_q[s + 1] - cu_q[s]
-        at, key_at = length - count + np.arange(count)[:, None], np.arange(length)[None]
-        seen = (key_at <= at) & ((key_at > at - window) if window else True)
-        for h in range(n_heads):
-            key, value = rows[:, 2 * (h // (n_heads // n_kv))], rows[:, 2 * (h // (n_heads // n_kv)) + 1]
-            scores = q[cu_q[s] : cu_q[s + 1], h] @ key.T * scale
-            scores = softcap * np.tanh(scores / softcap) if softcap else scores
-            p = np.where(seen, np.exp(scores - scores.max(1, keepdims=True)), 0)
-            out[cu_q[s] : cu_q[s + 1], h] = p / p.sum(1, keepdims=True) @ value
-    return out
-
-
-def ragged_batch(rng, heads, page, pages_per_seq, decode, prefill, rows, seqs):
-    """(q, k, v, kv, meta, real rows): decode is context lengths, prefill (context, new rows) pairs."""
-    n_heads, n_kv, dim = heads
-    lens = [*decode, *(length for length, _ in prefill)]
-    counts = [1] * len(decode) + [count for _, count in prefill]
-    kv_lens, cu_q = np.zeros(seqs, np.int32), np.zeros(seqs + 1, np.int32)
-    kv_lens[: len(lens)] = lens
-    cu_q[1 : len(lens) + 1] = np.cumsum(counts)
-    cu_q[len(lens) + 1 :] = sum(counts)
-    table = np.zeros((seqs, pages_per_seq), np.int32)
-    free = iter(rng.permutation(N_PAGES - 1) + 1)
-    positions, write_rows = np.zeros(rows, np.int32), np.full(rows, N_PAGES * page, np.int32)
-    for s, (length, count) in enumerate(zip(lens, counts, strict=True)):
-        used = -(-length // page)
-        table[s, :used] = [next(free) for _ in range(used)]
-        at = np.arange(length - count, length)
-        positions[cu_q[s] : cu_q[s + 1]] = at
-        write_rows[cu_q[s] : cu_q[s + 1]] = table[s, at // page] * page + at % page
-    counts3 = np.array([len(decode), len(lens), sum(counts)], np.int32)
-    meta = AttentionMeta(*map(jnp.asarray, (kv_lens, cu_q, table, write_rows, positions, counts3)))
-    q, k, v = (rng.standard_normal((rows, n, dim), np.float32) for n in (n_heads, n_kv, n_kv))
-    kv = rng.standard_normal((N_PAGES, page, 2 * n_kv, dim), np.float32)
-    return q, k, v, kv, meta, sum(counts)
-
-
 CASES = {
-    "decode, three query heads a key head": ((9, 3, 64), 16, 32, [5, 100, 200, 33], [], 4, 4),
-    "decode, absent sequences": ((4, 4, 32), 8, 64, [1, 250], [], 8, 8),
-    "prefill alone": ((8, 2, 32), 16, 32, [], [(70, 70), (17, 17), (1, 1)], 256, 8),
-    "mixed, chunks in the middle of prompts": ((8, 2, 32), 16, 32, [5, 300], [(300, 140), (17, 3), (9, 1)], 256, 8),
-    "group of seven, page table not a power of two": ((14, 2, 64), 16, 30, [77], [(170, 40)], 64, 4),
+    "decode, three query heads a key head": Case((9, 3, 64), (5, 100, 200, 33)),
+    "decode, absent sequences": Case((4, 4, 32), (1, 250), rows=8, seqs=8, page=8, pages=64),
+    "prefill alone": Case((8, 2, 32), (), ((70, 70), (17, 17), (1, 1)), rows=256, seqs=8),
+    "mixed, chunks in the middle of prompts": Case((8, 2, 32), (5, 300), ((300, 140), (17, 3), (9, 1)), rows=256,
+                                                   seqs=8),
+    "group of seven, page table not a power of two": Case((14, 2, 64), (77,), ((170, 40),), rows=64, seqs=4, pages=30),
 }
+OPTIONS = {
+    "plain": {}, "window": {"window": 24}, "softcap": {"softcap": 5.0}, "sinks": {"sinks": True, "window": 24},
+    "int8": {"pool": "int8"}, "fp8": {"pool": "float8_e4m3fn", "scales": "pool"},
+}
+TRIED = [(case, option) for case in CASES for option in ("plain", "window", "softcap")] + [
+    (case, option) for case in ("decode, absent sequences", "mixed, chunks in the middle of prompts")
+    for option in ("sinks", "int8", "fp8")]
 
 
-@pytest.mark.parametrize("window,softcap", [(0, 0.0), (24, 0.0), (0, 5.0)])
-@pytest.mark.parametrize("case", CASES)
-def test_matches_numpy(case, window, softcap):
-    rng = np.random.default_rng(7)
-    q, k, v, kv, meta, real = ragged_batch(rng, *CASES[case])
-    scale = q.shape[-1] ** -0.5
-    o, after = jax.jit(lambda *args: paged_attention(*args, scale=scale, window=window, softcap=softcap))(
-        q, k, v, kv, meta)
-    expected_kv = kv.reshape(-1, *kv.shape[2:]).copy()
-    rows = np.asarray(meta.write_rows)[:real]
-    expected_kv[rows, 0::2], expected_kv[rows, 1::2] = k[:real], v[:real]
-    expected_kv = expected_kv.reshape(kv.shape)
-    np.testing.assert_array_equal(after, expected_kv)  # padding wrote nowhere
-    seqs = int(meta.counts[1])
-    expected = numpy_attention(q, expected_kv, np.asarray(meta.kv_lens)[:seqs], np.asarray(meta.cu_q),
-                               np.asarray(meta.page_table), scale, window, softcap)
-    np.testing.assert_allclose(np.asarray(o)[:real], expected[:real], atol=3e-6)
+@pytest.mark.parametrize("case,options", TRIED)
+def test_matches_numpy(case: str, options: str):
+    batch = make(replace(CASES[case], **OPTIONS[options]))
+    o, after = jax.jit(lambda *args: paged_attention(*args, **batch.options))(
+        batch.q, batch.k, batch.v, batch.kv, batch.meta)
+    expected = written(batch)
+    np.testing.assert_array_equal(after, expected)  # padding wrote nowhere
+    np.testing.assert_allclose(np.asarray(o)[: batch.n_rows], attention(batch, expected), atol=4e-6)
 
 
 def test_a_row_that_is_not_finite_stays_out_of_the_pool():
@@ -93,16 +48,43 @@ def test_a_row_that_is_not_finite_stays_out_of_the_pool():
     assert (np.delete(after, [8, 9], axis=0) == 1).all()
 
 
+def test_rotating_and_writing_in_one_call_is_both_in_turn():
+    batch = make(CASES["mixed, chunks in the middle of prompts"])
+    angles = np.random.default_rng(0).uniform(0, 7, (len(batch.q), 1, batch.q.shape[2] // 2)).astype(np.float32)
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        a, b = np.split(x, 2, axis=-1)
+        return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1)
+
+    heads = np.concatenate([batch.q, batch.k, batch.v], axis=1)
+    q, after = rotate_and_write(jnp.asarray(heads), (jnp.cos(angles), jnp.sin(angles)), jnp.asarray(batch.kv),
+                                batch.meta)
+    np.testing.assert_allclose(q, turned(batch.q), atol=1e-5)
+    np.testing.assert_allclose(after, written(replace(batch, k=turned(batch.k))), atol=1e-5)
+
+
+@pytest.mark.parametrize("pool,scales,message", [
+    ("int8", None, "a pool of int8 needs kv_scales"),
+    ("float32", np.ones(()), "kv_scales are for int8 and fp8 pools; this one holds float32"),
+    ("int8", np.ones((3,)), r"kv_scales has shape \(3,\); this pool takes \(\) or \(4,\)"),
+])
+def test_scales_must_fit_the_pool(pool: str, scales: np.ndarray | None, message: str):
+    batch = make(replace(CASES["prefill alone"], pool=pool))
+    factors = None if scales is None else jnp.asarray(scales)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(batch.q, batch.k, batch.v, batch.kv, batch.meta, scale=1.0, kv_scales=factors)
+
+
 def test_the_pool_is_updated_in_place_when_donated():
-    q, k, v, kv, meta, _ = ragged_batch(np.random.default_rng(0), *CASES["decode, absent sequences"])
+    batch = make(replace(CASES["decode, absent sequences"], spare=400))
     step = jax.jit(lambda kv, q, k, v, meta: paged_attention(q, k, v, kv, meta, scale=1.0), donate_argnums=0)
-    memory = step.lower(kv, q, k, v, meta).compile().memory_analysis()
+    memory = step.lower(batch.kv, batch.q, batch.k, batch.v, batch.meta).compile().memory_analysis()
     assert memory is not None
-    assert memory.alias_size_in_bytes == kv.nbytes
-    assert memory.temp_size_in_bytes < kv.nbytes // 2  # no second pool
+    assert memory.alias_size_in_bytes == batch.kv.nbytes
+    assert memory.temp_size_in_bytes < batch.kv.nbytes // 2  # no second pool
 
 
 def test_unknown_kernels_are_refused_by_name():
-    assert select("cpu").name == "reference"
-    with pytest.raises(KernelError, match=r"unknown kernels 'flash'; known: auto, reference"):
+    assert select("cpu", "reference").name == "reference"
+    with pytest.raises(KernelError, match=r"unknown kernels 'flash'; known: auto, reference, native, triton"):
         select("cpu", "flash")

@@ -1,0 +1,92 @@
+"""Group-wise int4 weights: how they lie in memory, and the product with them in plain jax.numpy.
+
+Axes: M rows, I inputs, O outputs, R inputs per group (32, 64 or 128). A weight is (nibble - zero) * scale with one
+scale and one zero point per group and output.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+GROUP_SIZES = (32, 64, 128)
+#: Zero point of symmetric weights: nibbles 0..15 stand for -8..7.
+MIDDLE = 8
+
+
+class Int4(NamedTuple):
+    """A weight matrix [I, O] kept in 4 bits; a pytree of arrays."""
+
+    packed: jax.Array  # uint8 [I // 2, O]: row r of group g (R // 2 rows each) holds inputs gR + r (low) and + R // 2
+    scales: jax.Array  # floating [I // R, O]
+    zeros: jax.Array | None  # uint8 [I // R, O], 0..16; None: MIDDLE everywhere
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(I, O)."""
+        return 2 * self.packed.shape[0], self.packed.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """R."""
+        return self.shape[0] // self.scales.shape[0]
+
+
+class Int4Matmul(Protocol):
+    """A product with group-wise int4 weights."""
+
+    def __call__(self, x: jax.Array, weights: Int4) -> jax.Array:
+        """x [M, I] -> float32 [M, O]."""
+        ...
+
+
+def pack_int4(nibbles: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None) -> Int4:
+    """nibbles [I, O] in 0..15, scales [I // R, O], zeros [I // R, O] in 0..16 or None -> Int4 (numpy arrays).
+
+    Raises ValueError for shapes that do not divide into groups of 32, 64 or 128.
+    """
+    size_in, size_out = nibbles.shape
+    groups = scales.shape[0]
+    if not groups or size_in % groups or size_in // groups not in GROUP_SIZES or scales.shape[1] != size_out:
+        raise ValueError(f"weights {nibbles.shape} with scales {scales.shape}: groups must have 32, 64 or 128 inputs")
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"zeros {zeros.shape} must have the shape of scales {scales.shape}")
+    halves = nibbles.astype(np.uint8).reshape(groups, 2, -1, size_out)
+    packed = (halves[:, 0] | halves[:, 1] << 4).reshape(size_in // 2, size_out)
+    return Int4(packed, scales, None if zeros is None else zeros.astype(np.uint8))  # pyright: ignore[reportArgumentType]
+
+
+def quantise_int4(weights: np.ndarray, group_size: int, *, symmetric: bool = True) -> Int4:
+    """Round weights [I, O] to the nearest of 16 levels per group and output (float32 scales, numpy arrays).
+
+    symmetric: zero point MIDDLE, scale from the greatest magnitude; else levels span each group's least to greatest.
+    """
+    groups = weights.astype(np.float32).reshape(-1, group_size, weights.shape[1])
+    if symmetric:
+        scales = np.abs(groups).max(1) / 7
+        zeros = np.full(scales.shape, MIDDLE, np.float32)
+    else:
+        low, high = np.minimum(groups.min(1), 0), np.maximum(groups.max(1), 0)
+        scales = (high - low) / 15
+        zeros = np.rint(-low / np.where(scales > 0, scales, 1))
+    steps = np.where(scales > 0, scales, 1)[:, None]
+    nibbles = np.clip(np.rint(groups / steps) + zeros[:, None], 0, 15).reshape(weights.shape)
+    return pack_int4(nibbles, scales.astype(np.float32), None if symmetric else zeros)
+
+
+def unpack_int4(weights: Int4) -> jax.Array:
+    """The weights as float32 [I, O]."""
+    size_in, size_out = weights.shape
+    groups = weights.scales.shape[0]
+    halves = weights.packed.reshape(groups, -1, size_out)
+    nibbles = jnp.concatenate([halves & 15, halves >> 4], axis=1).astype(jnp.float32)
+    zeros = MIDDLE if weights.zeros is None else weights.zeros.astype(jnp.float32)[:, None]
+    return ((nibbles - zeros) * weights.scales.astype(jnp.float32)[:, None]).reshape(size_in, size_out)
+
+
+def matmul_int4(x: jax.Array, weights: Int4) -> jax.Array:
+    """See `Int4Matmul`; the weights are written out in x's dtype first, rounded to it."""
+    return jnp.matmul(x, unpack_int4(weights).astype(x.dtype), preferred_element_type=jnp.float32)

@@ -1,0 +1,258 @@
+"""Triton kernels of ragged paged attention: split-KV decode, its merge, and blocks of prompt rows.
+
+Online softmax (Milakov and Gimelshein, arXiv 1805.02867) in base 2; split-KV decode after Flash-Decoding (Dao et al.,
+2023). Axes as in `jitney.kernels.interface`; G = H // K query heads share a key head and are packed into the rows of
+one tile, whatever G is; D is padded to a power of two inside the tile.
+
+A sequence's result never depends on its neighbours: where its keys are split follows from its own length alone.
+"""
+
+from __future__ import annotations
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# Kernels are compiled, not called: numbers become constexprs and tensors on the way.
+import triton
+import triton.language as tl
+
+#: exp(x) = exp2(x * LOG2E).
+LOG2E = tl.constexpr(1.4426950408889634)
+#: Score of a key that a row must not see; finite, so that no NaN comes of it.
+HIDDEN = tl.constexpr(-1e30)
+
+
+@triton.jit
+def span_of(length, SPAN: tl.constexpr, SPLITS: tl.constexpr, DOUBLINGS: tl.constexpr):
+    """Keys per split: SPAN, doubled until SPLITS of them hold `length` keys."""
+    span = tl.zeros_like(length) + SPAN
+    for _ in tl.static_range(DOUBLINGS):
+        span = tl.where(span * SPLITS < length, span * 2, span)
+    return span
+
+
+@triton.jit
+def first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where a decoding sequence of `length` keys starts to read: the block that holds its window's first key."""
+    start = tl.zeros_like(length)
+    if WINDOW > 0:
+        start = tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N
+    return start
+
+
+@triton.jit
+def sweep(acc, top, total, queries, position, kv, table, head, low, high, k_scale, dims, K: tl.constexpr,
+          D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr,
+          SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the keys [low, high) of one sequence and key head to the running softmax (acc, top, total) of a tile.
+
+    queries [M, DP], position [M], table points at the sequence's pages. MASKED: a row may not see all of these keys,
+    or high is no multiple of BLOCK_N.
+    """
+    keys = low + tl.arange(0, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        at = start - low + keys
+        if MASKED:
+            page = tl.load(table + at // PAGE, mask=at < high, other=0).to(tl.int64)
+            inside = (at < high)[:, None] & (dims < D)[None, :]
+        else:
+            page = tl.load(table + at // PAGE).to(tl.int64)
+            inside = (dims < D)[None, :]
+        cells = kv + ((page * PAGE + at % PAGE) * (2 * K * D) + 2 * head * D)[:, None] + dims[None, :]
+        key = tl.load(cells, mask=inside, other=0.0).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * (k_scale * SCALE)
+        if SOFTCAP > 0:
+            scores = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(scores * (2.0 * LOG2E / SOFTCAP)) + 1.0)  # SOFTCAP * tanh
+        scores = scores * LOG2E
+        if MASKED:
+            seen = (at[None, :] <= position[:, None]) & (at < high)[None, :]
+            if WINDOW > 0:
+                seen = seen & (at[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, HIDDEN)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        if MASKED:
+            weights = tl.where(seen, weights, 0.0)  # a row that has seen nothing yet: exp2(HIDDEN - HIDDEN) is 1
+        keep = tl.exp2(top - new_top)
+        value = tl.load(cells + D, mask=inside, other=0.0).to(queries.dtype)
+        total = total * keep + tl.sum(weights, 1)
+        acc = acc * keep[:, None] + tl.dot(weights.to(queries.dtype), value, input_precision=PRECISION)
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def begin(sinks, heads, rows_ok, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+    """(top, total) of an empty tile; with sinks, a row starts as if it had seen one key of score sinks[head].
+
+    Only the first split of a sequence counts the sink.
+    """
+    top = tl.full((BLOCK_M,), HIDDEN, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=rows_ok, other=0.0).to(tl.float32) * LOG2E
+        top = tl.where(split == 0, sink, top)
+        total = tl.where(split == 0, 1.0, total)
+    return top, total
+
+
+@triton.jit
+def load_scales(kv_scales, head, SCALED: tl.constexpr):
+    """(key, value) factors of a key head; 1 for pools that hold plain floats."""
+    k_scale = 1.0
+    v_scale = 1.0
+    if SCALED:
+        k_scale = tl.load(kv_scales + 2 * head)
+        v_scale = tl.load(kv_scales + 2 * head + 1)
+    return k_scale, v_scale
+
+
+@triton.jit
+def decode_attention(q, kv, page_table, kv_lens, counts, sinks, kv_scales, o, part_o, part_stats, S: tl.constexpr,
+                     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+                     P: tl.constexpr, SEATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                     SPAN: tl.constexpr, SPLITS: tl.constexpr, DOUBLINGS: tl.constexpr, PROGRAMS: tl.constexpr,
+                     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+                     SCALED: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr):
+    """One query row per decoding sequence: q [T, H, D] -> o, or partial sums where a sequence has several splits.
+
+    PROGRAMS programs share a list of (sequence, split, key head) that holds real work only, so an inert seat costs
+    nothing; neighbours in the list read neighbouring heads of the same pages. SEATS is S padded to a power of two.
+    part_o float32 [S, H, SPLITS, DP], part_stats float32 [S, H, SPLITS, 2] (top, total). ALONE: the step has no prompt
+    rows, and rows of absent sequences are written as zero here.
+    """
+    G: tl.constexpr = H // K
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, DP)
+    seats = tl.arange(0, SEATS)
+    n_decode = tl.load(counts)
+    lens = tl.load(kv_lens + seats, mask=seats < n_decode, other=0)
+    lens = lens - first_key(lens, WINDOW, BLOCK_N)
+    ends = tl.cumsum(tl.cdiv(lens, span_of(lens, SPAN, SPLITS, DOUBLINGS)), 0)
+    n_items = tl.max(ends, 0) * K
+    for item in range(tl.program_id(0), n_items, PROGRAMS):
+        work = item // K
+        head = item % K
+        seq = tl.sum((ends <= work).to(tl.int32), 0)
+        split = work - tl.max(tl.where(ends <= work, ends, 0), 0)
+        length = tl.load(kv_lens + seq)
+        start = first_key(length, WINDOW, BLOCK_N)
+        span = span_of(length - start, SPAN, SPLITS, DOUBLINGS)
+        low = start + split * span
+        high = tl.minimum(low + span, length)
+        heads = head * G + rows
+        inside = (rows < G)[:, None] & (dims < D)[None, :]
+        queries = tl.load(q + (seq * H + heads)[:, None] * D + dims[None, :], mask=inside, other=0.0)
+        k_scale, v_scale = load_scales(kv_scales, head, SCALED)
+        top, total = begin(sinks, heads, rows < G, split, BLOCK_M, SINKS)
+        acc = tl.zeros((BLOCK_M, DP), tl.float32)
+        position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
+        table = page_table + seq * P
+        acc, top, total = sweep(acc, top, total, queries, position, kv, table, head, low, high, k_scale, dims, K, D,
+                                PAGE, BLOCK_N, SCALE, WINDOW, SOFTCAP, True, PRECISION)
+        acc = acc * v_scale
+        if length - start <= span:
+            done = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(o + (seq * H + heads)[:, None] * D + dims[None, :], done.to(o.dtype.element_ty), mask=inside)
+        else:
+            slot = (seq * H + heads).to(tl.int64) * SPLITS + split
+            tl.store(part_o + slot[:, None] * DP + dims[None, :], acc, mask=inside)
+            tl.store(part_stats + slot * 2, top, mask=rows < G)
+            tl.store(part_stats + slot * 2 + 1, total, mask=rows < G)
+    if ALONE:
+        for row in range(n_decode + tl.program_id(0), SEATS, PROGRAMS):
+            for head in range(H):
+                cells = o + (row * H + head) * D + dims
+                tl.store(cells, tl.zeros((DP,), o.dtype.element_ty), mask=(dims < D) & (row < S))
+
+
+@triton.jit
+def merge_splits(kv_lens, counts, part_o, part_stats, o, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+                 DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
+                 SPLITS: tl.constexpr, DOUBLINGS: tl.constexpr, WINDOW: tl.constexpr):
+    """Join the splits that `decode_attention` left, in their order; program (key head, sequence)."""
+    G: tl.constexpr = H // K
+    seq = tl.program_id(1)
+    if seq >= tl.load(counts):
+        return
+    length = tl.load(kv_lens + seq)
+    length = length - first_key(length, WINDOW, BLOCK_N)
+    span = span_of(length, SPAN, SPLITS, DOUBLINGS)
+    if length <= span:
+        return
+    n_splits = tl.cdiv(length, span)
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, DP)
+    splits = tl.arange(0, SPLITS)
+    heads = tl.program_id(0) * G + rows
+    inside = (rows < G)[:, None] & (dims < D)[None, :]
+    slot = (seq * H + heads).to(tl.int64) * SPLITS
+    known = (rows < G)[:, None] & (splits < n_splits)[None, :]
+    cells = part_stats + (slot[:, None] + splits[None, :]) * 2
+    tops = tl.load(cells, mask=known, other=HIDDEN)
+    totals = tl.load(cells + 1, mask=known, other=0.0)
+    best = tl.max(tops, 1)
+    total = tl.sum(totals * tl.exp2(tops - best[:, None]), 1)
+    acc = tl.zeros((BLOCK_M, DP), tl.float32)
+    for split in range(0, n_splits):
+        top = tl.load(part_stats + (slot + split) * 2, mask=rows < G, other=HIDDEN)
+        part = tl.load(part_o + (slot + split)[:, None] * DP + dims[None, :], mask=inside, other=0.0)
+        acc += part * tl.exp2(top - best)[:, None]
+    done = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(o + (seq * H + heads)[:, None] * D + dims[None, :], done.to(o.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def prompt_attention(q, kv, page_table, kv_lens, cu_q, counts, sinks, kv_scales, o, T: tl.constexpr, H: tl.constexpr,
+                     K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, P: tl.constexpr,
+                     SEATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr,
+                     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
+                     PRECISION: tl.constexpr):
+    """Rows of prompt chunks: q [T, H, D] -> o; program (key head, block of BLOCK_M // G rows of one sequence).
+
+    The launch is the upper bound T // rows + S: programs past the real blocks write the padding rows as zero. The last
+    blocks of a sequence see the most keys, so they go first.
+    """
+    G: tl.constexpr = H // K
+    BLOCK_T: tl.constexpr = BLOCK_M // G
+    head = tl.program_id(0)
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, DP)
+    heads = head * G + rows % G
+    seats = tl.arange(0, SEATS)
+    n_decode = tl.load(counts)
+    n_seqs = tl.load(counts + 1)
+    prompts = (seats >= n_decode) & (seats < n_seqs)
+    row_counts = tl.load(cu_q + seats + 1, mask=prompts, other=0) - tl.load(cu_q + seats, mask=prompts, other=0)
+    ends = tl.cumsum(tl.cdiv(row_counts, BLOCK_T), 0)
+    block = tl.max(ends, 0) - 1 - tl.program_id(1)
+    if block < 0:
+        token = tl.load(counts + 2) - (block + 1) * BLOCK_T + rows // G
+        inside = ((token < T) & (rows < BLOCK_T * G))[:, None] & (dims < D)[None, :]
+        cells = o + (token * H + heads)[:, None] * D + dims[None, :]
+        tl.store(cells, tl.zeros((BLOCK_M, DP), o.dtype.element_ty), mask=inside)
+        return
+    seq = tl.sum((ends <= block).to(tl.int32), 0)
+    skip = (block - tl.max(tl.where(ends <= block, ends, 0), 0)) * BLOCK_T
+    row_start = tl.load(cu_q + seq)
+    n_rows = tl.load(cu_q + seq + 1) - row_start
+    length = tl.load(kv_lens + seq)
+    token = skip + rows // G
+    inside = ((token < n_rows) & (rows < BLOCK_T * G))[:, None] & (dims < D)[None, :]
+    cells = ((row_start + token) * H + heads)[:, None] * D + dims[None, :]
+    queries = tl.load(q + cells, mask=inside, other=0.0)
+    before = length - n_rows  # keys of the sequence that earlier steps wrote
+    position = before + token
+    k_scale, v_scale = load_scales(kv_scales, head, SCALED)
+    top, total = begin(sinks, heads, rows < BLOCK_T * G, 0, BLOCK_M, SINKS)
+    acc = tl.zeros((BLOCK_M, DP), tl.float32)
+    table = page_table + seq * P
+    high = tl.minimum(length, before + skip + BLOCK_T)
+    if WINDOW > 0:
+        whole = tl.maximum(before + skip - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        whole = (before + skip + 1) // BLOCK_N * BLOCK_N  # keys that all rows see
+        acc, top, total = sweep(acc, top, total, queries, position, kv, table, head, 0, whole, k_scale, dims, K, D,
+                                PAGE, BLOCK_N, SCALE, WINDOW, SOFTCAP, False, PRECISION)
+    acc, top, total = sweep(acc, top, total, queries, position, kv, table, head, whole, high, k_scale, dims, K, D,
+                            PAGE, BLOCK_N, SCALE, WINDOW, SOFTCAP, True, PRECISION)
+    done = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(o + cells, done.to(o.dtype.element_ty), mask=inside)

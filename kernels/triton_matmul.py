@@ -1,0 +1,64 @@
+"""Triton kernel of a product with group-wise int4 weights, for the few rows of a decode step.
+
+Axes: M rows, I inputs, O outputs, R inputs per group. The product is bound by reading the weights, which stay 4-bit up
+to the registers: a scale before XLA's own product would write them out as bfloat16 first.
+"""
+
+from __future__ import annotations
+
+# pyright: reportArgumentType=false
+# Kernels are compiled, not called: numbers become constexprs and tensors on the way.
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def unpacked(nibbles, zero, dtype: tl.constexpr):
+    """nibbles (0..15) - zero in dtype, exactly.
+
+    Or-ed into the bits of 128 (bfloat16) or 1024 (float16), whose last place counts ones, a nibble becomes a float
+    without a conversion, of which an SM does a quarter as many as of plain instructions.
+    """
+    if dtype == tl.bfloat16:
+        wide = (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        weights = wide - (zero + 128.0).to(tl.bfloat16)
+    elif dtype == tl.float16:
+        wide = (nibbles.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+        weights = wide - (zero + 1024.0).to(tl.float16)
+    else:
+        weights = nibbles.to(tl.float32) - zero
+    return weights
+
+
+@triton.jit
+def matmul_int4(x, packed, scales, zeros, y, M: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_OUT: tl.constexpr,
+                R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+                ZEROS: tl.constexpr, PRECISION: tl.constexpr):
+    """x [M, I] times weights [I, O] (see `jitney.kernels.int4`) -> y float32 [SPLITS, M, O]; M <= BLOCK_M.
+
+    Program (block of outputs, split): each split sums a share of the groups. Products within a group are of whole
+    numbers up to 16, scaled once per group in float32.
+    """
+    HALF: tl.constexpr = R // 2
+    GROUPS: tl.constexpr = SIZE_IN // R
+    SHARE: tl.constexpr = (GROUPS + SPLITS - 1) // SPLITS
+    split = tl.program_id(1)
+    rows = tl.arange(0, BLOCK_M)
+    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, HALF)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in range(split * SHARE, tl.minimum((split + 1) * SHARE, GROUPS)):
+        cells = packed + (group * HALF + inner)[:, None] * SIZE_OUT + outs[None, :]
+        both = tl.load(cells, mask=(outs < SIZE_OUT)[None, :], other=0)
+        scale = tl.load(scales + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0.0).to(tl.float32)
+        zero = tl.full((BLOCK_N,), 8.0, tl.float32)
+        if ZEROS:
+            zero = tl.load(zeros + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0).to(tl.float32)
+        inputs = x + rows[:, None] * SIZE_IN + (group * R + inner)[None, :]
+        low = tl.load(inputs, mask=(rows < M)[:, None], other=0.0)
+        high = tl.load(inputs + HALF, mask=(rows < M)[:, None], other=0.0)
+        part = tl.dot(low, unpacked(both & 15, zero[None, :], low.dtype), input_precision=PRECISION)
+        part = tl.dot(high, unpacked(both >> 4, zero[None, :], low.dtype), part, input_precision=PRECISION)
+        acc += part * scale[None, :]
+    cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
+    tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])

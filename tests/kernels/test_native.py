@@ -1,0 +1,188 @@
+"""The kernels for CPUs against numpy: attention on ragged batches, small products, and the threads they share."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numba import cfunc
+from numba.core import types
+from ragged import Case, attention, make, written
+
+from jitney.kernels import reference
+from jitney.kernels.cpu import code, products
+from jitney.kernels.cpu.attention import paged_attention, register_tile
+from jitney.kernels.cpu.ffi import BLOCKS, TAKEN, blocks
+from jitney.kernels.select import KernelError, select
+
+CASES = {
+    "decode, three query heads a key head": Case((9, 3, 64), (5, 100, 200, 333)),
+    "decode, absent sequences": Case((4, 4, 32), (1, 250), rows=8, seqs=8, page=8, pages=64),
+    "prefill alone": Case((8, 2, 32), (), ((70, 70), (17, 17), (1, 1)), rows=256, seqs=8),
+    "mixed, chunks in the middle of prompts": Case((8, 2, 32), (5, 300), ((300, 140), (17, 3), (9, 1)), rows=256,
+                                                   seqs=8),
+    "a head of 80, a group of seven": Case((14, 2, 80), (77,), ((170, 40),), rows=64, seqs=4, pages=30),
+    "a head of 128, one key head a query head, large pages": Case((3, 3, 128), (65,), ((70, 64),), page=64, pages=4),
+    "a group of sixteen, a head of 96": Case((16, 1, 96), (150,), ((40, 30),), rows=32, seqs=4),
+}
+
+
+WINDOWED = ("decode, three query heads a key head", "mixed, chunks in the middle of prompts")
+
+
+@pytest.mark.parametrize("case,window", [(case, 0) for case in CASES] + [(case, 24) for case in WINDOWED])
+def test_attention_matches_numpy(case: str, window: int):
+    batch = make(replace(CASES[case], window=window))
+    o, after = jax.jit(lambda *args: paged_attention(*args, **batch.options))(
+        batch.q, batch.k, batch.v, batch.kv, batch.meta)
+    expected = written(batch)
+    np.testing.assert_array_equal(after, expected)
+    np.testing.assert_allclose(np.asarray(o)[: batch.n_rows], attention(batch, expected), atol=4e-6)
+    assert (np.asarray(o)[batch.n_rows :] == 0).all()  # padding is computed by nobody
+
+
+def test_bfloat16_attention_rounds_only_its_result():
+    batch = make(CASES["mixed, chunks in the middle of prompts"])
+    narrow = [jnp.asarray(array, jnp.bfloat16) for array in (batch.q, batch.k, batch.v, batch.kv)]
+    o, _ = jax.jit(lambda *args: paged_attention(*args, **batch.options))(*narrow, batch.meta)
+    wide = replace(batch, **dict(zip(("q", "k", "v", "kv"), (np.asarray(x, np.float32) for x in narrow), strict=True)))
+    expected = attention(wide, written(wide))
+    assert o.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(o, np.float32)[: batch.n_rows], expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"sinks": True}, {"pool": "int8"}])
+def test_what_it_does_not_serve_is_the_references(options: dict):
+    batch = make(replace(CASES["decode, absent sequences"], **options))
+    arguments = (batch.q, batch.k, batch.v, batch.kv, batch.meta)
+    mine, other = (jax.jit(lambda *args, f=f: f(*args, **batch.options))(*arguments)
+                   for f in (paged_attention, reference.paged_attention))
+    np.testing.assert_array_equal(mine[0], other[0])
+    np.testing.assert_array_equal(mine[1], other[1])
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    """Bit-equal alone and among others, for a decoding row and for a chunk of a prompt."""
+    crowd = make(Case((9, 3, 64), (40, 200, 90), ((150, 100), (300, 33)), rows=256, seqs=8, dtype="bfloat16",
+                      pool="bfloat16"))
+    call = jax.jit(lambda *args: paged_attention(*args, **crowd.options))
+    o, _ = call(crowd.q, crowd.k, crowd.v, crowd.kv, crowd.meta)
+    meta = crowd.meta
+    for s, (first, last) in {1: (1, 2), 4: (103, 136)}.items():
+        alone = meta._replace(
+            kv_lens=meta.kv_lens[s : s + 1], cu_q=jnp.array([0, last - first]), page_table=meta.page_table[s : s + 1],
+            write_rows=meta.write_rows[first:last], positions=meta.positions[first:last],
+            counts=jnp.array([int(last - first == 1), 1, last - first], jnp.int32))
+        single, _ = call(crowd.q[first:last], crowd.k[first:last], crowd.v[first:last], crowd.kv, alone)
+        np.testing.assert_array_equal(np.asarray(single, np.float32), np.asarray(o, np.float32)[first:last])
+
+
+@pytest.mark.parametrize("dtype,rows,shape", [("bfloat16", 4, (576, 960)), ("bfloat16", 8, (576, 960)),
+                                              ("bfloat16", 1, (100, 48)), ("float32", 3, (64, 16))])
+def test_small_products_match_numpy(rows: int, shape: tuple[int, int], dtype: str):
+    rng = np.random.default_rng(1)
+    x, w = (jnp.asarray(rng.standard_normal(size), dtype) for size in ((rows, shape[0]), shape))
+    wide_x, wide_w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    y = jax.jit(products.matmul)(x, w)
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, wide_x @ wide_w, rtol=2e-6, atol=1e-4)
+    table, narrow = w.T, x  # [O, I] with O rows of I columns
+    if shape[0] % 16 == 0:
+        np.testing.assert_allclose(jax.jit(products.project)(narrow, jnp.asarray(np.asarray(table))), wide_x @ wide_w,
+                                   rtol=2e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("x,w", [((9, 64), (64, 32)), ((4, 64), (64, 30)), ((2, 3, 64), (64, 32))])
+def test_other_products_are_xlas(x: tuple[int, ...], w: tuple[int, int]):
+    a, b = jnp.ones(x), jnp.ones(w)
+    assert "jitney_product" not in jax.jit(products.matmul).lower(a, b).as_text()
+    np.testing.assert_array_equal(products.matmul(a, b), np.full((*x[:-1], w[1]), 64))
+
+
+def test_calls_from_many_threads_share_the_blocks():
+    """More calls at once than blocks: some work alone, none waits for another, and every block comes back.
+
+    Two kinds of call take turns, so that a helper that comes late meets work of the other kind.
+    """
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 256)), jnp.float32)
+    w = jnp.asarray(np.random.default_rng(1).standard_normal((256, 960)), jnp.float32)
+    call = jax.jit(products.matmul)
+    table = jnp.asarray(np.random.default_rng(2).standard_normal((4096, 256)), jnp.float32)
+    other = jax.jit(products.project)
+    expected, projected = np.asarray(call(x, w)), np.asarray(other(x, table))
+    with ThreadPoolExecutor(BLOCKS + 8) as pool:
+        results = list(pool.map(lambda i: np.asarray((call, other)[i % 2](x, (w, table)[i % 2])), range(600)))
+    assert all((result == (expected, projected)[i % 2]).all() for i, result in enumerate(results))
+    assert not any(block[:, TAKEN].any() for block in blocks.values())
+
+
+def test_register_tiles_divide_their_columns():
+    for columns in range(1, 33):
+        rows, vectors = register_tile(columns)
+        assert columns % vectors == 0 and rows >= 1 and rows * vectors <= 24
+
+
+def test_selection(monkeypatch):
+    assert select("cpu").name == "native" and select("cpu", "reference").matmul is reference.matmul
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(KernelError, match="kernels native are for CPUs; jax runs on gpu"):
+        select("gpu", "native")
+
+
+def doubled():
+    @cfunc(types.int64(types.int64))
+    def double(x):
+        return 2 * x
+
+    return double
+
+
+def test_machine_code_is_kept_and_a_broken_file_is_not_trusted(tmp_path, monkeypatch):
+    """The second start compiles nothing; a file that was cut short is made again."""
+    monkeypatch.setattr(code, "kept_at", lambda name: tmp_path / "deeper" / f"{name}.o")
+    made = []
+
+    def make():
+        made.append(1)
+        return doubled()
+
+    def call(name: str) -> int:
+        return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(code.address_of(name, make))(21)
+
+    assert call("jitney_test_double") == 42 and len(made) == 1
+    assert call("jitney_test_double") == 42 and len(made) == 1
+    file = tmp_path / "deeper" / "jitney_test_double.o"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert call("jitney_test_double") == 42 and len(made) == 2
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_disk_that_cannot_keep_code_is_only_slower(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setattr(code, "kept_at", lambda name: tmp_path / "file" / f"{name}.o")
+    assert code.address_of("jitney_test_double_2", doubled)
+    assert "compiled kernels cannot be kept" in caplog.text
+
+
+SECOND_START = """
+import sys, jax, jax.numpy as jnp
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+from jitney.kernels.cpu import code, products
+if sys.argv[2] == "kept":
+    code.compiled = None  # nothing may be compiled
+print(float(jax.jit(products.matmul)(jnp.full((2, 64), 3.0), jnp.full((64, 640), 0.5)).sum()))
+"""
+
+
+def test_another_process_runs_the_kept_code(tmp_path):
+    for turn in ("made", "kept"):
+        done = subprocess.run([sys.executable, "-c", SECOND_START, str(tmp_path), turn], capture_output=True, text=True,
+                              env={**os.environ, "JAX_PLATFORMS": "cpu"}, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) == 2 * 640 * 64 * 1.5
