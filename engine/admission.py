@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 
+from jitney.engine.config import EngineSection
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.pages import PagePool
+from jitney.engine.predict import OutputLengths
 from jitney.engine.prefix import root_key
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import EngineRequest
@@ -16,14 +19,35 @@ from jitney.engine.types import EngineRequest
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What the scheduler is held to. context_length: tokens of one sequence, prompt included."""
+    """What the scheduler is held to; the defaults are the plainest engine, without any of the optional limits.
+
+    context_length: tokens of one sequence, prompt included. policy, order: names in `engine.policies`. batch_size (0:
+    as many as there are seats), max_wait_ms: of the policies that batch. prefill_share: of the token budget, for prompt
+    rows while others decode. target_itl_ms, max_predicted_wait_s: 0 for none.
+    """
 
     max_seats: int
     context_length: int
     max_waiting_requests: int = 256
     max_waiting_tokens: int = 262144
     policy: str = "continuous"
+    batch_size: int = 0
+    max_wait_ms: float = 200.0
     order: str = "fcfs"
+    prefill_share: float = 1.0
+    target_itl_ms: float = 0.0
+    max_predicted_wait_s: float = 0.0
+
+    @classmethod
+    def of(cls, settings: EngineSection, *, context_length: int) -> SchedulerLimits:
+        """The limits that the configuration sets; it names them alike."""
+        names = [field.name for field in fields(cls) if field.name != "context_length"]
+        return cls(context_length=context_length, **{name: getattr(settings, name) for name in names})
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a batch, of the policies that batch."""
+        return self.batch_size or self.max_seats
 
     def __post_init__(self) -> None:
         for name in ("max_seats", "max_waiting_requests", "max_waiting_tokens"):
@@ -31,31 +55,43 @@ class SchedulerLimits:
                 raise ConfigError(f"{name} must be at least 1")
         if self.context_length < 2:
             raise ConfigError("context_length must be at least 2: one prompt token and one more")
+        if not 0 <= self.batch_size <= self.max_seats:
+            raise ConfigError(f"batch_size must be 1 to max_seats ({self.max_seats}), or 0 for all seats")
+        if not 0 < self.prefill_share <= 1:
+            raise ConfigError("prefill_share must be more than 0 and at most 1")
+        for name in ("max_wait_ms", "target_itl_ms", "max_predicted_wait_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be at least 0")
 
 
 class Admission:
-    """Turns requests into sequences. vocab_size: ids at or above it are refused. eos_ids end a sequence."""
+    """Turns requests into sequences. vocab_size: ids at or above it are refused. eos_ids end a sequence.
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, eos_ids: Iterable[int], vocab_size: int):
+    class_of: from a request and its expected output tokens to its class in the queue (`engine.policies.Order.key`).
+    """
+
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, eos_ids: Iterable[int], vocab_size: int,
+                 class_of: Callable[[EngineRequest, int], float], lengths: OutputLengths):
         self.limits, self.pool, self.vocab_size = limits, pool, vocab_size
+        self.class_of, self.lengths = class_of, lengths
         self.eos_ids = frozenset(eos_ids)
         # The last token of a sequence is never fed back, so it needs no KV position.
         self.longest = min(limits.context_length, pool.capacity * pool.page_size + 1)
 
-    def sequences(self, request: EngineRequest, group: int, number: int) -> list[Sequence]:
-        """The n sequences of a request, or RequestError; nothing is registered yet.
-
-        group: class in the waiting queue; number: of the request, in order of arrival.
-        """
+    def sequences(self, request: EngineRequest, number: int) -> list[Sequence]:
+        """The n sequences of a request, or RequestError; nothing is registered yet. number: in order of arrival."""
         sampling = request.sampling
         sampling.validate(self.vocab_size)
         self._check_prompt(request.prompt)
         max_tokens = self._max_tokens(request)
+        expected = self.lengths.expect(len(request.prompt), max_tokens)
+        group = self.class_of(request, expected)
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
         root = root_key(request.tenant, request.cache_salt, "" if self.pool.retain else request.id)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         return [Sequence(request, index, sibling_seed(seed, index), list(request.prompt), max_tokens,
-                         rank=(group, number, index), plain=sampling.plain, stop_ids=stop_ids, root=root)
+                         rank=(group, number, index), expected=expected, plain=sampling.plain, stop_ids=stop_ids,
+                         root=root)
                 for index in range(sampling.n)]
 
     def _check_prompt(self, prompt: list[int]) -> None:

@@ -52,7 +52,7 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
     end_ids = tuple(source.config.eos_ids)
 
     def make_runner(n_pages: int) -> Runner:
-        return Runner(model, buckets, kernels.paged_attention, n_pages=n_pages, page_size=settings.page_size,
+        return Runner(model, buckets, kernels, n_pages=n_pages, page_size=settings.page_size,
                       context_length=context, kv_dtype=dtype, end_ids=end_ids)
 
     n_pages = size_pool(config, model, context, device, make_runner)
@@ -61,9 +61,7 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
     if device.platform == "cpu":
         keep_freed_memory()
     pool = PagePool(n_pages, settings.page_size, retain=settings.prefix_cache)
-    limits = SchedulerLimits(max_seats=settings.max_seats, context_length=context, policy=settings.policy,
-                             order=settings.order, max_waiting_requests=settings.max_waiting_requests,
-                             max_waiting_tokens=settings.max_waiting_tokens)
+    limits = SchedulerLimits.of(settings, context_length=context)
     scheduler = Scheduler(limits, buckets, pool, eos_ids=end_ids, vocab_size=source.config.vocab_size)
     info = describe(config, source, device, kernels, context, n_pages, dtype, runner, buckets)
     return EngineCore(scheduler, runner, Ledger()), info

@@ -82,6 +82,7 @@ class Committer:
         most = seq.request.sampling.logprobs
         logprobs = None if most is None else [trimmed(logprobs_of(result)[row], most)]
         seq.tokens.append(token)
+        self.roster.queue.charge(seq, 1)
         if seq.seat >= 0:
             publish(seq, self.pool)
         output = SequenceOutput(request_id=seq.request.id, index=seq.index, tokens=[token], logprobs=logprobs)

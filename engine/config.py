@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-#: Boarding policies that exist; an unknown name is refused with this list.
-POLICIES = ("continuous",)
+from jitney.engine.policies import OrderName, PolicyName
+
 MIN_PAGE, MAX_PAGE = 8, 256
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -65,10 +65,26 @@ class EngineSection(Section):
         "most memory for the KV pool in GiB; 0: decided from what is free"))
     prefix_cache: bool = Field(default=True, description=(
         "keep the pages of finished sequences for prompts that start alike"))
-    policy: str = Field(default="continuous", description=(
-        "when a waiting request may board; only continuous exists now"))
-    order: Literal["fcfs", "priority"] = Field(default="fcfs", description=(
-        "who boards first: fcfs by arrival, priority by the request's priority field and then arrival"))
+    policy: PolicyName = Field(default="continuous", description=(
+        "when a waiting request may board: continuous whenever a seat is free; static a whole batch at a time, padded "
+        "to its longest prompt, all seats held until its last sequence is done, the next one once batch_size wait or "
+        "nobody has arrived for max_wait_ms; dynamic likewise, but the oldest waits at most max_wait_ms"))
+    batch_size: int = Field(default=0, ge=0, description=(
+        "sequences of a batch under static and dynamic; 0: as many as max_seats"))
+    max_wait_ms: float = Field(default=200.0, ge=0, description=(
+        "milliseconds that static and dynamic wait for a batch to fill, see policy"))
+    order: OrderName = Field(default="fcfs", description=(
+        "who boards first: fcfs by arrival; priority by the request's priority field, a level being worth 10 s of "
+        "waiting; shortest by the answer's foreseen length, a token being worth 0.1 s; fair the API key, or without "
+        "keys the user field, that got the fewest tokens"))
+    prefill_share: float = Field(default=0.25, gt=0, le=1, description=(
+        "most of token_budget that prompt rows may take in a step while others decode, so that a long prompt does not "
+        "stall them"))
+    target_itl_ms: float = Field(default=0.0, ge=0, description=(
+        "time between tokens to keep for running streams, by smaller prompt chunks where measured step times ask for "
+        "it; 0: no target"))
+    max_predicted_wait_s: float = Field(default=0.0, ge=0, description=(
+        "seconds a request may have to wait by prediction; more is answered 429; 0: no limit"))
     max_waiting_requests: int = Field(default=256, ge=1, description="requests that may wait; more are answered 429")
     max_waiting_tokens: int = Field(default=262144, ge=1, description=(
         "prompt tokens that may wait; more are answered 429"))
@@ -87,13 +103,6 @@ class EngineSection(Section):
             raise ValueError(f"must be a power of two from {MIN_PAGE} to {MAX_PAGE}")
         return size
 
-    @field_validator("policy")
-    @classmethod
-    def _policy_exists(cls, policy: str) -> str:
-        if policy not in POLICIES:
-            raise ValueError(f"must be one of: {', '.join(POLICIES)}")
-        return policy
-
     @field_validator("seat_buckets", "token_buckets")
     @classmethod
     def _buckets_ascend(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -106,6 +115,8 @@ class EngineSection(Section):
         # Strictly more: a mixed bucket with as many rows as seats would look like a decode-only one.
         if self.token_budget <= self.max_seats:
             raise ValueError(f"token_budget ({self.token_budget}) must be more than max_seats ({self.max_seats})")
+        if self.batch_size > self.max_seats:
+            raise ValueError(f"batch_size must not exceed max_seats ({self.max_seats})")
         if self.seat_buckets and self.seat_buckets[-1] > self.max_seats:
             raise ValueError(f"seat_buckets must not exceed max_seats ({self.max_seats})")
         tokens = self.token_buckets
@@ -132,8 +143,18 @@ class ServerSection(Section):
         "seconds a client has to send its headers, and its body"))
     keep_alive_s: float = Field(default=5.0, gt=0, description="seconds an idle connection stays open")
     request_timeout_s: float = Field(default=0.0, ge=0, description="deadline of a request that names none; 0: none")
+    key_max_concurrent: int = Field(default=0, ge=0, description=(
+        "requests that one API key (or everybody, where no key is asked for) may have open; more are answered 429; 0: "
+        "no limit"))
+    key_tokens_per_minute: int = Field(default=0, ge=0, description=(
+        "prompt and output tokens a minute of one API key (or of everybody, where no key is asked for); more are "
+        "answered 429; 0: no limit"))
     metrics_compat: Literal["", "vllm"] = Field(default="", description=(
         "also publish metrics under another engine's names"))
+    dashboard_show_text: bool = Field(default=False, description=(
+        "let the page show prompts and answers to whoever may look at it"))
+    record: str = Field(default="", description=(
+        "file to write one line to for every ended request: times and lengths, no text; for jitney simulate --trace"))
     drain_s: float = Field(default=30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
     heartbeat_s: float = Field(default=30.0, gt=0, description=(
         "not ready if no step and no idle tick came for this long"))

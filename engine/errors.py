@@ -44,10 +44,12 @@ CODES = (
     "context_length_exceeded",
     "unsupported_parameter",
     "queue_full",
+    "rate_limit",
     "draining",
     "loading",
     "engine_dead",
     "deadline_exceeded",
+    "deadline_unreachable",
     "nan_logits",
     "internal_error",
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from itertools import takewhile
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class PagePool:
         self._keys: list[bytes | None] = [None] * n_pages  # key each page is published under
         self._index: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # published, unreferenced; oldest first
+        self._states = bytearray(n_pages)  # what `states` says: kept as it changes, for the page asks often
 
     @property
     def capacity(self) -> int:
@@ -72,8 +74,13 @@ class PagePool:
             if not self._owners[page]:
                 del self._cached[page]
             self._owners[page] += 1
+            self._states[page] = HELD if self._owners[page] == 1 else SHARED
             pages.append(page)
         return pages
+
+    def count(self, keys: Iterable[bytes]) -> int:
+        """How many of the keys, in order, `match` would find."""
+        return sum(1 for _ in takewhile(self._index.__contains__, keys))
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages with one reference each, or None (and nothing changed) if there are not that many.
@@ -86,6 +93,7 @@ class PagePool:
         for _ in range(count):
             page = self._free.pop() if self._free else self._evict()
             self._owners[page] = 1
+            self._states[page] = HELD
             pages.append(page)
         return pages
 
@@ -111,12 +119,15 @@ class PagePool:
         for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page]:
+                self._states[page] = HELD if self._owners[page] == 1 else SHARED
                 continue
             if self._keys[page] is not None and self.retain:
                 self._cached[page] = None
+                self._states[page] = CACHED
             else:
                 self._unpublish(page)
                 self._free.append(page)
+                self._states[page] = FREE
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
@@ -131,9 +142,7 @@ class PagePool:
 
     def states(self) -> np.ndarray:
         """uint8[N]: 0 free, 1 held, 2 shared, 3 cached; the trash page reads as free."""
-        states = np.minimum(np.array(self._owners), SHARED).astype(np.uint8)
-        states[list(self._cached)] = CACHED
-        return states
+        return np.frombuffer(bytes(self._states), np.uint8)
 
     def check(self, tables: Iterable[list[int]] | None = None) -> None:
         """Raise RuntimeError unless every page is accounted for; `tables`: the page lists of all owners."""
@@ -144,6 +153,9 @@ class PagePool:
                                f"{len(held)} held of {self.capacity}")
         if len(parts[0]) != len(self._free):
             raise RuntimeError("a page is in the free list twice")
+        known = {page: CACHED for page in parts[1]} | {page: min(self._owners[page], SHARED) for page in held}
+        if any(state != known.get(page, FREE) for page, state in enumerate(self._states)):
+            raise RuntimeError("the states of pages disagree with who holds them")
         published = {key: page for page, key in enumerate(self._keys) if key is not None}
         if published != self._index or not parts[1] <= set(published.values()) or parts[0] & set(published.values()):
             raise RuntimeError("the prefix index and the pages disagree")

@@ -43,7 +43,8 @@ class Chunk:
 class Load:
     """How full the engine is while a step runs.
 
-    pages_used are held by sequences; pages_cached only serve the prefix cache. waiting: sequences that want a seat;
+    seats_busy have a sequence in them: those that a batch only holds are not among them. pages_used are held by
+    sequences; pages_cached only serve the prefix cache. waiting: sequences that want a seat;
     waiting_tokens: prompt tokens of the requests none of whose sequences has boarded yet.
     """
 
@@ -55,9 +56,27 @@ class Load:
 
 
 @dataclass(slots=True)
+class Draft:
+    """A plan in the making. rows: taken so far; tokens_left, rows_left: prompt and logit rows it can still take."""
+
+    tokens_left: int
+    rows_left: int
+    rows: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    n_decode: int = 0
+    plain: bool = True
+    boarded: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    cached_tokens: int = 0
+    reserved: int = 0
+
+
+@dataclass(slots=True)
 class Plan:
     """One step. chunks: decode rows first, then prefill chunks. boarded: sequences that took their seat in this plan.
 
+    reserved: padding rows that a batch wants beside its rows: its prompts are padded to the longest, its steps to its
+    size. preempted: sequences that lost their seat to it.
     plain: every row belongs to a sequence whose tokens are a bare argmax, so the all-greedy executable serves.
     cached_tokens: prompt tokens of the boarded whose KV was found in pages. `commit` fills in what became of the rows
     (prefill .. cancelled, in rows) and `finished`, the sequences that ended since the commit before.
@@ -68,8 +87,9 @@ class Plan:
     bucket: Bucket
     plain: bool
     boarded: list[Sequence] = field(default_factory=list)
-    preempted: int = 0
+    preempted: list[Sequence] = field(default_factory=list)
     cached_tokens: int = 0
+    reserved: int = 0
     load: Load = Load(0, 0, 0, 0, 0)
     prefill: int = 0
     decode: int = 0

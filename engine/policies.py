@@ -1,64 +1,155 @@
-"""When waiting sequences may board, and who goes first. Plain functions of counts; the scheduler does the rest."""
+"""When waiting sequences may board, and who goes first: plain functions of counts and times.
+
+The names below are the only list of policies and orders: the configuration and the command line read them from here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, Protocol
 
 from jitney.engine.errors import ConfigError
+from jitney.engine.fairness import FairQueue
 from jitney.engine.types import EngineRequest
+from jitney.engine.waiting import WaitingQueue
+
+PolicyName = Literal["continuous", "static", "dynamic"]
+OrderName = Literal["fcfs", "priority", "shortest", "fair"]
+
+#: Order "priority": what one level is worth, in seconds of waiting, and the most levels that count either way.
+LEVEL_S, MAX_LEVELS = 10.0, 60
+#: Order "shortest": what one expected output token is worth, in seconds of waiting, and the most they are worth.
+TOKEN_S, LONGEST_S = 0.1, 60.0
 
 
 class Situation(NamedTuple):
-    """What a policy may look at, between two steps. now and oldest_arrival: seconds on the scheduler's clock."""
+    """What a policy may look at, between two steps. now, arrivals (of all who wait): seconds of the scheduler's clock.
+
+    busy_seats: seats with a sequence in them, or held by a batch.
+    """
 
     now: float
     free_seats: int
     busy_seats: int
     waiting: int
-    oldest_arrival: float
+    arrivals: Iterator[float]
 
 
 class Policy(Protocol):
-    """Decides how many waiting sequences may take a seat in the next step."""
+    """Decides how many waiting sequences may take a seat in the next step; asked only while somebody waits.
+
+    holds: those who board together are one batch. Their prompts are padded to the longest of them, their steps to the
+    size of the batch, and all their seats stay taken until the last of them is done.
+    """
+
+    holds: bool
 
     def boarders(self, situation: Situation) -> int:
-        """At most this many board now; asked once per plan, only while somebody waits."""
+        """At most this many board now."""
+        ...
+
+    def boards_at(self, situation: Situation) -> float:
+        """When `boarders` will let somebody board if nobody comes and no seat is freed before; inf: never."""
         ...
 
 
 class Continuous:
     """In-flight batching: every free seat is offered between any two steps."""
 
+    holds = False
+
     def boarders(self, situation: Situation) -> int:
         return situation.free_seats
 
-
-def fcfs(request: EngineRequest) -> int:
-    """By arrival alone: all requests are of one class."""
-    return 0
+    def boards_at(self, situation: Situation) -> float:
+        return situation.now
 
 
-def by_priority(request: EngineRequest) -> int:
-    """Lower `priority` boards sooner and is preempted later; by arrival within a priority."""
-    return request.priority
+class Static:
+    """One batch after the other, each of `size` sequences.
+
+    So that the last few need not wait for ever, fewer board once nobody has arrived for `wait_s` seconds.
+    """
+
+    holds = True
+
+    def __init__(self, size: int, wait_s: float):
+        self.size, self.wait_s = size, wait_s
+
+    def boarders(self, situation: Situation) -> int:
+        if situation.busy_seats or self.boards_at(situation) > situation.now:
+            return 0
+        return min(self.size, situation.waiting)
+
+    def boards_at(self, situation: Situation) -> float:
+        if situation.busy_seats:
+            return float("inf")
+        return situation.now if situation.waiting >= self.size else self.counts_from(situation.arrivals) + self.wait_s
+
+    def counts_from(self, arrivals: Iterator[float]) -> float:
+        """The time from which on `wait_s` counts: the newest arrival."""
+        return max(arrivals)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"continuous": Continuous}
-ORDERS: dict[str, Callable[[EngineRequest], int]] = {"fcfs": fcfs, "priority": by_priority}
+class Dynamic(Static):
+    """As static, but the oldest waits at most `wait_s` seconds for the batch to fill."""
+
+    def counts_from(self, arrivals: Iterator[float]) -> float:
+        return min(arrivals)
 
 
-def make_policy(name: str) -> Policy:
-    """The policy of that name; ConfigError lists the known ones."""
-    return _named(POLICIES, "policy", name)()
+def by_arrival(request: EngineRequest, expected: int) -> float:
+    """All requests are of one class, served in the order in which they came."""
+    return 0.0
 
 
-def make_order(name: str) -> Callable[[EngineRequest], int]:
-    """The function from a request to its class in the waiting queue; ConfigError lists the known ones."""
+def by_priority(request: EngineRequest, expected: int) -> float:
+    """Lower `priority` boards sooner and is preempted later, and who waits gains a level every LEVEL_S seconds.
+
+    All gain alike, so the difference of two who wait never changes and one number says it: the time at which a request
+    of priority 0 would have had to come to stand at the same place. A request is therefore never overtaken by one that
+    comes more than 2 * MAX_LEVELS * LEVEL_S seconds after it.
+    """
+    return request.arrival + LEVEL_S * max(-MAX_LEVELS, min(MAX_LEVELS, request.priority))
+
+
+def by_length(request: EngineRequest, expected: int) -> float:
+    """Short answers first, as far as they can be foreseen; each expected token counts as TOKEN_S seconds of waiting.
+
+    As with `by_priority` the place in the queue is one number, and nobody is overtaken by who comes LONGEST_S later.
+    """
+    return request.arrival + min(LONGEST_S, TOKEN_S * expected)
+
+
+class Order(NamedTuple):
+    """Who goes first. key: from a request and its expected output tokens to its class, lower first, then by arrival.
+
+    The class also says who is preempted first: the last one. queue: makes what keeps those who wait.
+    """
+
+    key: Callable[[EngineRequest, int], float]
+    queue: Callable[[], WaitingQueue]
+
+
+POLICIES: dict[PolicyName, Callable[[int, float], Policy]] = {
+    "continuous": lambda size, wait_s: Continuous(), "static": Static, "dynamic": Dynamic}
+ORDERS: dict[OrderName, Order] = {
+    "fcfs": Order(by_arrival, WaitingQueue), "priority": Order(by_priority, WaitingQueue),
+    "shortest": Order(by_length, WaitingQueue), "fair": Order(by_arrival, FairQueue)}
+
+
+def make_policy(name: str, size: int, wait_s: float) -> Policy:
+    """The policy of that name for batches of `size` sequences; ConfigError lists the known ones."""
+    return _named(POLICIES, "policy", name)(size, wait_s)
+
+
+def make_order(name: str) -> Order:
+    """The order of that name; ConfigError lists the known ones."""
     return _named(ORDERS, "order", name)
 
 
-def _named[T](table: dict[str, T], what: str, name: str) -> T:
-    if name not in table:
-        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(table)}")
-    return table[name]
+def _named[K: str, T](table: dict[K, T], what: str, name: str) -> T:
+    for known, value in table.items():
+        if known == name:
+            return value
+    raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(table)}")

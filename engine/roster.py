@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 from jitney.engine.admission import SchedulerLimits
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.pages import PagePool
+from jitney.engine.predict import OutputLengths
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slot
 from jitney.engine.waiting import SLACK, Backlog, WaitingQueue
@@ -33,18 +34,25 @@ class Roster:
 
     prefilling, decoding: seated, the latter with all known tokens scheduled, both in boarding order. leaving: its last
     token is in flight and it needs no row any more, so its seat and pages are already free.
+    holds: seats are given back all at once, when nobody sits any more; until then `kept` says who left which. Siblings
+    then do not wait for their leader's prompt either: they belong to one batch.
+    released: seats that were kept and are free again, for whoever tells of it.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool):
-        self.limits, self.pool = limits, pool
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, queue: WaitingQueue, *, holds: bool = False):
+        self.limits, self.pool, self.holds = limits, pool, holds
         self.groups: dict[str, Group] = {}
-        self.queue = WaitingQueue()
+        self.queue = queue
         self.backlog = Backlog(limits.max_waiting_requests, limits.max_waiting_tokens)
         self.free_seats = list(range(limits.max_seats))  # a heap: low seats first
         self.prefilling: dict[Sequence, None] = {}
         self.decoding: dict[Sequence, None] = {}
         self.leaving: set[Sequence] = set()
+        self.kept: dict[int, Sequence] = {}
+        self.released: list[int] = []
+        self.lengths = OutputLengths()
         self.finished = 0
+        self._n_held = 0  # siblings that wait for their leader's prompt
         self._deadlines: list[tuple[float, int, Group]] = []  # a heap of (when, arrival, whom), pruned lazily
         self._outputs: list[SequenceOutput] = []
 
@@ -55,7 +63,21 @@ class Roster:
     @property
     def n_waiting(self) -> int:
         """Sequences that want a seat: fresh, preempted, or held back for their leader's prompt."""
-        return len(self.queue) + sum(len(group.held) for group in self.groups.values() if group.held)
+        return len(self.queue) + self._n_held
+
+    def n_ahead(self, newcomer: Sequence) -> int:
+        """Sequences that should board before a newcomer: of the queue by its order, and all that are held back."""
+        return self.queue.ahead(newcomer) + self._n_held
+
+    @property
+    def batch(self) -> int:
+        """Seats taken by the running batch, those of sequences that have left it included."""
+        return self.n_seated + len(self.kept)
+
+    @property
+    def next_deadline(self) -> float:
+        """When the next request's time is up, which may have ended meanwhile; inf: no deadline is known."""
+        return self._deadlines[0][0] if self._deadlines else float("inf")
 
     @property
     def has_outputs(self) -> bool:
@@ -63,10 +85,13 @@ class Roster:
 
     def add(self, request: EngineRequest, sequences: list[Sequence], now: float) -> None:
         """Let a request wait; raises RequestError queue_full (nothing is registered then)."""
-        self.backlog.admit(len(request.prompt), len(self.free_seats), now)
-        leader = sequences[0]
-        group = self.groups[request.id] = Group(request, sequences, leader, sequences[1:])
-        self.queue.push(leader)
+        overflow = self.queue.may_overflow(request, self.limits.max_waiting_requests)
+        self.backlog.admit(len(request.prompt), len(self.free_seats), now, overflow=overflow)
+        leader, siblings = sequences[0], sequences[1:]
+        group = self.groups[request.id] = Group(request, sequences, leader, [] if self.holds else siblings)
+        self._n_held += len(group.held)
+        for seq in sequences if self.holds else (leader,):
+            self.queue.push(seq)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, leader.rank[1], group))
 
@@ -108,6 +133,8 @@ class Roster:
         """Free all that an open sequence has, at once; the caller emits its one terminal output."""
         group = self.groups[seq.request.id]
         seq.finish = reason
+        if reason in ("stop", "length"):
+            self.lengths.observe(seq.n_prompt, seq.n_output)
         self.finished += 1
         group.open.remove(seq)
         self._leave_place(seq, group)
@@ -115,6 +142,7 @@ class Roster:
             self._close_group(group)
         elif seq is group.leader and group.held:  # it cannot compute the prompt for them any more
             group.leader = group.held.pop(0)
+            self._n_held -= 1
             self.queue.push(group.leader)
 
     def _leave_place(self, seq: Sequence, group: Group) -> None:
@@ -124,8 +152,9 @@ class Roster:
             self.leaving.remove(seq)
         elif seq in group.held:
             group.held.remove(seq)
+            self._n_held -= 1
         else:
-            self.queue.discard(seq)
+            self.queue.remove(seq)
 
     def _close_group(self, group: Group) -> None:
         del self.groups[group.request.id]
@@ -137,7 +166,7 @@ class Roster:
 
     def seat(self, seq: Sequence, now: float) -> None:
         """The head of the queue boards, at the lowest free seat."""
-        self.queue.pop()
+        self.queue.board(seq)
         group = self.groups[seq.request.id]
         if not group.boarded:
             group.boarded = True
@@ -166,10 +195,21 @@ class Roster:
 
     def _unseat(self, seq: Sequence) -> None:
         self.pool.release(seq.pages)
-        heappush(self.free_seats, seq.seat)
-        seq.pages, seq.published, seq.seat = [], 0, -1
         self.prefilling.pop(seq, None)
         self.decoding.pop(seq, None)
+        if self.holds:
+            self.kept[seq.seat] = seq
+            if not self.n_seated:
+                self._release_seats()
+        else:
+            heappush(self.free_seats, seq.seat)
+        seq.pages, seq.published, seq.seat = [], 0, -1
+
+    def _release_seats(self) -> None:
+        """The batch is over."""
+        self.free_seats = sorted([*self.free_seats, *self.kept])
+        self.released += self.kept
+        self.kept.clear()
 
     def release_siblings(self, leader: Sequence) -> None:
         """The leader's whole prompt is scheduled and published: its siblings may board and share it."""
@@ -178,16 +218,15 @@ class Roster:
             for sibling in group.held:
                 sibling.keys = leader.keys[: leader.n_prompt // self.pool.page_size]
                 self.queue.push(sibling)
+            self._n_held -= len(group.held)
             group.held = []
 
     def slots(self) -> list[Slot]:
         """Every seat, in order, with who sits in it."""
         slots = {seat: Slot(seat=seat, state="free") for seat in range(self.limits.max_seats)}
-        for seq in (*self.prefilling, *self.decoding):
-            slots[seq.seat] = Slot(seat=seq.seat, state="decode" if seq in self.decoding else "prefill",
-                                   request_id=seq.request.id, index=seq.index, n_prompt=seq.n_prompt,
-                                   n_computed=seq.scheduled, n_output=seq.n_output, max_tokens=seq.max_tokens,
-                                   pages=len(seq.pages))
+        slots |= {seat: slot_of(seq, seat, "held") for seat, seq in self.kept.items()}
+        slots |= {seq.seat: slot_of(seq, seq.seat, "prefill") for seq in self.prefilling}
+        slots |= {seq.seat: slot_of(seq, seq.seat, "decode") for seq in self.decoding}
         return list(slots.values())
 
     def check(self) -> None:
@@ -202,14 +241,23 @@ class Roster:
             "every open sequence is in exactly one place":
                 len(places) == len(set(places)) and set(places) == {seq for group in groups for seq in group.open},
             "no request without open sequences is kept": all(group.open for group in groups),
-            "every seat is free or taken once":
-                sorted([*self.free_seats, *(seq.seat for seq in seated)]) == list(range(self.limits.max_seats)),
+            "every seat is free, kept or taken once":
+                sorted([*self.free_seats, *self.kept, *(seq.seat for seq in seated)])
+                == list(range(self.limits.max_seats)),
+            "seats are kept only beside a running batch": not self.kept or bool(self.holds and seated),
             "only seated sequences hold pages": not any(seq.pages or seq.seat >= 0 for seq in unseated),
             "a decoding sequence has exactly its next token to compute":
                 all(len(seq.tokens) + seq.in_flight == seq.scheduled + 1 for seq in self.decoding),
-            "the queue knows its length": len(self.queue) == len(self.queue.members()),
+            "the queue knows what it expects": self.queue.expected == sum(seq.expected for seq in self.queue.members()),
+            "those held back are counted": self._n_held == sum(len(group.held) for group in groups),
             "the backlog is what waits": (self.backlog.requests, self.backlog.tokens) == (len(waiting), sum(waiting)),
         }
         broken = [claim for claim, holds in claims.items() if not holds]
         if broken:
             raise RuntimeError("not true any more: " + "; ".join(broken))
+
+
+def slot_of(seq: Sequence, seat: int, state: str) -> Slot:
+    """A seat and who sits in it, or sat in it last."""
+    return Slot(seat=seat, state=state, request_id=seq.request.id, index=seq.index, n_prompt=seq.n_prompt,
+                n_computed=seq.scheduled, n_output=seq.n_output, max_tokens=seq.max_tokens, pages=len(seq.pages))

@@ -10,35 +10,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from jitney.engine.admission import Admission, SchedulerLimits
 from jitney.engine.buckets import Buckets
 from jitney.engine.commit import Committer
 from jitney.engine.errors import ConfigError
+from jitney.engine.forecast import Forecast
+from jitney.engine.pace import Pace, PromptRows
 from jitney.engine.pages import PagePool
-from jitney.engine.plan import Chunk, Load, Plan, StepResult
+from jitney.engine.plan import Chunk, Draft, Load, Plan, StepResult
 from jitney.engine.policies import Situation, make_order, make_policy
 from jitney.engine.prefix import publish, shareable_keys
 from jitney.engine.roster import Roster
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slot
+from jitney.engine.work import work_of
 
 __all__ = ["Scheduler", "SchedulerLimits"]
-
-
-@dataclass(slots=True)
-class Draft:
-    """A plan in the making. tokens_left, rows_left: token rows and logit rows the step can still take."""
-
-    tokens_left: int
-    rows_left: int
-    chunks: list[Chunk] = field(default_factory=list)
-    n_decode: int = 0
-    plain: bool = True
-    boarded: list[Sequence] = field(default_factory=list)
-    preempted: int = 0
-    cached_tokens: int = 0
 
 
 class Scheduler:
@@ -50,9 +38,13 @@ class Scheduler:
             raise ConfigError(f"buckets for {buckets.seats} seats and {buckets.token_budget} rows do not serve "
                               f"{limits.max_seats} seats")
         self.limits, self.buckets, self.pool, self.clock = limits, buckets, pool, clock
-        self.roster = Roster(limits, pool)
-        self._policy, self._class_of = make_policy(limits.policy), make_order(limits.order)
-        self._admission = Admission(limits, pool, eos_ids, vocab_size)
+        self.pace = Pace(buckets)
+        self._policy = make_policy(limits.policy, limits.batch, limits.max_wait_ms / 1000)
+        order = make_order(limits.order)
+        self.roster = Roster(limits, pool, order.queue(), holds=self._policy.holds)
+        self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, self.roster.lengths)
+        self._forecast = Forecast(limits, self.roster, self.pace, pool, batch=limits.batch if self._policy.holds else 0)
+        self._prompt_rows = PromptRows(self.pace, limits.prefill_share, limits.target_itl_ms / 1000)
         self._committer = Committer(self.roster, pool)
         self._arrivals = self._steps = 0
 
@@ -60,6 +52,11 @@ class Scheduler:
     def has_open(self) -> bool:
         """True while any sequence lacks its terminal output."""
         return bool(self.roster.groups)
+
+    @property
+    def steps(self) -> int:
+        """Plans made so far; also the number of the newest."""
+        return self._steps
 
     @property
     def has_outputs(self) -> bool:
@@ -70,8 +67,9 @@ class Scheduler:
         """Let a request wait; raises RequestError (nothing is registered then) if it can or may not."""
         self.roster.refuse_duplicate(request)
         self._arrivals += 1
-        sequences = self._admission.sequences(request, self._class_of(request), self._arrivals)
-        self.roster.add(request, sequences, self.clock())
+        sequences, now = self._admission.sequences(request, self._arrivals), self.clock()
+        self._forecast.admit(sequences[0], now)
+        self.roster.add(request, sequences, now)
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
         """End a request (index None) or one of its sequences now; unknown ids have ended already and are no error."""
@@ -81,9 +79,10 @@ class Scheduler:
         """The next step, or None if there is nothing to compute; ends whoever is past its deadline first."""
         self.roster.expire(now)
         draft = Draft(self.buckets.token_budget, self.buckets.seats)
-        self._plan_decode(draft)
-        self._plan_prefill(draft)
-        self._plan_boarding(draft, now)
+        if self._policy.holds:
+            self._plan_batch(draft, now)
+        else:
+            self._plan_in_flight(draft, now)
         if not draft.chunks:
             return None
         self._share_prompts(draft)
@@ -102,6 +101,22 @@ class Scheduler:
         """Outputs that have not been handed out yet."""
         return self.roster.drain()
 
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """A planned step took so long on the device; what is foreseen and promised rests on this."""
+        self.pace.observe(plan.bucket, seconds, work_of(plan).pairs if not plan.bucket.decode_only else 0)
+
+    def pause(self, now: float) -> float:
+        """Seconds in which no plan can come of who is here, because the policy lets everybody wait; 0 if one can."""
+        if self.roster.n_seated or not self.roster.queue:
+            return 0.0
+        wakes = min(self._policy.boards_at(self._situation(now)), self.roster.next_deadline)
+        return max(0.0, wakes - now)
+
+    def take_released(self) -> list[int]:
+        """Seats that a batch had kept and that have become free since the last call."""
+        released, self.roster.released = self.roster.released, []
+        return released
+
     def slots(self) -> list[Slot]:
         """Every seat, in order, with who sits in it."""
         return self.roster.slots()
@@ -109,6 +124,26 @@ class Scheduler:
     def check(self) -> None:
         """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for exactly once."""
         self.roster.check()
+
+    def _plan_in_flight(self, draft: Draft, now: float) -> None:
+        """Whoever decodes, then the prompts that have boarded, then whoever may board."""
+        self._plan_decode(draft)
+        if self.roster.prefilling or self.roster.queue:
+            first = next(iter(self.roster.prefilling), None)
+            draft.tokens_left = self._prompt_rows.most(draft.n_decode, first.scheduled if first else 0)
+            self._plan_prefill(draft)
+            self._plan_boarding(draft, now)
+
+    def _plan_batch(self, draft: Draft, now: float) -> None:
+        """One batch after the other: all board, all prompts are computed, all decode until the last is done."""
+        roster = self.roster
+        if not roster.prefilling:
+            self._plan_decode(draft)
+            draft.reserved = max(0, roster.batch - draft.rows) if draft.rows else 0
+        if not roster.n_seated:
+            self._seat_batch(draft, now)
+        if roster.prefilling:
+            self._plan_columns(draft)
 
     def _plan_decode(self, draft: Draft) -> None:
         """One row for each sequence that decodes, unless its last token is already in flight; long contexts first.
@@ -126,7 +161,7 @@ class Scheduler:
                 seq.computed_high = end
             if not seq.plain:
                 draft.plain = False
-        draft.n_decode = len(rows)
+        draft.n_decode = draft.rows = len(rows)
         draft.tokens_left -= len(rows)
         draft.rows_left -= len(rows)
 
@@ -156,8 +191,8 @@ class Scheduler:
         if len(needy) > self.pool.available:
             ranked = sorted((*self.roster.decoding, *self.roster.prefilling), key=lambda seq: seq.rank)
             while sum(seq.seat >= 0 for seq in needy) > self.pool.available:
-                self.roster.preempt(ranked.pop())
-                draft.preempted += 1
+                draft.preempted.append(ranked.pop())
+                self.roster.preempt(draft.preempted[-1])
             needy = [seq for seq in needy if seq.seat >= 0]
         for seq, page in zip(needy, self.pool.allocate(len(needy)) or (), strict=True):
             seq.pages.append(page)
@@ -167,27 +202,54 @@ class Scheduler:
         for seq in list(self.roster.prefilling):
             if not draft.tokens_left:
                 return
-            self._add_chunk(seq, draft)
+            self._add_chunk(seq, draft, self._thrifty(seq, draft))
 
     def _plan_boarding(self, draft: Draft, now: float) -> None:
-        """Fill free seats from the queue, strictly in its order: whoever does not fit yet holds up those behind.
+        """Fill free seats from the queue, as long as the step can take prompt rows."""
+        may_board = self._policy.boarders(self._situation(now)) if self.roster.queue else 0
+        while may_board > 0 and draft.tokens_left and draft.rows_left:
+            seq = self._seat_next(draft, now)
+            if seq is None:
+                return
+            self._add_chunk(seq, draft, self._thrifty(seq, draft))
+            may_board -= 1
+
+    def _seat_batch(self, draft: Draft, now: float) -> None:
+        """Let a whole batch board, or as many of it as find pages."""
+        may_board = self._policy.boarders(self._situation(now)) if self.roster.queue else 0
+        while may_board > 0 and self._seat_next(draft, now) is not None:
+            may_board -= 1
+
+    def _situation(self, now: float) -> Situation:
+        roster = self.roster
+        arrivals = (seq.request.arrival for seq in roster.queue.members())
+        return Situation(now, len(roster.free_seats), roster.batch, len(roster.queue), arrivals)
+
+    def _seat_next(self, draft: Draft, now: float) -> Sequence | None:
+        """The head of the queue takes a seat; None if it cannot yet, and then it holds up those behind.
 
         Nor does one board whose token is in flight since its preemption: it would be sampled a second time.
         """
-        roster = self.roster
-        head = roster.queue.head()
-        if head is None:
-            return
-        may_board = self._policy.boarders(Situation(now, len(roster.free_seats), roster.n_seated, len(roster.queue),
-                                                    head.request.arrival))
-        while may_board > 0 and draft.tokens_left and draft.rows_left:
-            seq = roster.queue.head()
-            if seq is None or seq.in_flight or not self._take_pages(seq, draft):
-                return
-            roster.seat(seq, now)
-            draft.boarded.append(seq)
-            self._add_chunk(seq, draft)
-            may_board -= 1
+        seq = self.roster.queue.head()
+        if seq is None or seq.in_flight or not self._take_pages(seq, draft):
+            return None
+        self.roster.seat(seq, now)
+        draft.boarded.append(seq)
+        return seq
+
+    def _plan_columns(self, draft: Draft) -> None:
+        """The next rows of a batch's prompts, as if each had been padded in front to the longest: all end in one step.
+
+        Whoever has more rows left than the others goes first, alone; the rows that the others would compute meanwhile
+        are padding. If prompts are scored, a lack of logit rows can hold a sequence back, and then all wait for it.
+        """
+        members = list(self.roster.prefilling)
+        longest = max(len(seq.tokens) - seq.scheduled for seq in members)
+        width = min(longest, self.buckets.token_budget // self.roster.batch)
+        for seq in members:
+            self._add_chunk(seq, draft, width - longest + len(seq.tokens) - seq.scheduled)
+        computed = longest - max(len(seq.tokens) - seq.scheduled for seq in members)
+        draft.reserved = max(0, self.roster.batch * computed - draft.rows)
 
     def _take_pages(self, seq: Sequence, draft: Draft) -> bool:
         """Pages for all known tokens of a sequence, as many as possible shared; False if there are too few.
@@ -195,7 +257,7 @@ class Scheduler:
         Each seated sequence is left one page to grow into; otherwise the newcomer would soon be preempted for it.
         """
         pool = self.pool
-        shared = [] if must_score(seq) else pool.match(shareable_keys(seq, pool.page_size))
+        shared = [] if seq.must_score else pool.match(shareable_keys(seq, pool.page_size))
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
         if fresh + self.roster.n_seated > pool.available:
             pool.release(shared)
@@ -209,15 +271,16 @@ class Scheduler:
         seq.computed_high = max(seq.computed_high, start)
         return True
 
-    def _add_chunk(self, seq: Sequence, draft: Draft) -> None:
-        """As many of the next known tokens as the step can take; the last one's logits are sampled."""
+    def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
+        """At most `most` of the next known tokens, as the step can take them; the last one's logits are sampled."""
         start, known = seq.scheduled, len(seq.tokens)
-        count, scored = self._chunk_size(seq, draft)
-        if not count:
+        count, scored = self._chunk_size(seq, draft, most)
+        if count <= 0:
             return
         end = start + count
         chunk = Chunk(seq, start, count, False, end == known, scored, max(0, min(end, seq.computed_high) - start))
         draft.chunks.append(chunk)
+        draft.rows += count
         draft.tokens_left -= count
         draft.rows_left -= chunk.logit_rows
         draft.plain = draft.plain and seq.plain
@@ -228,19 +291,24 @@ class Scheduler:
             seq.in_flight += 1
             self.roster.start_decoding(seq)
 
-    def _chunk_size(self, seq: Sequence, draft: Draft) -> tuple[int, int]:
+    def _chunk_size(self, seq: Sequence, draft: Draft, most: int) -> tuple[int, int]:
         """(rows, rows of them that are scored) of a sequence's next chunk."""
         start, left = seq.scheduled, len(seq.tokens) - seq.scheduled
-        count = min(left, draft.tokens_left)
-        if not must_score(seq):
-            if self._is_last(seq):
-                count = self.buckets.thrifty(self.buckets.token_budget - draft.tokens_left, count, draft.n_decode)
+        count = min(left, most, draft.tokens_left)
+        if not seq.must_score:
             # Without a logit row for its last token a chunk stops before it.
             return (count if count < left or draft.rows_left else count - 1), 0
         if start < seq.scored:  # again after a preemption: these positions were scored before it
             return min(count, seq.scored - start), 0
         count = min(count, draft.rows_left)  # every row wants logits, the last prompt token's to sample from
         return count, min(count, seq.n_prompt - 1 - start)
+
+    def _thrifty(self, seq: Sequence, draft: Draft) -> int:
+        """Rows of a prompt that are worth computing in this step rather than in the next."""
+        count = min(len(seq.tokens) - seq.scheduled, draft.tokens_left)
+        if seq.must_score or not self._is_last(seq):
+            return count
+        return self.buckets.thrifty(draft.rows, count, draft.n_decode)
 
     def _is_last(self, seq: Sequence) -> bool:
         """True when no other prompt can use the rows that this one leaves in the step."""
@@ -256,19 +324,15 @@ class Scheduler:
 
     def _plan_of(self, draft: Draft) -> Plan:
         self._steps += 1
-        roster, rows = self.roster, self.buckets.token_budget - draft.tokens_left
-        bucket = self.buckets.choose(tokens=rows, sequences=len(draft.chunks), decode_only=rows == draft.n_decode,
+        roster = self.roster
+        bucket = self.buckets.choose(tokens=draft.rows + draft.reserved, sequences=len(draft.chunks),
+                                     decode_only=draft.rows == draft.n_decode,
                                      logit_rows=self.buckets.seats - draft.rows_left)
         load = Load(roster.n_seated, self.pool.used, self.pool.n_cached, roster.n_waiting, roster.backlog.tokens)
         return Plan(self._steps, draft.chunks, bucket, draft.plain, draft.boarded, draft.preempted,
-                    draft.cached_tokens, load)
+                    draft.cached_tokens, draft.reserved, load)
 
 
 def context_of(seq: Sequence) -> int:
     """Positions a decoding sequence attends to."""
     return seq.scheduled
-
-
-def must_score(seq: Sequence) -> bool:
-    """True while prompt positions must still be computed for their log-probabilities, found in pages or not."""
-    return seq.request.sampling.prompt_logprobs is not None and seq.scored < seq.n_prompt - 1

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 
+#: (class, number of the request, index of the sequence); the class is a number too, see `engine.policies.Order`.
+type Rank = tuple[float, int, int]
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -16,7 +19,8 @@ class Sequence:
     while a step is launched before the one before is read). computed_high: highest `scheduled` ever reached; rows below
     it that are computed again are "recomputed".
     seat: -1 while not seated. pages: physical pages in order, all layers. seed: resolved, int64.
-    rank: (class, number, index), lower is served first and preempted last. plain: see SamplingParams.plain.
+    rank: (class, number, index), lower is served first and preempted last. expected: output tokens it was expected to
+    generate when it came (admission). plain: see SamplingParams.plain.
     stop_ids: tokens that end it. root, keys: hash chain of its full pages. published: own pages offered to the
     prefix index. scored: prompt positions whose logits a launched step brings for prompt_logprobs.
     """
@@ -36,7 +40,8 @@ class Sequence:
     boarded_at: float | None = None
     first_token_at: float | None = None
     preemptions: int = 0
-    rank: tuple[int, int, int] = (0, 0, 0)
+    rank: Rank = (0.0, 0, 0)
+    expected: int = 0
     plain: bool = True
     stop_ids: frozenset[int] = frozenset()
     root: bytes = b""
@@ -58,6 +63,11 @@ class Sequence:
     def limit(self) -> int:
         """Tokens, prompt included, at which it ends by length."""
         return len(self.request.prompt) + self.max_tokens
+
+    @property
+    def must_score(self) -> bool:
+        """True while prompt positions must still be computed for their log-probabilities, found in pages or not."""
+        return self.request.sampling.prompt_logprobs is not None and self.scored < self.n_prompt - 1
 
     @property
     def seated(self) -> bool:

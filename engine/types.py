@@ -125,7 +125,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: the engine's own, unique among open requests. deadline, arrival: seconds of time.monotonic(), which all
     processes of one machine share. priority: lower boards sooner. tenant (a digest of the API key) and cache_salt
-    are part of the prefix-cache key, so no tenant can time another's prompts.
+    are part of the prefix-cache key, so no tenant can time another's prompts. user: whom the client says it asks for;
+    tells apart, in the fair order, those who come without a key.
     """
 
     id: str
@@ -136,6 +137,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    user: str = ""
+
+    @property
+    def account(self) -> str:
+        """Who is charged for it in the fair order: the key's tenant, or else the user."""
+        return self.tenant or f"user {self.user}"
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -193,7 +200,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """One seat as `/slots` and the page show it. state: free | prefill | decode."""
+    """One seat as `/slots` and the page show it.
+
+    state: free | prefill | decode | held: the batch keeps the seat though its sequence, the one named here, has left.
+    """
 
     seat: int
     state: str

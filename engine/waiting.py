@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import heapify, heappop, heappush
+from itertools import count
 
 from jitney.engine.errors import RequestError
 from jitney.engine.sequence import Sequence
+from jitney.engine.types import EngineRequest
 
 #: Dead entries that a lazily pruned heap may hold beyond its living ones.
 SLACK = 64
@@ -15,48 +17,60 @@ SHORTEST_RETRY, LONGEST_RETRY, FIRST_RETRY = 0.1, 60.0, 1.0
 
 
 class WaitingQueue:
-    """Sequences by class, then preempted before fresh, then arrival; `discard` is lazy, all is O(log n) amortised."""
+    """Sequences by class, then preempted before fresh, then arrival; all is O(log n) amortised.
+
+    expected: output tokens that those who wait are expected to generate.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, bool, int, int], Sequence]] = []
-        self._living = 0
+        self._heap: list[tuple[tuple[float, bool, int, int], int, Sequence]] = []
+        self._entries = count()  # keeps two entries of one sequence, the older one dead, from being compared
+        self._waiting: set[Sequence] = set()
+        self.expected = 0
 
     def __len__(self) -> int:
-        return self._living
+        return len(self._waiting)
 
     def push(self, seq: Sequence) -> None:
         """Enter the queue; a preempted sequence goes to the front of its class."""
         group, number, index = seq.rank
-        heappush(self._heap, ((group, not seq.preemptions, number, index), seq))
-        self._living += 1
+        heappush(self._heap, ((group, not seq.preemptions, number, index), next(self._entries), seq))
+        self._waiting.add(seq)
+        self.expected += seq.expected
 
     def head(self) -> Sequence | None:
         """Who boards next, if anybody waits."""
         heap = self._heap
-        while heap and heap[0][1].finish is not None:
+        while heap and heap[0][2] not in self._waiting:
             heappop(heap)
-        return heap[0][1] if heap else None
+        return heap[0][2] if heap else None
 
-    def pop(self) -> None:
-        """Remove the head, which `head` has just returned."""
-        heappop(self._heap)
-        self._living -= 1
-
-    def discard(self, seq: Sequence) -> None:
-        """A waiting sequence has finished (`seq.finish` is set): its entry is skipped when it comes up."""
-        assert seq.finish is not None
-        self._living -= 1
-        if len(self._heap) > 2 * self._living + SLACK:
-            self._heap = self.members_with_keys()
+    def remove(self, seq: Sequence) -> None:
+        """A waiting sequence boards, or has ended: its entry is skipped when it comes up."""
+        self._waiting.remove(seq)
+        self.expected -= seq.expected
+        if len(self._heap) > 2 * len(self._waiting) + SLACK:
+            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
             heapify(self._heap)
 
-    def members_with_keys(self) -> list[tuple[tuple[int, bool, int, int], Sequence]]:
-        """Living entries, in no order."""
-        return [entry for entry in self._heap if entry[1].finish is None]
+    def board(self, seq: Sequence) -> None:
+        """The head takes a seat; its prompt tokens that were not found in pages are computed for it."""
+        self.remove(seq)
 
-    def members(self) -> list[Sequence]:
-        """Living sequences, in no order."""
-        return [seq for _, seq in self.members_with_keys()]
+    def charge(self, seq: Sequence, tokens: int) -> None:
+        """So many tokens were generated for a sequence. Nobody keeps count here; `FairQueue` does."""
+
+    def ahead(self, seq: Sequence) -> int:
+        """How many of those who wait would board before a newcomer."""
+        return sum(other.rank < seq.rank for other in self._waiting)
+
+    def may_overflow(self, request: EngineRequest, most: int) -> bool:
+        """Whether a request may wait though as many wait as may (`most`). Nobody may here; see `FairQueue`."""
+        return False
+
+    def members(self) -> set[Sequence]:
+        """All who wait."""
+        return self._waiting
 
 
 class Backlog:
@@ -71,14 +85,15 @@ class Backlog:
         self.tokens = 0
         self._boarded: deque[tuple[float, int]] = deque(maxlen=64)  # (when, prompt tokens)
 
-    def admit(self, tokens: int, free_seats: int, now: float) -> None:
+    def admit(self, tokens: int, free_seats: int, now: float, *, overflow: bool = False) -> None:
         """Count a request in, or raise RequestError queue_full with the seconds until there should be room.
 
         Requests that find a free seat do not wait beyond the next step, so the caps count those beyond the free seats;
-        one prompt larger than max_tokens may still wait alone.
+        one prompt larger than max_tokens may still wait alone. overflow: this one may wait up to twice the caps.
         """
-        too_many = self.requests + 1 - free_seats - self.max_requests
-        too_long = self.tokens + tokens - self.max_tokens if self.requests else 0
+        times = 2 if overflow else 1
+        too_many = self.requests + 1 - free_seats - times * self.max_requests
+        too_long = self.tokens + tokens - times * self.max_tokens if self.requests else 0
         if too_many > 0 or too_long > 0:
             wait = self._seconds_until(too_many, too_long, now)
             what = "requests" if too_many > 0 else "prompt tokens"
@@ -103,5 +118,10 @@ class Backlog:
             return FIRST_RETRY
         # Time since the last boarding counts too: a queue that has stopped moving advises longer and longer waits.
         span = max(now - self._boarded[0][0], 1e-3)
-        wait = span * max(requests / len(self._boarded), tokens / max(1, sum(n for _, n in self._boarded)))
-        return min(max(wait, SHORTEST_RETRY), LONGEST_RETRY)
+        return advised(span * max(requests / len(self._boarded), tokens / max(1, sum(n for _, n in self._boarded))))
+
+
+def advised(wait: float) -> float:
+    """Seconds after which to try again, within reason."""
+    return min(max(wait, SHORTEST_RETRY), LONGEST_RETRY)
+

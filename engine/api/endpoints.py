@@ -39,7 +39,7 @@ class Generate:
         context = context_of(scope)
         try:
             body = await Request(scope, receive).body()
-            with self.service.generating():
+            with self.service.generating(), self.service.quotas.open(context.tenant):
                 left = await until_disconnect(receive, self._answer(body, context, scope, send))
         except ClientDisconnect:
             left = True
@@ -56,6 +56,7 @@ class Generate:
         settings = self.service.settings
         fields, ignored = parse(self.body, read_object(body, settings.max_depth), settings.max_messages)
         job = await self.job(self.service, fields, context)
+        self.service.quotas.enter(context.tenant, context.prompt_tokens)
         async with Run(self.service, job, context) as run:
             answer = self._stream if job.stream else self._plain
             await answer(run, self.format(run, tokenizer), _ignored_header(ignored), context, scope, send)

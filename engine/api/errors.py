@@ -28,10 +28,12 @@ CODES: dict[str, tuple[int, str | None, float | None]] = {
     "context_length_exceeded": (400, "context_length_exceeded", None),
     "unsupported_parameter": (400, "unsupported_parameter", None),
     "queue_full": (429, "queue_full", 1.0),
+    "rate_limit": (429, "rate_limit", 1.0),
     "draining": (503, "draining", 5.0),
     "loading": (503, "loading", 5.0),
     "engine_dead": (503, "engine_dead", 5.0),
     "deadline_exceeded": (504, "deadline_exceeded", None),
+    "deadline_unreachable": (504, "deadline_unreachable", None),
     "nan_logits": (500, "nan_logits", None),
     "internal_error": (500, "internal_error", None),
 }

@@ -105,6 +105,7 @@ class Run:
                    TextStream(tokenizer, job.sampling, request.prompt))
             for prompt, request in enumerate(job.requests) for sequence in range(job.sampling.n)]
         self._client, self._metrics, self._context = service.client, service.metrics, context
+        self._quotas = service.quotas
         self._news: asyncio.Queue[News] = asyncio.Queue()
         self._failure: Exception | None = None  # to be raised once what came before it has been shown
         self._pumps: list[asyncio.Task[None]] = []
@@ -185,6 +186,7 @@ class Run:
             self.cached_tokens[number] = output.cached_tokens
         if not output.tokens:
             return
+        self._quotas.spend(self._context.tenant, len(output.tokens))
         now = time.monotonic()
         if choice.tokens_at:
             self._metrics.itl.observe((now - choice.tokens_at) / len(output.tokens))

@@ -102,6 +102,7 @@ def _job(service: Service, body: GenerationBody, context: Context, prompts: list
         id=f"{engine_id}-{number}", prompt=prompt.ids, arrival=context.started, deadline=deadline,
         sampling=_with_room(sampling, len(prompt.ids), info.context_length, default, field),
         priority=_priority(body, info), tenant=context.tenant, cache_salt=body.cache_salt or "",
+        user=body.user or "",
     ) for number, prompt in enumerate(prompts)]
     context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
     return Job(id=prefix + (body.request_id or engine_id), created=int(time.time()), model=body.model, prompts=prompts,

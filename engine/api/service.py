@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from jitney.engine.api.metrics import Metrics
+from jitney.engine.api.quotas import Quotas
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.client import EngineClient
 from jitney.engine.errors import RequestError
@@ -54,6 +55,7 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self.metrics = Metrics(self)
+        self.quotas = Quotas(settings.key_max_concurrent, settings.key_tokens_per_minute)
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -19,7 +19,8 @@ class ServerSettings:
     Host names (without port), None for any. max_chars_per_token times the context length is the longest text that is
     tokenised at all. header_wait_s: how long a stream's status line waits for the engine's first word.
     request_timeout_s: the deadline of a request that names none, and the longest it may name; 0 for no limit. stall_s:
-    an engine that shows no sign of life for so long is not ready.
+    an engine that shows no sign of life for so long is not ready. key_max_concurrent, key_tokens_per_minute: open
+    requests, and prompt and output tokens, of one key (all who need none count as one); 0 for no limit.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -39,6 +40,8 @@ class ServerSettings:
     header_wait_s: float = 10.0
     keep_alive_s: float = 15.0
     stall_s: float = 30.0
+    key_max_concurrent: int = 0
+    key_tokens_per_minute: int = 0
     metrics_compat: Literal["", "vllm"] = ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -145,22 +146,22 @@ class FakeRunner:
 
 
 def make_core(*, seats: int = 4, pages: int = 33, page_size: int = 4, budget: int = 16, context: int = 64,
-              retain: bool = True, order: str = "fcfs", max_requests: int = 1000, max_tokens: int = 100_000,
-              eos: tuple[int, ...] = (EOS,), clock: FakeClock | None = None) -> EngineCore:
-    """A core on a fake device; `pages` counts the trash page."""
+              retain: bool = True, max_requests: int = 1000, max_tokens: int = 100_000,
+              eos: tuple[int, ...] = (EOS,), clock: FakeClock | None = None, **limits: Any) -> EngineCore:
+    """A core on a fake device; `pages` counts the trash page; limits: further fields of SchedulerLimits."""
     clock = clock or FakeClock()
-    limits = SchedulerLimits(seats, context, max_requests, max_tokens, order=order)
-    scheduler = Scheduler(limits, make_buckets(max_seats=seats, token_budget=budget),
+    held_to = SchedulerLimits(seats, context, max_requests, max_tokens, **limits)
+    scheduler = Scheduler(held_to, make_buckets(max_seats=seats, token_budget=budget),
                           PagePool(pages, page_size, retain=retain), clock, eos, VOCAB)
     return EngineCore(scheduler, FakeRunner(pages, page_size, seats), Ledger(), clock)
 
 
 def make_request(id: str, prompt: list[int], *, arrival: float = 0.0, deadline: float | None = None, priority: int = 0,
-                 tenant: str = "", salt: str = "", **sampling) -> EngineRequest:
+                 tenant: str = "", salt: str = "", user: str = "", **sampling) -> EngineRequest:
     """A request; greedy and seed 0 unless said otherwise."""
     params = SamplingParams(**({"temperature": 0.0, "seed": 0, "max_tokens": 8} | sampling))
     return EngineRequest(id=id, prompt=prompt, sampling=params, arrival=arrival, deadline=deadline, priority=priority,
-                         tenant=tenant, cache_salt=salt)
+                         tenant=tenant, cache_salt=salt, user=user)
 
 
 def device_of(core: EngineCore) -> FakeRunner:
@@ -187,3 +188,26 @@ def ends_of(outputs: list[SequenceOutput]) -> dict[tuple[str, int], SequenceOutp
             assert (output.request_id, output.index) not in ends, "two terminal outputs"
             ends[output.request_id, output.index] = output
     return ends
+
+
+def watch(core: EngineCore) -> list[Plan]:
+    """Every plan the core will launch, as it is made."""
+    plans, batch = [], core.runner.batch
+
+    def watched(plan: Plan):
+        plans.append(plan)
+        return batch(plan)
+
+    core.runner.batch = watched
+    return plans
+
+
+def picture(plan: Plan) -> list[tuple[str, int, int, str]]:
+    """(request, start, end, kind) of each chunk."""
+    return [(chunk.seq.request.id, chunk.start, chunk.end, "decode" if chunk.decode else "prefill")
+            for chunk in plan.chunks]
+
+
+def boarding_order(plans: list[Plan]) -> list[str]:
+    """Request ids as they took their seats."""
+    return [seq.request.id for plan in plans for seq in plan.boarded]

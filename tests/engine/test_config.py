@@ -82,7 +82,12 @@ def test_a_bad_variable_is_named(environ: dict[str, str], message: str):
 @pytest.mark.parametrize(("flags", "message"), [
     ({"page_size": "24"}, "--page-size: must be a power of two from 8 to 256"),
     ({"page_size": "4"}, "--page-size: must be a power of two"),
-    ({"policy": "static"}, "--policy: must be one of: continuous"),
+    ({"policy": "psychic"}, "--policy: must be 'continuous', 'static' or 'dynamic', not 'psychic'"),
+    ({"order": "size"}, "--order: must be 'fcfs', 'priority', 'shortest' or 'fair', not 'size'"),
+    ({"batch_size": "33"}, "batch_size must not exceed max_seats (32)"),
+    ({"prefill_share": "0"}, "--prefill-share: must be greater than 0"),
+    ({"prefill_share": "1.1"}, "--prefill-share: must be less than or equal to 1"),
+    ({"key_tokens_per_minute": "-1"}, "--key-tokens-per-minute"),
     ({"dtype": "int8"}, "--dtype: must be 'auto', 'bfloat16' or 'float32', not 'int8'"),
     ({"token_budget": "32"}, "token_budget (32) must be more than max_seats (32)"),
     ({"seat_buckets": "8,4"}, "--seat-buckets: must be positive and ascending"),

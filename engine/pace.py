@@ -1,0 +1,158 @@
+"""How long steps take here, learnt while they run, and how many prompt rows running streams can bear."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+from jitney.engine.buckets import Bucket, Buckets
+
+#: Newest steps kept per bucket. Their median bears half of them being disturbed by something else.
+KEPT = 15
+#: What fading means and sums keep of themselves with each new step.
+FADE = 0.95
+#: Query-key pairs that count as no difference: among prompts as short as that nothing is learnt about long ones.
+FEW_PAIRS = 10_000.0
+#: A step with prompt rows may take so many times as long as one with all of their share at the start of a prompt.
+STRETCH = 1.15
+#: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt rows all the same.
+PATIENCE = 4
+
+
+class Slope:
+    """Seconds per query-key pair, from how step times and pairs of a bucket stray from their fading means together."""
+
+    __slots__ = ("_means", "_pairs_pairs", "_pairs_seconds")
+
+    def __init__(self) -> None:
+        self._means: dict[Bucket, tuple[float, float]] = {}
+        self._pairs_pairs, self._pairs_seconds = FEW_PAIRS**2, 0.0
+
+    def observe(self, bucket: Bucket, seconds: float, pairs: int) -> None:
+        """A mixed step; a time that strays from what was expected by more than half of the mean counts as that much."""
+        usual, usual_pairs = self._means.get(bucket, (seconds, float(pairs)))
+        more = pairs - usual_pairs
+        expected = more * self.value
+        stray = expected + max(-usual / 2, min(usual / 2, seconds - usual - expected))
+        self._pairs_pairs = FADE * self._pairs_pairs + (1 - FADE) * FEW_PAIRS**2 + more * more
+        self._pairs_seconds = FADE * self._pairs_seconds + more * stray
+        self._means[bucket] = usual + (1 - FADE) * stray, usual_pairs + (1 - FADE) * more
+
+    @property
+    def value(self) -> float:
+        return max(0.0, self._pairs_seconds / self._pairs_pairs)
+
+
+class Pace:
+    """Step times in seconds, by bucket and by what its prompt rows attend to.
+
+    step: fading mean over steps of all kinds; None before the first.
+    """
+
+    def __init__(self, buckets: Buckets):
+        self.buckets = buckets
+        self.step: float | None = None
+        self._seen: dict[Bucket, deque[tuple[float, int]]] = {}  # (seconds, pairs)
+        self._slope = Slope()
+
+    def observe(self, bucket: Bucket, seconds: float, pairs: int = 0) -> None:
+        """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt rows."""
+        self._seen.setdefault(bucket, deque(maxlen=KEPT)).append((seconds, pairs))
+        self.step = seconds if self.step is None else FADE * self.step + (1 - FADE) * seconds
+        if not bucket.decode_only:
+            self._slope.observe(bucket, seconds, pairs)
+
+    @property
+    def per_pair(self) -> float:
+        """Seconds that a prompt row takes for each position it attends to."""
+        return self._slope.value
+
+    def mixed(self, bucket: Bucket) -> float | None:
+        """Typical time of a mixed bucket without what its prompt rows attend to; None before any mixed step.
+
+        A bucket that was not seen goes by the nearest one, in proportion to the rows: too long for a larger bucket, too
+        short for a smaller one, until the first step of its own.
+        """
+        if bucket in self._seen:
+            return self._base(bucket)
+        seen = [other for other in self.buckets.mixed if other in self._seen]
+        if not seen:
+            return None
+        near = min(seen, key=lambda other: abs(other.tokens - bucket.tokens))
+        return self._base(near) * bucket.tokens / near.tokens
+
+    def _base(self, bucket: Bucket) -> float:
+        slope = self._slope.value
+        return max(0.0, median([seconds - slope * pairs for seconds, pairs in self._seen[bucket]]))
+
+    def fastest_prefill(self, rows: int) -> float:
+        """A time below which so many prompt rows have never been computed here; 0 if nothing like it was measured."""
+        budget = self.buckets.token_budget
+        steps, rest = divmod(rows, budget)
+        return steps * self._fastest(budget) + (self._fastest(rest) if rest else 0.0)
+
+    def _fastest(self, rows: int) -> float:
+        """The longest, over the buckets up to the smallest one that holds `rows`, of their shortest measured times."""
+        enough = next(bucket.tokens for bucket in self.buckets.mixed if rows <= bucket.tokens)
+        return max((min(self._seen[bucket])[0] for bucket in self.buckets.mixed
+                    if bucket.tokens <= enough and bucket in self._seen), default=0.0)
+
+
+class PromptRows:
+    """The most prompt rows of a step. share: of the token budget, while others decode; target_itl_s: 0 for none.
+
+    A long prompt then passes in more, shorter steps, and the streams that run beside it notice less of it. A row far
+    into a long prompt takes longer, so there are fewer of them in a step: see STRETCH. Share 1 is no limit.
+    """
+
+    def __init__(self, pace: Pace, share: float, target_itl_s: float):
+        self.pace, self.share, self.target_itl_s = pace, share, target_itl_s
+        self._denied = 0
+
+    def most(self, decoding: int, start: int = 0) -> int:
+        """Prompt rows for a step of so many decoding sequences; to be asked once per step, while prompts want rows.
+
+        start: position of the first row, which tells what they attend to.
+        """
+        buckets = self.pace.buckets
+        if not decoding:
+            return buckets.token_budget
+        rows = min(buckets.token_budget - decoding, max(1, int(self.share * buckets.token_budget)))
+        rows = self._filling(decoding, rows)
+        limit = self._longest(decoding + rows)
+        if limit is None:
+            return min(rows, buckets.mixed[0].tokens - decoding) if self.target_itl_s else rows
+        timely = self._timely(decoding, start, limit)
+        if timely < 1 and self.target_itl_s:
+            self._denied = (self._denied + 1) % PATIENCE
+            return 0 if self._denied else min(rows, buckets.mixed[0].tokens - decoding)
+        return min(rows, max(timely, buckets.mixed[0].tokens // 8))
+
+    def _filling(self, decoding: int, rows: int) -> int:
+        """`rows`, or as many as fill the next smaller bucket if that is at least half as many: no padding then."""
+        lower = max((bucket.tokens for bucket in self.pace.buckets.mixed
+                     if decoding < bucket.tokens <= decoding + rows), default=decoding)
+        return lower - decoding if 2 * (lower - decoding) >= rows else rows
+
+    def _longest(self, rows: int) -> float | None:
+        """Seconds that a step with prompt rows may take; None: not known yet. rows: of a step with all that may be."""
+        bucket = next(bucket for bucket in self.pace.buckets.mixed if rows <= bucket.tokens)
+        usual = self.pace.mixed(bucket)
+        if usual is None:
+            return None
+        limits = [self.target_itl_s] if self.target_itl_s else []
+        return min(limits + [STRETCH * usual] * (self.share < 1), default=math.inf)
+
+    def _timely(self, decoding: int, start: int, limit: float) -> int:
+        """The most prompt rows from `start` with which a step of some bucket keeps the limit; less than 1 if none does.
+
+        r rows attend to r * (start + r / 2) positions.
+        """
+        slope, most = self.pace.per_pair, 0
+        for bucket in self.pace.buckets.mixed:
+            left = limit - (self.pace.mixed(bucket) or 0.0)
+            if left >= 0:
+                rows = math.sqrt(start * start + 2 * left / slope) - start if slope else math.inf
+                most = max(most, int(min(rows, bucket.tokens - decoding)))
+        return most
