@@ -9,7 +9,7 @@ import numpy as np
 #: waiting_tokens are as of the step's plan; boarded, preempted, cached_tokens (prompt tokens found in pages) are what
 #: that plan did; finished: sequences that ended since the record before. device_s: until the step's tokens were on the
 #: host, since its launch or since the step before was ready, whichever is later; gap_s: how long the device had nothing
-#: to do before it.
+#: to do before it. keys, longest, pairs: what its attention read, see `engine.work.Work`.
 STEP_DTYPE = np.dtype([
     ("step", "i8"), ("started", "f8"), ("mixed", "u1"), ("bucket_tokens", "i4"), ("bucket_seats", "i4"),
     ("prefill", "i4"), ("decode", "i4"), ("padding", "i4"), ("recomputed", "i4"), ("past_end", "i4"),
@@ -19,6 +19,7 @@ STEP_DTYPE = np.dtype([
     ("boarded", "i4"), ("finished", "i4"), ("preempted", "i4"), ("cached_tokens", "i4"),
     ("plan_s", "f4"), ("batch_s", "f4"), ("launch_s", "f4"), ("device_s", "f4"), ("fetch_s", "f4"), ("commit_s", "f4"),
     ("gap_s", "f4"), ("compiled", "u1"),
+    ("keys", "i8"), ("longest", "i4"), ("pairs", "i8"),
 ])
 
 #: What a computed row can turn out to be.

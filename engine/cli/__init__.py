@@ -14,6 +14,11 @@ COMMANDS = {
     "serve": "serve a model over HTTP (OpenAI-compatible), with in-flight batching",
     "generate": "complete prompts offline and print the texts",
     "chat": "talk to a model in the terminal",
+    "bench": "measure throughput and latency: over HTTP, policy by policy, step by step",
+    "simulate": "predict what an engine does with given traffic, policy by policy",
+    "plan": "size a deployment: memory, batch size, cost, replicas, buckets",
+    "dashboard": "the page for one or several engines elsewhere",
+    "top": "watch an engine's seats in the terminal",
     "doctor": "say what this machine has and whether Jitney runs on it",
 }
 

@@ -29,14 +29,18 @@ class Parser(argparse.ArgumentParser):
         return known
 
 
-def add_settings(parser: Parser, sections: Sequence[str] = tuple(Config.model_fields)) -> None:
-    """Add --config and one flag for each setting of `sections`; absent flags leave no trace in the namespace."""
+def add_settings(parser: Parser, sections: Sequence[str] = tuple(Config.model_fields),
+                 leave_out: Sequence[str] = ()) -> None:
+    """Add --config and one flag for each setting of `sections`; absent flags leave no trace in the namespace.
+
+    leave_out: names of settings that mean nothing to this command.
+    """
     parser.add_argument("model_word", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--config", metavar="FILE", help="read settings from a TOML file; flags override them")
     for section in sections:
         group = parser.add_argument_group(f"[{section}]")
         for setting in settings().values():
-            if setting.section == section and not setting.secret:
+            if setting.section == section and not setting.secret and setting.name not in leave_out:
                 _add(group, setting)
 
 

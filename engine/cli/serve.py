@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from jitney.engine.api.settings import ServerSettings
-    from jitney.engine.process_client import ProcessClient
+    from jitney.engine.client import EngineClient
     from jitney.engine.tokenizer import Tokenizer
     from jitney.engine.types import EngineInfo
     from jitney.engine.weights.sources import ModelSource
@@ -65,6 +65,7 @@ class Server:
 
     def __init__(self, config: Config, keys: tuple[str, ...], bound: socket.socket, display: Display):
         from jitney.engine.process_client import ProcessClient
+        from jitney.engine.recording import Recorder, recording
 
         self.config = config
         self.bound = bound
@@ -72,7 +73,8 @@ class Server:
         self.url = base_url(config.server, bound.getsockname()[1])
         self.client = ProcessClient(config, on_progress=display.progress)
         settings = limits(config, keys)
-        self.app = build_app(config, settings, self.client)
+        self.recorder = Recorder(config.server.record) if config.server.record else None
+        self.app = build_app(config, settings, recording(self.client, self.recorder) if self.recorder else self.client)
         self.web = web_server(config, settings, self.app)
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
@@ -97,6 +99,8 @@ class Server:
             await self.client.close()
             self.web.should_exit = True
             await asyncio.wait((web,), timeout=FAREWELL_S + 1)
+            if self.recorder is not None:
+                self.recorder.close()
 
     async def work(self) -> None:
         """Load everything, say so, and return only when the engine is lost for good."""
@@ -138,18 +142,25 @@ def limits(config: Config, keys: tuple[str, ...]) -> ServerSettings:
     return ServerSettings(
         api_keys=tuple(digest_key(key) for key in keys), hosts=server.hosts or None, body_limit=server.body_limit,
         header_timeout_s=server.read_timeout_s, body_timeout_s=server.read_timeout_s,
-        request_timeout_s=server.request_timeout_s, stall_s=server.heartbeat_s, metrics_compat=server.metrics_compat)
+        request_timeout_s=server.request_timeout_s, stall_s=server.heartbeat_s, metrics_compat=server.metrics_compat,
+        key_max_concurrent=server.key_max_concurrent, key_tokens_per_minute=server.key_tokens_per_minute)
 
 
-def build_app(config: Config, settings: ServerSettings, client: ProcessClient) -> Starlette:
+def build_app(config: Config, settings: ServerSettings, client: EngineClient) -> Starlette:
     """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
     from jitney.dashboard import dashboard_routes
     from jitney.engine.api.app import create_app
 
-    routes = dashboard_routes(client, settings, DASHBOARD)
+    def decode(ids: list[int]) -> str:
+        tokenizer = app.state.service.tokenizer
+        return tokenizer.decode(ids) if tokenizer is not None else ""
+
+    routes = dashboard_routes(client, settings, DASHBOARD, config.engine,
+                              decode if config.server.dashboard_show_text else None)
     # The page's own sign-in guards it: a browser cannot send a bearer key with a page.
     settings = replace(settings, public_prefixes=(DASHBOARD + "/",), public_paths=settings.public_paths | {DASHBOARD})
-    return create_app(client, None, settings, config.model.id, extra_routes=routes)
+    app = create_app(client, None, settings, config.model.id, extra_routes=routes)
+    return app
 
 
 def web_server(config: Config, settings: ServerSettings, app: Starlette) -> uvicorn.Server:

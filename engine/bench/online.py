@@ -1,0 +1,96 @@
+"""A measurement over HTTP: find the model, learn how long texts are there, warm up, send, and read the ledger."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import httpx
+
+from jitney.engine.accounts import Line
+from jitney.engine.bench.client import Target, ask, first_model, open_client, probe
+from jitney.engine.bench.load import Load, Watch, run_load
+from jitney.engine.bench.metrics import bill_between, queue_mean, read_metrics
+from jitney.engine.bench.text import prose
+from jitney.engine.errors import JitneyError
+from jitney.engine.workload import Arrival
+
+#: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the longest prompt has,
+#: but no more than this.
+FEW_WORDS, MANY_WORDS = 16, 160
+
+
+class Ruler(NamedTuple):
+    """How many tokens a text has on an endpoint: `fixed` (its template) and `per_word`."""
+
+    fixed: float
+    per_word: float
+
+    @classmethod
+    def of(cls, one: int, many: int, words: int) -> Ruler:
+        """From the tokens of one word, and of `words`."""
+        per_word = (many - one) / (words - 1)
+        return cls(one - per_word, per_word)
+
+    def words(self, n_tokens: int) -> int:
+        """Words of a text that comes nearest to n_tokens, at least one."""
+        return max(1, round((n_tokens - self.fixed) / self.per_word))
+
+
+@dataclass(slots=True)
+class Online:
+    """What was measured. bill: the server's own ledger over the run; queue_mean_s: mean wait in its queue. Both are
+    None where it publishes none."""
+
+    target: Target
+    load: Load
+    bill: dict[str, Line] | None = None
+    queue_mean_s: float | None = None
+
+
+async def measure(target: Target, arrivals: Sequence[Arrival], *, concurrency: int, closed: bool, warmup: int,
+                  watch: Watch) -> Online:
+    """Send the arrivals to the endpoint. Raises ConfigError or JitneyError if it does not answer at all."""
+    async with open_client(target) as client:
+        ready, ruler = await prepare(client, target, max(arrival.n_prompt for arrival in arrivals))
+        return await measure_with(client, ready, ruler, arrivals, concurrency=concurrency, closed=closed,
+                                  warmup=warmup, watch=watch)
+
+
+async def prepare(client: httpx.AsyncClient, target: Target, longest: int) -> tuple[Target, Ruler]:
+    """The target with its model named, and the ruler for its texts of up to `longest` tokens."""
+    ready = target if target.model else replace(target, model=await first_model(client, target))
+    one, few = await probe(client, ready, [prose(words, seed=words) for words in (1, FEW_WORDS)])
+    if few <= one:
+        raise JitneyError(f"the endpoint counts {one} and {few} tokens for texts of 1 and {FEW_WORDS} words")
+    ruler = Ruler.of(one, few, FEW_WORDS)
+    words = min(MANY_WORDS, ruler.words(longest))
+    if words > FEW_WORDS:
+        (many,) = await probe(client, ready, [prose(words, seed=words)])
+        ruler = Ruler.of(one, many, words)
+    return ready, ruler
+
+
+async def measure_with(client: httpx.AsyncClient, target: Target, ruler: Ruler, arrivals: Sequence[Arrival], *,
+                       concurrency: int, closed: bool, warmup: int, watch: Watch) -> Online:
+    """As `measure`, on an endpoint that is known already.
+
+    Texts are new in every run: an endpoint that remembers prompts would answer those of an earlier run too fast.
+    """
+    salt = secrets.randbits(32)
+    sizes = [ruler.words(arrival.n_prompt) for arrival in arrivals]
+    texts = [prose(size, [salt, number]) for number, size in enumerate(sizes)]
+    extra = [prose(size, [salt, number, 1]) for number, size in enumerate(sizes[:warmup])]
+    if extra:
+        await run_load(lambda n: ask(client, target, target.body(extra[n], min(16, arrivals[n].n_output))),
+                       [Arrival(0.0, 1, 1)] * len(extra), concurrency=concurrency or len(extra), closed=True)
+    before = await read_metrics(client, target.base)
+    load = await run_load(lambda n: ask(client, target, target.body(texts[n], arrivals[n].n_output,
+                                                                    arrivals[n].tenant)),
+                          arrivals, concurrency=concurrency, closed=closed, watch=watch)
+    after = await read_metrics(client, target.base) if before is not None else None
+    if before is None or after is None:
+        return Online(target, load)
+    return Online(target, load, bill_between(before, after, load.seconds), queue_mean(before, after))

@@ -1,0 +1,71 @@
+"""`jitney dashboard`: the page by itself, for engines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jitney.engine.cli.flags import Parser
+from jitney.engine.cli.keys import add_key_flag, engine_key
+from jitney.engine.cli.listen import base_url, listen
+from jitney.engine.errors import ConfigError
+from jitney.engine.settings import NOTHING, load_config
+
+if TYPE_CHECKING:
+    import uvicorn
+
+DEFAULT_ENGINE = "http://127.0.0.1:8000"
+DEFAULT_PORT = "8080"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve the page until interrupted; exit status 0."""
+    parser = Parser("dashboard", "Serve the page for one or several engines elsewhere.")
+    parser.usage = "jitney dashboard --engine URL [--engine URL ...] [FLAG ...]"
+    add = parser.add_argument
+    add("--engine", action="append", metavar="URL", default=[], help=f"an engine; may be repeated [{DEFAULT_ENGINE}]")
+    add("--host", default="127.0.0.1", metavar="TEXT", help="address to listen on [127.0.0.1]")
+    add("--port", default=DEFAULT_PORT, metavar="N", help=f"port to listen on; 0: any free one [{DEFAULT_PORT}]")
+    add("--hosts", default="", metavar="A,B,...", help="Host header values to accept, without port; empty: any")
+    add("--insecure", action="store_true", help="allow listening beyond this machine without an API key")
+    add_key_flag(parser)
+    known = parser.parse(arguments)
+    key = engine_key(known)
+    serve(known.engine or [DEFAULT_ENGINE], key, {
+        "host": known.host, "port": known.port, "insecure": known.insecure, "hosts": known.hosts,
+        "api_keys": (key,) if key else ()})
+    return 0
+
+
+def serve(urls: Sequence[str], key: str, flags: dict[str, object]) -> None:
+    """The engines' key is also what visitors sign in with: nobody sees more here than there. Raises ConfigError."""
+    from jitney.dashboard.remote import RemoteEngine
+    from jitney.dashboard.standalone import create_standalone
+    from jitney.engine.cli.display import make_display
+    from jitney.engine.cli.serve import limits, web_server
+
+    if len(set(urls)) < len(urls):
+        raise ConfigError("--engine names one engine twice")
+    config = load_config(None, NOTHING, flags)
+    settings = limits(config, config.server.api_keys)
+    engines = [RemoteEngine(url, key) for url in urls]
+    make_display().close()
+    with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
+        print(f"Jitney's page of {', '.join(engine.url for engine in engines)}: "
+              f"{base_url(config.server, bound.getsockname()[1])}/", flush=True)
+        asyncio.run(until_told(web_server(config, settings, create_standalone(engines, settings)), bound))
+
+
+async def until_told(server: uvicorn.Server, bound: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM."""
+
+    def leave() -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, leave)
+    await server.serve(sockets=[bound])

@@ -1,0 +1,24 @@
+"""The API key with which a command asks an engine elsewhere: from the environment or a file, never a flag's value."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from jitney.engine.cli.listen import read_keys
+from jitney.engine.config import ServerSection
+
+ENV = "JITNEY_ENGINE_KEY"
+
+
+def add_key_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --key-file."""
+    parser.add_argument("--key-file", metavar="FILE", default="", help=(
+        f"file whose first line is the engine's API key, readable by its owner only (or set {ENV})"))
+
+
+def engine_key(known: argparse.Namespace) -> str:
+    """The key, empty if none was given. Raises ConfigError, never showing a key."""
+    if known.key_file:
+        return read_keys(ServerSection(api_key_file=known.key_file))[0]
+    return os.environ.get(ENV, "")

@@ -1,0 +1,278 @@
+"""`jitney simulate`: the scheduler and its policies on a virtual clock, on recorded or made-up traffic."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from jitney.engine.accuracy import COMPARED, errors, figure, measured_figures
+from jitney.engine.cli.bench_flags import (
+    add_traffic,
+    check_numbers,
+    check_writable,
+    slo_from,
+    traffic_from,
+    write_json,
+)
+from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.config import Config
+from jitney.engine.errors import ConfigError
+from jitney.engine.workload import Arrival, TraceLine, read_trace_lines
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jitney.engine.simulator import EngineShape, Run
+    from jitney.engine.steptable import StepTimes
+
+POLICIES = "static,dynamic,continuous"
+CAPS = ("max_waiting_requests", "max_waiting_tokens")
+NO_CAP = 2**31 - 1
+#: Settings that say how to run on a real machine.
+NOT_SIMULATED = ("revision", "dtype", "memory_gib", "prefix_cache", "kernels", "compilation_cache", "platform",
+                 "device")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Simulate each policy and print its figures side by side; exit status 0."""
+    known = make_parser().parse(arguments)
+    check_flags(known)
+    config = config_from(known)
+    if known.measured:
+        from jitney.engine.cli.simulate_measured import run_measured
+
+        return run_measured(known, config)
+    arrivals = traffic(known)
+    table = step_times(known, config)
+    shape = shape_for(known, config, arrivals, table)
+    options = {"slo": slo_from(known), "price_per_hour": known.price_per_hour}
+    measured = measured_figures(recording(known), **options)
+    report: dict[str, Any] = {"source": source_of(table), "engine": describe(shape), "policies": {},
+                              "measured": {known.measured_policy: measured} if measured else {}, "errors": {}}
+    for policy in policies_of(known):
+        report["policies"][policy] = timed_figures(lambda p=policy: simulate_policy(p, arrivals, shape, table, known),
+                                                   options)
+    deliver(known, report)
+    return 0
+
+
+def timed_figures(simulated: Callable[[], Run], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a run, and how long simulating it took."""
+    started = time.perf_counter()
+    figures = simulated().figures(**options)
+    return figures | {"simulated_in_s": round(time.perf_counter() - started, 3)}
+
+
+def deliver(known: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Work out the errors of what was also measured, print the tables and write the file."""
+    report["errors"] = {policy: errors(figures, report["measured"][policy])
+                        for policy, figures in report["policies"].items() if policy in report["measured"]}
+    if known.json:
+        write_json(known.json, report)
+    if known.json != "-":
+        show(report)
+
+
+def make_parser() -> Parser:
+    parser = Parser("simulate", "Predict what an engine does with given traffic: the scheduler on a virtual clock.")
+    add = parser.add_argument_group("what to simulate").add_argument
+    add("--policies", metavar="A,B", default=POLICIES, help=f"policies to compare [{POLICIES}]; --policy names one")
+    add("--table", metavar="FILE", help="step times measured by jitney bench step --json FILE")
+    add("--records", metavar="FILE", help="step times from the step records of a real run (.npz or .npy)")
+    add("--device", dest="chip", metavar="NAME", help="step times of the roofline of a named device, for the model")
+    add("--count", type=int, default=1, metavar="N", help="with --device: chips, by tensor parallelism [1]")
+    add("--weights", default="bf16", metavar="FORMAT", help="with --device: bf16, fp8, int8 or int4 [bf16]")
+    add("--kv", default="bf16", metavar="FORMAT", help="with --device: bf16, fp8 or int8 [bf16]")
+    add("--seats", type=int, metavar="N", help="the same as --max-seats")
+    add("--measured", metavar="FILE", help="predict the runs in a file of jitney bench policies --records, each beside "
+        "its measurement; step times are theirs unless said otherwise")
+    add("--calibrate-on", metavar="NAME", default="all", help="with --measured: the run whose steps tell how long "
+        "steps take; all: of all runs together; each: its own, if the machine's speed changed between them [all]")
+    add_traffic(parser, requests=1000, arrivals="poisson")
+    add_pace(parser)
+    add = parser.add_argument_group("report").add_argument
+    add("--measured-policy", metavar="NAME", default="continuous",
+        help="the policy that --trace was recorded under, whose prediction is compared with it [continuous]")
+    add("--slo-ttft-ms", type=float, metavar="MS", help="count requests whose first token came in time")
+    add("--slo-itl-ms", type=float, metavar="MS", help="and whose later tokens came this fast on average")
+    add("--price-per-hour", type=float, metavar="X", help="of the device, for the cost of a million tokens")
+    add("--json", metavar="FILE", help="write all figures to a file; - is standard output")
+    add_settings(parser, ("model", "engine"), leave_out=NOT_SIMULATED)
+    return parser
+
+
+def add_pace(parser: Parser) -> None:
+    """How fast the traffic comes."""
+    add = parser.add_argument_group("pace").add_argument
+    add("--rate", type=float, metavar="X", help="requests a second [1; a trace's own]")
+    add("--concurrency", type=int, default=0, metavar="N", help="closed arrivals: requests open at a time; 0: all [0]")
+
+
+def check_flags(known: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that contradict each other, or that would be ignored."""
+    check_numbers(known, rate=1e-9, concurrency=0, count=1, seats=1)
+    if known.measured and known.trace:
+        raise ConfigError("--measured brings its own requests: give no --trace with it")
+    if known.calibrate_on != "all" and not (known.measured and not (known.table or known.records or known.chip)):
+        raise ConfigError("--calibrate-on names a run of --measured whose own steps are used: give that, and no "
+                          "--table, --records or --device")
+    if not known.chip and (known.count, known.weights, known.kv) != (1, "bf16", "bf16"):
+        raise ConfigError("--count, --weights and --kv describe a roofline: give --device with them")
+    if known.seats and "max_seats" in vars(known):
+        raise ConfigError("--seats and --max-seats are the same setting: give one")
+    check_writable(known, "json")
+
+
+def traffic(known: argparse.Namespace) -> list[Arrival]:
+    """The requests that the flags describe."""
+    if known.concurrency and (known.trace or known.arrivals != "closed"):
+        raise ConfigError("--concurrency is for --arrivals closed: other arrivals come at their own times")
+    return traffic_from(known, known.rate or (0.0 if known.trace else 1.0))
+
+
+def recording(known: argparse.Namespace) -> list[TraceLine]:
+    """The lines of the trace, if it is simulated as it was recorded and can be compared."""
+    return read_trace_lines(known.trace) if known.trace and known.rate is None and known.scale == 1 else []
+
+
+def step_times(known: argparse.Namespace, config: Config) -> StepTimes:
+    """The step times that one of --table, --records and --device asks for."""
+    from jitney.engine.steptable import StepTable
+
+    makers: dict[str, Callable[[str], StepTimes]] = {
+        "table": StepTable.load,
+        "records": lambda file: StepTable.from_records(read_records(file), Path(file).name),
+        "chip": lambda name: roofline(known, config),
+    }
+    given = {name: value for name in makers if (value := getattr(known, name))}
+    if len(given) != 1:
+        raise ConfigError("say where step times come from: exactly one of --table, --records and --device")
+    (name, value), = given.items()
+    return makers[name](value)
+
+
+def roofline(known: argparse.Namespace, config: Config) -> StepTimes:
+    from jitney.engine.devices import find_device
+    from jitney.engine.roofline import ModelCost, Roofline, find_shape
+
+    return Roofline(ModelCost(find_shape(config.model.id), known.weights, known.kv), find_device(known.chip),
+                    known.count)
+
+
+def read_records(file: str) -> Any:
+    """Step records from .npy, or from the arrays of that type in an .npz, one after another."""
+    import numpy as np
+
+    try:
+        loaded = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as numpy arrays: {error}") from None
+    arrays = [loaded] if isinstance(loaded, np.ndarray) else [loaded[name] for name in loaded.files]
+    arrays = [array for array in arrays if array.dtype.names and "device_s" in array.dtype.names]
+    if not arrays or any(name not in array.dtype.names for array in arrays for name in ("keys", "longest", "pairs")):
+        raise ConfigError(f"{file}: holds no step records of this version")
+    return np.concatenate(arrays)
+
+
+def policies_of(known: argparse.Namespace) -> list[str]:
+    named = getattr(known, "policy", None) or known.policies
+    return [word.strip() for word in named.split(",") if word.strip()]
+
+
+def shape_for(known: argparse.Namespace, config: Config, arrivals: Sequence[Arrival], table: StepTimes) -> EngineShape:
+    """The engine of the settings. What they leave open is chosen so that it does not interfere: the context holds the
+    longest request, pages suffice for every seat (or fill the device's memory), and the caps on waiting requests are
+    off unless given."""
+    from jitney.engine.simulator import EngineShape
+
+    changes: dict[str, Any] = {cap: NO_CAP for cap in CAPS if cap not in vars(known)}
+    if known.seats:
+        changes["max_seats"] = known.seats
+        changes["token_budget"] = max(config.engine.token_budget, 2 * known.seats)
+    settings = config.engine.model_copy(update=changes)
+    longest = max(a.n_prompt + max(1, a.n_output) for a in arrivals)
+    context = config.model.context or longest
+    pages = settings.pages or pages_for(table, settings.page_size, settings.max_seats, context)
+    return EngineShape.of(settings, context_length=context, pages=pages)
+
+
+def pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int:
+    """Pages, the trash page included, when no setting says how many."""
+    from jitney.engine.roofline import Roofline
+
+    wanted = seats * -(-context // page_size) + 1
+    if not isinstance(table, Roofline):
+        return wanted
+    fit = int(table.kv_room / (table.cost.kv_bytes / table.kv_split * page_size))
+    if fit < 2:
+        raise ConfigError(f"the model does not fit {table.count} x {table.device.name}: use more chips (--count) or "
+                          "smaller --weights")
+    return min(fit, wanted)
+
+
+def simulate_policy(policy: str, arrivals: Sequence[Arrival], shape: EngineShape, table: StepTimes,
+                    known: argparse.Namespace) -> Run:
+    """One run; only the policy differs from those of the others."""
+    from dataclasses import replace
+
+    from jitney.engine.simulator import simulate
+
+    limits = replace(shape.limits, policy=policy)
+    return simulate(arrivals, replace(shape, limits=limits), table, concurrency=known.concurrency or None,
+                    seed=known.seed)
+
+
+def describe(shape: EngineShape) -> dict[str, Any]:
+    """The engine's shape, for the report."""
+    return msgspec.to_builtins({"limits": shape.limits, "pages": shape.pages, "page_size": shape.page_size,
+                                "buckets": [str(bucket) for bucket in shape.buckets.all()]})
+
+
+def source_of(table: StepTimes) -> str:
+    from jitney.engine.roofline import Roofline
+
+    if isinstance(table, Roofline):
+        return f"roofline of {table.count} x {table.device.name}, {table.cost.weights} weights, {table.cost.kv} KV"
+    return getattr(table, "source", "")
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """The figures of all policies side by side, then each beside its measurement, if there is one."""
+    from rich.console import Console
+
+    console, policies = Console(), report["policies"]
+    console.print(f"step times: {report['source']}", highlight=False)
+    rows = {name: [cell(name, figure(figures, name)) for figures in policies.values()] for name in COMPARED}
+    console.print(table_of("predicted", list(policies), rows))
+    for policy, off in report["errors"].items():
+        pair = policies[policy], report["measured"][policy]
+        rows = {name: [*(cell(name, figure(figures, name)) for figures in pair), f"{off[name]:+.1%}"] for name in off}
+        console.print(table_of(f"{policy}: predicted and measured", ["predicted", "measured", "error"], rows))
+
+
+def table_of(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+    """A table with the figures' names on the left; figures that nobody knows are left out."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    for name in ("", *columns):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for name, cells in rows.items():
+        if any(cells):
+            table.add_row(name, *cells)
+    return table
+
+
+def cell(name: str, value: float | None) -> str:
+    """A figure as people read it."""
+    if value is None:
+        return ""
+    if name.endswith("_s") and "_p" in name:
+        return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+    return f"{value:.1%}" if name in ("padding_share", "seat_fill", "kv_use") else f"{value:,.2f}"

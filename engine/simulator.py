@@ -1,0 +1,224 @@
+"""The engine on a virtual clock: the very same core, scheduler, policies, pages and ledger, and a device made of time.
+
+The device takes as long for a step as a step table says, the host as long as it was measured to; everything else is
+decided by the code that runs in production. Sequences end by length. Prompts are lengths only: the prefix cache is
+off, so nothing is shared, and a run of traffic that shares prompts is predicted as if it did not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jitney.engine.admission import SchedulerLimits
+from jitney.engine.buckets import Buckets, make_buckets
+from jitney.engine.conductor import Conductor, Ride
+from jitney.engine.config import EngineSection
+from jitney.engine.core import EngineCore
+from jitney.engine.errors import ConfigError
+from jitney.engine.figures import QUANTILES, RequestTimes, Slo, summarise
+from jitney.engine.ledger import STEP_DTYPE, Ledger
+from jitney.engine.pages import PagePool
+from jitney.engine.plan import Plan, StepResult
+from jitney.engine.scheduler import Scheduler
+from jitney.engine.steptable import StepTimes, kind_of
+from jitney.engine.types import EngineRequest, SamplingParams
+from jitney.engine.work import work_of
+from jitney.engine.workload import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """The engine to simulate. pages: of the KV pool, the trash page included."""
+
+    limits: SchedulerLimits
+    buckets: Buckets
+    pages: int
+    page_size: int = 16
+
+    @classmethod
+    def of(cls, settings: EngineSection, *, context_length: int, pages: int) -> EngineShape:
+        """The engine that these settings describe; pages as in `EngineShape`, because settings may leave it to the
+        machine."""
+        shared = {f.name: getattr(settings, f.name) for f in fields(SchedulerLimits) if hasattr(settings, f.name)}
+        buckets = make_buckets(max_seats=settings.max_seats, token_budget=settings.token_budget,
+                               seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets)
+        return cls(SchedulerLimits(context_length=context_length, **shared), buckets, pages, settings.page_size)
+
+    def new_core(self, device: VirtualDevice) -> EngineCore:
+        """A core of this shape on a virtual device."""
+        pool = PagePool(self.pages, self.page_size, retain=False)
+        scheduler = Scheduler(self.limits, self.buckets, pool, device.clock)
+        return EngineCore(scheduler, device, Ledger(), device.clock)
+
+
+@dataclass(slots=True)
+class Run:
+    """What a simulation brought. times: in order of the arrivals. records: `ledger.STEP_DTYPE` [steps]. seconds: from
+    the first arrival to the last end. gaps, gap_counts: distinct waits between two tokens of a request, in seconds,
+    and how many tokens waited so long: together every one of them.
+    """
+
+    times: list[RequestTimes]
+    records: np.ndarray
+    rides: list[Ride]
+    seconds: float
+    seats: int
+    gaps: np.ndarray
+    gap_counts: np.ndarray
+
+    def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
+        """The figures of `engine.figures.summarise`; inter-token waits are exact though no token's time is kept."""
+        figures = summarise(self.times, records=self.records, seats=self.seats, seconds=self.seconds, slo=slo,
+                            price_per_hour=price_per_hour)
+        return figures | {"itl_s": weighted_spread(self.gaps, self.gap_counts)}
+
+
+@dataclass(slots=True)
+class Clock:
+    """Virtual seconds; the device and the loop move it."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ticket(NamedTuple):
+    """A launched step: when it will be done, and how many tokens it brings."""
+
+    ready: float
+    tokens: int
+
+
+class VirtualDevice:
+    """A runner whose steps take the time that a table says, one after another, while the host goes on."""
+
+    compiles = 0
+
+    def __init__(self, table: StepTimes, conductor: Conductor, seed: int = 0):
+        self.clock, self.table, self.conductor = Clock(), table, conductor
+        self._free_at = 0.0
+        self._scatter = {kind: drawn(factors, seed) for kind, factors in table.noise.items()}
+
+    def batch(self, plan: Plan) -> Plan:
+        """The host has planned, and now packs and launches: all three pass here."""
+        self.conductor.planned(plan, self.clock.now)
+        host = self.table.host
+        self.clock.now += host.before + host.before_per_row * len(plan.chunks)
+        return plan
+
+    def launch(self, batch: Plan) -> Ticket:
+        seconds = self.table.seconds(batch.bucket, work_of(batch))
+        scatter = self._scatter.get(kind_of(batch.bucket))
+        if scatter is not None:
+            seconds *= next(scatter)
+        self._free_at = max(self.clock.now, self._free_at) + seconds
+        return Ticket(self._free_at, sum([chunk.sample for chunk in batch.chunks]))
+
+    def fetch(self, ticket: Ticket) -> StepResult:
+        if ticket.ready > self.clock.now:
+            self.clock.now = ticket.ready
+        return StepResult([0] * ticket.tokens)
+
+    def committed(self, rows: int) -> None:
+        """The host took in a step of so many sequences."""
+        host = self.table.host
+        self.clock.now += host.after + host.after_per_row * rows
+
+
+def drawn(factors: Sequence[float], seed: int) -> Iterator[float]:
+    """The factors in random order, and again in another: every run has its share of the rare ones."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield from rng.permutation(factors).tolist()
+
+
+def simulate(arrivals: Sequence[Arrival], engine: EngineShape, table: StepTimes, *, concurrency: int | None = None,
+             seed: int = 0, keep_tokens: bool = False) -> Run:
+    """Run the arrivals (ascending in time) through the engine, as fast as Python goes.
+
+    concurrency: a closed loop, in which a request comes when fewer than so many are open, whatever its time says. seed:
+    of the scatter of step times, if the table knows any. keep_tokens: fill `RequestTimes.token_times`. Requests that
+    the engine refuses end with finish "error". Raises ConfigError if there is nothing to simulate.
+    """
+    if not arrivals:
+        raise ConfigError("there is no request to simulate")
+    book = Conductor(keep_tokens)
+    device = VirtualDevice(table, book, seed)
+    core = engine.new_core(device)
+    with no_collection():
+        records = drive(core, device, book, arrivals, concurrency)
+    core.check()
+    end = max(times.finished for times in book.times)
+    return Run(book.times, np.frombuffer(b"".join(records), STEP_DTYPE), [Ride(*ride) for ride in book.rides],
+               end - min(times.arrival for times in book.times), engine.limits.max_seats,
+               np.array(book.gaps), np.array(book.gap_counts, np.int64))
+
+
+def drive(core: EngineCore, device: VirtualDevice, book: Conductor, arrivals: Sequence[Arrival],
+          concurrency: int | None) -> list[bytes]:
+    """The loop of the core's process: take in who has come, step, hand out; returns the step records."""
+    clock, records, limit = device.clock, [], concurrency or len(arrivals)
+    clock.now = arrivals[0].at
+    coming, total = 0, len(arrivals)
+    while coming < total or core.has_work:
+        while coming < total and (book.n_open < limit if concurrency else arrivals[coming].at <= clock.now):
+            arrival = arrivals[coming]
+            at = clock.now if concurrency else arrival.at
+            core.add(request_of(book.enter(coming, arrival, at), arrival, at))
+            coming += 1
+        if not core.has_work:
+            clock.now = arrivals[coming].at
+            continue
+        if (pause := core.pause_s) > 0:
+            wakes = math.nextafter(clock.now + pause, math.inf)  # rounding must not leave it short of the time
+            clock.now = min(wakes, arrivals[coming].at) if coming < total and not concurrency else wakes
+            continue
+        report = core.step()
+        if report.record:
+            records.append(report.record)
+            device.committed(len(report.outputs))
+        if report.outputs:
+            book.took(report.outputs, clock.now)
+    return records
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection inside: a run makes millions of objects that live on and no cycle (a tenth of the time)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def request_of(name: str, arrival: Arrival, at: float) -> EngineRequest:
+    """A request of the arrival's lengths that ends by length alone."""
+    sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=max(1, arrival.n_output), ignore_eos=True)
+    return EngineRequest(id=name, prompt=[0] * arrival.n_prompt, sampling=sampling, arrival=at, tenant=arrival.tenant,
+                         priority=arrival.priority)
+
+
+def weighted_spread(values: np.ndarray, counts: np.ndarray) -> dict[str, float] | None:
+    """Percentiles (linear between neighbours, as numpy's), mean and most of values [n] that stand counts [n] times."""
+    if not len(values):
+        return None
+    order = np.argsort(values)
+    values, counts = values[order], counts[order]
+    ends = np.cumsum(counts)
+    at = (ends[-1] - 1) * np.array(list(QUANTILES.values())) / 100
+    low, high = (values[np.searchsorted(ends, np.minimum(rank, ends[-1] - 1), side="right")]
+                 for rank in (np.floor(at), np.floor(at) + 1))
+    points = low + (high - low) * (at - np.floor(at))
+    return dict(zip(QUANTILES, points.tolist(), strict=True)) | {
+        "mean": float(np.average(values, weights=counts)), "max": float(values[-1])}

@@ -1,0 +1,275 @@
+"""Runs in this process, the comparison of the policies, the knee of a curve, and the reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import VOCAB, FakeClock, make_core, make_request, solo
+
+from jitney.engine.accounts import bill
+from jitney.engine.bench.charts import held_seats, ledger_bars, seat_timeline
+from jitney.engine.bench.compare import at_load, capacity, differences, ratios, run_policies
+from jitney.engine.bench.offline import Bench, Measured
+from jitney.engine.bench.report import Section, Table, page
+from jitney.engine.bench.saved import write_recording, write_records
+from jitney.engine.bench.sweep import knee, knee_of
+from jitney.engine.bench.tables import figures_table, ledgers_table
+from jitney.engine.bench.text import prompt_ids, prose
+from jitney.engine.cli import main
+from jitney.engine.errors import ConfigError
+from jitney.engine.ledger import ROW_KINDS, STEP_DTYPE
+from jitney.engine.simulator import Ride
+from jitney.engine.workload import Arrival, Closed, Fixed, Poisson, Uniform, read_trace_lines, synthesise
+
+POLICIES = ("static", "dynamic", "continuous")
+
+
+def encode(text: str) -> list[int]:
+    """A token a character, none of them the end."""
+    return [1 + ord(character) % (VOCAB - 1) for character in text]
+
+
+def make_bench(**options) -> Bench:
+    """On the fake device; every look at the clock takes 1 ms."""
+    clock = FakeClock(0.001)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    return Bench(make_core(clock=clock, **options), encode, sleep)
+
+
+def mixed(pattern=None, count: int = 24) -> list[Arrival]:
+    return synthesise(count, Uniform(2, 9), Uniform(1, 24), pattern or Closed(), 5)
+
+
+def test_prompts_are_text_of_exactly_the_wanted_length():
+    assert prose(5, 1).startswith("The ") and len(prose(5, 1).split()) == 5 and prose(300, 1) == prose(300, 1)
+    assert len({prose(12, seed) for seed in range(200)}) == 200
+    for wanted in (1, 7, 500):
+        assert len(prompt_ids(encode, wanted, 3)) == wanted
+        assert len(prompt_ids(lambda text: list(range(len(text.split()) // 4)), wanted, 3)) == wanted
+
+
+def test_all_policies_give_the_tokens_of_a_request_alone():
+    bench = make_bench()
+    requests = bench.requests(mixed(Poisson(30.0)))
+    runs = run_policies(bench, requests)
+    assert list(runs) == list(POLICIES) and differences(runs) == []
+    for request, tokens in zip(requests, runs["continuous"].tokens, strict=True):
+        alone = make_request("x", request.prompt, max_tokens=request.arrival.n_output, ignore_eos=True)
+        assert tokens == solo(alone, 0, 0, eos=())
+
+
+def test_a_difference_is_found_where_it_begins():
+    bench = make_bench()
+    runs = run_policies(bench, bench.requests(mixed()), ["static", "continuous"])
+    runs["continuous"].tokens[3][2:3] = [VOCAB]
+    assert differences(runs) == [(3, ("static", "continuous"), 2)]
+
+
+def test_a_run_keeps_times_seats_and_rows():
+    bench = make_bench()
+    run = bench.run(bench.requests(mixed(Poisson(20.0))), policy="continuous")
+    figures = run.figures(price_per_hour=1.0)
+    assert figures["served"] == 24 and figures["output_tokens"] == sum(len(tokens) for tokens in run.tokens)
+    for times, tokens in zip(run.times, run.tokens, strict=True):
+        assert times.boarded is not None and times.first_token is not None and times.token_times is not None
+        assert times.arrival <= times.boarded < times.first_token <= times.finished
+        assert len(times.token_times) == len(tokens) == times.n_output
+    seats = sorted((ride.seat, ride.start, ride.end) for ride in run.rides)
+    assert all(one[0] != two[0] or one[2] <= two[1] for one, two in pairwise(seats)), "one a seat"
+    lines, rest = run.riders.bill(run.records)
+    assert sum(line.rows for line in lines.values()) + rest.rows == run.records["bucket_tokens"].sum()
+    assert sum(figures["rows"].values()) == run.records["bucket_tokens"].sum()
+
+
+def test_open_arrivals_come_at_their_times_and_a_closed_loop_keeps_its_number():
+    bench = make_bench()
+    requests = bench.requests([Arrival(0.0, 3, 2), Arrival(5.0, 3, 2), Arrival(5.0, 3, 2)])
+    run = bench.run(requests)
+    assert [round(t.arrival - run.started, 9) for t in run.times] == [0.0, 5.0, 5.0] and run.seconds > 5.0
+    closed = bench.run(bench.requests(mixed()), concurrency=2)
+    for times in closed.times:
+        assert sum(other.arrival <= times.arrival < other.finished for other in closed.times) <= 2
+
+
+def test_nobody_is_refused_for_a_long_queue():
+    bench = make_bench(max_requests=2, max_tokens=20)
+    assert bench.run(bench.requests(mixed(count=40))).figures()["served"] == 40
+
+
+def test_a_request_that_cannot_fit_is_named_before_anything_runs():
+    with pytest.raises(ConfigError, match="request 1 has 60 prompt and 9 output tokens"):
+        make_bench(context=64).requests([Arrival(0.0, 3, 3), Arrival(0.0, 60, 9)])
+
+
+def test_capacity_is_what_full_seats_serve():
+    bench = make_bench(seats=4)
+    requests = bench.requests(synthesise(40, Fixed(4), Fixed(12), Closed(), 0))
+    rate = capacity(bench, requests, 4)
+    saturated = bench.run(requests, concurrency=8).figures()["req_s"]
+    assert rate == pytest.approx(saturated, rel=0.35)
+    assert [a.at for a in at_load([Arrival(2.0, 1, 1), Arrival(6.0, 1, 1)], 4.0)] == [0.5, 1.5]
+
+
+def test_ratios_are_gains_of_continuous():
+    def run(tok_s: float, ttft: float) -> dict:
+        return {"output_tok_s": tok_s, "req_s": tok_s / 10, "ttft_s": {"p50": ttft, "p99": 2 * ttft}, "e2e_s": None}
+
+    gains = ratios({"static": run(100, 8.0), "continuous": run(300, 0.5)})
+    assert gains["static"]["output_tok_s"] == 3.0 and gains["static"]["ttft_s_p99"] == 16.0
+    assert gains["static"]["e2e_s_p50"] is None and gains["static"]["published_output_tok_s"] == (1.6, 3.4)
+    assert ratios({"static": run(1, 1)}) == {}
+
+
+def test_the_knee_is_farthest_from_the_diagonal():
+    x = [1, 2, 4, 8, 16, 32]
+    assert knee(x, [10, 20, 40, 78, 84, 86]) == 3
+    assert knee(x, [1, 1, 1, 1, 2, 20], convex=True) == 4
+    assert knee(x, x) is None and knee([1, 2], [1, 2]) is None and knee(x, [5] * 6) is None
+    assert knee(x, [10, 20, 40, 80, 70, 60]) == 3
+    assert knee([5, 10, 20, 40, 80], [60, 83, 62, 353, 234], convex=True) == 2, "the dip at the end is no knee"
+    tok_s = [{"concurrency": c, "output_tok_s": t} for c, t in zip(x, [10, 20, 40, 78, 84, 86], strict=True)]
+    assert knee_of("concurrency", tok_s) == 3
+    assert knee_of("rate", [{"rate": 1.0, "e2e_p99_s": None}] * 3) is None
+
+
+def test_a_batch_holds_its_seats_until_the_slowest_is_done():
+    rides = [Ride(0, 0, 0.0, 1.0, 2.0), Ride(1, 1, 0.0, 1.0, 6.0), Ride(0, 2, 6.0, 7.0, 9.0), Ride(1, 3, 6.5, 7.0, 8.0)]
+    assert held_seats(rides) == [(0, 2.0, 6.0, 0), (1, 8.0, 9.0, 3)]
+    figure = seat_timeline("static", rides, 0.0, 2, 9.0, held=True)
+    prompt, generating, held = figure["data"]
+    assert (prompt["base"][0], prompt["x"][0], generating["x"][0], held["x"]) == (0.0, 1.0, 1.0, [4.0, 1.0])
+
+
+class Collector(HTMLParser):
+    """Tags that would fetch something, and the JSON of the charts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.charts: list[dict] = []
+        self._json = False
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        self.outside += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self._json = ("type", "application/json") in attrs
+        assert tag not in ("link", "img", "iframe", "b"), tag
+
+    def handle_data(self, data: str) -> None:
+        if self._json:
+            self.charts.append(json.loads(data))
+            self._json = False
+        self.text += data if len(data) < 10_000 else ""
+
+
+def read_page(text: str) -> Collector:
+    collector = Collector()
+    collector.feed(text)
+    collector.close()
+    assert collector.outside == []
+    return collector
+
+
+def test_the_report_asks_nobody_for_anything_and_shows_markup_as_text():
+    evil = "</script><b onclick=x>\"'&"
+    text = page(evil, [evil], [Section(evil, [evil], [Table(["", evil], [[evil, evil]])],
+                                       [{"data": [{"name": evil}], "layout": {}}])])
+    found = read_page(text)
+    assert found.charts == [{"data": [{"name": evil}], "layout": {}}]
+    assert found.text.count(evil) == 8 and "@import" not in text.split("<script>")[0]
+    assert "Plotly.newPlot" in text and len(text) > 1_000_000, "plotly.js stands in the page itself"
+
+
+def measured(policies: Sequence[str] = POLICIES) -> dict[str, Measured]:
+    bench = make_bench()
+    return run_policies(bench, bench.requests(mixed(Poisson(30.0))), policies)
+
+
+def test_tables_have_a_column_for_each_run():
+    runs = measured()
+    table = figures_table({name: run.figures() for name, run in runs.items()})
+    assert list(table.heads) == ["", *POLICIES] and all(len(row) == 4 for row in table.rows)
+    assert "goodput, requests/s" not in [row[0] for row in table.rows], "nobody named a service level"
+    ledgers = ledgers_table({name: bill(run.records, run.seconds) for name, run in runs.items()}, 2.0)
+    assert {len(row) for row in ledgers.rows} == {7} and ledgers.rows[-1][0] == "cost"
+    assert len(ledger_bars({name: bill(run.records, run.seconds) for name, run in runs.items()})["data"]) >= 3
+
+
+def test_recordings_and_records_come_back(tmp_path: Path):
+    runs = measured(["continuous"])
+    run = runs["continuous"]
+    write_records(tmp_path / "r.npz", runs)
+    loaded = np.load(tmp_path / "r.npz", allow_pickle=False)
+    assert loaded["records_continuous"].dtype == STEP_DTYPE and len(loaded["records_continuous"]) == len(run.records)
+    last = max(t.finished for t in run.times) - run.started
+    assert loaded["times_continuous"]["finished"].max() == pytest.approx(last)
+    assert json.loads(str(loaded["limits_continuous"]))["policy"] == "continuous"
+    write_recording(tmp_path / "t.jsonl", run.times, run.started)
+    lines = read_trace_lines(tmp_path / "t.jsonl")
+    assert sorted(line.e2e_s or 0 for line in lines) == pytest.approx(sorted(t.e2e_s for t in run.times))
+    assert {line.finish for line in lines} == {"length"}
+
+
+def test_the_command_compares_the_policies_on_a_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz")}
+    status = main(["bench", "policies", "tiny-random", "--seats", "4", "--token-budget", "32", "--context", "128",
+                   "--seat-buckets", "4", "--token-buckets", "32",
+                   "--requests", "10", "--prompt", "4..12", "--output", "2..20", "--load", "1.2", "--warmup-s", "0",
+                   "--json", str(out["p.json"]), "--html", str(out["p.html"]), "--records", str(out["p.npz"]),
+                   "--traces", str(tmp_path / "t"), "--price-per-hour", "2", "--slo-ttft-ms", "1000",
+                   "--no-compilation-cache", "--platform", "cpu", "--kernels", "reference"])
+    assert status == 0
+    report = json.loads(out["p.json"].read_text())
+    assert list(report["policies"]) == list(POLICIES) and report["same_tokens"] is True
+    for figures in report["policies"].values():
+        assert {"p50", "p90", "p99", "p999"} <= set(figures["ttft_s"]) and figures["output_tok_s"] > 0
+        assert figures["served"] == 10 and figures["goodput_req_s"] > 0
+        rows, ledger = figures["rows"], figures["ledger"]
+        assert rows == {kind: ledger[kind]["rows"] for kind in ROW_KINDS}
+        shares = figures["request_shares"].values()
+        assert len(shares) == 10 and sum(share["rows"] for share in shares) == sum(rows.values()) - rows["padding"]
+        busy = sum(ledger[kind]["seconds"] for kind in ROW_KINDS)
+        assert sum(share["seconds"] for share in shares) + ledger["padding"]["seconds"] == pytest.approx(busy, abs=1e-8)
+    assert report["ratios"]["static"]["output_tok_s"] > 0 and report["traffic"]["requests"] == 10
+    assert len(read_page(out["p.html"].read_text()).charts) == 8
+    assert len(read_trace_lines(tmp_path / "t.static.jsonl")) == 10
+    shown = capsys.readouterr().out
+    assert "1.6x to 3.4x" in shown and "every request the same tokens" in shown and "Ledger" in shown
+
+
+@pytest.mark.parametrize(("words", "complaint"), [
+    (["policies", "--policies", "greedy"], "greedy is none of static, dynamic, continuous"),
+    (["policies", "--concurrency", "4"], "--arrivals closed"),
+    (["policies", "--output", "9..3"], "--output"),
+    (["policies", "--requests", "0"], "--requests must be at least 1"),
+    (["policies", "--json", "/nowhere/x.json"], "no such folder"),
+    (["policies", "--seats", "4", "--max-seats", "4"], "give one"),
+    (["policies", "--slo-ttft-ms", "nan"], "--slo-ttft-ms must be at least 0"),
+    (["serve", "--url", "localhost:80"], "must begin with http"),
+    (["serve", "--url", "http://x", "--arrivals", "poisson"], "needs --rate"),
+    (["serve", "--url", "http://x", "--rate", "3"], "closed arrivals have none"),
+    (["sweep", "--rates", "1,x"], "--rates"),
+    (["sweep", "--rates", "1", "--concurrencies", "1"], "not both"),
+    (["sweep", "--concurrencies", "1.5"], "whole numbers"),
+    (["sweep", "--url", "http://x", "--max-seats", "4"], "server's business"),
+])
+def test_bad_flags_are_told_in_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert complaint in error and "\n" not in error
+
+
+def test_kinds_are_listed_and_guessed(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench"]) == 2 and "policies" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["bench", "polices"])
+    assert "did you mean policies?" in capsys.readouterr().err
