@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from jitney.dashboard import frames
-from jitney.dashboard.assets import Assets
+from jitney.dashboard import frames, report, stories, timeline
 from jitney.dashboard.feed import Feed
+from jitney.dashboard.front import HANDLERS, Front, read_body, read_json, to_json
 from jitney.dashboard.guard import Guard, LiveFeed
-from jitney.dashboard.sessions import COOKIE, LIFETIME_S, Sessions
-from jitney.engine.api.errors import HttpError, error_response
+from jitney.dashboard.lab import Lab, Wish
+from jitney.dashboard.looks import page_cells
+from jitney.dashboard.queries import seconds, whole, word
+from jitney.engine.api.errors import HttpError
 from jitney.engine.client import EngineClient
-from jitney.engine.errors import JitneyError, RequestError
+from jitney.engine.config import EngineSection
+from jitney.engine.errors import RequestError
+from jitney.engine.journal import KEEP_S
+from jitney.engine.trips import Trip
+from jitney.engine.types import MAX_N
 
-#: Most bytes of a sign-in.
-SIGN_IN_LIMIT = 4096
+#: Token ids to text.
+Decode = Callable[[list[int]], str]
 
 
 class Settings(Protocol):
@@ -33,72 +39,117 @@ class Settings(Protocol):
     def api_keys(self) -> tuple[str, ...]: ...
 
 
-class SignIn(msgspec.Struct, forbid_unknown_fields=True):
-    key: str
+class Dashboard(Front):
+    """The handlers of one engine's routes, and what they share."""
 
-
-class Dashboard:
-    """The routes' handlers and what they share."""
-
-    def __init__(self, client: EngineClient, settings: Settings, hz: float):
-        self.client = client
-        self.sessions = Sessions(settings.api_keys)
-        self.feed = Feed(client, hz=hz, keys=self.sessions.needed)
-        self.assets = Assets()
+    def __init__(self, client: EngineClient, settings: Settings, hz: float, engine: EngineSection | None,
+                 decode: Decode | None):
+        super().__init__(settings.api_keys)
+        self.client, self.decode = client, decode
+        self.lab = Lab(client, engine)
+        self.feed = Feed(client, hz=hz, keys=self.sessions.needed, text=decode is not None)
 
     def routes(self) -> list[BaseRoute]:
-        return [Route("/", self.page), Route("/assets/{name}", self.asset), Route("/slots", self.slots),
-                Route("/frames", self.frames), Route("/feed", LiveFeed(self.feed), methods=["GET"]),
-                Route("/sign-in", self.sign_in, methods=["POST"])]
+        return [*self.front_routes(), Route("/engines", self.engines),
+                Route("/slots", self.slots), Route("/frames", self.frames), Route("/timeline", self.timeline),
+                Route("/trace", self.trace), Route("/requests", self.requests),
+                Route("/request/{id}", self.request), Route("/lab", self.experiment, methods=["GET", "POST", "DELETE"]),
+                Route("/report", self.report), Route("/feed", LiveFeed(self.feed), methods=["GET"])]
 
-    async def page(self, request: Request) -> Response:
-        """The page, or the sign-in form (401) to whom may not look."""
-        if self.sessions.admits(request.cookies.get(COOKIE)):
-            return await self.assets.respond("index.html", request)
-        return await self.assets.respond("sign-in.html", request, status=401)
-
-    async def asset(self, request: Request) -> Response:
-        return await self.assets.respond(request.path_params["name"], request)
+    async def engines(self, request: Request) -> Response:
+        """The engines that this page can show: one, at its own path."""
+        info = self.client.info
+        return to_json({"standalone": False, "engines": [
+            {"name": info.model if info else "", "url": "", "base": "", "state": self.client.state}]})
 
     async def slots(self, request: Request) -> Response:
         """Seats and pages as they are now, in the key frame's form. RequestError while there is no engine."""
         slots = await self.client.slots()
-        return _json(msgspec.json.encode({"t": time.monotonic(), "seats": frames.seats(slots.slots),
-                                          "pages": frames.pages(slots.page_states) if slots.page_states else None}))
+        cells = frames.pages(page_cells(slots.page_states)) if slots.page_states else None
+        return to_json({"t": time.monotonic(), "seats": frames.slots(slots.slots), "pages": cells})
 
     async def frames(self, request: Request) -> Response:
-        """Step records after step `from` (default: all that are kept), at most `frames.MAX_RECORDS`."""
-        after = request.query_params.get("from", "-1")
-        if not after.removeprefix("-").isascii() or not after.removeprefix("-").isdigit() or len(after) > 18:
-            raise RequestError("from must be a step number", param="from")
-        return _json(frames.record_columns(self.client.records(int(after)), time.monotonic()))
+        """Step records after step `from` up to step `to` (default: all that are kept), at most `frames.MAX_RECORDS`."""
+        after, until = whole(request, "from", -1), whole(request, "to", 2**62)
+        return to_json(frames.record_columns(*self.client.journal.records.steps(after, until), time.monotonic()))
 
-    async def sign_in(self, request: Request) -> Response:
-        """Trade an API key, {"key": ...}, for a session cookie that scripts cannot read and other sites cannot send."""
-        session = self.sessions.open((await _sign_in_body(request)).key)
-        if session is None:
-            raise HttpError(401, "this is not a valid API key", code="invalid_api_key")
-        response = Response(status_code=204)
-        response.set_cookie(COOKIE, session, max_age=LIFETIME_S, path=request.scope.get("root_path") or "/",
-                            httponly=True, samesite="strict", secure=request.url.scheme == "https")
-        return response
+    async def timeline(self, request: Request) -> Response:
+        """Bins and rides between two times, see `timeline.timeline`."""
+        now = time.monotonic()
+        start, end = self._window(request, now)
+        return to_json(timeline.timeline(self.client.journal, start, end, whole(
+            request, "bins", 120, 1, timeline.MAX_BINS), now))
+
+    async def trace(self, request: Request) -> Response:
+        """The same time as a Chrome trace, to be saved as a file."""
+        now = time.monotonic()
+        start, end = self._window(request, now)
+        model = self.client.info.model if self.client.info else "engine"
+        return Response(timeline.trace(self.client.journal, start, end, now, model), media_type="application/json",
+                        headers={"content-disposition": 'attachment; filename="jitney-trace.json"'})
+
+    def _window(self, request: Request, now: float) -> tuple[float, float]:
+        end = seconds(request, "to", now)
+        return timeline.window(self.client.journal, seconds(request, "from", end - 60), end, now)
+
+    async def requests(self, request: Request) -> Response:
+        """Sequences, the newest first, see `stories.listing`."""
+        return to_json(stories.listing(
+            self.client.journal, word(request, "state", stories.STATES), whole(request, "limit", 100, 1, 1000),
+            whole(request, "cursor", 2**53, 0), time.monotonic()))
+
+    async def request(self, request: Request) -> Response:
+        """The story of one sequence, see `stories.story`. 404 when it is not known, or not any more."""
+        trip = self.client.journal.trip(request.path_params["id"], whole(request, "index", 0, 0, MAX_N))
+        if trip is None:
+            raise HttpError(404, "no such request, or it ended too long ago", code="not_found")
+        return to_json(stories.story(self.client.journal, trip, time.monotonic()) | {"text": await self._text(trip)})
+
+    async def _text(self, trip: Trip) -> dict[str, str] | None:
+        """Prompt and answer, if they may be shown."""
+        if self.decode is None or trip.tokens is None:
+            return None
+        parts = {"prompt": trip.tokens[:trip.n_prompt], "answer": trip.tokens[trip.n_prompt:]}
+        in_thread, decode = asyncio.get_running_loop().run_in_executor, self.decode
+        return {name: await in_thread(None, decode, ids) for name, ids in parts.items()}
+
+    async def report(self, request: Request) -> Response:
+        """The last minutes as a self-contained HTML file, see `report.report`."""
+        minutes = seconds(request, "minutes", 1.0)
+        if not 0 < minutes <= KEEP_S / 60:
+            raise RequestError(f"minutes must be more than 0 and at most {KEEP_S / 60:g}", param="minutes")
+        await asyncio.get_running_loop().run_in_executor(None, report.plotly)  # megabytes, read once
+        return HTMLResponse(report.report(self.client, minutes, self.feed.notes, time.monotonic(), time.time()))
+
+    async def experiment(self, request: Request) -> Response:
+        """The policy lab: how it stands (GET), a new experiment (POST `lab.Wish`), an end to it (DELETE)."""
+        if request.method == "POST":
+            wish = read_json(await read_body(request), Wish, "an experiment is JSON with minutes (a number), policies "
+                             "(a list of names), settings (an object) and speed (a number)", "body")
+            self.lab.start(wish)
+        elif request.method == "DELETE":
+            await self.lab.stop()
+        return to_json(self.lab.status(), 202 if request.method == "POST" else 200)
 
 
-def create_dashboard(client: EngineClient, settings: Settings, *, hz: float = 5.0) -> Starlette:
+def create_dashboard(client: EngineClient, settings: Settings, *, hz: float = 10.0,
+                     engine: EngineSection | None = None, decode: Decode | None = None) -> Starlette:
     """The page of one engine, to be mounted under a path of its own.
 
     It checks for itself who may look (see `sign_in`), so what is in front must not ask for a bearer key. hz: frames a
-    second.
+    second. engine: what the engine was started with, for the policy lab, which is closed without it. decode: token ids
+    to text, if prompts and answers may be shown.
     """
-    dashboard = Dashboard(client, settings, hz)
+    dashboard = Dashboard(client, settings, hz, engine, decode)
     app = Starlette(routes=dashboard.routes(), middleware=[Middleware(Guard, sessions=dashboard.sessions)],
-                    exception_handlers={HTTPException: _failed, JitneyError: _failed})
+                    exception_handlers=HANDLERS)
     app.router.redirect_slashes = False
     app.state.feed = dashboard.feed
     return app
 
 
-def dashboard_routes(client: EngineClient, settings: Settings, path: str = "/dashboard") -> list[BaseRoute]:
+def dashboard_routes(client: EngineClient, settings: Settings, path: str = "/dashboard",
+                     engine: EngineSection | None = None, decode: Decode | None = None) -> list[BaseRoute]:
     """The page mounted at `path`, and a redirect for those who leave out the slash at its end.
 
     The redirect is relative, because an absolute one would repeat the client's Host header.
@@ -107,26 +158,4 @@ def dashboard_routes(client: EngineClient, settings: Settings, path: str = "/das
     async def add_slash(request: Request) -> Response:
         return RedirectResponse(path.rpartition("/")[2] + "/")
 
-    return [Route(path, add_slash), Mount(path, app=create_dashboard(client, settings))]
-
-
-async def _sign_in_body(request: Request) -> SignIn:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > SIGN_IN_LIMIT:
-            raise HttpError(413, f"a sign-in may have at most {SIGN_IN_LIMIT} bytes", close=True)
-    try:
-        return msgspec.json.decode(bytes(body), type=SignIn)
-    except msgspec.MsgspecError:
-        raise RequestError('a sign-in is JSON: {"key": "..."}', param="key") from None
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Errors in the endpoint's own form."""
-    context = request.scope.get("jitney")
-    return error_response(error, context.request_id if context is not None else "none")
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
+    return [Route(path, add_slash), Mount(path, app=create_dashboard(client, settings, engine=engine, decode=decode))]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jitney.dashboard.feed import Feed, TooManyViewers, Viewer
 from jitney.dashboard.sessions import COOKIE, Sessions
+from jitney.dashboard.viewers import TooManyViewers, Viewer
 from jitney.engine.api.errors import HttpError, error_response
 
 #: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from data: URLs.
@@ -19,8 +21,12 @@ POLICY = ("default-src 'none'; script-src 'self'; connect-src 'self'; img-src 's
           "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'")
 HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
            "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin"}
-#: The live data; the page itself turns into the sign-in form, and assets hold no data.
-GUARDED = frozenset({"/feed", "/slots", "/frames"})
+#: A report is one file with its scripts in it, so it runs apart from the page: in a sandbox, with no session.
+REPORT, REPORT_POLICY = "/report", (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; sandbox allow-scripts allow-downloads")
+#: All else is data: the page itself turns into the sign-in form, and assets hold none.
+OPEN_PATHS, OPEN_PREFIX = frozenset({"/", "", "/sign-in"}), "/assets/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +40,31 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
 
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers[name] = value
+                if path.endswith(REPORT):
+                    headers["content-security-policy"] = REPORT_POLICY
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in GUARDED and not self.sessions.admits(Request(scope).cookies.get(COOKIE)):
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
+        if not is_open and not self.sessions.admits(Request(scope).cookies.get(COOKIE)):
             refusal = error_response(HttpError(401, "sign in on the page first", code="not_signed_in"), "none")
             return await refusal(scope, receive, guarded)
         await self.app(scope, receive, guarded)
+
+
+class Watchable(Protocol):
+    """A feed, of an engine here or elsewhere."""
+
+    @property
+    def viewers(self) -> int: ...
+    def viewer(self, last_id: str = "") -> AbstractContextManager[Viewer]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +72,11 @@ class LiveFeed:
     """The feed as an endless response. It ends with the engine, or when the client leaves, which is waited for at the
     same time: a viewer that is gone frees its place at once."""
 
-    feed: Feed
+    feed: Watchable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self.feed.viewer() as viewer:
+            with self.feed.viewer(Request(scope).headers.get("last-event-id", "")) as viewer:
                 await self._stream(viewer if scope["method"] != "HEAD" else None, receive, send)
         except TooManyViewers:
             raise HttpError(503, f"all {self.feed.viewers} viewers' places are taken", code="too_many_viewers",

@@ -14,6 +14,8 @@ COOKIE = "jitney_session"
 LIFETIME_S = 12 * 3600
 #: Sessions kept in memory; the oldest goes first.
 MAX_SESSIONS = 1024
+#: Wrong keys that an address may show within so many seconds, and addresses that are remembered.
+MOST_ATTEMPTS, WINDOW_S, MAX_ADDRESSES = 10, 60.0, 4096
 
 
 class Sessions:
@@ -45,3 +47,28 @@ class Sessions:
             return True
         end = self._ends.get(digest_key(session)) if session else None
         return end is not None and self._clock() < end
+
+
+class Attempts:
+    """Wrong keys by client address, so that guessing is slow: after MOST_ATTEMPTS within WINDOW_S an address waits."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._failures: dict[str, list[float]] = {}
+
+    def wait(self, address: str) -> float:
+        """Seconds until this address may try again, 0 for now."""
+        recent = self._recent(address)
+        return recent[0] + WINDOW_S - self._clock() if len(recent) >= MOST_ATTEMPTS else 0.0
+
+    def failed(self, address: str) -> None:
+        """Count a wrong key. Of too many addresses the one that was quiet longest is forgotten."""
+        recent = [*self._recent(address), self._clock()]
+        self._failures.pop(address, None)
+        self._failures[address] = recent
+        if len(self._failures) > MAX_ADDRESSES:
+            del self._failures[next(iter(self._failures))]
+
+    def _recent(self, address: str) -> list[float]:
+        since = self._clock() - WINDOW_S
+        return [when for when in self._failures.get(address, ()) if when > since]

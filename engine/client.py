@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jitney.engine.journal import Journal
 from jitney.engine.ledger import ROW_KINDS
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
 from jitney.engine.wire import Progress, Slots
@@ -114,6 +115,8 @@ class EngineClient(Protocol):
     def progress(self) -> Progress | None: ...
     @property
     def counters(self) -> EngineCounters: ...
+    @property
+    def journal(self) -> Journal: ...
 
     def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
         """Register the request at once and return its outputs.
@@ -130,6 +133,10 @@ class EngineClient(Protocol):
 
     async def slots(self) -> Slots:
         """The seats and page states as they are now. Raises RequestError when the core does not answer."""
+        ...
+
+    async def page_states(self) -> bytes:
+        """The page states alone (see `wire.Slots`), which cost the core next to nothing. Raises as `slots`."""
         ...
 
     def records(self, after_step: int) -> np.ndarray:

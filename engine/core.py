@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.ledger import Ledger
+from jitney.engine.news import life_of, prompt_rows, released_at
 from jitney.engine.plan import Plan, StepResult
 from jitney.engine.scheduler import Scheduler
 from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutput
-from jitney.engine.wire import Slots, StepReport
+from jitney.engine.wire import AskSlots, PromptRows, Slots, StepReport
+from jitney.engine.work import work_of
 
 
 class Runner(Protocol):
@@ -58,6 +60,8 @@ class EngineCore:
         self.scheduler, self.runner, self.ledger, self.clock = scheduler, runner, ledger, clock
         self._flight: Flight | None = None
         self._rejected: list[SequenceOutput] = []
+        self._asked: list[AskSlots] = []
+        self._answers: list[Slots] = []
         self._ready = -math.inf  # when the device finished the last step; -inf after a time without work
 
     @property
@@ -69,6 +73,13 @@ class EngineCore:
     def has_news(self) -> bool:
         """True when outputs wait for the next step to hand them out."""
         return bool(self._rejected) or self.scheduler.has_outputs
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds in which `step` would do nothing unless somebody comes, because the policy lets all wait; else 0."""
+        if self._flight is not None or self.has_news or self._asked:
+            return 0.0
+        return self.scheduler.pause(self.clock())
 
     def add(self, request: EngineRequest) -> None:
         """Admit a request; a refusal becomes one terminal output per sequence in the next step's report."""
@@ -86,6 +97,11 @@ class EngineCore:
         """End a request (index None) or one of its sequences; its terminal output comes with the next step."""
         self.scheduler.abort(request_id, index, reason)
 
+    def ask(self, question: AskSlots) -> None:
+        """Have the next step's report answer, as things stand after its plan: between a step's end and the next plan
+        a seat that was just left looks free though somebody waits for it. Without work, use `slots`."""
+        self._asked.append(question)
+
     def step(self) -> StepReport:
         """Plan and launch the next step, then take in the one before it."""
         clock, previous, self._flight = self.clock, self._flight, None
@@ -97,22 +113,35 @@ class EngineCore:
             batched = clock()
             ticket = self.runner.launch(batch)
             self._flight = Flight(plan, ticket, started, planned, batched, clock(), self.runner.compiles > compiles)
+        if self._asked:
+            self._answer()
         if previous is None:
             return self._report(self.scheduler.drain())
         waited = clock()
         result = self.runner.fetch(previous.ticket)
         ready = clock()
         outputs = self.scheduler.commit(previous.plan, result, ready)
-        return self._report(outputs, self._record(previous, waited, ready))
+        return self._report(outputs, self._record(previous, waited, ready), prompt_rows(previous.plan))
 
-    def _report(self, outputs: list[SequenceOutput], record: bytes = b"") -> StepReport:
-        rejected, self._rejected = self._rejected, []
-        return StepReport(rejected + outputs, record)
+    def _report(self, outputs: list[SequenceOutput], record: bytes = b"",
+                chunks: Sequence[PromptRows] = ()) -> StepReport:
+        (rejected, self._rejected), (answers, self._answers) = (self._rejected, []), (self._answers, [])
+        released = self.scheduler.take_released()
+        life = released_at(released, self.scheduler.steps, self.clock()) if released else []
+        life += life_of(self._flight.plan, self._flight.started) if self._flight is not None else []
+        return StepReport(rejected + outputs, record, life, list(chunks), answers)
+
+    def _answer(self) -> None:
+        asked, self._asked = self._asked, []
+        self._answers += [self.slots(question.ticket, seats=question.seats) for question in asked]
 
     def _record(self, flight: Flight, waited: float, ready: float) -> bytes:
         """Account for one step; what the host waited for it is what the device took, unless the host was slower."""
-        plan, load, before = flight.plan, flight.plan.load, self._ready
+        plan, load, before, work = flight.plan, flight.plan.load, self._ready, work_of(flight.plan)
         gap = max(0.0, flight.launched - before) if before > -math.inf else 0.0
+        device = ready - max(flight.launched, before)
+        if not flight.compiled:
+            self.scheduler.observe(plan, device)
         # The next step's gap is idle time only while there was something to do.
         self._ready = ready if self._flight is not None or self.scheduler.has_open else -math.inf
         return self.ledger.record(
@@ -123,11 +152,12 @@ class EngineCore:
             seats_busy=load.seats_busy, seats=self.scheduler.limits.max_seats,
             pages_used=load.pages_used, pages_cached=load.pages_cached, pages=self.scheduler.pool.capacity,
             waiting=load.waiting, waiting_tokens=load.waiting_tokens,
-            boarded=len(plan.boarded), finished=plan.finished, preempted=plan.preempted,
+            boarded=len(plan.boarded), finished=plan.finished, preempted=len(plan.preempted),
             cached_tokens=plan.cached_tokens,
             plan_s=flight.planned - flight.started, batch_s=flight.batched - flight.planned,
-            launch_s=flight.launched - flight.batched, device_s=ready - max(flight.launched, before),
-            fetch_s=ready - waited, commit_s=self.clock() - ready, gap_s=gap, compiled=flight.compiled)
+            launch_s=flight.launched - flight.batched, device_s=device,
+            fetch_s=ready - waited, commit_s=self.clock() - ready, gap_s=gap, compiled=flight.compiled,
+            keys=work.keys, longest=work.longest, pairs=work.pairs)
 
     def run_until_idle(self, max_steps: int = 100_000) -> list[SequenceOutput]:
         """Step until there is no work; all outputs in order. RuntimeError if max_steps were not enough."""
@@ -138,9 +168,9 @@ class EngineCore:
             outputs += self.step().outputs
         raise RuntimeError(f"still busy after {max_steps} steps")
 
-    def slots(self, ticket: int = 0) -> Slots:
-        """Every seat and the state of every page, for whoever asked with this ticket."""
-        return Slots(ticket, self.scheduler.slots(), self.scheduler.pool.states().tobytes())
+    def slots(self, ticket: int = 0, *, seats: bool = True) -> Slots:
+        """Every seat (unless `seats` is false) and the state of every page, for whoever asked with this ticket."""
+        return Slots(ticket, self.scheduler.slots() if seats else [], self.scheduler.pool.states().tobytes())
 
     def check(self) -> None:
         """Raise RuntimeError if a page, seat or sequence is lost, or the ledger does not close."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import math
 import os
 import signal
 import stat
@@ -120,7 +121,7 @@ def serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     gc.freeze()  # weights, executables and modules live for ever: no collection needs to look at them again
     idle_ticks, next_tick = 0, 0.0
     while True:
-        for message in received(inbox, wait=not core.has_work):
+        for message in received(inbox, min(TICK_S, core.pause_s) if core.has_work else TICK_S):
             if isinstance(message, wire.Shutdown):
                 return
             handle(core, message, outbox)
@@ -136,9 +137,9 @@ def serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
                 core.check()
 
 
-def received(inbox: zmq.Socket, *, wait: bool) -> Iterator[wire.ToCore]:
-    """Messages that are here now; with `wait`, sleep until there is one or a tick is due."""
-    if wait and not inbox.poll(int(TICK_S * 1000)):
+def received(inbox: zmq.Socket, wait_s: float) -> Iterator[wire.ToCore]:
+    """Messages that are here now, or that come within `wait_s` seconds."""
+    if wait_s and not inbox.poll(math.ceil(wait_s * 1000)):
         return
     while True:
         try:
@@ -154,8 +155,11 @@ def handle(core: EngineCore, message: wire.ToCore, outbox: zmq.Socket) -> None:
             core.add(request)
         case wire.Abort(request_id=request_id, index=index, reason=reason):
             core.abort(request_id, index, reason)
-        case wire.AskSlots(ticket=ticket):
-            outbox.send(wire.encode(core.slots(ticket)))
+        case wire.AskSlots(ticket=ticket, seats=seats):
+            if core.has_work:
+                core.ask(message)  # answered after the next plan
+            else:
+                outbox.send(wire.encode(core.slots(ticket, seats=seats)))
         case wire.Shutdown():
             pass
 

@@ -18,7 +18,7 @@ from jitney.engine import wire
 from jitney.engine.client import EngineCounters, EngineState
 from jitney.engine.config import Config
 from jitney.engine.errors import EngineDead, ErrorInfo, RequestError
-from jitney.engine.ledger import STEP_DTYPE
+from jitney.engine.journal import Journal
 from jitney.engine.process import BUILDER
 from jitney.engine.process_link import Link, open_link
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
@@ -32,8 +32,6 @@ BACKOFF_S = (0.5, 30.0)
 SLOTS_S = 2.0
 LAST_WORDS_S = 0.1
 SHUTDOWN_S = 5.0
-#: Step records kept for whoever asks, newest last.
-KEPT_RECORDS = 16384
 REFUSALS = {
     "loading": "the model is still loading",
     "draining": "the server is shutting down",
@@ -94,6 +92,7 @@ class ProcessClient:
         self.info: EngineInfo | None = None
         self.progress: wire.Progress | None = None
         self.counters = EngineCounters()
+        self.journal = Journal(keep_tokens=config.server.dashboard_show_text)
         self.failure = ""
         self._config = config
         self._builder = builder
@@ -105,8 +104,6 @@ class ProcessClient:
         self._closing = False
         self._changed = asyncio.Event()
         self._alive_at = time.monotonic()
-        self._records: deque[np.void] = deque(maxlen=KEPT_RECORDS)
-        self._first_step = 0
 
     async def start(self) -> None:
         """Start the core process and return at once; it is `loading`."""
@@ -157,6 +154,7 @@ class ProcessClient:
                 return
             log.error("%s; restarting in %.1f s", why, delay)
             self.counters.engine_restarts += 1
+            self.progress = None  # what the dead core said of its start
             self._set_state("loading")
             await asyncio.sleep(delay)
 
@@ -176,7 +174,6 @@ class ProcessClient:
 
     async def _one_life(self) -> tuple[bool, ErrorInfo | None]:
         """From the start of a core process to its end. Returns whether it got ready, and its last words."""
-        self._first_step = int(self._records[-1]["step"]) + 1 if self._records else 0
         async with open_link(self._config, self._builder) as link:
             self._link = link
             reader = asyncio.create_task(self._read(link))
@@ -201,26 +198,26 @@ class ProcessClient:
         match message:
             case wire.StepReport():
                 self._took_step(message)
+                for answer in message.answers:
+                    link.answer(answer)
             case wire.Progress():
                 self.progress = message
                 self._on_progress(message)
             case wire.Ready(info=info):
                 self.info, link.ready = info, True
+                self.journal.core_ready(info)
                 if self.state == "loading":
                     self._set_state("ready")
-            case wire.Slots(ticket=ticket):
-                if (waiter := link.tickets.pop(ticket, None)) and not waiter.done():
-                    waiter.set_result(message)
+            case wire.Slots():
+                link.answer(message)
             case wire.Fatal(error=error):
                 link.fatal = error
             case wire.Tick(waiting=waiting):
                 self.counters.observe_idle(waiting)
 
     def _took_step(self, report: wire.StepReport) -> None:
-        if report.record:
-            record = np.frombuffer(report.record, STEP_DTYPE).copy()[0]
-            record["step"] += self._first_step  # numbers go on rising when a new core starts again at its first
-            self._records.append(record)
+        record = self.journal.take(report)
+        if record is not None:
             self.counters.observe_step(record)
         self.counters.observe_outputs(report.outputs)
         for output in report.outputs:
@@ -230,6 +227,7 @@ class ProcessClient:
                     del self._streams[output.request_id]
 
     def _end_requests(self, why: str) -> None:
+        self.journal.core_lost("engine_dead")
         for stream in self._streams.values():
             stream.fail(ErrorInfo("engine_dead", f"the engine stopped before this request was done: {why}"))
         self._streams.clear()
@@ -250,6 +248,7 @@ class ProcessClient:
             code = self.state if self.state in ("loading", "draining") else "engine_dead"
             raise RequestError(REFUSALS[code], code=code, retry_after=None if code == "engine_dead" else 1.0)
         stream = self._streams[request.id] = Stream(self, request)
+        self.journal.submit(request)
         self._link.send(wire.Add(request))
         return stream
 
@@ -264,13 +263,17 @@ class ProcessClient:
             self.abort(stream.id)
             del self._streams[stream.id]
 
-    async def slots(self) -> wire.Slots:
+    async def page_states(self) -> bytes:
+        """The state of every page now. Raises RequestError if no core answers within SLOTS_S."""
+        return (await self.slots(seats=False)).page_states
+
+    async def slots(self, *, seats: bool = True) -> wire.Slots:
         """Who sits where now. Raises RequestError if no core answers within SLOTS_S."""
         if (link := self._link) is None or not link.ready:
             raise RequestError(REFUSALS["loading"], code="loading", retry_after=1.0)
         ticket = next(self._tickets)
         waiter = link.tickets[ticket] = asyncio.get_running_loop().create_future()
-        link.send(wire.AskSlots(ticket))
+        link.send(wire.AskSlots(ticket, seats))
         try:
             return await asyncio.wait_for(waiter, SLOTS_S)
         except TimeoutError:
@@ -279,9 +282,8 @@ class ProcessClient:
             link.tickets.pop(ticket, None)
 
     def records(self, after_step: int) -> np.ndarray:
-        """Step records newer than `after_step`, oldest first, at most KEPT_RECORDS (`ledger.STEP_DTYPE`)."""
-        newer = list(itertools.takewhile(lambda record: record["step"] > after_step, reversed(self._records)))
-        return np.array(newer[::-1], STEP_DTYPE)
+        """Step records newer than `after_step`, oldest first, as many as the journal keeps (`ledger.STEP_DTYPE`)."""
+        return self.journal.records.since(after_step)
 
     def last_step_age(self) -> float:
         """Seconds since the core last said anything: a step, an idle tick, start-up news."""

@@ -46,6 +46,11 @@ class Link:
         """The next message."""
         return wire.decode_from_core(await self.from_core.recv())
 
+    def answer(self, slots: wire.Slots) -> None:
+        """Wake whoever asked with this ticket, unless it has given up."""
+        if (waiter := self.tickets.pop(slots.ticket, None)) and not waiter.done():
+            waiter.set_result(slots)
+
     def kill(self) -> None:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -24,9 +24,10 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 
 class AskSlots(msgspec.Struct, tag="slots", frozen=True):
-    """Ask for a `Slots` answer carrying the same ticket."""
+    """Ask for a `Slots` answer carrying the same ticket. seats False: the pages alone, which costs next to nothing."""
 
     ticket: int
+    seats: bool = True
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
@@ -46,11 +47,49 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     info: EngineInfo
 
 
-class StepReport(msgspec.Struct, tag="step", frozen=True):
-    """What one step made known. record: bytes of one `ledger.STEP_DTYPE` item, empty when nothing was computed."""
+class Life(msgspec.Struct, array_like=True, frozen=True):
+    """Something that happened to a sequence, at time t (time.monotonic()) and in or before step `step`.
+
+    event: queued | seated | first_token | preempted | finished | aborted | released (a seat that a batch held after
+    its passenger's end is free). The core tells what its outputs do not: seated, preempted, released; the rest is found
+    by `jitney.engine.journal`. seat -1: none, or not known to who tells. n_out: output tokens known by then. reason:
+    how it ended, or an error's code.
+    """
+
+    event: str
+    request_id: str
+    index: int
+    seat: int
+    step: int
+    t: float
+    n_in: int
+    n_out: int
+    reason: str = ""
+
+
+class PromptRows(msgspec.Struct, array_like=True, frozen=True):
+    """A prompt chunk that a step computed: positions start .. start + count - 1, `recomputed` of them not for the
+    first time."""
+
+    request_id: str
+    index: int
+    start: int
+    count: int
+    recomputed: int
+
+
+class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
+    """What one step made known. record: bytes of one `ledger.STEP_DTYPE` item, empty when nothing was computed.
+
+    chunks: the prompt chunks of that step. life: who boarded and who was preempted for the step launched meanwhile, in
+    that order of happening: after the ends in `outputs`. answers: to whoever asked for slots since the last report.
+    """
 
     outputs: list[SequenceOutput]
     record: bytes = b""
+    life: list[Life] = []
+    chunks: list[PromptRows] = []
+    answers: list[Slots] = []
 
 
 class Tick(msgspec.Struct, tag="tick", frozen=True):
@@ -60,9 +99,11 @@ class Tick(msgspec.Struct, tag="tick", frozen=True):
 
 
 class Slots(msgspec.Struct, tag="slots_are", frozen=True):
+    """slots: empty if only the pages were asked for. page_states: uint8[N]: 0 free, 1 held, 2 shared, 3 cached."""
+
     ticket: int
     slots: list[Slot]
-    page_states: bytes  # uint8[N]: 0 free, 1 held, 2 shared, 3 cached
+    page_states: bytes
 
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):

@@ -1,23 +1,39 @@
 // The live feed: server-sent events read with fetch, because EventSource hides the status of a refusal.
 
+const FIRST_WAIT = 500;
+const LONGEST_WAIT = 5000;
+
 const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
-/** Watch for ever. on.event(name, data), on.trouble(text) when there is no feed; both may be called many times. */
-export async function watch(on) {
-  for (let wait = 1000; ; wait = Math.min(5000, wait * 1.5)) {
+/** Watch the engine at `base` until `signal` is aborted. on.event(name, data); on.trouble(text) when there is no feed;
+ *  both may be called many times. What was missed while away is asked for by the id of the last event seen. */
+export async function watch(base, on, signal) {
+  const seen = {id: null, retry: 0};
+  for (let wait = FIRST_WAIT; !signal.aborted; wait = Math.min(LONGEST_WAIT, wait * 1.5)) {
+    seen.retry = 0;
     try {
-      const answer = await fetch("feed", {headers: {accept: "text/event-stream"}, cache: "no-store"});
-      if (answer.status === 401) return location.reload();
-      if (answer.status === 503) on.trouble("Too many pages watch this engine already; trying again.");
-      if (answer.ok) {
-        wait = 1000;
-        for await (const [name, data] of events(answer.body)) on.event(name, data);
-      }
+      if (await connect(base, on, signal, seen)) wait = FIRST_WAIT;
     } catch (error) {
+      if (signal.aborted) return;
       if (!(error instanceof TypeError)) throw error;  // a TypeError is the network; anything else is our own mistake
     }
-    await pause(wait);
+    await pause(Math.max(wait, seen.retry));
   }
+}
+
+/** One connection, to its end; true if it was accepted. */
+async function connect(base, on, signal, seen) {
+  const headers = {accept: "text/event-stream", ...(seen.id ? {"last-event-id": seen.id} : {})};
+  const answer = await fetch(`${base}feed`, {headers, cache: "no-store", signal});
+  if (answer.status === 401) location.reload();
+  if (answer.status === 503) on.trouble("Too many pages watch this engine already; trying again.");
+  if (!answer.ok) return false;
+  for await (const {event, id, data} of events(answer.body)) {
+    seen.id = id ?? seen.id;
+    if (event === "bye") seen.retry = data.retry_ms;
+    on.event(event, data);
+  }
+  return true;
 }
 
 async function* events(body) {
@@ -27,11 +43,22 @@ async function* events(body) {
     if (done) return;
     const blocks = (text + value).split("\n\n");
     text = blocks.pop();
-    for (const block of blocks) yield parse(block);
+    for (const block of blocks) if (!block.startsWith(":")) yield parse(block);
   }
 }
 
 function parse(block) {
   const fields = Object.fromEntries(block.split("\n").map((line) => line.split(/: (.*)/s)));
-  return [fields.event, JSON.parse(fields.data)];
+  return {event: fields.event, id: fields.id, data: JSON.parse(fields.data)};
+}
+
+/** JSON of one of the engine's other answers; throws Error with the server's own words. */
+export async function ask(path, options = {}) {
+  const answer = await fetch(path, {cache: "no-store", ...options}).catch(() => null);
+  if (!answer) throw new Error("The server does not answer.");
+  if (answer.status === 401) location.reload();
+  const body = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw Object.assign(new Error(body.error?.message ?? `The server answered ${answer.status}.`),
+                                      {code: body.error?.code, status: answer.status});
+  return body;
 }

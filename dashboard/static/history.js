@@ -1,66 +1,82 @@
-// The last minute in bins of one second: filled from the step records at first, from key frames afterwards.
+// Ten minutes in bins of one second: filled from the server's own account at first, from the feed's totals afterwards.
 
-export const WINDOW = 60;
+import {sum} from "./dom.js";
+import {KEPT_S} from "./rides.js";
+
+/** What a bin adds up, besides rows by kind. */
+const SUMS = ["steps", "step_s", "gap_s", "boarded", "preempted", "compiled"];
+const LATENCIES = ["wait", "ttft", "itl"];
 
 export class History {
   constructor(kinds) {
     this.kinds = kinds;
     this.bins = new Map();
-    this.recent = [];  // key frames of the last seconds, for the rates shown as figures
+    this.recent = [];  // totals of the last seconds, for the rates shown as figures
+    this.since = -Infinity;  // totals are taken from here on
   }
 
-  /** Add the step records up to the key frame `base`, in which later differences begin. */
-  fill(columns, base) {
-    for (let i = 0; i < columns.step.length; i++) {
-      if (columns.step[i] > base.step || columns.started[i] < base.t - WINDOW - 1) continue;
-      const bin = this.bin(columns.started[i]), span = columns.device_s[i] + columns.gap_s[i];
-      for (const kind of this.kinds) bin.rows[kind] += columns[kind][i];
-      this.observe(bin, span, columns.gap_s[i], 1, span, columns.waiting[i], columns.seats_busy[i]);
-    }
+  /** Add the server's bins of about one second up to time `base`, at which the feed's differences begin. */
+  fill({bins, kept_from: keptFrom}, base) {
+    this.since = Math.max(this.since, base);
+    bins.t.forEach((t, i) => {
+      if (t + bins.width <= keptFrom) return;
+      const bin = this.bin(t + bins.width / 2);
+      for (const kind of this.kinds) bin.rows[kind] += bins.rows[kind][i];
+      for (const name of SUMS) bin[name] += bins[name]?.[i] ?? 0;
+      bin.worst = Math.max(bin.worst, bins.worst_s[i] ?? 0);
+      if (!bins.steps[i]) return;
+      bin.waiting = Math.max(bin.waiting ?? 0, bins.waiting[i] ?? 0);
+      bin.busy = Math.max(bin.busy ?? 0, bins.seats_busy[i] ?? 0);
+      for (const name of LATENCIES) bin[name] = bins[`${name}_p95`]?.[i] ?? bin[name];
+    });
   }
 
-  /** Add what happened since the frame before. */
+  /** Add what happened since the event before; busy: seats taken now. */
   add(frame, busy) {
     const last = this.recent.at(-1);
-    this.recent = [...this.recent.filter((old) => old.t > frame.t - 3), frame];
-    if (!last || last.t >= frame.t) return;
+    if (last && last.t >= frame.t) return;
+    this.recent.push({t: frame.t, s: frame.s});
+    while (this.recent.length > 2 && this.recent[0].t < frame.t - 3) this.recent.shift();
+    if (!last || frame.t <= this.since) return;
     const bin = this.bin(frame.t), before = last.s, now = frame.s;
     for (const kind of this.kinds) bin.rows[kind] += now.rows[kind] - before.rows[kind];
-    this.observe(bin, now.step_s - before.step_s, now.gap_s - before.gap_s, total(now.steps) - total(before.steps),
-                 now.worst_s ?? 0, now.waiting, busy);
-    for (const key of this.bins.keys()) if (key < Math.floor(frame.t) - WINDOW - 1) this.bins.delete(key);
-  }
-
-  observe(bin, step_s, gap_s, steps, worst, waiting, busy) {
-    bin.step_s += step_s;
-    bin.gap_s += gap_s;
-    bin.steps += steps;
-    bin.worst = Math.max(bin.worst, worst);
-    bin.waiting = Math.max(bin.waiting ?? 0, waiting);
+    bin.steps += sum(now.steps) - sum(before.steps);
+    bin.step_s += now.step_s - before.step_s;
+    bin.gap_s += now.gap_s - before.gap_s;
+    bin.boarded += (now.boarded ?? 0) - (before.boarded ?? 0);
+    bin.preempted += now.preemptions - before.preemptions;
+    bin.compiled += now.compiles - before.compiles;
+    bin.worst = Math.max(bin.worst, now.worst_s ?? 0);
+    bin.waiting = Math.max(bin.waiting ?? 0, now.waiting);
     bin.busy = Math.max(bin.busy ?? 0, busy);
+    for (const name of LATENCIES) bin[name] = now.latency?.[name]?.p95 ?? null;
   }
 
   bin(t) {
     const key = Math.floor(t);
     if (!this.bins.has(key)) {
-      this.bins.set(key, {rows: Object.fromEntries(this.kinds.map((kind) => [kind, 0])), step_s: 0, gap_s: 0, steps: 0,
-                          worst: 0, waiting: null, busy: null});
+      const zeros = (names) => Object.fromEntries(names.map((name) => [name, 0]));
+      this.bins.set(key, {rows: zeros(this.kinds), ...zeros(SUMS), waiting: null, busy: null, worst: 0,
+                          wait: null, ttft: null, itl: null});
+      for (const old of this.bins.keys()) if (old < key - KEPT_S) this.bins.delete(old);
     }
     return this.bins.get(key);
   }
 
-  /** Whole seconds before `t`, oldest first: [seconds ago, bin or undefined]. */
-  seconds(t) {
-    const now = Math.floor(t);
-    return Array.from({length: WINDOW}, (_, i) => [i - WINDOW, this.bins.get(now - WINDOW + i)]);
+  /** The whole seconds of the `span` before t, oldest first: [seconds before t, bin or undefined]. */
+  seconds(t, span) {
+    const now = Math.floor(t), length = Math.max(10, Math.min(KEPT_S, Math.round(span)));
+    return Array.from({length}, (_, i) => [i - length + 1, this.bins.get(now - length + i)]);
   }
 
-  /** Rows a second of one kind over the last seconds; null before there are two frames. */
-  rate(kind) {
+  /** Rows a second of one kind over the last seconds (live), or in the three seconds before t; null if not known. */
+  rate(kind, t = null) {
+    if (t !== null) {
+      const bins = [1, 2, 3].map((ago) => this.bins.get(Math.floor(t) - ago)).filter(Boolean);
+      return bins.length ? bins.reduce((all, bin) => all + bin.rows[kind], 0) / bins.length : null;
+    }
     const first = this.recent[0], last = this.recent.at(-1);
     if (!first || last.t - first.t < 0.1) return null;
     return (last.s.rows[kind] - first.s.rows[kind]) / (last.t - first.t);
   }
 }
-
-const total = (counts) => Object.values(counts).reduce((sum, value) => sum + value, 0);

@@ -1,181 +1,197 @@
-// Wires the feed to what is drawn. The newest frame wins: drawing happens once per animation frame at most.
+// Wires what is known to what is drawn. The newest frame wins: drawing happens once per animation frame at most.
 
-import {drawCharts} from "./charts.js";
-import {$, count, legend, make, percent} from "./dom.js";
-import {watch} from "./feed.js";
-import {History} from "./history.js";
-import {drawPages, pageLegend} from "./pages.js";
-import {SeatGrid, drawQueue, readSeats, seatTable} from "./seats.js";
-import {Timeline} from "./timeline.js";
+import {Charts, chartTable} from "./charts.js";
+import {$, count, legend, reducedMotion, say, sum} from "./dom.js";
+import {Drawer} from "./drawer.js";
+import {setUpEngines} from "./engines.js";
+import {Lab} from "./lab.js";
+import {showNotes} from "./notes.js";
+import {PageMap, pageLegend} from "./pages.js";
+import {drawQueue} from "./queue.js";
+import {Requests} from "./requests.js";
+import {SeatGrid, momentOf, seatLegend, seatTable} from "./seats.js";
+import {curlLine, headline, showFacts, showFigures, showState, stateOf} from "./status.js";
+import {setUpBar, showBar} from "./timebar.js";
+import {Timeline, steer} from "./timeline.js";
 import {setUp} from "./tryit.js";
+import {View} from "./view.js";
+import {Watcher} from "./watcher.js";
 
-const STALE_MS = 3000;
-const POLICY = {continuous: "continuous (in-flight)", static: "static", dynamic: "dynamic"};
+/** Milliseconds between two pictures for those who want little to move. */
+const STILL_MS = 950;
 
-const grid = new SeatGrid($("seats"), $("seat-read"));
-const timeline = new Timeline($("timeline"), $("time-read"));
-let hello = null, frame = null, rows = [], pages = null, history = null;
-let heardAt = performance.now(), drawn = true, chartedAt = 0, trouble = "";
+let watcher = null, moment = null, scheduled = false, shownAt = 0, playedAt = 0, standalone = false;
 
-function onEvent(name, data) {
-  heardAt = performance.now();
-  trouble = "";
-  if (name === "hello") greet(data);
-  if (name === "key") take(data);
-  if (name === "bye") trouble = data.reason;
+const view = new View(schedule);
+const drawer = new Drawer($("drawer"), () => watcher.base, showRide);
+const grid = new SeatGrid($("seats"), $("seat-read"), pick);
+const pages = new PageMap($("pages"), $("page-read"));
+const charts = new Charts();
+const requests = new Requests($("requests"), () => watcher.base, pick);
+const lab = new Lab($("lab"), () => watcher.base);
+let timeline = null;
+
+/** Somebody wants to know more of a sequence: its story, and its rides framed. */
+function pick(request, index) {
+  timeline.chosen = request;
+  drawer.open(request, index);
+  schedule();
 }
 
-function greet(news) {
-  if (hello && hello.run !== news.run) location.reload();  // another server: its times and steps start anew
-  hello = news;
-  $("hz").textContent = news.hz;
-  $("try").hidden = news.keys || !news.info;
-  if (!news.info) return;
-  showFacts(news.info);
-  $("curl").textContent = curlLine(news.info.model, news.keys);
+/** Go to where a sequence (as `request/{id}` tells of it) is on the timeline. */
+function showRide({arrival, finished}) {
+  view.span = Math.max(view.span, 1.2 * ((finished ?? view.now) - arrival));
+  if (finished === null) view.resume();
+  else view.scrub(finished + 0.1 * (finished - arrival));
+  $("timeline").scrollIntoView({block: "center"});
+  $("timeline").focus({preventScroll: true});
 }
 
-function take(news) {
-  const fresh = !history || (frame && news.t - frame.t > 2);
-  frame = news;
-  if (news.seats) {
-    rows = readSeats(news.seats, hello.states);
-    timeline.add(rows, news.t, news.s.waiting);
-  } else if (news.state === "loading") rows = [];  // who sat in an engine that is gone has been sent home
-  pages = news.pages ?? pages;
-  if (fresh) startHistory(news);
-  history.add(news, busy());
-  drawn = false;
-  requestAnimationFrame(draw);
+/** Watch the engine at `base` from now on. alone: this page has no engine behind its own server. */
+function start(base, alone) {
+  standalone = alone;
+  watcher?.stop();
+  watcher = new Watcher(base, {greet, change: schedule, trouble: schedule});
+  view.resume();
+  timeline ??= new Timeline({canvas: $("timeline"), reading: $("time-read"), rides: watcher.rides, view, onPick: pick,
+                             describe: (t, ago) => view.name(t, ago)});
+  timeline.rides = watcher.rides;
+  for (const name of ["report", "trace"]) $(name).href = `${base}${name}`;
+  $("facts").replaceChildren();
+  requests.reset();
+  lab.reset();
+  schedule();
 }
 
-/** The minute before this frame comes from the engine's step records, the rest from the feed. */
-async function startHistory(base) {
-  const mine = history = new History(Object.keys(base.s.rows));
-  const answer = await fetch("frames").catch(() => null);
-  if (answer?.ok) mine.fill((await answer.json()).columns, base);
+function greet(hello) {
+  view.origin = hello.wall - hello.t;
+  $("try").hidden = standalone || hello.keys || !hello.info;
+  if (!hello.info) return;
+  showFacts(hello.info);
+  say($("curl"), curlLine(hello.info.model, hello.keys));
 }
 
-const seatCount = () => hello?.info?.seats ?? rows.length;
-const seated = () => rows.filter((row) => row.state !== "free").length;
-
-/** Seats taken. A seat that was left a moment ago looks free until the next plan fills it from the queue: while
- *  somebody waits, the last step's own count tells better how full the engine is. */
-const busy = () => !frame ? 0 : !frame.seats ? frame.s.seats_busy
-  : frame.s.waiting ? Math.max(seated(), frame.s.seats_busy) : seated();
-
-function draw() {
-  if (drawn || !frame) return;
-  drawn = true;
-  const waiting = frame.s.waiting;
-  showState();
-  $("headline").textContent = headline(busy(), seatCount(), waiting);
-  showFigures(waiting);
-  $("empty").hidden = !(frame.state === "ready" && total(frame.s.steps) === 0 && busy() === 0);
-  $("queue-text").textContent = waiting ? `${count(waiting)} waiting` : "nobody waits";
-  drawQueue($("queue"), waiting);
-  grid.show(rows);
-  $("seats").setAttribute("aria-label", `Seats: ${busy()} of ${seatCount()} taken`);
-  timeline.draw();
-  if (pages) showPages();
-  if ($("seat-details").open) seatTable($("seat-table"), rows);
-  if ($("time-details").open) timeline.fillTable($("time-table"));
-  if (performance.now() - chartedAt > 950) {
-    chartedAt = performance.now();
-    drawCharts(history, frame.t, seatCount());
-  }
+function schedule() {
+  if (scheduled) return;
+  scheduled = true;
+  requestAnimationFrame(frame);
 }
 
-/** What a person wants to know in five seconds: is it full, and does anybody wait? */
-function headline(taken, seats, waiting) {
-  if (frame.state === "dead") return "The engine is dead";
-  if (frame.state === "loading") {
-    const news = frame.progress;
-    if (!news) return "Loading";
-    const done = news.total > 1000 ? percent(news.done, news.total) : `${count(news.done)} of ${count(news.total)}`;
-    return `Loading: ${news.stage} ${done}`;
-  }
-  const queue = waiting ? `${count(waiting)} waiting` : "nobody waits";
-  if (!taken && !waiting) return `Idle: all ${seats} seats are free`;
-  if (taken === seats) return `Full: all ${seats} seats taken, ${queue}`;
-  return `${taken} of ${seats} seats taken, ${queue}`;
+function frame(now) {
+  scheduled = false;
+  const {engine} = watcher;
+  if (engine.frame) view.tick(engine.frame.t);
+  play(now);
+  tellState();
+  if (!engine.frame) return say($("headline"), headline(null));
+  if (reducedMotion.matches && view.mode === "live" && now - shownAt < STILL_MS) return;
+  shownAt = now;
+  show();
+  requestAnimationFrame(() => charts.frame(chartMoment, document.hidden));
 }
 
-function showFigures(waiting) {
-  const output = history.rate("decode"), prompt = history.rate("prefill"), seats = seatCount();
-  const counts = pages?.counts, all = counts ? total(counts) : 0, used = counts ? counts.held + counts.shared : 0;
-  const figure = (value) => value === null ? "–" : count(value);
-  const tiles = [["Output tok/s", figure(output)], ["Prompt tok/s", figure(prompt)],
-                 ["Seats taken", `${busy()} of ${seats}`, busy() / seats, busy() === seats ? "full" : ""],
-                 ["Waiting", count(waiting), null, waiting ? "waits" : ""],
-                 ["Pages used", percent(used, all), all ? used / all : null]];
-  $("figures").replaceChildren(...tiles.map(([name, value, share, mark]) => {
-    const tile = make("div", {class: `figure ${mark ?? ""}`}, make("dt", {}, name), make("dd", {}, value));
-    if (share !== null && share !== undefined) tile.append(make("meter", {value: share, "aria-label": name}));
-    return tile;
-  }));
+function play(now) {
+  if (view.mode === "replay" && playedAt) view.play((now - playedAt) / 1000);
+  playedAt = view.mode === "replay" ? now : 0;
+  if (view.mode === "replay") schedule();
 }
 
-function showFacts(info) {
-  const facts = [["model", info.model], ["device", info.device], ["kernels", info.kernels],
-                 ["policy", POLICY[info.policy] ?? info.policy]];
-  $("facts").replaceChildren(...facts.map(([name, value]) =>
-    make("div", {}, make("dt", {}, name), make("dd", {}, value))));
-  document.title = `Jitney: ${info.model}`;
+const past = () => view.mode !== "live";
+const chartMoment = () => ({history: watcher.history, t: view.t, span: Math.max(10, view.span),
+                            seats: watcher.engine.seatCount, s: watcher.engine.frame.s,
+                            hist: watcher.engine.frame.hist});
+
+const counted = (name) => moment.state.reduce((all, state) => all + (moment.states[state] === name), 0);
+
+/** Seats taken now. While somebody waits, a seat that was left a moment ago is as good as taken: the step's own count
+ *  tells better how full the engine is. */
+function taken() {
+  const {engine} = watcher, seated = moment.count - counted("free");
+  return !past() && engine.frame.s.waiting ? Math.max(seated, engine.frame.s.seats_busy) : seated;
+}
+
+function show() {
+  const {engine, recorder, rides, history} = watcher;
+  moment = past() && recorder ? recorder.moment(view.t, rides) : momentOf(engine);
+  const then = past() ? view.t : null;
+  const waiting = !past() ? engine.frame.s.waiting
+    : moment.waiting ?? history.bins.get(Math.floor(then))?.waiting ?? null;
+  const now = {taken: taken(), held: counted("held"), seats: engine.seatCount, waiting, policy: engine.info?.policy,
+               ago: view.ago, output: history.rate("decode", then), prompt: history.rate("prefill", then),
+               pages: engine.pages?.counts ?? null};
+  say($("headline"), headline(engine.frame, now));
+  showFigures(now);
+  $("empty").hidden = !(engine.frame.state === "ready" && sum(engine.frame.s.steps) === 0 && now.taken === 0);
+  drawQueue($("queue"), $("queue-text"), waiting ?? 0);
+  grid.show(moment);
+  $("seats").setAttribute("aria-label", `Seats: ${now.taken} of ${now.seats} taken`);
+  timeline.version = watcher.past;
+  timeline.origin = view.origin;
+  timeline.draw(engine.seatCount, engine.frame.t);
+  showBar(view);
+  showPages();
+  showNotes($("notes"), engine.notes, engine.frame.t);
+  requests.frame(past(), engine.live);
+  lab.frame();
+  fillTables();
 }
 
 function showPages() {
-  const {page_size: size, pages: all} = hello.info ?? {};
-  const grouped = pages.per_cell > 1 ? ` One cell is ${pages.per_cell} pages in the state most of them have.` : "";
-  if (all) $("page-sub").textContent = `${count(all)} pages of ${size} tokens each.${grouped}`;
-  drawPages($("pages"), pages, hello.page_states);
-  pageLegend($("page-legend"), pages.counts, hello.page_states);
+  const {engine} = watcher, {page_size: size, pages: all} = engine.info ?? {};
+  if (!engine.pages) return;
+  const {per_cell: each} = engine.pages;
+  const grouped = each > 1 ? ` One cell is ${each} pages in the state most of them have.` : "";
+  if (all) say($("page-sub"), `${count(all)} pages of ${size} tokens each.${grouped}${past() ? " As of now." : ""}`);
+  pages.draw(engine.pages, engine.hello.page_states);
+  pageLegend($("page-legend"), engine.pages.counts, engine.hello.page_states);
 }
 
-function showState() {
-  const silent = performance.now() - heardAt, quiet = frame?.state === "ready" && frame.age * 1000 > STALE_MS;
-  const stale = silent > STALE_MS || quiet;
-  const state = !frame ? "connecting" : frame.state === "dead" ? "dead" : stale ? "stale"
-    : frame.state === "ready" ? "live" : frame.state;
-  document.body.dataset.state = state;
-  $("state").textContent = state;
-  const last = frame ? " The last values are shown." : "";
-  const text = trouble || (silent > STALE_MS ? `No news from the server for ${count(silent / 1000)} s.${last}`
-    : quiet ? `The engine has been silent for ${count(frame.age)} s.` : "");
-  $("trouble").hidden = !text;
-  $("trouble").textContent = text;
-  const news = frame?.progress;
-  $("progress").hidden = !news;
-  if (news?.total) { $("progress").max = news.total; $("progress").value = news.done; }
-  else $("progress").removeAttribute("value");
+/** Milliseconds between two fillings of an open table. */
+const FILL_MS = 450;
+let filledAt = 0;
+
+/** Table twins, where they are open. */
+function fillTables() {
+  if (performance.now() - filledAt < FILL_MS && !past()) return;
+  filledAt = performance.now();
+  if ($("seat-details").open) seatTable($("seat-table"), moment);
+  if ($("time-details").open) timeline.fillTable($("time-table"));
+  if ($("page-details").open && pages.pages) pages.fillTable($("page-table"));
+  if ($("chart-details").open) chartTable($("chart-table"), chartMoment());
 }
 
-function curlLine(model, keys) {
-  const key = keys ? ' -H "authorization: Bearer $JITNEY_API_KEY"' : "";
-  const body = JSON.stringify({model, prompt: "Once upon a time", max_tokens: 64}).replaceAll("'", "'\\''");
-  return `curl ${location.origin}/v1/completions -H 'content-type: application/json'${key} -d '${body}'`;
+function tellState() {
+  const {engine: {frame, notes}, silent, trouble} = watcher;
+  showState(stateOf(frame, view.mode, silent), frame && {...frame, notes}, silent, trouble);
 }
 
-const total = (counts) => Object.values(counts).reduce((sum, value) => sum + value, 0);
+function restyle() {
+  for (const part of [grid, timeline, pages]) part.restyle();
+  lab.restyle();
+  charts.refresh();
+  schedule();
+}
 
-function redraw() {
-  drawn = false;
-  chartedAt = 0;
-  requestAnimationFrame(draw);
+/** The look before or after the one on the screen. */
+function step(by) {
+  const t = watcher.recorder?.neighbour(view.t, by);
+  if (t !== null && t !== undefined) view.scrub(t);
 }
 
 $("copy").addEventListener("click", async () => {
   getSelection().selectAllChildren($("curl"));  // what is left to do by hand where the clipboard is refused
-  const copied = () => { $("copy").textContent = "Copied"; };
+  const copied = () => say($("copy"), "Copied");
   await navigator.clipboard?.writeText($("curl").textContent).then(copied, () => {});
 });
-for (const id of ["seat-details", "time-details"]) $(id).addEventListener("toggle", redraw);
-addEventListener("resize", redraw);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-legend($("seat-legend"), [["decode", "● generating"], ["prefill", "» reading its prompt"], ["free", "free"],
-                          ["waiting", "waiting for a seat"]]);
+for (const details of document.querySelectorAll("details")) {
+  details.addEventListener("toggle", () => { filledAt = 0; schedule(); });
+}
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
+legend($("seat-legend"), seatLegend);
 legend($("time-legend"), [["rides", "one sequence, generating"], ["rides-read", "reading its prompt"],
-                          ["idle", "idle"], ["unknown", "not seen by this page"]]);
-setUp(() => hello.info.model, (id) => grid.mine.add(id), (id) => grid.mine.delete(id));
-setInterval(showState, 500);
-watch({event: onEvent, trouble: (text) => { trouble = text; showState(); }});
+                          ["idle", "idle"], ["unknown", "not known"]]);
+setUpBar(view, step);
+setUp(() => watcher.engine.info.model, (id) => grid.mine.add(id), (id) => grid.mine.delete(id));
+setInterval(tellState, 500);
+await setUpEngines($("engine"), start);
+steer($("timeline"), timeline, view);

@@ -1,161 +1,174 @@
-// The seats: one cell a seat; colour and glyph say the state, the bar says how far its sequence has come.
+// The seats: one cell a seat; colour and sign say the state, the bar or the brightness how far its sequence has come.
+// Only cells that look different than before are drawn.
 
-import {bytes, canvas2d, colour, make, short, stripes, table} from "./dom.js";
+import {GLYPH, LEVELS, Sheet, VERB, drawLarge} from "./cells.js";
+import {colour, make, onWidth, pen, resize, short, table} from "./dom.js";
 
-const GLYPH = {prefill: "»", decode: "●", free: ""};
-export const VERB = {prefill: "reading its prompt", decode: "generating", free: "free"};
+/** Up to this many seats there is room for words. */
+const ROOMY = 64;
 
-/** Rows of a key frame's seats: state name, request, and the numbers; `done` is 0..1. */
-export function readSeats(seats, states) {
-  return Array.from(bytes(seats.state), (code, i) => {
-    const state = states[code], prefill = state === "prefill";
-    const reached = prefill ? seats.n_computed[i] : seats.n_output[i];
-    const end = prefill ? seats.n_prompt[i] : seats.max_tokens[i];
-    return {seat: i, state, request: seats.request[i], index: seats.index[i], reached, end,
-            done: end ? Math.min(1, reached / end) : 0, prompt: seats.n_prompt[i], output: seats.n_output[i],
-            limit: seats.max_tokens[i], pages: seats.pages[i]};
-  });
+/** What the grid shows of a moment: state[i] (place in states), request(i), index(i), reached(i) of end(i). */
+export function momentOf(engine) {
+  const {seats, states} = engine, prefill = engine.code("prefill");
+  const reading = (i) => seats.state[i] === prefill;
+  return {
+    count: seats?.count ?? engine.seatCount, states, state: seats?.state ?? new Uint8Array(engine.seatCount),
+    request: (i) => seats?.request[i] ?? null, index: (i) => seats?.index[i] ?? 0,
+    reached: (i) => seats ? reading(i) ? seats.n_computed[i] : seats.n_output[i] : 0,
+    end: (i) => seats ? reading(i) ? seats.n_prompt[i] : seats.max_tokens[i] : 0,
+    prompt: (i) => seats?.n_prompt[i] ?? null, limit: (i) => seats?.max_tokens[i] ?? null,
+  };
 }
 
 export class SeatGrid {
-  constructor(canvas, reading) {
-    this.canvas = canvas;
-    this.reading = reading;
-    this.rows = [];
+  constructor(canvas, reading, onPick) {
+    Object.assign(this, {canvas, reading, onPick});
+    this.note = reading.textContent;
     this.mine = new Set();  // requests to outline, without the engine's "-0" at the end
     this.chosen = -1;
+    this.moment = null;
+    this.width = 0;
+    this.drawn = [];  // what each cell looks like on the screen
     this.cell = {columns: 1, width: 1, height: 1, gap: 4};
+    onWidth(canvas.parentElement, (width) => { this.width = width; this.restyle(); });
     canvas.addEventListener("pointermove", (event) => this.choose(this.at(event.offsetX, event.offsetY)));
     canvas.addEventListener("pointerleave", () => this.choose(-1));
     canvas.addEventListener("blur", () => this.choose(-1));
     canvas.addEventListener("keydown", (event) => this.key(event));
+    canvas.addEventListener("click", () => this.pick());
   }
 
-  show(rows) {
-    this.rows = rows;
+  restyle() {
+    this.sheet = null;
+    this.drawn = [];
+    if (this.moment) this.show(this.moment);
+  }
+
+  show(moment) {
+    this.moment = moment;
+    if (!this.width || !moment.count) return;
+    if (resize(this.canvas, this.width, this.layout(moment.count))) this.drawn = [];
     this.draw();
     if (this.chosen >= 0) this.read();
   }
 
-  layout(width) {
-    const seats = this.rows.length, gap = seats > 256 ? 2 : 5;
-    const [least, height] = seats <= 64 ? [76, 50] : seats <= 256 ? [36, 26] : [12, 12];
-    const columns = Math.max(1, Math.min(seats, Math.floor((width + gap) / (least + gap))));
-    // Few seats should not stretch over the whole page.
-    this.cell = {columns, gap, height, width: Math.min(least * 2.4, (width + gap) / columns - gap)};
+  layout(seats) {
+    const gap = seats > 256 ? 2 : 5, [least, height] = seats <= ROOMY ? [76, 50] : seats <= 256 ? [26, 26] : [14, 14];
+    const columns = Math.max(1, Math.min(seats, Math.floor((this.width + gap) / (least + gap))));
+    // Few seats should not stretch over the whole page, and small cells stay whole pixels.
+    const width = Math.floor(Math.min(least * 2.4, (this.width + gap) / columns - gap));
+    this.cell = {columns, gap, height, width};
     return Math.ceil(seats / columns) * (height + gap);
   }
 
   draw() {
-    const {context, width} = canvas2d(this.canvas, this.layout(this.canvas.parentElement.clientWidth));
-    context.textBaseline = "middle";
-    for (const row of this.rows) this.drawCell(context, row);
+    const context = pen(this.canvas), {count, states} = this.moment, large = count <= ROOMY;
+    const ratio = devicePixelRatio || 1;
+    if (!large && this.sheet?.states !== states) {
+      this.sheet = new Sheet(states, this.cell.width, this.cell.height, ratio);
+      this.drawn = [];
+    }
+    for (let seat = 0; seat < count; seat++) {
+      const look = this.look(seat, large);
+      if (look === this.drawn[seat]) continue;
+      this.drawn[seat] = look;
+      const [x, y] = this.place(seat);
+      if (large) this.drawWords(context, seat, x * ratio, y * ratio, ratio);
+      else {
+        context.setTransform(1, 0, 0, 1, 0, 0);
+        this.sheet.stamp(context, this.moment.state[seat], this.level(seat), Math.round(x * ratio),
+                         Math.round(y * ratio));
+      }
+      if (this.marked(seat)) this.frame(context, x, y, ratio);
+    }
+  }
+
+  level(seat) {
+    const end = this.moment.end(seat);
+    return end ? Math.min(LEVELS, Math.floor(LEVELS * this.moment.reached(seat) / end)) : 0;
+  }
+
+  /** All that decides how a cell looks, as a number (or text, where it carries text). */
+  look(seat, large) {
+    const rough = (this.moment.state[seat] * (LEVELS + 1) + this.level(seat)) * 2 + this.marked(seat);
+    return large ? `${rough} ${this.moment.reached(seat)} ${this.moment.end(seat)}` : rough;
+  }
+
+  marked(seat) {
+    if (seat === this.chosen || !this.mine.size) return seat === this.chosen;
+    return this.mine.has(this.moment.request(seat)?.replace(/-\d+$/, ""));
+  }
+
+  drawWords(context, seat, x, y, ratio) {
+    const {moment} = this, state = moment.states[moment.state[seat]] ?? "free", end = moment.end(seat);
+    context.setTransform(ratio, 0, 0, ratio, x, y);
+    const text = state === "free" ? "free" : state === "held" ? "held" : end ? `${moment.reached(seat)} / ${end}` : "";
+    drawLarge(context, this.cell.width, this.cell.height, {state, level: this.level(seat), name: seat, text});
+  }
+
+  frame(context, x, y, ratio) {
+    const {width, height} = this.cell;
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.strokeStyle = colour("ink");
+    context.lineWidth = 3;
+    context.strokeRect(x + 1.5, y + 1.5, width - 3, height - 3);
   }
 
   place(seat) {
     const {columns, width, height, gap} = this.cell;
-    return [(seat % columns) * (width + gap), Math.floor(seat / columns) * (height + gap), width, height];
-  }
-
-  drawCell(context, row) {
-    const [x, y, width, height] = this.place(row.seat), free = row.state === "free";
-    const outline = new Path2D();
-    outline.roundRect(x + 1, y + 1, width - 2, height - 2, Math.min(6, height / 4));
-    context.save();
-    context.clip(outline);
-    if (!free) {
-      context.fillStyle = colour(`${row.state}-soft`);
-      context.fillRect(x, y, width, height);
-      context.fillStyle = colour(row.state);
-      context.fillRect(x, y, width * row.done, height);
-      if (row.state === "prefill") {
-        context.fillStyle = stripes(context, colour("cell-line"));
-        context.fillRect(x, y, width, height);
-      }
-    }
-    this.write(context, row, x, y, width, height, colour(free ? "faint" : "ink"));
-    context.beginPath();
-    context.rect(x, y, width * row.done, height);
-    context.clip();
-    if (!free) this.write(context, row, x, y, width, height, colour(`on-${row.state}`));
-    context.restore();
-    context.save();
-    const strong = row.seat === this.chosen || (row.request && this.mine.has(row.request.replace(/-\d+$/, "")));
-    context.lineWidth = strong ? 3 : 1.2;
-    context.strokeStyle = strong ? colour("ink") : colour(free ? "line" : row.state);
-    if (free) context.setLineDash([4, 3]);
-    context.stroke(outline);
-    context.restore();
-  }
-
-  write(context, row, x, y, width, height, ink) {
-    context.fillStyle = ink;
-    if (height >= 40) {
-      context.font = "600 13px system-ui, sans-serif";
-      context.textAlign = "left";
-      context.fillText(row.seat, x + 9, y + 15);
-      context.textAlign = "right";
-      context.fillText(GLYPH[row.state], x + width - 9, y + 15);
-      context.font = "12px system-ui, sans-serif";
-      context.textAlign = "left";
-      const text = row.state === "free" ? "free" : `${row.reached} / ${row.end}`;
-      context.fillText(text, x + 9, y + height - 14, width - 14);
-    } else if (height >= 20) {
-      context.font = "600 11px system-ui, sans-serif";
-      context.textAlign = "center";
-      context.fillText(GLYPH[row.state] || row.seat, x + width / 2, y + height / 2);
-    }
+    return [(seat % columns) * (width + gap), Math.floor(seat / columns) * (height + gap)];
   }
 
   at(x, y) {
     const {columns, width, height, gap} = this.cell;
     const column = Math.floor(x / (width + gap)), seat = Math.floor(y / (height + gap)) * columns + column;
-    return column < columns && seat < this.rows.length ? seat : -1;
+    return column >= 0 && column < columns && seat >= 0 && seat < (this.moment?.count ?? 0) ? seat : -1;
   }
 
   key(event) {
-    const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.cell.columns, ArrowUp: -this.cell.columns}[event.key];
+    const {columns} = this.cell;
+    const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns}[event.key];
     if (event.key === "Escape") this.choose(-1);
+    if (event.key === "Enter") this.pick();
     if (!step) return;
     event.preventDefault();
-    this.choose(this.chosen < 0 ? 0 : Math.max(0, Math.min(this.rows.length - 1, this.chosen + step)));
+    this.choose(this.chosen < 0 ? 0 : Math.max(0, Math.min(this.moment.count - 1, this.chosen + step)));
   }
 
   choose(seat) {
     if (seat === this.chosen) return;
     this.chosen = seat;
-    this.draw();
+    if (this.moment) this.draw();
     this.read();
+  }
+
+  pick() {
+    const request = this.chosen >= 0 ? this.moment?.request(this.chosen) : null;
+    if (request) this.onPick(request, this.moment.index(this.chosen));
   }
 
   /** The chosen seat in words. */
   read() {
-    const row = this.rows[this.chosen];
-    if (!row) this.reading.textContent = "Point at a seat, or use the arrow keys, to see who sits there.";
-    else if (row.state === "free") this.reading.textContent = `Seat ${row.seat} is free.`;
-    else {
-      const numbers = `${row.prompt} prompt tokens, ${row.output} of at most ${row.limit} output tokens, `
-        + `${row.pages} pages.`;
-      this.reading.replaceChildren(`Seat ${row.seat}, ${VERB[row.state]}: request `,
-        make("code", {}, short(row.request ?? "", 60)), row.index ? ` (choice ${row.index})` : "", `, ${numbers}`);
-    }
+    const {moment, chosen} = this;
+    if (chosen < 0 || !moment) return this.reading.replaceChildren(this.note);
+    const state = moment.states[moment.state[chosen]], request = moment.request(chosen);
+    if (!request) return this.reading.replaceChildren(`Seat ${chosen} is ${VERB[state] ?? state}.`);
+    const choice = moment.index(chosen) ? ` (choice ${moment.index(chosen)})` : "", end = moment.end(chosen);
+    const what = state === "prefill" ? "prompt" : "output";
+    const far = end ? `, ${moment.reached(chosen)} of at most ${end} ${what} tokens.` : ".";
+    this.reading.replaceChildren(`Seat ${chosen}, ${VERB[state] ?? state}: request `,
+                                 make("code", {}, short(request, 60)), choice, far);
   }
 }
 
-export function seatTable(element, rows) {
-  table(element, ["Seat", "State", "Request", "Choice", "Prompt", "Output", "At most", "Pages"], rows.map((row) =>
-    row.state === "free" ? [row.seat, "free"]
-      : [row.seat, row.state, row.request, row.index, row.prompt, row.output, row.limit, row.pages]));
+export function seatTable(element, moment) {
+  const rows = Array.from({length: moment.count}, (_, i) => {
+    const state = moment.states[moment.state[i]];
+    if (!moment.request(i)) return [i, state];
+    return [i, state, moment.request(i), moment.index(i), moment.reached(i), moment.end(i)];
+  });
+  table(element, ["Seat", "State", "Request", "Choice", "Tokens", "At most"], rows);
 }
 
-/** The queue: a small square for each waiting sequence, as far as there is room. */
-export function drawQueue(canvas, waiting) {
-  const fits = Math.floor(canvas.parentElement.clientWidth / 13), rows = Math.min(3, Math.ceil(waiting / fits));
-  const {context} = canvas2d(canvas, rows * 13);
-  for (let i = 0; i < Math.min(waiting, fits * rows); i++) {
-    context.fillStyle = colour("waiting");
-    context.beginPath();
-    context.roundRect((i % fits) * 13 + 1, Math.floor(i / fits) * 13 + 1, 10, 10, 5);
-    context.fill();
-  }
-}
+export const seatLegend = [["decode", `${GLYPH.decode} generating`], ["prefill", `${GLYPH.prefill} reading its prompt`],
+                           ["held", `${GLYPH.held} held until its batch is done`], ["free", "free"]];

@@ -1,139 +1,159 @@
-// The heart of the page: who sat where during the last minute. Rows are seats, x is time.
+// The heart of the page: who sat in which seat. Rows are seats, x is time, a change of colour is a change of passenger.
 
-import {canvas2d, colour, make, short, stripes, table} from "./dom.js";
-import {WINDOW} from "./history.js";
-import {VERB} from "./seats.js";
+import {$, colour, make, onWidth, pen, resize, seconds, short, table} from "./dom.js";
+import {Raster} from "./raster.js";
 
-const HUES = 8;
 const GUTTER = 34;
 const AXIS = 20;
-/** Two looks at the engine that lie further apart (seconds) say nothing about the time between them. */
-const APART = 1.5;
+const HIGH = 420;
+const TICKS = [0.2, 0.5, 1, 2, 5, 10, 20, 60, 120];
 
 export class Timeline {
-  constructor(canvas, reading) {
-    this.canvas = canvas;
-    this.reading = reading;
+  /** describe(t): a moment as a short text. onPick(request, index): somebody wants to know more. view: a View, or null
+   *  for a picture that stands still. high: CSS pixels, as far as the height of a row can keep to it. */
+  constructor({canvas, reading, rides, view, onPick, describe, high = HIGH}) {
+    Object.assign(this, {canvas, reading, rides, view, onPick, describe, high});
+    this.raster = new Raster();
     this.note = [...reading.childNodes];
-    this.rides = [];  // {seat, request, index, phase, from, to, hue}, oldest first
-    this.open = new Map();  // seat -> its ride
-    this.left = new Map();  // seat -> when it was seen empty, just left, while somebody waited
-    this.seen = [];  // {from, to}: the times we know about
-    this.hues = new Map();
-    this.next = 0;
-    this.seats = 0;
-    this.now = 0;
+    this.seats = this.row = this.width = this.version = 0;
+    this.axis = "";
+    this.origin = 0;  // added to the rides' times, gives those that `describe` tells
+    this.chosen = null;
+    onWidth(canvas.parentElement, (width) => { this.width = width; this.restyle(); });
     canvas.addEventListener("pointermove", (event) => this.read(event.offsetX, event.offsetY));
     canvas.addEventListener("pointerleave", () => this.reading.replaceChildren(...this.note));
+    canvas.addEventListener("click", (event) => this.pick(event));
   }
 
-  /** One look at all seats at time t (seconds), with `waiting` sequences in the queue. */
-  add(rows, t, waiting) {
-    const near = this.seen.length > 0 && t - this.now < APART;
-    this.seats = rows.length;
-    for (const ride of this.open.values()) if (near) ride.to = t;
-    if (near) this.seen.at(-1).to = t;
-    else { this.seen.push({from: t, to: t}); this.open.clear(); this.left.clear(); }
-    for (const row of rows) this.addRow(row, t, waiting);
-    this.now = t;
-    this.forget();
+  /** Draw all of it again: another colour scheme, another width, another past. */
+  restyle() {
+    this.raster.readColours();
+    this.version++;
+    this.axis = "";
+    if (this.now) this.draw(this.seats, this.now);
   }
 
-  /** The engine is looked at between two steps, when a seat that was just left is empty until the next plan fills it:
-   *  if somebody waited and it is taken at the next look, it was not idle in between. */
-  addRow(row, t, waiting) {
-    const ride = this.open.get(row.seat), from = this.left.get(row.seat) ?? t;
-    if (ride && ride.request === row.request && ride.index === row.index && ride.phase === row.state) return;
-    this.open.delete(row.seat);
-    this.left.delete(row.seat);
-    if (row.state === "free") {
-      if (ride && waiting) this.left.set(row.seat, t);
-      return;
-    }
-    const next = {seat: row.seat, request: row.request, index: row.index, phase: row.state, from, to: t,
-                  hue: this.hue(`${row.request} ${row.index}`)};
-    this.open.set(row.seat, next);
-    this.rides.push(next);
+  /** The rides around the moment of the view, or all of the first `span` seconds. */
+  draw(seats, now, {right = this.view?.t ?? now, span = this.view?.span ?? now} = {}) {
+    if (!this.width || !seats) return;
+    const ratio = devicePixelRatio || 1;
+    const row = Math.round(Math.max(1, Math.min(18, Math.floor(this.high / seats))) * ratio);
+    this.row = row / ratio;
+    Object.assign(this, {seats, now, right, span});
+    if (resize(this.canvas, this.width, seats * this.row + AXIS)) this.axis = "";
+    this.drawAxes();
+    this.raster.size(Math.round((this.width - GUTTER) * ratio), seats * row);
+    this.raster.paint(this.rides, {right, span, row, seats, now, key: this.version});
+    this.canvas.getContext("2d").putImageData(this.raster.image, Math.round(GUTTER * ratio), 0);
+    this.outline();
   }
 
-  /** Sequences take the colours in turn, so that those on board together differ as long as they can. */
-  hue(sequence) {
-    if (!this.hues.has(sequence)) this.hues.set(sequence, this.next++ % HUES);
-    return this.hues.get(sequence);
-  }
+  x(t) { return GUTTER + (this.width - GUTTER) * (1 - (this.right - t) / this.span); }
+  time(x) { return this.right - this.span * (1 - (x - GUTTER) / (this.width - GUTTER)); }
 
-  forget() {
-    const start = this.now - WINDOW;
-    this.rides = this.rides.filter((ride) => ride.to >= start);
-    this.seen = this.seen.filter((span) => span.to >= start);
-    if (this.hues.size > 4096) this.hues = new Map([...this.hues].slice(-2048));
-  }
-
-  x(t) { return GUTTER + (this.width - GUTTER) * (1 - (this.now - t) / WINDOW); }
-
-  draw() {
-    const wide = this.canvas.parentElement.clientWidth;
-    this.row = Math.max(1, Math.min(18, Math.floor(420 / Math.max(1, this.seats))));
-    const {context, width} = canvas2d(this.canvas, this.seats * this.row + AXIS);
-    this.width = wide;
-    context.fillStyle = colour("empty");
-    context.fillRect(GUTTER, 0, width - GUTTER, this.seats * this.row);
-    this.drawUnknown(context);
-    for (const ride of this.rides) this.drawRide(context, ride);
-    this.drawAxes(context);
-    this.canvas.setAttribute("aria-label", `Seat timeline: ${this.rides.length} phases in ${this.seats} seats`);
-  }
-
-  /** Before the page came, and while it heard nothing: that is not the same as idle. */
-  drawUnknown(context) {
-    let from = this.now - WINDOW;
-    for (const span of [...this.seen, {from: this.now, to: this.now}]) {
-      if (span.from > from) {
-        context.fillStyle = colour("panel");
-        context.fillRect(this.x(from), 0, this.x(span.from) - this.x(from), this.seats * this.row);
-        context.fillStyle = stripes(context, colour("line"));
-        context.fillRect(this.x(from), 0, this.x(span.from) - this.x(from), this.seats * this.row);
-      }
-      from = Math.max(from, span.to);
-    }
-  }
-
-  drawRide(context, ride) {
-    const from = Math.max(GUTTER, this.x(ride.from)), y = ride.seat * this.row, pad = this.row > 5 ? 1 : 0;
-    const width = Math.max(1, this.x(ride.to) - from - (ride.phase === "decode" ? 1 : 0));
-    context.fillStyle = colour(`hue-${ride.hue}`);
-    context.fillRect(from, y + pad, width, this.row - pad * 2);
-    if (ride.phase === "prefill") {
-      context.fillStyle = stripes(context, colour("prefill-line"));
-      context.fillRect(from, y + pad, width, this.row - pad * 2);
-    }
-  }
-
-  drawAxes(context) {
-    const every = Math.max(1, Math.ceil(14 / this.row)), bottom = this.seats * this.row;
+  drawAxes() {
+    const live = !this.view || this.view.mode === "live";
+    const wanted = `${this.seats} ${this.span} ${this.row} ${live ? "live" : this.right}`;
+    if (wanted === this.axis) return;
+    this.axis = wanted;
+    const context = pen(this.canvas), bottom = this.seats * this.row, every = Math.max(1, Math.ceil(14 / this.row));
+    context.clearRect(0, 0, GUTTER, bottom + AXIS);
+    context.clearRect(0, bottom, this.width, AXIS);
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = colour("faint");
     context.textBaseline = "middle";
     context.textAlign = "right";
-    for (let seat = 0; seat < this.seats; seat += every) context.fillText(seat, GUTTER - 6, (seat + 0.5) * this.row);
-    for (let ago = WINDOW, step = this.width < 500 ? 20 : 10; ago >= 0; ago -= step) {
-      context.textAlign = ago === 0 ? "right" : ago === WINDOW ? "left" : "center";
-      context.fillText(ago ? `${ago} s ago` : "now", this.x(this.now - ago), bottom + 12);
+    for (let seat = 0; seat < this.seats; seat += every) {
+      context.fillText(seat, GUTTER - 6, Math.max(6, (seat + 0.5) * this.row));
+    }
+    this.drawTimes(context, bottom + 12);
+  }
+
+  drawTimes(context, y) {
+    const least = (this.width < 500 ? 110 : 90) * this.span / (this.width - GUTTER);
+    const step = TICKS.find((tick) => tick >= least) ?? 120;
+    // Ticks stand at round numbers of seconds: before now while time moves on, of the clock while it stands.
+    const past = this.view?.mode === "live" ? 0 : (this.right + this.origin) % step;
+    for (let ago = past; ago <= this.span; ago += step) {
+      const x = this.x(this.right - ago);
+      context.textAlign = x > this.width - 30 ? "right" : x < GUTTER + 30 ? "left" : "center";
+      context.fillText(this.describe(this.right - ago, ago), x, y);
     }
   }
 
+  /** Frame the rides of the chosen request. */
+  outline() {
+    if (!this.chosen) return;
+    const context = pen(this.canvas);
+    context.strokeStyle = colour("ink");
+    context.lineWidth = 2;
+    this.rides.each(this.right - this.span, this.right, (i) => {
+      if (this.rides.request[i] !== this.chosen) return;
+      const from = Math.max(GUTTER, this.x(this.rides.from[i])), to = this.x(Math.min(this.right, this.rides.to[i]));
+      context.strokeRect(from + 1, this.rides.seat[i] * this.row + 1, Math.max(2, to - from - 2),
+                         Math.max(2, this.row - 2));
+    });
+  }
+
+  /** Place of the ride at a point of the canvas, or -1. */
+  at(x, y) {
+    const seat = Math.floor(y / this.row), t = this.time(x);
+    let found = -1;
+    if (x >= GUTTER) this.rides.each(t, t + 1e-9, (i) => { if (this.rides.seat[i] === seat) found = i; });
+    return found;
+  }
+
   read(x, y) {
-    const seat = Math.floor(y / this.row), t = this.now - WINDOW * (1 - (x - GUTTER) / (this.width - GUTTER));
-    const ride = this.rides.findLast((one) => one.seat === seat && one.from <= t && one.to >= t);
-    if (!ride) return this.reading.replaceChildren(...this.note);
-    this.reading.replaceChildren(`Seat ${seat}, ${VERB[ride.phase]}: request `,
-      make("code", {}, short(ride.request ?? "", 60)), `, ${(ride.to - ride.from).toFixed(1)} s in this phase.`);
+    const i = this.at(x, y), {rides} = this;
+    if (i < 0) return this.reading.replaceChildren(...this.note);
+    const rode = Math.min(rides.to[i], this.now) - rides.from[i];
+    const reading = Math.min(rides.first[i], this.now) - rides.from[i];
+    this.reading.replaceChildren(`Seat ${rides.seat[i]}: request `, make("code", {}, short(rides.request[i], 60)),
+      `${rides.index[i] ? ` (choice ${rides.index[i]})` : ""}, ${rides.n_in[i]} prompt tokens, `,
+      `on board for ${seconds(rode)}, of which ${seconds(reading)} until its first token`,
+      rides.end[i] ? `; ended: ${rides.end[i]}.` : ".");
+  }
+
+  pick(event) {
+    const i = this.at(event.offsetX, event.offsetY);
+    if (i >= 0) this.onPick?.(this.rides.request[i], this.rides.index[i]);
   }
 
   fillTable(element) {
-    const newest = this.rides.slice(-40).reverse();
-    table(element, ["Request", "Choice", "Seat", "Phase", "Began", "Lasted"], newest.map((ride) =>
-      [ride.request, ride.index, ride.seat, ride.phase, `${(this.now - ride.from).toFixed(1)} s ago`,
-       `${(ride.to - ride.from).toFixed(1)} s`]));
+    const {rides, right} = this;
+    table(element, ["Request", "Choice", "Seat", "Boarded", "First token", "On board", "End"],
+      rides.newest(40, right).map((i) => [
+        rides.request[i], rides.index[i], rides.seat[i], `${seconds(right - rides.from[i])} ago`,
+        rides.first[i] <= right ? `after ${seconds(rides.first[i] - rides.from[i])}` : "not yet",
+        seconds(Math.min(rides.to[i], right) - rides.from[i]), rides.to[i] <= right ? rides.end[i] : "on board"]));
   }
+}
+
+/** Dragging moves through time, Ctrl and the wheel zoom, and so do arrow keys, + and -. */
+export function steer(canvas, timeline, view) {
+  let dragged = null;
+  canvas.addEventListener("pointerdown", (event) => { dragged = {x: event.clientX, at: view.t, moved: false}; });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!dragged || !event.buttons || Math.abs(event.clientX - dragged.x) < 4 && !dragged.moved) return;
+    if (!dragged.moved) canvas.setPointerCapture(event.pointerId);
+    dragged.moved = true;
+    view.scrub(dragged.at - (event.clientX - dragged.x) * view.span / (timeline.width - GUTTER));
+  });
+  const click = (event) => { if (dragged?.moved) event.stopImmediatePropagation(); };
+  canvas.addEventListener("click", click, {capture: true});
+  canvas.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    view.zoom(Math.exp(event.deltaY / 300), (event.offsetX - GUTTER) / (timeline.width - GUTTER));
+  }, {passive: false});
+  canvas.addEventListener("keydown", (event) => {
+    const action = {ArrowLeft: () => view.pan(-view.span / 20), ArrowRight: () => view.pan(view.span / 20),
+                    "+": () => view.zoom(0.5), "=": () => view.zoom(0.5), "-": () => view.zoom(2),
+                    Home: () => view.scrub(0), End: () => view.resume()}[event.key];
+    if (!action) return;
+    event.preventDefault();
+    action();
+  });
+  $("zoom-in").addEventListener("click", () => view.zoom(0.5));
+  $("zoom-out").addEventListener("click", () => view.zoom(2));
 }

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 from api_fakes import FakeClient
+from page_browser import ARGUMENTS, CHROMIUM, watched
 
 from jitney.engine.ledger import STEP_DTYPE
-from jitney.engine.types import Slot
-from jitney.engine.wire import Slots
+from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, Slot
+from jitney.engine.wire import Life, PromptRows, Slots, StepReport
 
 #: A request id that would be seen at once if it were taken for markup.
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -19,22 +23,58 @@ ROWS = {"prefill": 20, "decode": 3, "padding": 6, "recomputed": 1, "past_end": 1
 
 
 class StageClient(FakeClient):
-    """Four seats, ten pages. asked: how often somebody wanted the slots."""
+    """Four seats, ten pages. asked: how often somebody wanted the seats or the pages.
+
+    What a test says of a seat reaches the journal as the core's own reports would bring it.
+    """
 
     def __init__(self, **info: Any):
         super().__init__(**({"seats": 4, "pages": 10, "model": "scripted"} | info))
-        self.seats = [Slot(seat=seat, state="free") for seat in range(4)]
-        self.page_states = bytes(11)
+        self._seats = [Slot(seat=seat, state="free") for seat in range(self.info.seats if self.info else 4)]
+        self.states = bytes(11)
         self.kept: list[np.void] = []
         self.asked = 0
 
     async def slots(self) -> Slots:
         self.asked += 1
-        return Slots(0, self.seats, self.page_states)
+        return Slots(0, self.seats, self.states)
+
+    @property
+    def seats(self) -> list[Slot]:
+        return self._seats
+
+    @seats.setter
+    def seats(self, slots: list[Slot]) -> None:
+        self._seats = list(slots)
+        for slot in slots:
+            self._tell(slot)
 
     def seat(self, number: int, state: str, request_id: str, **numbers: int) -> None:
-        self.seats = [*self.seats]
-        self.seats[number] = Slot(seat=number, state=state, request_id=request_id, **numbers)
+        self._seats[number] = Slot(seat=number, state=state, request_id=request_id, **numbers)
+        self._tell(self._seats[number])
+
+    def _tell(self, slot: Slot) -> None:
+        """Have the journal's seat be as the slot says."""
+        there, now = self.journal.seats[slot.seat], time.monotonic()
+        if there is not None and (there.request, there.index) != (slot.request_id, slot.index):
+            self.journal.take(StepReport([SequenceOutput(request_id=there.request, index=there.index,
+                                                         finish="length")]))
+        if slot.request_id is None:
+            return
+        trip = self.journal.trip(slot.request_id, slot.index)
+        if trip is None:
+            sampling = SamplingParams(max_tokens=slot.max_tokens or 16, n=slot.index + 1)
+            self.journal.submit(EngineRequest(id=slot.request_id, prompt=[1] * slot.n_prompt, sampling=sampling,
+                                              arrival=now))
+            trip = self.journal.trip(slot.request_id, slot.index)
+        assert trip is not None
+        life = [] if trip.seat == slot.seat else [Life("seated", slot.request_id, slot.index, slot.seat,
+                                                       self.journal.records.last_step, now, 0, 0)]
+        self.journal.take(StepReport([], life=life))
+        rows = [PromptRows(slot.request_id, slot.index, 0, slot.n_computed, 0)] if slot.state == "prefill" else []
+        tokens = [1] * (slot.n_output - trip.n_output)
+        outputs = [SequenceOutput(request_id=slot.request_id, index=slot.index, tokens=tokens)] if tokens else []
+        self.journal.take(StepReport(outputs, chunks=rows))
 
     def step(self, **fields: float) -> np.void:
         """One more step record, as the core would send it."""
@@ -43,22 +83,47 @@ class StageClient(FakeClient):
                  "gap_s": 0.001, **ROWS} | fields
         for name, value in given.items():
             record[name] = value
-        self.kept.append(record[0])
-        self.counters.observe_step(record[0])
-        return record[0]
-
-    def records(self, after_step: int) -> np.ndarray:
-        return np.array([record for record in self.kept if record["step"] > after_step], STEP_DTYPE)
+        taken = self.journal.take(StepReport([], record.tobytes()))
+        assert taken is not None
+        self.kept.append(taken)
+        self.counters.observe_step(taken)
+        return taken
 
 
 @pytest.fixture
 def client() -> StageClient:
     """Full: two seats generate, one reads its prompt, one is free; two sequences wait."""
     client = StageClient()
-    client.seat(0, "decode", "req-a", n_prompt=5, n_computed=12, n_output=8, max_tokens=16, pages=2)
+    client.seat(0, "decode", "req-a", n_prompt=5, n_computed=12, n_output=8, max_tokens=16, pages=1)
     client.seat(1, "prefill", "req-b", index=1, n_prompt=40, n_computed=10, max_tokens=9, pages=3)
     client.seat(3, "decode", MARKUP, n_prompt=7, n_computed=9, n_output=3, max_tokens=4, pages=1)
-    client.page_states = bytes([0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 0])
+    client.states = bytes([0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 0])
     for _ in range(3):
         client.step(waiting=2, waiting_tokens=64, seats_busy=3, pages_used=6)
     return client
+
+
+@pytest.fixture
+def other() -> StageClient:
+    """Another engine, empty: six seats under the static policy."""
+    return StageClient(seats=6, policy="static", model="other")
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A browser for the tests of one file; they are left out where there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not shutil.which(CHROMIUM):
+        pytest.skip("chromium is not installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, env={**os.environ})
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium):
+    """A page whose console and requests are kept, see `page_browser.watched`."""
+    seen = watched(chromium)
+    yield seen
+    seen.context.close()

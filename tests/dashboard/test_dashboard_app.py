@@ -7,37 +7,28 @@ import gzip
 import json
 import re
 
-import httpx
 import pytest
 from api_fakes import ByteTokenizer, call, run
+from page_fakes import browser, get, page
 from starlette.routing import Mount
 
 from jitney.dashboard import create_dashboard, dashboard_routes
 from jitney.dashboard.assets import PLOTLY
-from jitney.dashboard.feed import MAX_VIEWERS
 from jitney.dashboard.guard import POLICY
-from jitney.dashboard.sessions import LIFETIME_S, MAX_SESSIONS, Sessions
+from jitney.dashboard.sessions import (
+    LIFETIME_S,
+    MAX_ADDRESSES,
+    MAX_SESSIONS,
+    MOST_ATTEMPTS,
+    Attempts,
+    Sessions,
+)
+from jitney.dashboard.viewers import MAX_VIEWERS
 from jitney.engine.api import ServerSettings, create_app
 from jitney.engine.api.settings import digest_key
 
 KEY = "a secret key"
 PATHS = ("/", "/slots", "/frames", "/assets/page.js", "/assets/style.css", "/assets/icon.svg", "/nowhere")
-
-
-def page(client, *keys: str):
-    return create_dashboard(client, ServerSettings(api_keys=tuple(map(digest_key, keys))))
-
-
-def browser(app) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
-
-
-def get(app, path: str, **headers: str) -> httpx.Response:
-    async def ask() -> httpx.Response:
-        async with browser(app) as web:
-            return await web.get(path, headers=headers)
-
-    return run(ask())
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -110,7 +101,7 @@ def test_the_stream_frees_its_place_when_the_client_leaves(client):
     reply = run(call(app, "/feed", method="GET", leave_on_chunk=3))
     assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
     assert reply.headers["cache-control"] == "no-store" and reply.headers["x-accel-buffering"] == "no"
-    assert [chunk.split(b"\n")[0] for chunk in reply.chunks[:3]] == [b"event: hello", b"event: key", b"event: key"]
+    assert [chunk.split(b"\n")[0] for chunk in reply.chunks[:3]] == [b"event: hello", b"event: key", b"event: d"]
     assert json.loads(reply.chunks[1].split(b"data: ")[1])["seats"]["request"][1] == "req-b"
     assert app.state.feed.viewers == 0
 
@@ -223,3 +214,48 @@ def test_loading_is_an_error_in_the_endpoints_form(client):
     client.slots = loading
     answer = get(page(client), "/slots")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
+
+
+def test_guessing_keys_is_slow(client):
+    async def session() -> None:
+        app = page(client, KEY)
+        for _ in range(MOST_ATTEMPTS):
+            assert (await call(app, "/sign-in", {"key": "guess"})).status == 401
+        reply = await call(app, "/sign-in", {"key": KEY})
+        assert reply.status == 429 and reply.error["code"] == "too_many_attempts"
+        assert 1 <= int(reply.headers["retry-after"]) <= 60
+
+    run(session())
+
+
+def test_attempts_are_counted_by_address_and_forgotten():
+    now = [0.0]
+    attempts = Attempts(clock=lambda: now[0])
+    for second in range(MOST_ATTEMPTS):
+        now[0] = float(second)
+        attempts.failed("one")
+    assert attempts.wait("one") == 60 - 9 and attempts.wait("other") == 0
+    now[0] = 60.0  # the first of them is a minute old
+    assert attempts.wait("one") == 0
+    attempts.failed("one")
+    assert attempts.wait("one") > 0
+    for number in range(MAX_ADDRESSES):
+        attempts.failed(f"address {number}")
+    assert attempts.wait("one") == 0, "of too many addresses the oldest is forgotten"
+
+
+def test_a_form_of_another_site_cannot_sign_in(client):
+    reply = run(call(page(client, KEY), "/sign-in", {"key": KEY}, headers={"content-type": "text/plain"}))
+    assert reply.status == 415 and "set-cookie" not in reply.headers
+
+
+def test_text_is_shown_only_where_the_server_allows_it(client):
+    trip = client.journal.trip("req-a", 0)
+    assert get(page(client), "/request/req-a").json()["text"] is None
+    app = create_dashboard(client, ServerSettings(), decode=lambda ids: "".join(map(chr, ids)))
+    assert get(app, "/request/req-a").json()["text"] is None, "tokens that were not kept cannot be shown"
+    trip.tokens = [104, 105, 33, 63, 63, 111, 107]
+    assert get(app, "/request/req-a").json()["text"] == {"prompt": "hi!??", "answer": "ok"}
+    assert get(page(client), "/request/req-a").json()["text"] is None
+    listed = json.dumps(get(app, "/requests").json())
+    assert '"tokens"' not in listed and '"text"' not in listed

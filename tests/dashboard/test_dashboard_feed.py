@@ -10,11 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jitney.dashboard import frames
-from jitney.dashboard.feed import QUEUE, Feed, TooManyViewers, Viewer
+from jitney.dashboard import feed as feed_module
+from jitney.dashboard import frames, looks
+from jitney.dashboard.feed import Feed
+from jitney.dashboard.viewers import QUEUE, TooManyViewers, Viewer
 from jitney.engine.errors import RequestError
 from jitney.engine.ledger import ROW_KINDS
+from jitney.engine.types import Slot
 from jitney.engine.wire import Progress
+
+
+@pytest.fixture(autouse=True)
+def key_frames_only_when_needed(monkeypatch: pytest.MonkeyPatch):
+    """On a machine that stalls for seconds, a key frame that is due would come where a test waits for a delta."""
+    monkeypatch.setattr(feed_module, "KEY_S", 3600.0)
 
 
 def parse(event: bytes) -> tuple[str, Any]:
@@ -48,18 +57,53 @@ def test_a_key_frame_is_the_engines_own_arrays(client):
     assert key["seats"]["request"] == [slot.request_id for slot in client.seats]
     for name in hello["seat_columns"]:
         assert key["seats"][name] == [getattr(slot, name) for slot in client.seats]
-    assert base64.b64decode(key["pages"]["cells"]) == client.page_states[1:]  # page 0 is nobody's
+    assert base64.b64decode(key["pages"]["cells"]) == client.states[1:]  # page 0 is nobody's
     assert key["pages"]["counts"] == {"free": 1, "held": 4, "shared": 2, "cached": 3}
     assert key["s"]["rows"] == {kind: sum(int(record[kind]) for record in client.kept) for kind in ROW_KINDS}
-    assert key["s"]["steps"] == {"decode": 0, "mixed": 3}
+    assert key["s"]["steps"] == {"decode": 0, "mixed": 3} and key["s"]["boarded"] == 3
     assert (key["s"]["waiting"], key["s"]["waiting_tokens"], key["s"]["seats_busy"]) == (2, 64, 3)
     assert key["s"]["step_s"] == pytest.approx(0.063, abs=1e-6) and key["s"]["gap_s"] == pytest.approx(0.003, abs=1e-6)
+    assert key["life"] == client.journal.n_life and key["hist"]["wait"]["counts"][0] == 3
 
 
 def test_hello_says_what_runs(client):
     ((name, hello),) = watch(Feed(client, keys=True), 1)
     assert name == "hello" and hello["info"]["model"] == "scripted" and hello["info"]["seats"] == 4
-    assert hello["keys"] is True and hello["hz"] == 5.0
+    assert hello["keys"] is True and hello["text"] is False and hello["hz"] == 10.0 and hello["v"] == 2
+    assert hello["states"] == ["free", "prefill", "decode", "held"]
+
+
+def test_a_delta_says_what_changed_and_nothing_else(client):
+    async def session() -> list[Any]:
+        with Feed(client, hz=100).viewer() as viewer:
+            await take(viewer, 2)
+            client.seat(2, "prefill", "req-c", n_prompt=9, n_computed=4, max_tokens=5)
+            client.states = bytes([0, 1, 1, 1, 1, 2, 2, 1, 1, 3, 1])
+            client.step(seats_busy=4, waiting=2, waiting_tokens=64, pages_used=6, decode=2)
+            return [await take(viewer, 2)]
+
+    [(life, delta)] = asyncio.run(session())
+    assert life[0] == "life"
+    assert [event[2:8] for event in life[1]["events"]] == [
+        ["queued", "req-c", 0, -1, 9, 0], ["seated", "req-c", 0, 2, 9, 0]]
+    name, change = delta
+    assert name == "d" and change["step"] == 3 and change.keys() <= {"t", "step", "life", "age", "seats", "s", "pages"}
+    # One step later each decoding seat is expected to have a token more; these have not, so they are named.
+    assert change["seats"] == [[0, 2, "req-a", 0, 5, 12, 8, 16], [2, 1, "req-c", 0, 9, 4, 0, 5],
+                               [3, 2, client.seats[3].request_id, 0, 7, 9, 3, 4]]
+    assert {"rows", "steps", "boarded", "step_s"} <= change["s"].keys() and "preemptions" not in change["s"]
+
+
+def test_page_changes_come_as_runs():
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        before, now = rng.integers(0, 4, (2, 40), np.uint8)
+        now = np.where(rng.random(40) < 0.5, before, now).astype(np.uint8)
+        rebuilt = before.copy()
+        for first, count, state in looks.page_runs(before, now):
+            assert count >= 1 and not np.any(before[first:first + count] == state)
+            rebuilt[first:first + count] = state
+        assert np.array_equal(rebuilt, now)
 
 
 def test_the_longest_step_is_of_those_since_the_frame_before(client):
@@ -70,8 +114,28 @@ def test_the_longest_step_is_of_those_since_the_frame_before(client):
             client.step(device_s=0.1)
             return [*first, *await take(viewer, 2)]
 
-    events = [data for name, data in asyncio.run(session()) if name == "key"]
-    assert [event["s"]["worst_s"] for event in events] == [None, 0.75, None]
+    events = [data["s"]["worst_s"] for name, data in asyncio.run(session()) if name in ("key", "d")]
+    assert events == [None, 0.75, None]
+
+
+def test_key_frames_come_again_and_again(client, monkeypatch):
+    monkeypatch.setattr(feed_module, "KEY_S", 0.01)
+
+    async def session() -> list[str]:
+        with Feed(client, hz=50).viewer() as viewer:
+            return [name for name, _ in await asyncio.wait_for(take(viewer, 4), 5)]
+
+    assert asyncio.run(session()) == ["hello", "key", "key", "key"]
+
+
+def test_an_idle_engine_is_told_of_once_a_second(client):
+    async def session() -> list[tuple[str, Any]]:
+        with Feed(client, hz=200).viewer() as viewer:
+            await take(viewer, 2)
+            return await asyncio.wait_for(take(viewer, 1), 5)
+
+    ((name, beat),) = asyncio.run(session())
+    assert name == "d" and "seats" not in beat and "rows" not in beat.get("s", {})
 
 
 def test_loading_then_ready_says_hello_again(client):
@@ -88,16 +152,16 @@ def test_loading_then_ready_says_hello_again(client):
     hello, key, again, after = asyncio.run(session())
     assert hello[1]["info"] is None and again[0] == "hello" and again[1]["info"]["model"] == "scripted"
     assert key[1]["state"] == "loading" and key[1]["progress"]["done"] == 3 and key[1]["seats"] is None
-    assert after[1]["state"] == "ready" and after[1]["progress"] is None
+    assert after[0] == "key" and after[1]["state"] == "ready" and after[1]["progress"] is None
 
 
-def test_an_engine_that_does_not_answer_leaves_the_seats_out(client):
+def test_an_engine_that_does_not_answer_leaves_the_pages_out(client):
     async def no_answer():
         raise RequestError("busy", code="internal_error")
 
     client.slots = no_answer
     key = watch(Feed(client), 2)[1][1]
-    assert key["seats"] is None and key["pages"] is None and key["s"]["waiting"] == 2
+    assert key["pages"] is None and key["seats"]["request"][0] == "req-a" and key["s"]["waiting"] == 2
 
 
 def test_a_dead_engine_ends_the_feed(client):
@@ -120,9 +184,9 @@ def test_nobody_watches_nothing_happens(client):
         assert client.asked == 0 and not feed.sampling
         for _ in range(2):  # a viewer who comes right after the last one left finds a sampler, too
             with feed.viewer() as viewer:
-                await asyncio.wait_for(take(viewer, 4), 5)
+                await asyncio.wait_for(take(viewer, 3), 5)
         asked = client.asked
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.6)  # longer than from one look at the pages to the next
         assert client.asked == asked and not feed.sampling and feed.viewers == 0
 
     asyncio.run(session())
@@ -132,8 +196,41 @@ def test_all_viewers_get_the_same_bytes_of_one_look(client):
     async def session() -> None:
         feed = Feed(client, hz=50)
         with feed.viewer() as one, feed.viewer() as other:
-            assert await take(one, 3) == await take(other, 3)
-            assert client.asked == 2
+            assert (await take(one, 2))[1] == (await take(other, 2))[1]
+            client.step()
+            assert await take(one, 1) == await take(other, 1)
+            assert client.asked == 1
+            with feed.viewer() as late:
+                name, key = (await take(late, 2))[1]
+                assert name == "key" and key["step"] == 3
+
+    asyncio.run(session())
+
+
+def test_who_comes_back_gets_what_was_missed(client):
+    async def session() -> None:
+        feed = Feed(client, hz=100)
+        with feed.viewer() as steady:
+            with feed.viewer() as viewer:
+                await take(viewer, 2)
+                client.step()
+                (event,) = [event async for event in first(viewer, 1)]
+                last_id = event.split(b"id: ")[1].split(b"\n")[0].decode()
+            client.step()
+            missed = await take(steady, 4)
+            client.step()
+            with feed.viewer(last_id) as back:
+                again = await take(back, 3)
+            assert again[0][0] == "hello" and again[1] == missed[-1] and again[2][1]["step"] == 5
+            with feed.viewer("other:7") as stranger:
+                assert [name for name, _ in await take(stranger, 2)] == ["hello", "key"]
+
+    async def first(viewer: Viewer, number: int):
+        async for event in viewer:
+            yield event
+            number -= 1
+            if not number:
+                return
 
     asyncio.run(session())
 
@@ -151,25 +248,40 @@ def test_the_viewer_too_many_is_refused(client):
     asyncio.run(session())
 
 
-def test_a_slow_viewer_loses_the_oldest_frames_but_not_the_hello():
+def test_a_slow_viewer_starts_again_from_a_key_frame(client):
     async def session() -> None:
-        viewer = Viewer(frames.event("hello", {}))
-        for number in range(20):
-            viewer.put(frames.event("key", number, number))
+        feed = Feed(client, hz=1000)
+        with feed.viewer() as slow, feed.viewer() as quick:
+            await take(quick, 2)
+            while not slow.dropped:
+                client.step()
+                await take(quick, 1)
+            client.step()
+            await take(quick, 2)
+            first, second, *_ = await take(slow, 3)
+            assert first[0] == "hello" and second[0] == "key" and slow.dropped == QUEUE
+
+    asyncio.run(session())
+
+
+def test_the_end_of_a_feed_is_not_lost_with_the_rest():
+    async def session() -> None:
+        viewer = Viewer([frames.event("hello", {})])
+        for number in range(QUEUE + 5):
+            viewer.put(frames.event("d", number))
+        assert viewer.lost
         viewer.close(frames.bye("done"))
-        viewer.put(frames.event("key", 99))
+        viewer.put(frames.event("d", 99))
         events = await take(viewer, 99)
-        assert [data for name, data in events if name == "key"] == list(range(20 - (QUEUE - 2), 20))
-        assert events[0][0] == "hello" and events[-1][0] == "bye" and len(events) == QUEUE
-        assert viewer.dropped == 22 - QUEUE
+        assert events[0][0] == "hello" and events[-1][0] == "bye" and ("d", 99) not in events
 
     asyncio.run(session())
 
 
 def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
     rng = np.random.default_rng(0)
-    states = rng.integers(0, 4, 3 * frames.MAX_PAGE_CELLS - 5, np.uint8)
-    shown = frames.pages(bytes([9]) + states.tobytes())
+    states = rng.integers(0, 4, 3 * looks.MAX_PAGE_CELLS - 5, np.uint8)
+    shown = frames.pages(looks.page_cells(bytes([9]) + states.tobytes()))
     cells = list(base64.b64decode(shown["cells"]))
     groups = [list(states[at:at + 3]) for at in range(0, len(states), 3)]
     assert shown["per_cell"] == 3 and len(cells) == len(groups)
@@ -179,7 +291,44 @@ def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
 
 def test_record_columns_are_the_newest_records(client, monkeypatch):
     monkeypatch.setattr(frames, "MAX_RECORDS", 2)
-    told = json.loads(frames.record_columns(client.records(-1), 5.0))
+    records, ready = client.journal.records.steps(-1, 99)
+    told = frames.record_columns(records, ready, 5.0)
     assert told["left_out"] == 1 and told["columns"]["step"] == [1, 2] and told["t"] == 5.0
     for name in client.kept[0].dtype.names:
         assert told["columns"][name] == pytest.approx([record[name].item() for record in client.kept[1:]], abs=1e-6)
+    assert told["columns"]["ready"] == pytest.approx([0.04, 0.06], abs=1e-6)
+
+
+@pytest.mark.parametrize("fields, code", [
+    ({"compiled": 1}, "compile"), ({"preempted": 9}, "preemption_storm")])
+def test_notes_of_what_steps_did(client, fields, code):
+    async def session() -> list[tuple[str, Any]]:
+        with Feed(client, hz=100).viewer() as viewer:
+            await take(viewer, 2)
+            client.step(**fields)
+            client.step()
+            return await take(viewer, 2)
+
+    (name, note), (_, delta) = asyncio.run(session())
+    assert name == "note" and note["code"] == code and note["level"] == "warn" and delta["step"] == 4
+
+
+def test_notes_of_refusals_and_of_the_end(client):
+    async def session() -> list[tuple[str, Any]]:
+        with Feed(client, hz=100).viewer() as viewer:
+            await take(viewer, 2)
+            client.journal.rejected = {"queue_full": 25}
+            client.counters.engine_restarts = 1
+            client.state = "dead"
+            return await take(viewer, 5)
+
+    events = asyncio.run(session())
+    assert [data["code"] for name, data in events if name == "note"] == ["restart", "dead", "rejections"]
+    assert [name for name, _ in events][-2:] == ["key", "bye"]
+
+
+def test_a_held_seat_is_told(client):
+    client.journal.held.add(3)
+    key = watch(Feed(client), 2)[1][1]
+    assert list(base64.b64decode(key["seats"]["state"])) == [2, 1, 0, 3]
+    assert Slot(seat=0, state="held").state in frames.SEAT_STATES

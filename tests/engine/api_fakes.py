@@ -17,9 +17,9 @@ import uvicorn
 
 from jitney.engine.api import ServerSettings, create_app
 from jitney.engine.api.protocol import http_protocol
-from jitney.engine.client import EngineCounters
+from jitney.engine.client import EngineCounters, EngineState
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.ledger import STEP_DTYPE
+from jitney.engine.journal import Journal
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput, Slot, TokenLogprobs
 from jitney.engine.wire import Progress, Slots
 
@@ -77,9 +77,10 @@ class FakeClient:
     """`EngineClient` by script; keeps what it was told in `requests`, `aborts` (id, index, reason) and `open`."""
 
     def __init__(self, script: Script | None = None, **info: Any):
-        self.state = "ready"
+        self.state: EngineState = "ready"
         self.progress: Progress | None = None
         self.counters = EngineCounters()
+        self.journal = Journal()
         self.script = script or Script()
         self.scripts: list[Script] = []  # one per coming request; then `script` again
         self.requests: list[EngineRequest] = []
@@ -91,6 +92,7 @@ class FakeClient:
             policy="continuous", order="fcfs", kernels="reference", platform="cpu", device="cpu", dtype="float32",
             kv_dtype="float32", prefix_cache=True, version="0", max_waiting_requests=256)
         self.info: EngineInfo | None = EngineInfo(**(defaults | info))
+        self.journal.core_ready(self.info)
 
     def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
         if self.state != "ready":
@@ -163,8 +165,11 @@ class FakeClient:
         busy = Slot(seat=0, state="decode", request_id="r", n_prompt=5, n_computed=7, n_output=3, max_tokens=9, pages=1)
         return Slots(0, [busy, Slot(seat=1, state="free")], b"")
 
+    async def page_states(self) -> bytes:
+        return (await self.slots()).page_states
+
     def records(self, after_step: int) -> np.ndarray:
-        return np.zeros(0, STEP_DTYPE)
+        return self.journal.records.since(after_step)
 
     def last_step_age(self) -> float:
         return self.age

@@ -14,7 +14,7 @@ import numpy as np
 from jitney.engine.errors import ModelError
 from jitney.engine.ledger import STEP_DTYPE
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput, Slot
-from jitney.engine.wire import Progress, Slots, StepReport
+from jitney.engine.wire import AskSlots, Progress, Slots, StepReport
 
 RAISE, DIE, PAUSE = 900, 901, 902
 INFO = EngineInfo(model="fake", context_length=64, vocab_size=1000, seats=4, pages=8, page_size=16, token_budget=64,
@@ -30,9 +30,12 @@ class Row:
 
 
 class Core:
+    pause_s = 0.0  # it never waits for company
+
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.ended: list[SequenceOutput] = []
+        self.asked: list[AskSlots] = []
         self.steps = 0
 
     @property
@@ -66,9 +69,13 @@ class Core:
         record = np.zeros(1, STEP_DTYPE)
         for name, value in (("step", self.steps), ("decode", len(outputs)), ("seats", 4)):
             record[name] = value
-        return StepReport(outputs, record.tobytes())
+        asked, self.asked = self.asked, []
+        return StepReport(outputs, record.tobytes(), answers=[self.slots(one.ticket) for one in asked])
 
-    def slots(self, ticket: int) -> Slots:
+    def ask(self, question: AskSlots) -> None:
+        self.asked.append(question)
+
+    def slots(self, ticket: int, *, seats: bool = True) -> Slots:
         return Slots(ticket, [Slot(seat=0, state="decode", request_id=row.request.id) for row in self.rows], b"")
 
 

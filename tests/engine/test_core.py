@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ def random_request(rng: random.Random, number: int, now: float = 0.0) -> EngineR
     return make_request(
         f"r{number}", prompt if rng.random() > 0.05 else [1] * 200, arrival=now, n=rng.choice((1, 1, 1, 2, 4)),
         deadline=now + rng.uniform(0, 30) if rng.random() < 0.15 else None, priority=rng.choice((0, 0, 1, -1)),
-        salt=rng.choice(("", "", "salt")), seed=rng.choice((0, 7, 99)), max_tokens=rng.choice((None, 1, 2, 5, 12)),
+        salt=rng.choice(("", "", "salt")), tenant=rng.choice(("", "", "key")), user=rng.choice(("", "ann", "bob")),
+        seed=rng.choice((0, 7, 99)), max_tokens=rng.choice((None, 1, 2, 5, 12)),
         ignore_eos=rng.random() < 0.2, prompt_logprobs=rng.choice((None,) * 9 + (2,)),
         logprobs=rng.choice((None,) * 9 + (1,)))
 
@@ -47,12 +49,15 @@ def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutp
                 assert end.finish in ("stop", "length") and got == want
 
 
-@pytest.mark.parametrize(("retain", "order", "seed"), [(True, "fcfs", 1), (False, "priority", 2)])
-def test_10000_random_events_lose_nothing(retain: bool, order: str, seed: int):
+@pytest.mark.parametrize(("retain", "policy", "order", "seed"), [
+    (True, "continuous", "fcfs", 1), (False, "continuous", "priority", 2), (True, "continuous", "shortest", 3),
+    (True, "continuous", "fair", 4), (True, "static", "fcfs", 5), (False, "static", "fair", 6),
+    (True, "dynamic", "priority", 7), (False, "dynamic", "shortest", 8)])
+def test_10000_random_events_lose_nothing(retain: bool, policy: str, order: str, seed: int):
     """Submit, abort, step, against a pool too small for all who sit, so that the scheduler also preempts."""
-    rng, clock = random.Random(seed), FakeClock()
+    rng, clock = random.Random(seed), FakeClock(tick=0.001)
     core = make_core(seats=4, pages=PAGES, page_size=PAGE_SIZE, budget=13, context=CONTEXT, retain=retain, order=order,
-                     clock=clock)
+                     policy=policy, batch_size=3, max_wait_ms=2000.0, prefill_share=0.5, target_itl_ms=2.0, clock=clock)
     requests: list[EngineRequest] = []
     outputs: list[SequenceOutput] = []
     for event in range(10_000):
@@ -75,24 +80,30 @@ def test_10000_random_events_lose_nothing(retain: bool, order: str, seed: int):
     finishes = {end.finish for end in ends_of(outputs).values()}
     assert finishes == {"stop", "length", "abort", "deadline", "error"}
     assert records["preempted"].sum() > 50 and records["past_end"].sum() > 50 and records["cancelled"].sum() > 10
-    assert records["recomputed"].sum() > 100 and records["cached_tokens"].sum() > 100
+    assert records["recomputed"].sum() > 100 and (records["cached_tokens"].sum() > 100) == (
+        retain or policy == "continuous")  # siblings of one batch compute their prompt each
     assert core.ledger.closes() and records["bucket_tokens"].sum() == device_of(core).rows_run
 
 
 class CoreMachine(RuleBasedStateMachine):
     """Any order of submit, abort and step; hypothesis shrinks what breaks."""
 
+    limits: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         super().__init__()
-        self.core = make_core(seats=3, pages=9, page_size=4, budget=8, context=24, retain=True)
+        self.core = make_core(seats=3, pages=9, page_size=4, budget=8, context=24, retain=True,
+                              clock=FakeClock(tick=0.001), **self.limits)
         self.requests: list[EngineRequest] = []
         self.outputs: list[SequenceOutput] = []
 
     @rule(head=st.integers(0, 8), tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), n=st.integers(1, 3),
-          max_tokens=st.integers(1, 9), scored=st.booleans())
-    def submit(self, head: int, tail: list[int], n: int, max_tokens: int, scored: bool) -> None:
+          max_tokens=st.integers(1, 9), scored=st.booleans(), priority=st.integers(-1, 1), user=st.sampled_from("abc"))
+    def submit(self, head: int, tail: list[int], n: int, max_tokens: int, scored: bool, priority: int,
+               user: str) -> None:
         request = make_request(f"r{len(self.requests)}", [1] * head + tail, n=n, max_tokens=max_tokens,
-                               prompt_logprobs=1 if scored else None)
+                               prompt_logprobs=1 if scored else None, priority=priority, user=user,
+                               arrival=self.core.clock())
         self.requests.append(request)
         self.core.add(request)
 
@@ -122,8 +133,29 @@ class CoreMachine(RuleBasedStateMachine):
                 assert got == (want if ends[request.id, index].finish in ("stop", "length") else want[: len(got)])
 
 
-CoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+class StaticMachine(CoreMachine):
+    limits: ClassVar = {"policy": "static", "order": "fair", "max_wait_ms": 20.0}
+
+
+class DynamicMachine(CoreMachine):
+    limits: ClassVar = {"policy": "dynamic", "order": "priority", "batch_size": 2, "max_wait_ms": 20.0}
+
+
+class FairMachine(CoreMachine):
+    limits: ClassVar = {"order": "fair", "prefill_share": 0.3, "target_itl_ms": 1.0}
+
+
+class ShortestMachine(CoreMachine):
+    limits: ClassVar = {"order": "shortest", "prefill_share": 0.1}
+
+
+for machine in (CoreMachine, StaticMachine, DynamicMachine, FairMachine, ShortestMachine):
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
 TestCoreMachine = CoreMachine.TestCase
+TestStaticMachine = StaticMachine.TestCase
+TestDynamicMachine = DynamicMachine.TestCase
+TestFairMachine = FairMachine.TestCase
+TestShortestMachine = ShortestMachine.TestCase
 
 
 @pytest.mark.parametrize("budget", [9, 13, 64])

@@ -4,6 +4,7 @@ The oracle is a forward pass over the whole sequence with dense attention: no pa
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jitney.engine.models.llama import Llama
 from jitney.engine.weights.load import load_model
 from jitney.engine.weights.sources import resolve
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.select import select
 
 VOCAB = 512
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -40,14 +42,17 @@ def dense(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
     return jnp.einsum("hts,shd->thd", p, jnp.repeat(v, group, 1)), kv
 
 
+DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense)
+
+
 @jax.jit
 def whole_logits(model: Llama, tokens: jax.Array) -> jax.Array:
     """tokens int32 [T] -> float32 [T, V]."""
     positions = jnp.arange(tokens.shape[0])
     none = jnp.zeros(0, jnp.int32)
     meta = AttentionMeta(none, none, none, none, positions, none)
-    hidden, _ = model(tokens, [jnp.zeros(0)] * model.config.n_layers, meta, dense)
-    return model.logits(hidden)
+    hidden, _ = model(tokens, [jnp.zeros(0)] * model.config.n_layers, meta, DENSE)
+    return model.logits(hidden, DENSE)
 
 
 def oracle_logprobs(model: Llama, tokens: list[int]) -> np.ndarray:
@@ -136,8 +141,8 @@ def test_neighbours_of_every_kind_change_nothing(llm):
     {"max_seats": 4, "token_budget": 16, "seat_buckets": [4], "token_buckets": [16]},  # many chunks
     {"max_seats": 32, "token_budget": 600, "seat_buckets": [32], "token_buckets": [600]},  # all prompts in one chunk
     {"page_size": 8, "max_seats": 3, "token_budget": 33, "seat_buckets": [3], "token_buckets": [33]},  # odd edges
-    {"pages": 20, "prefix_cache": False},  # pages for about two sequences: preemption
-    {"pages": 20},  # the same with cached pages to evict
+    {"pages": 20, "prefix_cache": False, "prefill_share": 1.0},  # pages for about two sequences: preemption
+    {"pages": 20, "prefill_share": 1.0},  # the same with cached pages to evict
 ], ids=str)
 def test_chunks_pages_and_preemption_change_nothing(llm, settings):
     prompts = [prompt(i, 40 + 7 * i) for i in range(8)]

@@ -1,0 +1,211 @@
+"""The policy lab: the last minutes' traffic again, under other policies and settings, on the simulator.
+
+The live engine only lends its journal: arrivals, lengths, and step times to learn from. The simulation has a process of
+its own, at the lowest priority, one at a time, for a limited time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import sys
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic import ValidationError
+
+from jitney.dashboard.timeline import ride_columns
+from jitney.engine.api.errors import HttpError
+from jitney.engine.client import EngineClient
+from jitney.engine.config import EngineSection
+from jitney.engine.errors import RequestError
+from jitney.engine.journal import KEEP_S, Journal
+from jitney.engine.policies import POLICIES
+from jitney.engine.process_link import NOT_FOR_THE_CORE
+from jitney.engine.replay import Job, Served
+from jitney.engine.trips import Trip
+from jitney.engine.workload import Arrival
+
+#: Seconds that all policies of one experiment may take together.
+LIMIT_S = 120.0
+#: Step records the times are learned from: the newest.
+MOST_RECORDS = 20_000
+#: Settings that an experiment may change.
+SETTINGS = ("max_seats", "token_budget", "pages", "batch_size", "max_wait_ms", "order", "prefill_share",
+            "target_itl_ms", "max_predicted_wait_s", "max_waiting_requests", "max_waiting_tokens")
+SERVED = ("stop", "length")
+
+
+class Wish(msgspec.Struct, forbid_unknown_fields=True):
+    """An experiment. minutes: of traffic, back from now. settings: of SETTINGS. speed: 2.0 is twice the traffic."""
+
+    minutes: float = 5.0
+    policies: list[str] = msgspec.field(default_factory=lambda: list(POLICIES))
+    settings: dict[str, Any] = {}
+    speed: float = 1.0
+
+
+class Lab:
+    """One engine's experiments. settings: [engine] of its configuration; None: not known, nothing can be simulated."""
+
+    def __init__(self, client: EngineClient, settings: EngineSection | None, limit_s: float = LIMIT_S):
+        self.client, self.settings, self.limit_s = client, settings, limit_s
+        self._number = 0
+        self._state, self._error = "idle", ""
+        self._progress: float | None = None
+        self._started: float | None = None
+        self._result: dict[str, Any] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def status(self) -> dict[str, Any]:
+        """Where the newest experiment stands, and what the next one could use."""
+        trips = self.client.journal.ended(time.monotonic() - KEEP_S)
+        first = min((trip.arrival for trip in trips), default=0.0)
+        return {"state": self._state, "id": self._number, "progress": self._progress, "started": self._started,
+                "error": self._error, "result": self._result, "policies": list(POLICIES), "settings": self._current(),
+                "arrivals": len(trips), "minutes": round((time.monotonic() - first) / 60, 2) if trips else 0}
+
+    def _current(self) -> dict[str, Any]:
+        if self.settings is None:
+            return {}
+        info = self.client.info
+        told = {name: getattr(self.settings, name) for name in SETTINGS}
+        return told | ({"pages": info.pages} if info else {})
+
+    def start(self, wish: Wish) -> None:
+        """Begin an experiment. Raises HttpError 409 while one runs, RequestError if it makes no sense."""
+        if self._task is not None and not self._task.done():
+            raise HttpError(409, "an experiment is running; wait for it, or stop it", code="lab_busy")
+        job, frame = self._job(wish)
+        self._number += 1
+        self._state, self._error, self._progress, self._result = "running", "", 0.0, None
+        self._started = round(time.monotonic(), 4)
+        self._task = asyncio.create_task(self._run(job, frame))
+
+    async def stop(self) -> None:
+        """End the running experiment, if there is one."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._state, self._progress = "idle", None
+
+    def _job(self, wish: Wish) -> tuple[Job, dict[str, Any]]:
+        """What the worker needs, and what is put around its answer."""
+        info, journal, now = self.client.info, self.client.journal, time.monotonic()
+        if self.settings is None or info is None:
+            raise RequestError("the engine is not ready, so there is nothing to simulate", code="loading")
+        settings = checked(wish, self.settings)
+        start = max(now - 60 * wish.minutes, journal.kept_from)
+        trips = sorted((trip for trip in journal.ended(start) if trip.arrival >= start and trip.rides),
+                       key=lambda trip: trip.arrival)
+        records = journal.records.since(-1)[-MOST_RECORDS:]
+        if not trips or not len(records):
+            raise RequestError("no request of that time has ended yet: there is no traffic to replay", param="minutes")
+        first, last = trips[0].arrival, max(trip.finished or 0.0 for trip in trips)
+        window, _ = journal.records.between(first, last)
+        job = Job(arrivals=arrivals(trips, first, wish.speed), settings=settings, policies=wish.policies,
+                  context_length=info.context_length, pages=wish.settings.get("pages") or info.pages,
+                  records=npy(records), times=[served(trip) for trip in trips], seconds=last - first,
+                  window=npy(window), seats=info.seats)
+        frame = {"minutes": wish.minutes, "from": round(first, 4), "to": round(last, 4), "requests": len(trips),
+                 "speed": wish.speed, "settings": wish.settings,
+                 # The simulator shares no prompts: these tokens it computes, the engine found them.
+                 "cached_tokens": sum(trip.cached_tokens for trip in trips),
+                 "measured": {"policy": info.policy, "seats": info.seats,
+                              "rides": measured_rides(journal, first, last)}}
+        return job, frame
+
+    async def _run(self, job: Job, frame: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self.limit_s):
+                found = await self._simulate(job)
+            frame["measured"]["figures"] = found.pop("measured")
+            self._result, self._state = frame | found, "done"
+        except TimeoutError:
+            self._fail(f"it took longer than {self.limit_s:g} s: try fewer minutes or fewer policies")
+        except Failed as error:
+            self._fail(str(error))
+        self._progress = None
+
+    def _fail(self, why: str) -> None:
+        self._state, self._error = "failed", why
+
+    async def _simulate(self, job: Job) -> dict[str, Any]:
+        """The worker's result. Raises Failed; leaving early ends the process."""
+        environ = {name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "jitney.engine.replay", stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, env=environ, limit=1 << 26)
+        assert process.stdin is not None and process.stdout is not None  # asked for above
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                process.stdin.write(msgspec.msgpack.encode(job))
+                await process.stdin.drain()
+                process.stdin.close()
+            async for line in process.stdout:
+                news = msgspec.json.decode(line)
+                if "result" in news:
+                    return news["result"]
+                if "error" in news:
+                    raise Failed(news["error"])
+                self._progress = news["progress"]
+            raise Failed("the simulation ended without a result; the server's log says why")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+class Failed(Exception):
+    """An experiment that brought nothing."""
+
+
+def checked(wish: Wish, settings: EngineSection) -> dict[str, Any]:
+    """The [engine] section with the wished changes. Raises RequestError naming the field."""
+    if not 0 < wish.minutes <= KEEP_S / 60:
+        raise RequestError(f"minutes must be more than 0 and at most {KEEP_S / 60:g}", param="minutes")
+    if not 0.1 <= wish.speed <= 10:
+        raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
+    if not wish.policies or len(set(wish.policies)) < len(wish.policies) or set(wish.policies) - set(POLICIES):
+        raise RequestError(f"policies must name some of: {', '.join(POLICIES)}, each once", param="policies")
+    for name in wish.settings:
+        if name not in SETTINGS:
+            raise RequestError(f"{name[:40]} cannot be changed here; known: {', '.join(SETTINGS)}", param="settings")
+    plain = settings.model_dump(mode="python") | wish.settings
+    try:
+        return EngineSection.model_validate(plain).model_dump(mode="json")
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "settings"
+        raise RequestError(f"{name}: {first['msg'].removeprefix('Value error, ')}", param=name) from None
+
+
+def arrivals(trips: list[Trip], first: float, speed: float) -> list[Arrival]:
+    """The trips as traffic: who was cut short asks for as much as it got."""
+    tenants: dict[str, str] = {}
+    return [Arrival((trip.arrival - first) / speed, trip.n_prompt, max(1, trip.n_output),
+                    tenants.setdefault(trip.tenant, str(len(tenants))), trip.priority) for trip in trips]
+
+
+def served(trip: Trip) -> Served:
+    """The trip as it went; only what clients got to the end counts as output."""
+    return Served(trip.number, trip.n_prompt, trip.n_output if trip.finish in SERVED else 0, trip.arrival, trip.seated,
+                  trip.first_token, trip.finished or 0.0, trip.finish)
+
+
+def measured_rides(journal: Journal, first: float, last: float) -> dict[str, list[Any]]:
+    """The rides of that time as they were, in seconds from its beginning."""
+    columns = ride_columns(journal.rides(first, last)[-MOST_RECORDS:])
+    for name in ("from", "first_token", "to"):
+        columns[name] = [None if t is None else round(t - first, 4) for t in columns[name]]
+    return columns
+
+
+def npy(records: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, records, allow_pickle=False)
+    return file.getvalue()

@@ -1,0 +1,61 @@
+"""How long sequences waited for a seat, for their first token, and between tokens: percentiles and histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jitney.engine.journal import Journal
+
+#: Upper bounds in seconds of the histograms.
+LONG_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+ITL_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+
+
+type Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def samples(journal: Journal, start: float, end: float) -> dict[str, Samples]:
+    """wait, ttft, itl -> (when, seconds, how often) of what happened at start < t <= end, by time.
+
+    Every sequence that decodes has one token from each step, so the time between two tokens is the time between two
+    steps' results, as often as the later one had decode rows.
+    """
+    records, ready = journal.records.between(start, end)
+    return {"wait": _within(journal.waits, start, end), "ttft": _within(journal.first_tokens, start, end),
+            "itl": (ready[1:], np.diff(ready), records["decode"][1:].astype(np.int64))}
+
+
+def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> Samples:
+    found = np.array([pair for pair in values if start < pair[0] <= end]).reshape(-1, 2)
+    return found[:, 0], found[:, 1], np.ones(len(found), np.int64)
+
+
+def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | None:
+    """The least value that at least p of all do not exceed; None if there are none."""
+    total = int(weights.sum())
+    if not total:
+        return None
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    return {name: round(float(values[order][np.searchsorted(reached, p * total)]), 6)
+            for name, p in PERCENTILES.items()}
+
+
+def summary(journal: Journal, start: float, end: float) -> dict[str, Any]:
+    """Percentiles of wait, ttft and itl, seconds or None."""
+    return {name: percentiles(values, weights)
+            for name, (_, values, weights) in samples(journal, start, end).items()}
+
+
+def histograms(journal: Journal, start: float, end: float) -> dict[str, Any]:
+    """Counts per upper bound, and one more for what is longer."""
+    found = {}
+    for name, (_, values, weights) in samples(journal, start, end).items():
+        bounds = ITL_BOUNDS if name == "itl" else LONG_BOUNDS
+        counts = np.bincount(np.searchsorted(bounds, values), weights, minlength=len(bounds) + 1)
+        found[name] = {"bounds": bounds, "counts": counts.astype(int).tolist()}
+    return found

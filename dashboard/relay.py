@@ -1,0 +1,89 @@
+"""The feed of an engine elsewhere: one connection to it for all viewers here, while there are any."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jitney.dashboard import frames
+from jitney.dashboard.remote import RemoteEngine, Unreachable
+from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
+
+log = logging.getLogger("jitney.dashboard")
+
+_HELLO, _KEY, _BYE = b"event: hello", b"event: key", b"event: bye"
+#: Most events kept since the newest key frame; more than come between two of them.
+KEPT = 512
+ENDED = frames.bye("the engine's feed ended")
+
+
+class Relay:
+    """Passes an engine's events on, byte for byte. Whoever joins gets what came since the newest key frame."""
+
+    def __init__(self, engine: RemoteEngine, max_viewers: int = MAX_VIEWERS):
+        self.engine = engine
+        self._max_viewers = max_viewers
+        self._viewers: set[Viewer] = set()
+        self._source: asyncio.Task[None] | None = None
+        self._hello: bytes = b""
+        self._since_key: list[bytes] = []
+
+    @property
+    def viewers(self) -> int:
+        return len(self._viewers)
+
+    @contextmanager
+    def viewer(self, last_id: str = "") -> Iterator[Viewer]:
+        """A viewer for as long as the block runs; last_id does not matter here. Raises TooManyViewers."""
+        if len(self._viewers) >= self._max_viewers:
+            raise TooManyViewers
+        known = [self._hello, *self._since_key] if self._since_key else []
+        viewer = Viewer(known, lost=not known)
+        self._viewers.add(viewer)
+        if self._source is None or self._source.done():
+            self._source = asyncio.create_task(self._pass_on())
+        try:
+            yield viewer
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers and self._source is not None:
+                self._source.cancel()
+                self._forget()
+
+    def _forget(self) -> None:
+        self._source, self._hello, self._since_key = None, b"", []
+
+    async def _pass_on(self) -> None:
+        """Until the engine's feed ends, which ends those of the viewers: they come back, and we try again."""
+        last, rest = ENDED, b""
+        try:
+            async for piece in self.engine.pieces():
+                *events, rest = (rest + piece).split(b"\n\n")
+                for event in events:
+                    self._take(event + b"\n\n")
+        except Unreachable as error:
+            last = frames.bye(str(error))
+        except Exception:
+            log.exception("the feed of %s could not be passed on", self.engine.url)
+        self._forget()
+        for viewer in self._viewers:
+            viewer.close(last)
+
+    def _take(self, event: bytes) -> None:
+        if event.startswith(_HELLO):
+            self._hello = event
+        elif event.startswith(_KEY):
+            self._since_key = [event]
+        elif self._since_key and len(self._since_key) < KEPT:
+            self._since_key.append(event)
+        for viewer in self._viewers:
+            self._give(viewer, event)
+
+    def _give(self, viewer: Viewer, event: bytes) -> None:
+        """Deltas mean nothing to who has lost some, or has just come: such a viewer waits for a key frame."""
+        if event.startswith(_KEY):
+            viewer.lost = False
+        if not viewer.lost or event.startswith((_HELLO, _BYE)):
+            viewer.put(event)

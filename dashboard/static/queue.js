@@ -1,0 +1,27 @@
+// The queue: a dot for each waiting sequence, as far as there is room.
+
+import {colour, count, onWidth, pen, resize, say} from "./dom.js";
+
+const DOT = 13;
+const ROWS = 3;
+const widths = new WeakMap();
+
+export function drawQueue(canvas, text, waiting) {
+  say(text, waiting ? `${count(waiting)} waiting` : "nobody waits");
+  if (!widths.has(canvas)) {
+    widths.set(canvas, canvas.parentElement.clientWidth);
+    onWidth(canvas.parentElement, (width) => widths.set(canvas, width));
+  }
+  const width = widths.get(canvas), fits = Math.max(1, Math.floor(width / DOT));
+  const rows = Math.min(ROWS, Math.ceil(waiting / fits));
+  const shown = Math.min(waiting, fits * rows), ink = colour("waiting"), look = `${width} ${shown} ${ink}`;
+  if (canvas.dataset.look === look) return;
+  canvas.dataset.look = look;
+  resize(canvas, width, Math.max(1, rows * DOT));
+  const context = pen(canvas);
+  context.clearRect(0, 0, width, rows * DOT);
+  context.fillStyle = ink;
+  context.beginPath();
+  for (let i = 0; i < shown; i++) context.roundRect((i % fits) * DOT + 1, Math.floor(i / fits) * DOT + 1, 10, 10, 5);
+  context.fill();
+}

@@ -1,0 +1,73 @@
+// Which moment the page shows: now, a moment of the last ten minutes that stands still, or one that is played again.
+
+import {KEPT_S} from "./rides.js";
+
+const SHORTEST = 2;
+
+export class View {
+  constructor(onChange) {
+    this.mode = "live";  // live | paused | replay
+    this.span = 60;  // seconds that the timeline shows
+    this.speed = 1;
+    this.now = 0;  // the engine's clock at the newest frame
+    this.at = 0;  // the moment shown, unless live
+    this.origin = 0;  // the engine's clock plus this is the time since 1970, both in seconds
+    this.onChange = onChange;
+  }
+
+  get t() { return this.mode === "live" ? this.now : this.at; }
+  get ago() { return Math.max(0, this.now - this.t); }
+
+  /** A moment as the time of day; fine: to a tenth of a second. */
+  clock(t, fine) {
+    const time = new Date(1000 * (t + this.origin) + 1);  // 0.0999 s is told as 0.1 s
+    return time.toLocaleTimeString("en-GB") + (fine ? `.${Math.floor(time.getMilliseconds() / 100)}` : "");
+  }
+
+  /** A moment as the timeline's axis names it: seconds ago while time moves on, the time of day while it stands. */
+  name(t, ago) {
+    if (this.mode !== "live") return this.clock(t, this.span < 20);
+    return ago ? `${+ago.toFixed(1)} s ago` : "now";
+  }
+
+  /** The engine's clock has moved on. What fell out of the ten minutes cannot be shown any more. */
+  tick(now) {
+    this.now = now;
+    if (this.at < now - KEPT_S) this.at = now - KEPT_S;
+  }
+
+  /** Play on by `seconds` of real time; a replay that has caught up is live. */
+  play(seconds) {
+    if (this.mode !== "replay") return;
+    this.at += seconds * this.speed;
+    if (this.at >= this.now) this.mode = "live";
+    this.onChange();
+  }
+
+  pause() { this.go(this.t, "paused"); }
+  resume() { this.go(this.now, "live"); }
+  replay(speed = this.speed) {
+    this.speed = speed;
+    this.go(this.mode === "live" ? this.now - Math.min(this.span, 30) : this.at, "replay");
+  }
+  toggle() { if (this.mode === "paused") this.resume(); else this.pause(); }
+
+  /** Stand at time t. */
+  scrub(t) { this.go(t, "paused"); }
+  pan(seconds) { this.scrub(this.t + seconds); }
+
+  go(t, mode) {
+    this.at = Math.max(this.now - KEPT_S, Math.min(this.now, t));
+    this.mode = mode;
+    this.onChange();
+  }
+
+  /** Show `factor` times as much time, keeping the moment at `share` (0: left, 1: right end) in its place. */
+  zoom(factor, share = 1) {
+    const span = Math.max(SHORTEST, Math.min(KEPT_S, this.span * factor));
+    const right = this.t + (span - this.span) * (1 - share);
+    this.span = span;
+    if (this.mode === "live" && share > 0.97) this.onChange();
+    else this.go(right, right >= this.now ? "live" : this.mode === "live" ? "paused" : this.mode);
+  }
+}

@@ -1,0 +1,154 @@
+"""What a person can do on the page, with a pointer and with the keyboard alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from page_browser import says, served, state, table_is, tells, visit
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from jitney.dashboard import create_dashboard
+from jitney.engine.api import ServerSettings
+
+MARKUP = "<img src=x onerror=alert(1)>"
+FIGURES = {"output_tok_s": 10.0, "req_s": 1.0, "padding_share": 0.5, "seat_fill": 0.5, "cost_per_million_tokens": None,
+           "ttft_s": {"p50": 1.0, "p99": 4.0}, "itl_s": {"p50": 0.05, "p99": 0.1}, "e2e_s": {"p99": 9.0},
+           "queue_s": {"p99": 3.0}}
+RIDES = {"seat": [0, 1], "request": ["a", MARKUP], "from": [0.0, 0.0], "first_token": [0.5, 0.5], "to": [2.0, 4.0]}
+
+
+def press(page, *keys: str) -> None:
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def test_a_click_on_a_seat_tells_of_its_request(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        page.locator("#seats").click(position={"x": 20, "y": 20})
+        page.wait_for_selector("#drawer[open]")
+        says(page, "drawer-name", "req-a")
+        page.wait_for_selector("#drawer .waterfall li")
+        page.click("#drawer .show")
+        page.wait_for_selector("#drawer:not([open])", state="attached")
+        page.wait_for_function("() => document.activeElement.id === 'timeline'")
+    assert open_page.problems == []
+
+
+def test_the_keyboard_is_enough(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        page.focus("#seats")
+        press(page, "ArrowRight", "ArrowLeft", "ArrowRight", "ArrowRight", "ArrowRight")
+        tells(page, "seat-read", MARKUP)
+        tells(page, "seat-read", "3 of at most 4 output tokens")
+        press(page, "Enter")
+        says(page, "drawer-name", MARKUP)
+        press(page, "Escape")
+        page.wait_for_function("() => document.activeElement.id === 'seats'")
+        page.locator("#requests").scroll_into_view_if_needed()
+        table_is(page, "requests", [[MARKUP], ["req-b (1)"], ["req-b"], ["req-a"]])
+        page.locator("#requests .sort").first.focus()
+        press(page, "Enter")
+        page.wait_for_selector("#requests th[aria-sort=ascending]")
+        table_is(page, "requests", [[MARKUP], ["req-a"], ["req-b (1)"], ["req-b"]])
+        press(page, "Enter")
+        page.wait_for_selector("#requests th[aria-sort=descending]")
+        page.focus("#requests tbody tr[tabindex='0']")
+        press(page, "ArrowDown", "Enter")
+        page.wait_for_selector("#drawer[open] .verdict")
+        assert page.locator("img[src=x]").count() == 0
+    assert open_page.problems == []
+
+
+def test_pause_scrub_step_and_replay(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        page.click("#seat-details summary")
+        table_is(page, "seat-table", [["0", "decode", "req-a", "0", "8", "16"]])
+        client.seat(0, "decode", "later", n_prompt=5, n_computed=6, n_output=2, max_tokens=9, pages=1)
+        table_is(page, "seat-table", [["0", "decode", "later", "0", "2", "9"]])
+        page.wait_for_timeout(700)
+        page.focus("#timeline")
+        press(page, " ")
+        state(page, "paused")
+        client.seat(2, "decode", "unseen", n_prompt=5, n_computed=6, n_output=2, max_tokens=9, pages=1)
+        table_is(page, "seat-table", [["0", "decode", "later"], ["1"], ["2", "free"]])
+        page.wait_for_function("""() => {  // back, look by look, until the passenger before is on board again
+            if (document.querySelector("#seat-table td:nth-child(3)").textContent === "req-a") return true;
+            document.body.dispatchEvent(new KeyboardEvent("keydown", {key: ",", bubbles: true}));
+        }""", polling=100)
+        table_is(page, "seat-table", [["0", "decode", "req-a", "0", "8", "16"]])
+        tells(page, "headline", "3 of 4 seats taken, 2 waiting, continuous (")
+        tells(page, "headline", "s ago)")
+        press(page, "r", "r")  # four times as fast as it was, so that it catches up
+        table_is(page, "seat-table", [["0", "decode", "later"], ["1"], ["2", "decode", "unseen"]])
+        state(page, "live")
+    assert open_page.problems == []
+
+
+def test_the_policy_lab_compares(client, open_page):
+    page, lab = open_page.page, {
+        "state": "idle", "id": None, "progress": None, "error": None, "result": None, "arrivals": 80, "minutes": 5.0,
+        "settings": {"batch_size": 0, "order": "fcfs", "target_itl_ms": None}}
+    runs = {"static": {"figures": FIGURES, "seats": 2, "rides": RIDES, "seconds": 4.0},
+            "continuous": {"figures": FIGURES | {"output_tok_s": 25.0}, "seats": 2, "rides": RIDES, "seconds": 4.0}}
+    asked = []
+
+    def answer(route):
+        if route.request.method == "POST":
+            asked.append(json.loads(route.request.post_data))
+            lab.update(state="done", id="1", result={"requests": 80, "policies": runs, "measured": {
+                "policy": "continuous", "figures": FIGURES | {"output_tok_s": 24.0}}})
+        route.fulfill(json=lab)
+
+    page.route("**/lab", answer)
+    with visit(page, client):
+        page.locator("#lab").scroll_into_view_if_needed()
+        tells(page, "lab-note", "80 requests of the last 5.0 minutes")
+        page.uncheck("[value=dynamic]")
+        page.click("#lab summary")
+        page.fill("[name=batch_size]", "2")
+        page.click("#lab-run")
+        tells(page, "lab-result", "continuous batching makes 2.50 times the tokens of static")
+        assert asked == [{"minutes": 5, "speed": 1, "policies": ["static", "continuous"],
+                          "settings": {"batch_size": 2}}]
+        table_is(page, "lab-figures", [["Output tok/s", "10", "25", "24"]])
+        assert page.locator("#lab-result canvas").count() == 2
+    assert open_page.problems == []
+
+
+def test_the_switch_between_engines(client, other, open_page):
+    page, settings = open_page.page, ServerSettings()
+    app = Starlette(routes=[Mount("/engines/1", create_dashboard(other, settings)),
+                            Mount("/", create_dashboard(client, settings))])
+    page.route("**/engines", lambda route: route.fulfill(json={"standalone": True, "engines": [
+        {"name": "one", "url": "http://one", "base": "", "state": "ready"},
+        {"name": MARKUP, "url": "http://two", "base": "engines/1/", "state": "ready"}]}))
+    with served(app) as url:
+        page.goto(url)
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        assert page.locator("#try").is_hidden()
+        page.select_option("#engine", "engines/1/")
+        says(page, "headline", "Idle: all 6 seats free, static")
+        page.goto("about:blank")
+    assert open_page.problems == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_narrow_and_wide_screens(client, open_page, scheme):
+    page = open_page.page
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    with visit(page, client):
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        for width in (360, 768, 1440):
+            page.set_viewport_size({"width": width, "height": 800})
+            page.wait_for_function("(width) => document.documentElement.scrollWidth === width", arg=width)
+        # Whoever cannot see a canvas has its name, and its numbers as a table.
+        assert page.locator("canvas:not([aria-label])").count() == 0
+        assert page.evaluate("matchMedia('(prefers-reduced-motion: reduce)').matches")
+    assert open_page.problems == []

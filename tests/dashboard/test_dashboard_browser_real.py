@@ -1,0 +1,72 @@
+"""The page on the real engine, with a random model: a busload sent from the page itself rides, ends, and is told of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from page_browser import free_port, state, tells
+
+FLAGS = ("tiny-random", "--platform", "cpu", "--kernels", "reference", "--max-seats", "4", "--token-budget", "64",
+         "--seat-buckets", "4", "--token-buckets", "64", "--pages", "256")
+
+
+@pytest.fixture
+def served_url(tmp_path) -> Iterator[str]:
+    port = free_port()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")}
+    environ["JITNEY_CACHE"] = str(tmp_path)
+    code = "import sys; from jitney.engine.cli import main; sys.exit(main())"
+    process = subprocess.Popen([sys.executable, "-P", "-c", code, "serve", *FLAGS, "--port", str(port)], env=environ,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(url, process)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 90
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if httpx.get(url + "/readyz", timeout=5, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    pytest.fail("the engine did not start")
+
+
+def test_a_busload_rides_and_is_told_of(served_url, open_page):
+    page = open_page.page
+    page.goto(served_url + "/dashboard/")
+    state(page, "live")
+    page.wait_for_selector("#empty:not([hidden])")
+    page.click("#crowd")
+    page.locator("#requests").scroll_into_view_if_needed()
+    page.wait_for_function("""() => {
+        const rows = [...document.querySelectorAll("#requests tbody tr")];
+        return rows.length === 16 && rows.every((row) => row.dataset.state === "finished");
+    }""")
+    told = httpx.get(served_url + "/dashboard/requests", trust_env=False).json()["requests"]
+    shown = page.evaluate("""() => [...document.querySelectorAll("#requests tbody tr")].map((row) =>
+        [row.cells[3].textContent, row.cells[4].textContent, row.cells[9].textContent])""")
+    assert shown == [[str(row["n_prompt"]), f"{row['n_output']} / {row['max_tokens']}", row["finish"]] for row in told]
+    page.click("#time-details summary")
+    page.wait_for_function("() => document.querySelectorAll('#time-table tbody tr').length === 16")
+    page.locator("#requests tbody tr").first.click()
+    tells(page, "drawer", "It took ")
+    page.wait_for_selector("#drawer .waterfall .bar.chunk")
+    page.keyboard.press("Escape")
+    tells(page, "headline", "Idle: all 4 seats free")
+    page.goto("about:blank")
+    assert open_page.hosts == {"127.0.0.1"}
+    assert open_page.problems == []

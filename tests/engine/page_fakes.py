@@ -1,0 +1,28 @@
+"""The dashboard without a server, for tests."""
+
+from __future__ import annotations
+
+import httpx
+from api_fakes import FakeClient, run
+from starlette.applications import Starlette
+
+from jitney.dashboard import create_dashboard
+from jitney.engine.api import ServerSettings
+from jitney.engine.api.settings import digest_key
+
+
+def page(client: FakeClient, *keys: str) -> Starlette:
+    """The dashboard of an engine, for whoever has one of `keys`."""
+    return create_dashboard(client, ServerSettings(api_keys=tuple(map(digest_key, keys))))  # type: ignore[arg-type]
+
+
+def browser(app) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+def get(app, path: str, **headers: str) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        async with browser(app) as web:
+            return await web.get(path, headers=headers)
+
+    return run(ask())
