@@ -24,11 +24,12 @@ FLOORS = {
     "jitney.kernels": 0,
     "jitney.engine.models.layers": 2, "jitney.engine.models.llama": 2, "jitney.engine.weights.load": 2,
     "jitney.engine.batch": 2, "jitney.engine.sampling": 2, "jitney.engine.runner": 2,
-    "jitney.engine.core": 3, "jitney.engine.build": 3,
+    "jitney.engine.core": 3, "jitney.engine.build": 3, "jitney.engine.simulator": 3,
+    "jitney.engine.replay": 3,
     "jitney.engine.client": 4, "jitney.engine.process": 4, "jitney.engine.process_link": 4,
-    "jitney.engine.process_client": 4,
-    "jitney.engine.llm": 5, "jitney.engine.api": 5, "jitney.dashboard": 5,
-    "jitney.engine.cli": 6,
+    "jitney.engine.process_client": 4, "jitney.engine.recording": 4,
+    "jitney.engine.llm": 5, "jitney.engine.api": 5, "jitney.dashboard": 5, "jitney.engine.bench": 6,
+    "jitney.engine.cli": 7,
 }
 HOST_FLOOR = 1
 #: `from jitney.engine import LLM` fetches it from above, when it is asked for.
@@ -38,7 +39,7 @@ DEVICE = ("jitney.kernels", "jitney.engine.models.layers", "jitney.engine.models
           "jitney.engine.batch", "jitney.engine.sampling", "jitney.engine.runner", "jitney.engine.build")
 ACCELERATOR = {"jax", "jaxlib", "flax", "jax_triton"}
 WEB = {"starlette", "uvicorn", "h11", "httpx", "openai", "prometheus_client"}
-WEB_ROOMS = ("jitney.engine.api", "jitney.engine.cli", "jitney.dashboard")
+WEB_ROOMS = ("jitney.engine.api", "jitney.engine.bench", "jitney.engine.cli", "jitney.dashboard")
 
 
 def within(module: str, rooms: tuple[str, ...]) -> bool:
