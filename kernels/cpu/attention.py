@@ -25,6 +25,8 @@ from jitney.kernels.cpu.vectors import (
     copy_row,
     dots,
     exp2,
+    multiplies_pairs,
+    pair_rows,
     prefetch,
     row_exp2,
     row_max,
@@ -92,11 +94,16 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
     step = math.lcm(tile_rows, 6)
     padded = -(-block * group // step) * step
     head_tile = max(h for h in range(1, tile_rows + 1) if group % h == 0)  # heads of a decoding row summed at once
-    factor = np.float32(scale * LOG2E)
-    score_tile, value_tile = tile(6, CHUNK // LANES, False), tile(tile_rows, tile_vectors, False)
+    factor, one = np.float32(scale * LOG2E), np.float32(1)
+    # Where the CPU multiplies pairs of bfloat16, a prompt's products stay in bfloat16 and take half the instructions.
+    paired = bf16 and size % (2 * LANES) == 0 and multiplies_pairs()
+    score_tile = tile(6, CHUNK // LANES, False, paired=paired)
+    value_tile = tile(tile_rows, tile_vectors, False, paired=paired)
+    query_row, pair = size // 2 if paired else size, 2 if paired else 1  # words of a query; keys in a word
     heads_tile = tile(head_tile, tile_vectors, bf16)
-    row_dots, turn = dots(group, columns, bf16), transposed(bf16)
+    row_dots, turn = dots(group, columns, bf16), transposed(bf16 and not paired)
     widen, narrow, rescale = copy_row(bf16, False), copy_row(False, bf16), copy_row(False, False)
+    copy_queries = copy_row(bf16, paired)
     row_scratch = scratch(FLOAT * n_heads * (2 * size + DECODE_CHUNK + 2))
     block_scratch = scratch(FLOAT * (2 * padded * size + padded * CHUNK + 2 * CHUNK * size + 2 * padded) + 8 * LANES)
 
@@ -106,16 +113,16 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
         return pool + item * width * (np.int64(int32(table, position // page)) * page + position % page)
 
     @njit
-    def soften(scores, vectors, state, sums, first):
+    def soften(scores, vectors, state, sums, first, scale):
         """One row's chunk of the online softmax: scores become weights, what was summed before is scaled down.
 
         state: running maximum and sum of weights.
         """
         before = float32(state, 0)
         most = max(before, row_max(scores, vectors))
-        total = row_exp2(scores, vectors, most)
+        total = row_exp2(scores, vectors, most, scale)
         if not first:
-            shrink = exp2(before - most)
+            shrink = exp2((before - most) * scale)
             total += float32(state, 1) * shrink
             if shrink != 1:
                 rescale(sums, sums, columns, shrink)
@@ -164,7 +171,8 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
                 mine = scores + FLOAT * head * DECODE_CHUNK
                 for j in range(count, vectors * LANES):
                     set_float32(mine, j, HIDDEN)
-                soften(mine, vectors, state + 2 * FLOAT * head, sums + FLOAT * head * size, start == first)
+                soften(mine, vectors, state + 2 * FLOAT * head, sums + FLOAT * head * size, start == first,
+                       one)
             j = 0
             while j < count:
                 run = min(page - (start + j) % page, count - j)
@@ -176,15 +184,21 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
                    np.float32(1) / float32(state, 2 * head + 1))
 
     @njit
-    def widen_chunk(pool, table, start, count, keys, values, rows):
-        """Keys [D, CHUNK], turned, and values [CHUNK, D] of `count` positions, in float32."""
+    def read_chunk(pool, table, start, count, keys, values, rows):
+        """Keys [D, CHUNK], turned, and values [CHUNK, D] of `count` positions, in float32 or in pairs of bfloat16:
+        then keys [D / 2, CHUNK] hold two neighbouring elements, values [CHUNK / 2, D] those of two positions."""
         for j in range(0, count, LANES):
             for lane in range(LANES):
                 set_word(rows, lane, key_row(pool, table, start + min(j + lane, count - 1)))
-            for column in range(columns):
-                turn(rows, column * LANES, keys + FLOAT * (column * LANES * CHUNK + j), CHUNK)
-        for j in range(count):
-            widen(key_row(pool, table, start + j) + item * size, values + FLOAT * j * size, columns, np.float32(1))
+            for column in range(0, query_row, LANES):
+                turn(rows, column, keys + FLOAT * (column * CHUNK + j), CHUNK)
+        for j in range(0, count, pair):
+            values_at = key_row(pool, table, start + j) + item * size
+            if paired:
+                next_at = key_row(pool, table, start + min(j + 1, count - 1)) + item * size
+                pair_rows(values_at, next_at, values + FLOAT * j // 2 * size, columns)
+            else:
+                widen(values_at, values + FLOAT * j * size, columns, one)
 
     @njit
     def hide(scores, position, start, count):
@@ -208,26 +222,29 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
         pool = argument(frame, KV) + item * 2 * head * size
         at = item * (row * n_heads + head * group) * size
         for t in range(count):
-            widen(argument(frame, Q) + at + item * t * n_heads * size, queries + FLOAT * t * group * size,
-                  group * columns, factor)
+            copy_queries(argument(frame, Q) + at + item * t * n_heads * size, queries + FLOAT * t * group * query_row,
+                         group * columns, one)
         n_rows = count * group
         for r in range(n_rows):
             set_float32(state, 2 * r, HIDDEN)
         first = max(0, position + 1 - window) if window > 0 else 0
         for start in range(first, position + count, CHUNK):
             seen = min(CHUNK, position + count - start)
-            widen_chunk(pool, table, start, seen, keys, values, rows)
+            read_chunk(pool, table, start, seen, keys, values, rows)
             for r in range(0, n_rows, 6):
-                score_tile(queries + FLOAT * r * size, size, keys, CHUNK, scores + FLOAT * r * CHUNK, CHUNK, size, 0)
+                score_tile(queries + FLOAT * r * query_row, query_row, keys, CHUNK, scores + FLOAT * r * CHUNK, CHUNK,
+                           query_row, 0)
             for r in range(n_rows):
-                mine = scores + FLOAT * r * CHUNK
+                mine, vectors = scores + FLOAT * r * CHUNK, (seen + LANES - 1) // LANES
                 hide(mine, position + r // group, start, seen)
-                soften(mine, (seen + LANES - 1) // LANES, state + 2 * FLOAT * r, sums + FLOAT * r * size,
-                       start == first)
+                soften(mine, vectors, state + 2 * FLOAT * r, sums + FLOAT * r * size, start == first, factor)
+                if paired:
+                    narrow(mine, mine, vectors, one)  # in place: what is written lies behind what is read
             for r in range(0, n_rows, tile_rows):
                 for column in range(0, columns, tile_vectors):
                     value_tile(scores + FLOAT * r * CHUNK, CHUNK, values + FLOAT * column * LANES, size,
-                               sums + FLOAT * (r * size + column * LANES), size, seen, 0 if start == first else 1)
+                               sums + FLOAT * (r * size + column * LANES), size, (seen + pair - 1) // pair,
+                               0 if start == first else 1)
         for r in range(n_rows):
             narrow(sums + FLOAT * r * size, result(frame, 0) + at + item * (r // group * n_heads + r % group) * size,
                    columns, np.float32(1) / float32(state, 2 * r + 1))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import extending
 from numba.core import cgutils, types
 
@@ -23,6 +24,20 @@ Value = Any
 LANES = 16
 FLOAT, INT, HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 FLOATS, INTS, HALVES = (ir.VectorType(of, LANES) for of in (FLOAT, INT, HALF))
+
+
+class Bfloat(ir.types._BaseFloatType):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+Bfloat._create_instance()
+PAIRS = ir.VectorType(Bfloat(), 2 * LANES)
 #: Sums may be taken in any order; no other liberty, so NaN and infinity behave.
 REASSOCIATE = ("reassoc",)
 #: 2**f on [-0.5, 0.5], near-minimax; relative error under 2e-7.
@@ -105,6 +120,10 @@ class Emit:
     def fma(self, x: Value, y: Value, z: Value) -> Value:
         return self.call("llvm.fma.v16f32", FLOATS, x, y, z)
 
+    def add_pairs(self, x: Value, y: Value, z: Value) -> Value:
+        """z + the products of 16 pairs of bfloat16 (words of x and y), on CPUs with avx512_bf16."""
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, z, *(self.b.bitcast(v, PAIRS) for v in (x, y)))
+
     def total(self, vector: Value) -> Value:
         return self.call("llvm.vector.reduce.fadd.v16f32", FLOAT, ir.Constant(FLOAT, -0.0), vector, flags=REASSOCIATE)
 
@@ -119,10 +138,16 @@ class Emit:
         return self.b.fmul(series, self.b.bitcast(self.b.shl(exponent, ir.Constant(INTS, [23] * LANES)), FLOATS))
 
 
-def tile(rows: int, vectors: int, bf16: bool, ahead: int = 0) -> Any:
+def multiplies_pairs() -> bool:
+    """Whether this CPU has the instruction behind `tile(paired=True)`."""
+    return bool(get_host_cpu_features().get("avx512bf16"))
+
+
+def tile(rows: int, vectors: int, bf16: bool, ahead: int = 0, paired: bool = False) -> Any:
     """C [rows, 16 * vectors] (+)= A [rows, n] times B [n, 16 * vectors], all of C in registers.
 
     -> op(a, lda, b, ldb, c, ldc, n, add): addresses and strides; A and C float32, B bfloat16 or float32; add 0 or 1.
+    paired: the elements of A and B are pairs of bfloat16, multiplied and added two by two.
     """
 
     @intrinsic
@@ -145,7 +170,8 @@ def tile(rows: int, vectors: int, bf16: bool, ahead: int = 0) -> Any:
                 for r in range(rows):
                     left = e.splat(e.scalar(a, builder.add(builder.mul(lda, e.int(r)), loop.index)))
                     for v in range(vectors):
-                        builder.store(e.fma(left, right[v], builder.load(sums[r][v])), sums[r][v])
+                        add_product = e.add_pairs if paired else e.fma
+                        builder.store(add_product(left, right[v], builder.load(sums[r][v])), sums[r][v])
             e.each(sums, lambda r, v: e.store(builder.load(sums[r][v]), c, at[r][v], False))
             return target.get_dummy_value()
 
@@ -206,22 +232,22 @@ def row_max(context, row, vectors):
 
 
 @intrinsic
-def row_exp2(context, row, vectors, most):
-    """Replace 16 * vectors float32 x by 2**(x - most) and return their sum."""
+def row_exp2(context, row, vectors, most, factor):
+    """Replace 16 * vectors float32 x by 2**((x - most) * factor) and return their sum."""
 
     def generate(target, builder, signature, args):
         e = Emit(builder)
         total = cgutils.alloca_once(builder, FLOATS)
         builder.store(e.floats(0.0), total)
-        most = e.splat(args[2])
+        most, factor = e.splat(args[2]), e.splat(args[3])
         with cgutils.for_range(builder, args[1]) as loop:
             at = builder.mul(loop.index, e.int(LANES))
-            power = e.exp2(builder.fsub(e.load(args[0], at, False), most))
+            power = e.exp2(builder.fmul(builder.fsub(e.load(args[0], at, False), most), factor))
             e.store(power, args[0], at, False)
             builder.store(builder.fadd(builder.load(total), power), total)
         return e.total(builder.load(total))
 
-    return types.float32(types.int64, types.int64, types.float32), generate
+    return types.float32(types.int64, types.int64, types.float32, types.float32), generate
 
 
 @intrinsic
@@ -283,6 +309,23 @@ def transposed(bf16: bool) -> Any:
         return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
     return op
+
+
+@intrinsic
+def pair_rows(context, first, second, target_, vectors):
+    """Two rows of 16 * vectors bfloat16 into one of words: element i of the first below element i of the second."""
+
+    def generate(target, builder, signature, args):
+        e = Emit(builder)
+        with cgutils.for_range(builder, args[3]) as loop:
+            at = builder.mul(loop.index, e.int(LANES))
+            low, high = (builder.zext(builder.load(e.pointer(e.address(row, at, 2), HALVES), align=2), INTS)
+                         for row in args[:2])
+            words = builder.or_(low, builder.shl(high, ir.Constant(INTS, [16] * LANES)))
+            builder.store(words, e.pointer(e.address(args[2], at, 4), INTS), align=4)
+        return target.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
 
 
 @intrinsic

@@ -47,14 +47,16 @@ def test_attention_matches_numpy(case: str, window: int):
     assert (np.asarray(o)[batch.n_rows :] == 0).all()  # padding is computed by nobody
 
 
-def test_bfloat16_attention_rounds_only_its_result():
+def test_bfloat16_attention_rounds_its_weights_and_its_result():
+    """Weights of a prompt's rows are rounded to 8 bits where the CPU multiplies pairs, a decoding row's never are."""
     batch = make(CASES["mixed, chunks in the middle of prompts"])
     narrow = [jnp.asarray(array, jnp.bfloat16) for array in (batch.q, batch.k, batch.v, batch.kv)]
     o, _ = jax.jit(lambda *args: paged_attention(*args, **batch.options))(*narrow, batch.meta)
     wide = replace(batch, **dict(zip(("q", "k", "v", "kv"), (np.asarray(x, np.float32) for x in narrow), strict=True)))
     expected = attention(wide, written(wide))
     assert o.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(o, np.float32)[: batch.n_rows], expected, rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(o, np.float32)[: batch.n_rows], expected, rtol=2**-8, atol=3e-3)
+    np.testing.assert_allclose(np.asarray(o, np.float32)[:2], expected[:2], rtol=2**-8, atol=1e-6)  # those that decode
 
 
 @pytest.mark.parametrize("options", [{"softcap": 5.0}, {"sinks": True}, {"pool": "int8"}])
