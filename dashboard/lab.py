@@ -41,12 +41,16 @@ SERVED = ("stop", "length")
 
 
 class Wish(msgspec.Struct, forbid_unknown_fields=True):
-    """An experiment. minutes: of traffic, back from now. settings: of SETTINGS. speed: 2.0 is twice the traffic."""
+    """An experiment. minutes: of traffic, back from now. settings: of SETTINGS. speed: 2.0 is twice the traffic.
+
+    price_per_hour: of the device, in any currency; None leaves cost out of the figures.
+    """
 
     minutes: float = 5.0
     policies: list[str] = msgspec.field(default_factory=lambda: list(POLICIES))
     settings: dict[str, Any] = {}
     speed: float = 1.0
+    price_per_hour: float | None = None
 
 
 class Lab:
@@ -110,7 +114,7 @@ class Lab:
         job = Job(arrivals=arrivals(trips, first, wish.speed), settings=settings, policies=wish.policies,
                   context_length=info.context_length, pages=wish.settings.get("pages") or info.pages,
                   records=npy(records), times=[served(trip) for trip in trips], seconds=last - first,
-                  window=npy(window), seats=info.seats)
+                  window=npy(window), seats=info.seats, price_per_hour=wish.price_per_hour)
         frame = {"minutes": wish.minutes, "from": round(first, 4), "to": round(last, 4), "requests": len(trips),
                  "speed": wish.speed, "settings": wish.settings,
                  # The simulator shares no prompts: these tokens it computes, the engine found them.
@@ -170,6 +174,9 @@ def checked(wish: Wish, settings: EngineSection) -> dict[str, Any]:
         raise RequestError(f"minutes must be more than 0 and at most {KEEP_S / 60:g}", param="minutes")
     if not 0.1 <= wish.speed <= 10:
         raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
+    if wish.price_per_hour is not None and not 0 < wish.price_per_hour < 1e6:
+        raise RequestError("price_per_hour must be more than 0 and less than a million, or null",
+                           param="price_per_hour")
     if not wish.policies or len(set(wish.policies)) < len(wish.policies) or set(wish.policies) - set(POLICIES):
         raise RequestError(f"policies must name some of: {', '.join(POLICIES)}, each once", param="policies")
     for name in wish.settings:

@@ -59,6 +59,7 @@ class Job(msgspec.Struct, frozen=True):
     seconds: float
     window: bytes
     seats: int
+    price_per_hour: float | None = None
 
 
 def main() -> int:
@@ -84,17 +85,17 @@ def work(job: Job) -> dict[str, Any]:
         tell(progress=number / len(job.policies))
         settings = EngineSection.model_validate(job.settings | {"policy": policy}, strict=False)
         shape = EngineShape.of(settings, context_length=job.context_length, pages=job.pages + 1)
-        policies[policy] = told(simulate(job.arrivals, shape, table))
+        policies[policy] = told(simulate(job.arrivals, shape, table), job.price_per_hour)
     measured = summarise([served.times for served in job.times], records=array(job.window), seats=job.seats,
-                         seconds=job.seconds)
+                         seconds=job.seconds, price_per_hour=job.price_per_hour)
     return {"policies": policies, "measured": measured | {"itl_s": measured_gaps(array(job.window))}}
 
 
-def told(run: Run) -> dict[str, Any]:
+def told(run: Run, price_per_hour: float | None) -> dict[str, Any]:
     """Figures and rides of a run, times from its beginning."""
     first = min(times.arrival for times in run.times)
     rides = run.rides[:MAX_RIDES]
-    return {"figures": run.figures(), "seats": run.seats, "seconds": run.seconds,
+    return {"figures": run.figures(price_per_hour=price_per_hour), "seats": run.seats, "seconds": run.seconds,
             "rides_left_out": len(run.rides) - len(rides), "rides": {
                 "seat": [ride.seat for ride in rides], "request": [ride.request for ride in rides],
                 "from": [round(ride.start - first, 4) for ride in rides],

@@ -39,7 +39,7 @@ export class Lab {
   async run() {
     const policies = [...document.querySelectorAll("[name=lab-policy]:checked")].map((box) => box.value);
     const body = {minutes: Number($("lab-minutes").value), speed: Number($("lab-speed").value), policies,
-                  settings: this.settings()};
+                  settings: this.settings(), price_per_hour: Number($("lab-price").value) || null};
     const wish = {method: "POST", headers: {"content-type": "application/json"}, body: JSON.stringify(body)};
     await this.take(ask(`${this.base()}lab`, wish), this.base());
   }

@@ -113,10 +113,11 @@ def test_the_policy_lab_compares(client, open_page):
         page.uncheck("[value=dynamic]")
         page.click("#lab summary")
         page.fill("[name=batch_size]", "2")
+        page.fill("#lab-price", "2.5")
         page.click("#lab-run")
         tells(page, "lab-result", "continuous batching makes 2.50 times the tokens of static")
         assert asked == [{"minutes": 5, "speed": 1, "policies": ["static", "continuous"],
-                          "settings": {"batch_size": 2}}]
+                          "settings": {"batch_size": 2}, "price_per_hour": 2.5}]
         table_is(page, "lab-figures", [["Output tok/s", "10", "25", "24"]])
         assert page.locator("#lab-result canvas").count() == 2
     assert open_page.problems == []

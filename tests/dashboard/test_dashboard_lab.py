@@ -41,7 +41,7 @@ def lab_app(client: FakeClient) -> Starlette:
 
 def test_an_experiment_over_http():
     async def session() -> dict:
-        begun = await call(app, "/lab", {"minutes": 5, "policies": ["static", "continuous"]})
+        begun = await call(app, "/lab", {"minutes": 5, "policies": ["static", "continuous"], "price_per_hour": 3.6})
         assert begun.status == 202 and begun.json()["state"] == "running"
         busy = await call(app, "/lab", {})
         assert busy.status == 409 and busy.error["code"] == "lab_busy"
@@ -61,6 +61,8 @@ def test_an_experiment_over_http():
     for name, policy in result["policies"].items():
         figures = policy["figures"]
         assert figures["served"] == 12 and figures["output_tokens"] == sum(3 + 3 * (n % 6) for n in range(12)), name
+        spent = 3.6 / 3600 * figures["seconds"]
+        assert figures["cost_per_million_tokens"] == pytest.approx(spent / figures["output_tokens"] * 1e6)
         assert len(policy["rides"]["seat"]) == 12 and max(policy["rides"]["seat"]) < 4
         assert all(0 <= start < end for start, end in zip(policy["rides"]["from"], policy["rides"]["to"], strict=True))
     static, continuous = (result["policies"][name]["figures"] for name in ("static", "continuous"))
@@ -81,7 +83,8 @@ def test_the_status_before_any_experiment(client):
 
 
 @pytest.mark.parametrize("wish, param", [
-    ({"minutes": 0}, "minutes"), ({"minutes": 11}, "minutes"), ({"speed": 11}, "speed"), ({"policies": []}, "policies"),
+    ({"minutes": 0}, "minutes"), ({"minutes": 11}, "minutes"), ({"speed": 11}, "speed"),
+    ({"price_per_hour": 0}, "price_per_hour"), ({"policies": []}, "policies"),
     ({"policies": ["static", "static"]}, "policies"), ({"policies": ["best"]}, "policies"),
     ({"settings": {"kernels": "x"}}, "settings"), ({"settings": {"batch_size": 99}}, "settings"),
     ({"settings": {"max_seats": "4"}}, "max_seats"), ({"settings": {"prefill_share": 2}}, "prefill_share"),
