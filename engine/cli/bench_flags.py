@@ -47,14 +47,15 @@ def add_traffic(parser: Parser, *, requests: int, arrivals: str) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of lengths and times [0]")
 
 
-def add_report(parser: Parser) -> None:
-    """The flags that say what is made of the measurement."""
+def add_report(parser: Parser, *, html: bool = True) -> None:
+    """The flags that say what is made of the measurement; html: whether the command can write a page."""
     add = parser.add_argument_group("report").add_argument
     add("--slo-ttft-ms", type=float, metavar="MS", help="goodput counts requests whose first token came in time")
     add("--slo-itl-ms", type=float, metavar="MS", help="and whose later tokens came this fast on average")
     add("--price-per-hour", type=float, metavar="X", help="of the device, for the cost of tokens and rows")
     add("--json", metavar="FILE", help="write all figures to a file; - is standard output")
-    add("--html", metavar="FILE", help="write one page with charts that needs no network")
+    if html:
+        add("--html", metavar="FILE", help="write one page with charts that needs no network")
 
 
 def check_numbers(known: argparse.Namespace, **least: float) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from jitney.engine.accuracy import COMPARED, errors, figure, measured_figures
 from jitney.engine.cli.bench_flags import (
+    add_report,
     add_traffic,
     check_numbers,
     check_writable,
@@ -93,15 +94,11 @@ def make_parser() -> Parser:
         "its measurement; step times are theirs unless said otherwise")
     add("--calibrate-on", metavar="NAME", default="all", help="with --measured: the run whose steps tell how long "
         "steps take; all: of all runs together; each: its own, if the machine's speed changed between them [all]")
-    add_traffic(parser, requests=1000, arrivals="poisson")
-    add_pace(parser)
-    add = parser.add_argument_group("report").add_argument
     add("--measured-policy", metavar="NAME", default="continuous",
         help="the policy that --trace was recorded under, whose prediction is compared with it [continuous]")
-    add("--slo-ttft-ms", type=float, metavar="MS", help="count requests whose first token came in time")
-    add("--slo-itl-ms", type=float, metavar="MS", help="and whose later tokens came this fast on average")
-    add("--price-per-hour", type=float, metavar="X", help="of the device, for the cost of a million tokens")
-    add("--json", metavar="FILE", help="write all figures to a file; - is standard output")
+    add_traffic(parser, requests=1000, arrivals="poisson")
+    add_pace(parser)
+    add_report(parser, html=False)
     add_settings(parser, ("model", "engine"), leave_out=NOT_SIMULATED)
     return parser
 

@@ -22,6 +22,8 @@ intrinsic: Any = extending.intrinsic
 Value = Any
 
 LANES = 16
+#: Localities of llvm.prefetch: into the first-level cache, into the second.
+NEAREST, SECOND = 3, 2
 FLOAT, INT, HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 FLOATS, INTS, HALVES = (ir.VectorType(of, LANES) for of in (FLOAT, INT, HALF))
 
@@ -86,19 +88,22 @@ class Emit:
     def scalar(self, base: Value, index: Value) -> Value:
         return self.b.load(self.pointer(self.address(base, index, 4), FLOAT))
 
+    def prefetch(self, address: Value, locality: int) -> None:
+        """Ask for the cache line at an address, to read it soon, into the cache `locality`: NEAREST or SECOND."""
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT, INT, INT])
+        prefetch = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0i8")
+        hints = [ir.Constant(INT, hint) for hint in (0, locality, 1)]  # to read; data, no code
+        self.b.call(prefetch, [self.pointer(address, ir.IntType(8)), *hints])
+
     def ask(self, base: Value, row: Value, stride: Value, ahead: int, count: int, bf16: bool) -> None:
         """Ask for the `count` elements that lie `ahead` rows after element `row`; 0: for none.
 
         The hardware foresees neither a column of a matrix nor enough of a long row.
         """
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT, INT, INT])
-        prefetch = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0i8")
-        hints = [ir.Constant(INT, hint) for hint in (0, 3, 1)]  # to read, into the first-level cache, data
         size = 2 if bf16 else 4
         later = self.b.add(row, self.b.mul(stride, self.int(ahead)))
         for line in range(0, count if ahead else 0, 64 // size):
-            at = self.address(base, self.b.add(later, self.int(line)), size)
-            self.b.call(prefetch, [self.pointer(at, ir.IntType(8)), *hints])
+            self.prefetch(self.address(base, self.b.add(later, self.int(line)), size), NEAREST)
 
     @staticmethod
     def each(grid: list[list[Any]], do: Callable[[int, int], Any]) -> None:
@@ -333,12 +338,9 @@ def prefetch(context, address, size):
     """Ask for `size` bytes of memory that will be read soon."""
 
     def generate(target, builder, signature, args):
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT, INT, INT])
-        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        hints = [ir.Constant(INT, hint) for hint in (0, 2, 1)]  # to read, into the second-level cache, data
-        with cgutils.for_range(builder, builder.sdiv(args[1], ir.Constant(ir.IntType(64), 64))) as loop:
-            line = builder.add(args[0], builder.mul(loop.index, ir.Constant(ir.IntType(64), 64)))
-            builder.call(ask, [builder.inttoptr(line, ir.IntType(8).as_pointer()), *hints])
+        e = Emit(builder)
+        with cgutils.for_range(builder, builder.sdiv(args[1], e.int(64))) as loop:
+            e.prefetch(e.address(args[0], loop.index, 64), SECOND)
         return target.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
