@@ -1,0 +1,83 @@
+"""How a TPU wants a KV pool to lie, and the way there and back.
+
+XLA and Pallas agree on a pool, and neither copies it, where its last two axes fill whole tiles of vector registers: 128
+numbers wide, and as many rows as a tile of their dtype has. R rows a token, W numbers a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+#: Numbers in a row of a vector register, and rows of 32-bit numbers in one.
+LANES, SUBLANES = 128, 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of one token in a pool, for K key heads of dimension D.
+
+    packed: key and value of a head share a row, [k | v | zeros]; else row 2h is key head h, row 2h + 1 its value, each
+    followed by zeros.
+    """
+
+    heads: int
+    dim: int
+    rows: int
+    width: int
+
+    @property
+    def packed(self) -> bool:
+        return 2 * self.dim <= self.width
+
+    def new_rows(self, new: jax.Array) -> jax.Array:
+        """new [T, 2K, D] -> [T, R, W]."""
+        return self.pool(new[None])[0]
+
+    def pool(self, kv: jax.Array) -> jax.Array:
+        """kv [N, page, 2K, D] -> [N, page, R, W]."""
+        return self.fill(kv.reshape(*kv.shape[:2], self.heads, 2 * self.dim) if self.packed else kv)
+
+    def plain(self, pool: jax.Array) -> jax.Array:
+        """pool [N, page, R, W] -> [N, page, 2K, D]."""
+        if self.packed:
+            return pool[:, :, : self.heads, : 2 * self.dim].reshape(*pool.shape[:2], 2 * self.heads, self.dim)
+        return pool[:, :, : 2 * self.heads, : self.dim]
+
+    def queries(self, q: jax.Array) -> jax.Array:
+        """q [T, H, D] -> [T, H, W]; zeros meet what is no key."""
+        return jnp.pad(q, ((0, 0), (0, 0), (0, self.width - self.dim)))
+
+    def values(self, o: jax.Array) -> jax.Array:
+        """What the sums of weighted rows [T, H, W] hold of values: [T, H, D]."""
+        first = self.dim if self.packed else 0
+        return o[:, :, first : first + self.dim]
+
+    def fill(self, rows: jax.Array) -> jax.Array:
+        """Zeros up to [..., R, W]."""
+        missing = self.rows - rows.shape[-2], self.width - rows.shape[-1]
+        return jnp.pad(rows, [(0, 0)] * (rows.ndim - 2) + [(0, n) for n in missing])
+
+
+def layout_of(heads: int, dim: int, itemsize: int) -> Layout:
+    """The layout for K key heads of dimension D in numbers of `itemsize` bytes."""
+    packed = 2 * dim <= LANES
+    width = -(-dim // LANES) * LANES
+    return Layout(heads, dim, whole_tiles(heads if packed else 2 * heads, 4 // itemsize), width)
+
+
+def whole_tiles(rows: int, packing: int) -> int:
+    """The smallest number of rows from `rows` on that fills tiles; packing: numbers in 32 bits."""
+    words = -(-rows // packing)
+    if words > SUBLANES:
+        return -(-words // SUBLANES) * SUBLANES * packing
+    return packing << (words - 1).bit_length()
+
+
+def pool_shape(n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: Any) -> tuple[int, int, int, int]:
+    """See `jitney.kernels.interface.PoolShape`: [N, page, R, W]."""
+    layout = layout_of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize)
+    return n_pages, page_size, layout.rows, layout.width
