@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Decode-only sizes on a GPU or TPU. Reading the weights takes as long for 1 row as for some 300 (operations over bytes
+#: per second of an H100, two bytes a weight), so padding to the next size is nearly free, and each size costs a program
+#: with the sampler and one without. Beyond 64 rows, where logits and caches begin to count, steps are smaller.
+DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -86,12 +91,16 @@ def powers_of_two(low: int, high: int) -> tuple[int, ...]:
 
 
 def make_buckets(*, max_seats: int, token_budget: int, seat_sizes: tuple[int, ...] = (),
-                 token_sizes: tuple[int, ...] = ()) -> Buckets:
-    """Buckets from the limits; explicit sizes (already validated by the config) replace the powers of two.
+                 token_sizes: tuple[int, ...] = (), on_device: bool = False, smallest: int = 1) -> Buckets:
+    """Buckets from the limits; explicit sizes (already validated by the config) replace the default ones.
 
-    The smallest decode bucket has 4 rows: XLA:CPU takes ten times longer for one bfloat16 row than for four.
+    On a CPU those are `smallest`, for who is alone, and powers of two from 4 on. on_device: for a GPU or TPU, whose
+    decode steps take the sizes of DEVICE_SEATS.
     """
-    seats = tuple(sorted({*seat_sizes, max_seats})) if seat_sizes else powers_of_two(min(4, max_seats), max_seats)
+    default = (*(size for size in DEVICE_SEATS if size < max_seats), max_seats)
+    if not on_device:
+        default = tuple(sorted({min(smallest, max_seats), *powers_of_two(min(4, max_seats), max_seats)}))
+    seats = tuple(sorted({*seat_sizes, max_seats})) if seat_sizes else default
     lowest = max(2 * seats[-1], token_budget // 8)
     tokens = (tuple(sorted({*token_sizes, token_budget})) if token_sizes
               else powers_of_two(min(lowest, token_budget), token_budget))

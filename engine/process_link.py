@@ -21,6 +21,8 @@ from jitney.engine.process import Start, from_core_address, to_core_address
 
 #: Settings the core has no use for, and should not be able to tell anyone.
 NOT_FOR_THE_CORE = ("JITNEY_API_KEYS",)
+#: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB otherwise.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
     environ = {name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "jitney.engine.process", stdin=asyncio.subprocess.PIPE,
-        env=environ | platform_environment(config.engine))
+        env=HUGE_PAGES | environ | platform_environment(config.engine))
     assert process.stdin is not None  # asked for above; it stays open for as long as this process lives
     process.stdin.write(msgspec.json.encode(start) + b"\n")
     return process

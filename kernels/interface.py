@@ -6,9 +6,11 @@ pool. Page 0 of every pool is the trash page: padding reads it and nothing else 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
+
+from jitney.kernels.int4 import Int4Matmul
 
 
 class AttentionMeta(NamedTuple):
@@ -44,12 +46,12 @@ class RotateAndWrite(Protocol):
     """Norm and rotate queries and keys, and write keys and values into the pages; pure; `kv` is aliased if donated."""
 
     def __call__(self, heads: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, meta: AttentionMeta, *,
-                 norms: jax.Array | None = None, eps: float = 0.0,
+                 norms: tuple[jax.Array, jax.Array] | None = None, eps: float = 0.0,
                  kv_scales: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """heads [T, H + 2K, D] (queries, keys, values), kv [N, page, 2K, D] -> (q [T, H, D] in heads' dtype, kv).
 
-        rope: cos and sin, float32 [T, 1, D // 2], rotating pairs (j, j + D/2). norms [2, D]: weights of an RMS norm
-        with `eps` over each query and key head, before the rotation.
+        rope: cos and sin, float32 [T, 1, D // 2], rotating pairs (j, j + D/2). norms: weights [D] of an RMS norm with
+        `eps` over each query head, and of one over each key head, before the rotation.
         """
         ...
 
@@ -75,11 +77,52 @@ class Threshold(Protocol):
         ...
 
 
-class Product(Protocol):
-    """A matrix product with weights, summed in float32: `matmul` takes w [I, O], `project` a table [O, I]."""
+class Arrange(Protocol):
+    """Lays a matrix out once, when a model is loaded, for the `matmul` or `gated` of the same set."""
+
+    def __call__(self, w: jax.Array, parts: int = 1) -> jax.Array:
+        """w [I, O] -> the same numbers in whatever shape the set multiplies fastest; parts = 2 for `gated`."""
+        ...
+
+
+class Matmul(Protocol):
+    """A product with weights [I, O], summed in float32; int8 and fp8 weights are widened to x's dtype on the way."""
+
+    def __call__(self, x: jax.Array, w: jax.Array, /, dtype: Any = ...) -> jax.Array:
+        """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
+        ...
+
+
+class RMSNorm(Protocol):
+    """The norm of all models."""
+
+    def __call__(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+        """x [..., E], weight [E] -> x / sqrt(mean(x * x) + eps) * weight, computed in float32, in x's dtype."""
+        ...
+
+
+class Gated(Protocol):
+    """The product that opens an MLP, gated at once: its float32 sums are never written to memory if that can be."""
 
     def __call__(self, x: jax.Array, w: jax.Array, /) -> jax.Array:
-        """x [T, I] -> float32 [T, O]."""
+        """x [T, I], w [I, 2F] -> silu(first F columns of x @ w) * the others, [T, F] in x's dtype."""
+        ...
+
+
+class Project(Protocol):
+    """A product with the rows of a table [V, E], summed in float32."""
+
+    def __call__(self, x: jax.Array, table: jax.Array, /) -> jax.Array:
+        """x [T, E] -> float32 [T, V]."""
+        ...
+
+
+class PoolShape(Protocol):
+    """How a set wants the KV pool of one device to lie, where that is not [N, page, 2K, D]."""
+
+    def __call__(self, n_pages: int, page_size: int, n_kv_heads: int, head_dim: int,
+                 dtype: Any) -> tuple[int, ...]:
+        """The pool's shape, [N, page, rows, width]: N, page size, K and D of one device, and the pool's dtype."""
         ...
 
 
@@ -89,6 +132,22 @@ class Kernels(Protocol):
     @property
     def paged_attention(self) -> PagedAttention: ...
     @property
-    def matmul(self) -> Product: ...
+    def rotate_and_write(self) -> RotateAndWrite | None: ...
     @property
-    def project(self) -> Product: ...
+    def attend(self) -> Attend: ...
+    @property
+    def threshold(self) -> Threshold | None: ...
+    @property
+    def rms_norm(self) -> RMSNorm: ...
+    @property
+    def arrange(self) -> Arrange | None: ...
+    @property
+    def matmul(self) -> Matmul: ...
+    @property
+    def gated(self) -> Gated: ...
+    @property
+    def project(self) -> Project: ...
+    @property
+    def pool_shape(self) -> PoolShape | None: ...
+    @property
+    def matmul_int4(self) -> Int4Matmul: ...

@@ -7,7 +7,7 @@ chunk, B rows per query block, G = H // K.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +61,24 @@ def attend(q: jax.Array, kv: jax.Array, meta: AttentionMeta, *, scale: float, wi
         o, jnp.where(decoding[:, None, None], decoded, o[:n_seqs]), 0, axis=0)
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., I] times w [I, O] -> float32 [..., O].
+def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """x [..., I] times w [I, O] -> [..., O] in `dtype`; int8 and fp8 weights are widened to x's dtype on the way.
 
     Without `preferred_element_type` XLA:CPU multiplies bfloat16 matrices 10 to 30 times slower.
     """
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    wide = w.astype(x.dtype) if w.dtype.itemsize == 1 else w
+    return jnp.matmul(x, wide, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def gated(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [T, I] times w [I, 2F] -> silu(first half) * second half, [T, F] in x's dtype."""
+    return gate(matmul(x, w), x.dtype)
+
+
+def gate(y: jax.Array, dtype: Any) -> jax.Array:
+    """Gates and what they gate, float32 [T, 2F] -> silu(first half) * second half, [T, F] in `dtype`."""
+    gates, ups = jnp.split(y, 2, axis=-1)
+    return (jax.nn.silu(gates) * ups).astype(dtype)
 
 
 def project(x: jax.Array, table: jax.Array) -> jax.Array:
@@ -78,7 +90,7 @@ def project(x: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def rotate_and_write(heads: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, meta: AttentionMeta, *,
-                     norms: jax.Array | None = None, eps: float = 0.0,
+                     norms: tuple[jax.Array, jax.Array] | None = None, eps: float = 0.0,
                      kv_scales: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.RotateAndWrite`; norm and rotation each round to heads' dtype."""
     n_kv = kv.shape[2] // 2
@@ -89,7 +101,7 @@ def rotate_and_write(heads: jax.Array, rope: tuple[jax.Array, jax.Array], kv: ja
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., D] / rms(x) * weight [D], in float32 -> x's dtype."""
+    """x [..., E] / rms(x) * weight [E] -> x's dtype, in float32: bfloat16 squares lose the sum after 256 equal ones."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * weight.astype(jnp.float32)).astype(x.dtype)

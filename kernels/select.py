@@ -9,7 +9,18 @@ from functools import cache
 import jax
 
 from jitney.kernels.int4 import Int4Matmul
-from jitney.kernels.interface import Attend, PagedAttention, Product, RotateAndWrite, Threshold
+from jitney.kernels.interface import (
+    Arrange,
+    Attend,
+    Gated,
+    Matmul,
+    PagedAttention,
+    PoolShape,
+    Project,
+    RMSNorm,
+    RotateAndWrite,
+    Threshold,
+)
 
 log = logging.getLogger(__name__)
 
@@ -22,41 +33,54 @@ class KernelError(ValueError):
 class KernelSet:
     """A named implementation of every kernel the step calls.
 
-    `paged_attention` writes and attends; a model that leaves norm and rotation to the kernel calls
-    `rotate_and_write`, then `attend`.
+    `paged_attention` writes and attends; where a set has `rotate_and_write`, a model leaves norm and rotation to it,
+    then calls `attend`.
     """
 
     name: str
     paged_attention: PagedAttention
-    rotate_and_write: RotateAndWrite
+    rotate_and_write: RotateAndWrite | None  # None: the model norms and rotates, and XLA fuses it well enough
     attend: Attend
     matmul_int4: Int4Matmul
     threshold: Threshold | None  # None: the sampler's own search does better on this platform
-    matmul: Product
-    project: Product
+    rms_norm: RMSNorm
+    arrange: Arrange | None  # None: weights stay [I, O]
+    matmul: Matmul
+    gated: Gated
+    project: Project
+    pool_shape: PoolShape | None = None  # None: [N, page, 2K, D]
+
+    @property
+    def keeps_int4(self) -> bool:
+        """False where an int4 product writes the weights out as floats first."""
+        from jitney.kernels.int4 import matmul_int4
+
+        return self.matmul_int4 is not matmul_int4
 
 
 def reference() -> KernelSet:
     """Plain jax.numpy; runs wherever XLA does."""
     from jitney.kernels.int4 import matmul_int4
-    from jitney.kernels.reference import attend, matmul, paged_attention, project, rotate_and_write
+    from jitney.kernels.reference import attend, gated, matmul, paged_attention, project, rms_norm
 
-    return KernelSet("reference", paged_attention, rotate_and_write, attend, matmul_int4, None, matmul, project)
+    return KernelSet("reference", paged_attention, None, attend, matmul_int4, None, rms_norm, None, matmul, gated,
+                     project)
 
 
 def native() -> KernelSet:
-    """Attention and small products compiled for this machine's CPU by Numba; the reference's for everything else.
+    """Attention, norms and products compiled for this machine's CPU by Numba; the reference's for all else.
 
     Raises KernelError on another platform, or where Numba cannot be imported.
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
     try:
-        from jitney.kernels.cpu import attention, products
+        from jitney.kernels.cpu import attention, norms, products
     except ImportError as error:
         raise KernelError(f"kernels native cannot run here: {error}") from error
     return replace(reference(), name="native", paged_attention=attention.paged_attention, attend=attention.attend,
-                   matmul=products.matmul, project=products.project)
+                   rms_norm=norms.rms_norm, arrange=products.arrange, matmul=products.matmul, gated=products.gated,
+                   project=products.project)
 
 
 def triton() -> KernelSet:
@@ -76,13 +100,13 @@ def triton_for(sm: int) -> KernelSet:
         compat.jax_triton()
     except ImportError as error:
         raise KernelError(f"kernels triton cannot run here: {error}") from error
-    from jitney.kernels.reference import matmul, project
     from jitney.kernels.triton_launch import JaxTriton
     from jitney.kernels.triton_set import TritonKernels
 
     kernels = TritonKernels(JaxTriton(sm))
-    return KernelSet("triton", kernels.paged_attention, kernels.rotate_and_write, kernels.attend, kernels.matmul_int4,
-                     kernels.threshold, matmul, project)
+    return replace(reference(), name="triton", paged_attention=kernels.paged_attention, attend=kernels.attend,
+                   rotate_and_write=kernels.rotate_and_write, matmul_int4=kernels.matmul_int4,
+                   threshold=kernels.threshold, matmul=kernels.matmul)
 
 
 def compute_capability() -> int:
@@ -97,9 +121,49 @@ def compute_capability() -> int:
     return 10 * int(major) + int(minor)
 
 
-KERNEL_SETS = {"reference": reference, "native": native, "triton": triton}
+def pallas() -> KernelSet:
+    """Our own Pallas kernel for the TPU that jax sees; the reference's products, which XLA fuses well there.
+
+    Raises KernelError on another platform.
+    """
+    return on_tpu(pallas_set())
+
+
+def pallas_jax() -> KernelSet:
+    """The ragged kernel that jax ships for TPUs. Raises KernelError on another platform."""
+    return on_tpu(pallas_jax_set())
+
+
+@cache
+def pallas_set() -> KernelSet:
+    """What `pallas` chooses, also on a machine that has no TPU; always the same object."""
+    from jitney.kernels.pallas_layout import pool_shape
+    from jitney.kernels.pallas_set import PallasKernels
+
+    kernels = PallasKernels()
+    return replace(reference(), name="pallas", paged_attention=kernels.paged_attention, attend=kernels.attend,
+                   pool_shape=pool_shape)
+
+
+@cache
+def pallas_jax_set() -> KernelSet:
+    """What `pallas_jax` chooses, also on a machine that has no TPU; always the same object."""
+    from jitney.kernels import pallas_jax as kernels
+
+    return replace(reference(), name="pallas-jax", paged_attention=kernels.paged_attention, attend=kernels.attend,
+                   pool_shape=kernels.pool_shape)
+
+
+def on_tpu(kernels: KernelSet) -> KernelSet:
+    """These kernels, if jax runs on a TPU; KernelError if not."""
+    if jax.default_backend() != "tpu":
+        raise KernelError(f"kernels {kernels.name} need a TPU; jax runs on {jax.default_backend()}")
+    return kernels
+
+
+KERNEL_SETS = {"reference": reference, "native": native, "triton": triton, "pallas": pallas, "pallas-jax": pallas_jax}
 #: The set that "auto" means, by platform; a platform not named here gets the reference.
-BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton"}
+BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton", "tpu": "pallas"}
 
 
 def select(platform: str, name: str = "auto") -> KernelSet:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jitney.engine.errors import ModelError
+from jitney.engine.errors import ConfigError, ModelError
+from jitney.engine.models.packing import read_packing
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class ModelConfig:
 
     windows[l]: how many positions layer l sees, its own included; 0 is all of them. context_length: the most tokens
     of prompt and output together. eos_ids: every token that ends a generation, from all files that name one.
+    shards: among how many devices the model is split; heads and intermediate_size are then one device's (see `local`).
     """
 
     architecture: Architecture
@@ -89,6 +91,7 @@ class ModelConfig:
     qk_norm: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    shards: int = 1
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
@@ -103,6 +106,28 @@ class ModelConfig:
     def qkv_size(self) -> int:
         """Columns of the fused query, key and value projection: (H + 2K) * D."""
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    @property
+    def vocab_share(self) -> int:
+        """Rows of the embedding, and columns of the output head, that one device holds."""
+        return self.vocab_size // self.shards
+
+    def local(self, shards: int) -> ModelConfig:
+        """What one of `shards` devices computes: its share of heads, feed-forward and vocabulary.
+
+        Devices beyond the KV heads share them. Raises ConfigError naming what cannot be divided.
+        """
+        if shards < 1:
+            raise ConfigError(f"a model cannot be divided over {shards} devices")
+        sizes = {"query heads": self.n_heads, "feed-forward columns": self.intermediate_size,
+                 "vocabulary entries": self.vocab_size}
+        if self.n_kv_heads % shards and shards % self.n_kv_heads:
+            sizes = {"key-value heads": self.n_kv_heads}
+        uneven = [f"{size} {name}" for name, size in sizes.items() if size % shards]
+        if uneven:
+            raise ConfigError(f"tensor_parallel {shards} does not divide the model's {' and '.join(uneven)}")
+        return replace(self, n_heads=self.n_heads // shards, n_kv_heads=max(1, self.n_kv_heads // shards),
+                       intermediate_size=self.intermediate_size // shards, shards=shards)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -205,8 +230,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Raise for settings that would change the answer in a way this engine does not compute."""
     if "auto_map" in config:
         log.warning("config.json names custom code (auto_map); it is not run, the known architecture is used instead")
-    if config.get("quantization_config") is not None:
-        raise ModelError("config.json: quantization_config is not supported; use unquantised weights or a GGUF file")
+    read_packing(config.get("quantization_config"))
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act {str(config['hidden_act'])[:40]!r} is not supported, only silu")
     if config.get("partial_rotary_factor", 1.0) != 1.0:

@@ -14,7 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jitney.engine.models.config import ModelConfig, RopeScaling
-from jitney.kernels.interface import Kernels
+from jitney.engine.models.schemes import Kept, product
+from jitney.engine.sharding import total
+from jitney.kernels.interface import Arrange, Kernels
+from jitney.kernels.reference import gate
 
 DType = Any
 
@@ -25,33 +28,66 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) 
 
 
 class Linear(nnx.Module):
-    """kernel [I, O], bias [O] or None."""
+    """A matrix [I, O] in one of the schemes of `jitney.engine.models.schemes`, and bias [O] or None.
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: DType, rngs: nnx.Rngs):
+    kernel, scale, zeros, lows: the arrays of `Kept`. Random ones are plain until `hold` replaces them. summed: the
+    inputs are split over devices, and so the products are summed over them (in x's dtype) before the bias.
+    """
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: DType, rngs: nnx.Rngs,
+                 summed: bool = False):
+        self.summed = summed
         spread = 1.5 / math.sqrt(size_in)  # keeps random models lively: the top two logits stay well apart
         self.kernel = nnx.Param(normal(rngs, (size_in, size_out), spread, dtype))
+        self.scale: nnx.Param | None = None
+        self.zeros: nnx.Param | None = None
+        self.lows: nnx.Param | None = None
         self.bias = nnx.Param(normal(rngs, (size_out,), 0.25, dtype)) if bias else None
 
     def __call__(self, x: jax.Array, kernels: Kernels, dtype: DType = None) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype` (x's own if None)."""
-        y = kernels.matmul(x, self.kernel[...])
+        dtype = dtype or x.dtype
+        if self.bias is None and not self.summed:
+            return product(x, self.kept, kernels, dtype)
+        y = total(product(x, self.kept, kernels, x.dtype)) if self.summed else product(x, self.kept, kernels)
         if self.bias is not None:
-            y += self.bias[...].astype(jnp.float32)
-        return y.astype(dtype or x.dtype)
+            y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(dtype)
+
+    def gated(self, x: jax.Array, kernels: Kernels) -> jax.Array:
+        """x [T, I] -> silu(first half of the outputs) * the other half, [T, O // 2] in x's dtype."""
+        if self.bias is None and self.scale is None:
+            return kernels.gated(x, self.kernel[...])
+        return gate(self(x, kernels, jnp.float32), x.dtype)
+
+    def arrange(self, arrange: Arrange, parts: int) -> None:
+        """Lay a plain matrix out as a kernel set wants it; parts: 2 if `gated` will be called, else 1."""
+        if self.kept.scheme == "plain":
+            self.kernel = nnx.Param(arrange(self.kernel[...], parts))
+
+    @property
+    def kept(self) -> Kept:
+        """The matrix as it is kept."""
+        return Kept(self.kernel[...], *(None if param is None else param[...]
+                                        for param in (self.scale, self.zeros, self.lows)))
+
+    def hold(self, kept: Kept) -> None:
+        """Replace the matrix, and with it the scheme."""
+        for name, array in kept._asdict().items():
+            # nnx fixes an attribute without arrays as such when it is first set; data() says that it may change.
+            setattr(self, name, None if array is None else nnx.data(nnx.Param(array)))
 
 
 class RMSNorm(nnx.Module):
-    """weight [E]; x / rms(x) * weight, in float32 (bfloat16 squares lose the sum after 256 equal terms)."""
+    """weight [E]; x / rms(x) * weight."""
 
     def __init__(self, size: int, eps: float, *, dtype: DType):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, kernels: Kernels) -> jax.Array:
         """x [..., E] -> [..., E] in x's dtype."""
-        wide = x.astype(jnp.float32)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return kernels.rms_norm(x, self.weight[...], self.eps)
 
 
 class MLP(nnx.Module):
@@ -60,12 +96,11 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, summed=config.shards > 1)
 
     def __call__(self, x: jax.Array, kernels: Kernels) -> jax.Array:
         """x [T, E] -> [T, E]."""
-        gate, up = jnp.split(self.gate_up(x, kernels, jnp.float32), 2, axis=-1)
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype), kernels)
+        return self.down(self.gate_up.gated(x, kernels), kernels)
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[jax.Array, float]:

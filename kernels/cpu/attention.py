@@ -20,6 +20,7 @@ from numba import njit
 from jitney.kernels import reference
 from jitney.kernels.cpu.ffi import argument, dim, handler, result
 from jitney.kernels.cpu.memory import float32, int32, set_float32, set_word
+from jitney.kernels.cpu.softmax import ROWS, soften_rows
 from jitney.kernels.cpu.vectors import (
     LANES,
     copy_row,
@@ -37,9 +38,9 @@ from jitney.kernels.cpu.vectors import (
 from jitney.kernels.interface import AttentionMeta
 
 #: Keys per chunk of a prompt block, and of a decoding row.
-CHUNK, DECODE_CHUNK = 64, 128
-#: Rows of a prompt block, all G heads of a key head counted.
-BLOCK_ROWS = 96
+CHUNK, DECODE_CHUNK = 96, 128
+#: Rows of a prompt block, all G heads of a key head counted, and of a tile of its scores.
+BLOCK_ROWS, SCORE_ROWS = 96, 4
 LOG2E = math.log2(math.e)
 HIDDEN = np.float32(-1e30)
 FLOAT = 4
@@ -91,16 +92,17 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
     group, width, columns, item = n_heads // n_kv, 2 * n_kv * size, size // LANES, 2 if bf16 else 4
     tile_rows, tile_vectors = register_tile(columns)
     block = max(4, BLOCK_ROWS // group)  # prompt rows of a task
-    step = math.lcm(tile_rows, 6)
+    step = math.lcm(tile_rows, SCORE_ROWS, ROWS)
     padded = -(-block * group // step) * step
     head_tile = max(h for h in range(1, tile_rows + 1) if group % h == 0)  # heads of a decoding row summed at once
     factor, one = np.float32(scale * LOG2E), np.float32(1)
     # Where the CPU multiplies pairs of bfloat16, a prompt's products stay in bfloat16 and take half the instructions.
     paired = bf16 and size % (2 * LANES) == 0 and multiplies_pairs()
-    score_tile = tile(6, CHUNK // LANES, False, paired=paired)
+    score_tile = tile(SCORE_ROWS, CHUNK // LANES, False, paired=paired)
     value_tile = tile(tile_rows, tile_vectors, False, paired=paired)
     query_row, pair = size // 2 if paired else size, 2 if paired else 1  # words of a query; keys in a word
     heads_tile = tile(head_tile, tile_vectors, bf16)
+    soften_block = soften_rows(CHUNK // LANES, columns, paired)
     row_dots, turn = dots(group, columns, bf16), transposed(bf16 and not paired)
     widen, narrow, rescale = copy_row(bf16, False), copy_row(False, bf16), copy_row(False, False)
     copy_queries = copy_row(bf16, paired)
@@ -203,7 +205,7 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
     @njit
     def hide(scores, position, start, count):
         """Give the keys of a chunk that a row at `position` must not see a score of no weight."""
-        for j in range(max(0, position + 1 - start), (count + LANES - 1) // LANES * LANES):
+        for j in range(max(0, min(position + 1 - start, count)), CHUNK):
             set_float32(scores, j, HIDDEN)
         if window > 0:
             for j in range(0, min(count, position + 1 - window - start)):
@@ -225,21 +227,21 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
             copy_queries(argument(frame, Q) + at + item * t * n_heads * size, queries + FLOAT * t * group * query_row,
                          group * columns, one)
         n_rows = count * group
-        for r in range(n_rows):
+        for r in range(padded):
             set_float32(state, 2 * r, HIDDEN)
+            set_float32(state, 2 * r + 1, np.float32(0))
         first = max(0, position + 1 - window) if window > 0 else 0
         for start in range(first, position + count, CHUNK):
             seen = min(CHUNK, position + count - start)
             read_chunk(pool, table, start, seen, keys, values, rows)
-            for r in range(0, n_rows, 6):
+            for r in range(0, n_rows, SCORE_ROWS):
                 score_tile(queries + FLOAT * r * query_row, query_row, keys, CHUNK, scores + FLOAT * r * CHUNK, CHUNK,
                            query_row, 0)
             for r in range(n_rows):
-                mine, vectors = scores + FLOAT * r * CHUNK, (seen + LANES - 1) // LANES
-                hide(mine, position + r // group, start, seen)
-                soften(mine, vectors, state + 2 * FLOAT * r, sums + FLOAT * r * size, start == first, factor)
-                if paired:
-                    narrow(mine, mine, vectors, one)  # in place: what is written lies behind what is read
+                hide(scores + FLOAT * r * CHUNK, position + r // group, start, seen)
+            for r in range(0, n_rows, ROWS):
+                soften_block(scores + FLOAT * r * CHUNK, state + 2 * FLOAT * r, sums + FLOAT * r * size, factor,
+                             1 if start == first else 0)
             for r in range(0, n_rows, tile_rows):
                 for column in range(0, columns, tile_vectors):
                     value_tile(scores + FLOAT * r * CHUNK, CHUNK, values + FLOAT * column * LANES, size,

@@ -8,14 +8,15 @@ BUCKETS = make_buckets(max_seats=32, token_budget=512)
 
 
 def test_default_sizes():
-    assert [b.tokens for b in BUCKETS.decode] == [4, 8, 16, 32]
+    assert [b.tokens for b in BUCKETS.decode] == [1, 4, 8, 16, 32]
     assert [b.tokens for b in BUCKETS.mixed] == [64, 128, 256, 512]
     assert {b.seats for b in BUCKETS.mixed} == {32}
     assert BUCKETS.token_budget == 512
 
 
 @pytest.mark.parametrize("tokens,sequences,decode_only,logit_rows,expected", [
-    (1, 1, True, 1, Bucket(4, 4)), (5, 5, True, 5, Bucket(8, 8)), (32, 32, True, 32, Bucket(32, 32)),
+    (1, 1, True, 1, Bucket(1, 1)), (2, 2, True, 2, Bucket(4, 4)), (5, 5, True, 5, Bucket(8, 8)),
+    (32, 32, True, 32, Bucket(32, 32)),
     (3, 1, False, 1, Bucket(64, 32)), (64, 32, False, 32, Bucket(64, 32)), (65, 2, False, 1, Bucket(128, 32)),
 ])
 def test_the_smallest_that_holds_the_step(tokens, sequences, decode_only, logit_rows, expected):
@@ -39,6 +40,17 @@ def test_nothing_lies_above_the_budget():
 ])
 def test_a_prompt_is_split_where_that_computes_fewer_rows(rows, count, riders, expected):
     assert BUCKETS.thrifty(rows, count, riders) == expected
+
+
+@pytest.mark.parametrize(("seats", "sizes"), [
+    (1, [1]), (4, [1, 4]), (64, [1, 4, 16, 64]), (96, [1, 4, 16, 64, 96]), (256, [1, 4, 16, 64, 128, 192, 256]),
+    (512, [1, 4, 16, 64, 128, 192, 256, 384, 512])])
+def test_a_device_has_few_decode_sizes(seats: int, sizes: list[int]):
+    buckets = make_buckets(max_seats=seats, token_budget=4 * seats + 1, on_device=True)
+    assert [b.seats for b in buckets.decode] == sizes
+    assert buckets.mixed == make_buckets(max_seats=seats, token_budget=4 * seats + 1).mixed
+    explicit = make_buckets(max_seats=8, token_budget=100, seat_sizes=(2,), on_device=True)
+    assert [b.seats for b in explicit.decode] == [2, 8]
 
 
 def test_explicit_sizes_replace_the_powers_of_two_and_keep_the_limits():

@@ -17,6 +17,7 @@ from jitney.engine.errors import RequestError
 from jitney.engine.models.llama import Llama
 from jitney.engine.weights.load import load_model
 from jitney.engine.weights.sources import resolve
+from jitney.kernels.cpu.vectors import multiplies_pairs
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
@@ -129,6 +130,25 @@ def test_alone_and_in_a_crowd_of_32(llm, params):
     picked = [0, 1, 9, 17, 30, 31]
     assert [crowd[i] for i in picked] == alone(llm, [prompts[i] for i in picked], params)
     assert len({tuple(tokens) for tokens in crowd}) > 16
+
+
+@pytest.mark.skipif(not multiplies_pairs(), reason="this CPU multiplies no pairs of bfloat16")
+def test_bfloat16_gives_the_same_bits_in_every_bucket():
+    """Not only the same tokens: log-probabilities are equal to the last bit, alone, in a crowd and in other chunks."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
+    prompts = [prompt(300 + i, 3 + 9 * i) for i in range(10)]
+
+    def bits(**settings) -> list[list[tuple[int, float]]]:
+        engine = LLM("tiny-random", **(SETTINGS | {"dtype": "bfloat16"} | settings))
+        answers = engine.generate(prompts, params)
+        answers += [engine.generate([one], params)[0] for one in prompts[::3]]
+        return [[(token, entry.logprob) for token, entry in zip(a.outputs[0].token_ids, a.outputs[0].logprobs or (),
+                                                                strict=True)] for a in answers]
+
+    one, other = bits(seat_buckets=[1, 4, 8], token_buckets=[16, 64]), bits(seat_buckets=[8], token_budget=24,
+                                                                           token_buckets=[24])
+    assert one == other
+    assert one[10:] == one[:10:3]
 
 
 def test_neighbours_of_every_kind_change_nothing(llm):

@@ -16,9 +16,10 @@ from numba.core import types
 from ragged import Case, attention, make, written
 
 from jitney.kernels import reference
-from jitney.kernels.cpu import code, products
+from jitney.kernels.cpu import code, norms, products
 from jitney.kernels.cpu.attention import paged_attention, register_tile
 from jitney.kernels.cpu.ffi import BLOCKS, TAKEN, blocks
+from jitney.kernels.cpu.vectors import multiplies_pairs
 from jitney.kernels.select import KernelError, select
 
 CASES = {
@@ -105,6 +106,85 @@ def test_other_products_are_xlas(x: tuple[int, ...], w: tuple[int, int]):
     a, b = jnp.ones(x), jnp.ones(w)
     assert "jitney_product" not in jax.jit(products.matmul).lower(a, b).as_text()
     np.testing.assert_array_equal(products.matmul(a, b), np.full((*x[:-1], w[1]), 64))
+
+
+PAIRS = pytest.mark.skipif(not multiplies_pairs(), reason="this CPU multiplies no pairs of bfloat16")
+
+
+def random_bf16(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+@PAIRS
+@pytest.mark.parametrize("parts", [1, 2])
+def test_panels_hold_every_weight_once(parts: int):
+    """Panel p, pair i, column c: inputs 2i and 2i + 1 of output p * width + c, in each part."""
+    w = random_bf16(3, 6, 192)
+    panels = np.asarray(products.arrange(w, parts), np.float32)
+    width = panels.shape[2] // parts
+    split = np.asarray(w, np.float32).reshape(3, 2, parts, -1, width)  # pair, which of it, part, panel, column
+    for part in range(parts):
+        np.testing.assert_array_equal(panels[:, :, part * width : (part + 1) * width],
+                                      split[:, :, part].transpose(2, 0, 3, 1))
+
+
+@PAIRS
+@pytest.mark.parametrize("size_in,size_out", [(576, 960), (2100, 64), (100, 112)])
+def test_products_with_panels_match_numpy_and_do_not_depend_on_the_number_of_rows(size_in: int, size_out: int):
+    w, x = random_bf16(1, size_in, size_out), random_bf16(2, 150, size_in)
+    panels = products.arrange(w)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    whole = np.asarray(jax.jit(products.matmul)(x, panels))
+    np.testing.assert_allclose(whole, exact, rtol=0, atol=4e-6 * np.abs(exact).max())
+    for rows in (1, 2, 3, 4, 7, 8, 33):
+        some = jax.jit(products.matmul)(x[:rows], panels)
+        np.testing.assert_array_equal(some, whole[:rows])
+        narrow = jax.jit(lambda x, w: products.matmul(x, w, jnp.bfloat16))(x[:rows], panels)
+        np.testing.assert_array_equal(narrow, some.astype(jnp.bfloat16))
+
+
+@PAIRS
+def test_gated_products_match_numpy_and_do_not_depend_on_the_number_of_rows():
+    w, x = random_bf16(1, 576, 384), random_bf16(2, 150, 576)
+    panels = products.arrange(w, 2)
+    gates, ups = np.split(np.asarray(x, np.float64) @ np.asarray(w, np.float64), 2, axis=1)
+    whole = np.asarray(jax.jit(products.gated)(x, panels), np.float64)
+    np.testing.assert_allclose(whole, gates / (1 + np.exp(-gates)) * ups, rtol=2**-8, atol=1e-5)
+    for rows in (1, 4, 5, 16):
+        np.testing.assert_array_equal(jax.jit(products.gated)(x[:rows], panels), whole[:rows])
+
+
+@PAIRS
+def test_the_output_head_does_not_depend_on_the_number_of_rows():
+    table, x = random_bf16(1, 1040, 64), random_bf16(2, 37, 64)
+    whole = np.asarray(jax.jit(products.project)(x, table))
+    exact = np.asarray(x, np.float64) @ np.asarray(table, np.float64).T
+    np.testing.assert_allclose(whole, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+    for rows in (1, 2, 3, 4, 7, 8):
+        np.testing.assert_array_equal(jax.jit(products.project)(x[:rows], table), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype,scale", [("float32", 2e-6), ("bfloat16", 2**-8)])
+def test_norms_match_numpy_and_do_not_depend_on_the_number_of_rows(dtype: str, scale: float):
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(rng.standard_normal((40, 3, 64)) * rng.lognormal(0, 2, (1, 1, 64)), dtype)
+    weight = jnp.asarray(rng.standard_normal(64), dtype)
+    norm = jax.jit(norms.rms_norm, static_argnums=2)
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5) * np.asarray(weight, np.float64)
+    whole = np.asarray(norm(x, weight, 1e-5), np.float64)
+    np.testing.assert_allclose(whole, exact, rtol=scale, atol=1e-6)
+    for rows in (1, 2, 5):
+        np.testing.assert_array_equal(norm(x[:rows], weight, 1e-5), whole[:rows])
+    odd = norm(x[..., :50], weight[:50], 1e-5)
+    np.testing.assert_array_equal(odd, reference.rms_norm(x[..., :50], weight[:50], 1e-5))
+
+
+def test_weights_stay_as_they_are_where_pairs_do_not_serve(monkeypatch):
+    assert products.arrange(jnp.ones((8, 32))).shape == (8, 32)
+    assert products.arrange(random_bf16(0, 8, 40)).shape == (8, 40)  # outputs that are no whole vectors
+    monkeypatch.setattr(products, "multiplies_pairs", lambda: False)
+    assert products.arrange(random_bf16(0, 8, 32)).shape == (8, 32)
 
 
 def test_calls_from_many_threads_share_the_blocks():

@@ -1,0 +1,129 @@
+"""How the matrix of a linear layer is kept: as it is, in 8 bits per output channel, or in 4 bits per group of inputs.
+
+Axes: T tokens, I inputs, O outputs, R inputs per group. A scheme is told by its arrays: `Kept` is what a layer holds,
+the functions here make it from floats, multiply with it and widen it again. int8 and fp8 (e4m3) carry their scale after
+the product, so that XLA fuses the widening into it; int4 has scales within the sum, so its product is a kernel's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jitney.engine.errors import ConfigError
+from jitney.kernels.int4 import GROUP_SIZES, MIDDLE, Int4, unpack_int4
+from jitney.kernels.interface import Kernels
+
+#: Names of the schemes; plain is the model's own dtype.
+SCHEMES = ("plain", "int8", "fp8", "int4")
+#: Storage and largest magnitude of the schemes with one scale per output.
+EIGHT_BITS = {"int8": (jnp.dtype(jnp.int8), 127.0), "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0)}
+#: Storage of quantised KV pools, by name.
+KV_TYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
+
+
+class Kept(NamedTuple):
+    """A weight matrix [I, O] in one of the schemes; a pytree of arrays.
+
+    plain: kernel [I, O]. int8, fp8: kernel [I, O] in that type, scale float32 [O]. int4: kernel uint8 [I // 2, O] as in
+    `jitney.kernels.int4.Int4`, scale floating [I // R, O], and which number nibble n stands for: (n - zero) * scale,
+    zeros uint8 [I // R, O], or n * scale + low, lows floating [I // R, O]; with neither, (n - 8) * scale.
+    """
+
+    kernel: Any
+    scale: Any = None
+    zeros: Any = None
+    lows: Any = None
+
+    @property
+    def scheme(self) -> str:
+        """One of SCHEMES."""
+        if self.kernel.dtype == jnp.uint8:
+            return "int4"
+        return next((name for name, (dtype, _) in EIGHT_BITS.items() if self.kernel.dtype == dtype), "plain")
+
+
+def product(x: jax.Array, kept: Kept, kernels: Kernels, dtype: Any = jnp.float32) -> jax.Array:
+    """x [T, I] times the matrix -> [T, O] in `dtype`, summed and scaled in float32."""
+    if kept.scale is None:
+        return kernels.matmul(x, kept.kernel, dtype)
+    if kept.scheme != "int4":
+        return (kernels.matmul(x, kept.kernel) * kept.scale).astype(dtype)
+    y = kernels.matmul_int4(x, Int4(kept.kernel, kept.scale, kept.zeros))
+    return (y if kept.lows is None else y + low_product(x, kept)).astype(dtype)
+
+
+def low_product(x: jax.Array, kept: Kept) -> jax.Array:
+    """What `lows` add to a product that took nibbles as n - 8: the groups' sums of x times low + 8 * scale.
+
+    Two products: XLA reads float16 within each, but would write out the sum of the two arrays in float32 first.
+    """
+    sums = jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], kept.scale.shape[0], -1), axis=-1)
+    low, step = (jnp.matmul(sums, array.astype(jnp.float32)) for array in (kept.lows, kept.scale))
+    return low + MIDDLE * step
+
+
+@jax.jit
+def widened(kept: Kept) -> jax.Array:
+    """The matrix as float32 [I, O]."""
+    if kept.scheme == "int4":
+        wide = unpack_int4(Int4(kept.kernel, kept.scale, kept.zeros))
+        if kept.lows is None:
+            return wide
+        groups = wide.reshape(kept.scale.shape[0], -1, wide.shape[1])
+        lows = kept.lows.astype(jnp.float32) + MIDDLE * kept.scale.astype(jnp.float32)
+        return (groups + lows[:, None]).reshape(wide.shape)
+    wide = kept.kernel.astype(jnp.float32)
+    return wide if kept.scale is None else wide * kept.scale
+
+
+@partial(jax.jit, static_argnames=("scheme", "dtype", "group"))
+def keep(weights: jax.Array, *, scheme: str, dtype: Any, group: int = 0) -> Kept:
+    """Floats [I, O] in a scheme, rounded to nearest; plain: in dtype. group: R of int4, 0 for the largest that fits.
+
+    Raises ConfigError where no group size divides I.
+    """
+    match scheme:
+        case "plain":
+            return Kept(weights.astype(dtype))
+        case "int4":
+            return keep_int4(weights, group or group_size(weights.shape[0]))
+    return keep_eight_bits(weights, *EIGHT_BITS[scheme])
+
+
+def group_size(size_in: int) -> int:
+    """The largest group that divides `size_in` inputs; ConfigError if none does."""
+    for size in sorted(GROUP_SIZES, reverse=True):
+        if size_in % size == 0:
+            return size
+    raise ConfigError(f"weights int4 need layers whose inputs divide by {min(GROUP_SIZES)}; this model has one with "
+                      f"{size_in}: use int8 or fp8")
+
+
+def keep_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Kept:
+    """[I, O] with the greatest magnitude of each output at `limit`."""
+    wide = weights.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=0) / limit
+    scale = jnp.where(scale > 0, scale, 1.0)
+    steps = jnp.clip(wide / scale, -limit, limit)
+    return Kept((jnp.rint(steps) if dtype == jnp.int8 else steps).astype(dtype), scale)
+
+
+def keep_int4(weights: jax.Array, group: int) -> Kept:
+    """[I, O] in 16 levels per group and output, which span its range and have 0 among them.
+
+    Scales are float16, and codes are chosen for the scale as stored. (Cutting off the ends of a group's range for finer
+    steps, by least squares, gave SmolLM2-135M no better answers: docs/benchmarks/perplexity.py.)
+    """
+    groups = weights.astype(jnp.float32).reshape(-1, group, weights.shape[1])
+    low, high = jnp.minimum(groups.min(1), 0.0), jnp.maximum(groups.max(1), 0.0)
+    scale = ((high - low) / 15).astype(jnp.float16)
+    step = jnp.where(scale > 0, scale, 1.0).astype(jnp.float32)
+    zeros = jnp.clip(jnp.rint(-low / step), 0, 15)
+    codes = jnp.clip(jnp.rint(groups / step[:, None]) + zeros[:, None], 0, 15).astype(jnp.uint8)
+    halves = codes.reshape(len(groups), 2, group // 2, -1)
+    packed = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, weights.shape[1])
+    return Kept(packed, scale, zeros.astype(jnp.uint8))
