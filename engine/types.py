@@ -197,6 +197,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_requests: int
     executables: int = 0
     compile_seconds: float = 0.0
+    tensor_parallel: int = 1
+    weights: str = ""  # how matrices are kept: a dtype, a scheme, or several with their counts
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):

@@ -92,7 +92,9 @@ function setTile({tile, value, meter}, text, share, mark) {
 }
 
 export function showFacts(info) {
+  const narrow = [["weights", info.weights], ["KV", info.kv_dtype]].filter(([, kept]) => kept && kept !== info.dtype);
   const facts = [["model", info.model], ["device", info.device], ["kernels", info.kernels, "minor"],
+                 ...narrow.map(([name, kept]) => [name, kept, "minor"]),
                  ["policy", POLICY[info.policy] ?? info.policy], ["order", info.order, "minor"]];
   $("facts").replaceChildren(...facts.map(([name, value, kind = ""]) =>
     make("div", {class: kind}, make("dt", {}, name), make("dd", {}, value))));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import tempfile
@@ -16,6 +17,7 @@ from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import listen
 from jitney.engine.config import Config, cache_dir, compilation_cache_dir, platform_environment
 from jitney.engine.errors import JitneyError
+from jitney.engine.memory import claim_memory
 from jitney.engine.process import refuse_open_folder
 
 PACKAGES = ("jitney", "jax", "jaxlib", "flax", "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu",
@@ -42,6 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     known = parser.parse(arguments)
     config = config_from(known)
     os.environ.update(platform_environment(config.engine))  # before the first import of jax
+    claim_memory(os.environ)
     findings = list(examine(config))
     if known.json:
         print(json.dumps({f.name: {"value": f.value, "ok": f.ok} for f in findings}, indent=2))
@@ -93,6 +96,9 @@ def _words(file: str, key: str) -> list[str]:
 def devices(config: Config) -> Iterator[Finding]:
     import jax
 
+    found, wanted = len(jax.devices()), config.engine.tensor_parallel
+    if wanted > 1:
+        yield Finding("tensor parallel", f"{wanted} devices wanted, {found} found", found >= wanted)
     for device in jax.devices():
         stats = device.memory_stats() or {}
         memory = ""
@@ -123,6 +129,17 @@ def port(config: Config) -> Iterator[Finding]:
 def model(config: Config) -> Iterator[Finding]:
     here = is_here(config.model.id, config.model.revision)
     yield Finding("model", f"{config.model.id}: {'on this machine' if here else 'to be fetched'}")
+    if here and config.engine.tensor_parallel > 1:
+        yield from split(config)
+
+
+def split(config: Config) -> Iterator[Finding]:
+    """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its weights."""
+    from jitney.engine.weights.sources import is_repository, resolve
+
+    if not is_repository(config.model.id):
+        own = resolve(config.model.id).config.local(config.engine.tensor_parallel)
+        yield Finding("model on each", f"{own.n_heads} query and {own.n_kv_heads} key-value heads", True)
 
 
 def is_here(name: str, revision: str) -> bool:
@@ -140,18 +157,21 @@ def is_here(name: str, revision: str) -> bool:
 
 
 def one_token(config: Config) -> Iterator[Finding]:
-    """Runs the whole engine on a random model of a few kilobytes, on the platform and kernels that were asked for."""
+    """Runs the whole engine on a random model of a few kilobytes, on the platform and kernels that were asked for, and
+    on as many of the devices as its few heads can be split over."""
     from jitney.engine.llm import LLM
     from jitney.engine.types import SamplingParams
 
     small = config.model_copy(update={
         "model": config.model.model_copy(update={"id": "tiny-random", "revision": "", "context": 0}),
         "engine": config.engine.model_copy(update={"max_seats": 4, "token_budget": 64, "pages": 64,
-                                                   "seat_buckets": (4,), "token_buckets": (64,)})})
+                                                   "seat_buckets": (4,), "token_buckets": (64,),
+                                                   "tensor_parallel": math.gcd(config.engine.tensor_parallel, 4)})})
     started = time.perf_counter()
     llm = LLM(small)
     try:
         yield Finding("kernels", llm.info.kernels, True)
+        yield Finding("weights and KV", f"{llm.info.weights} and {llm.info.kv_dtype}", True)
         (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
         tokens = len(output.outputs[0].token_ids)
     finally:

@@ -218,8 +218,10 @@ async def in_thread[T](work: Callable[[], T]) -> T:
 
 def greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -> Iterator[str]:
     """What a person wants to know now: what runs, a line that works as it stands, and where the page is."""
-    yield (f"Jitney serves {info.model} ({info.dtype}, {info.kernels} kernels on {info.device}): {info.seats} seats, "
-           f"{info.pages * info.page_size:,} tokens of KV memory, context {info.context_length:,}")
+    narrow = [f"{name} {kept}, " for name, kept in (("weights", info.weights), ("KV", info.kv_dtype))
+              if kept not in ("", info.dtype)]
+    yield (f"Jitney serves {info.model} ({info.dtype}, {''.join(narrow)}{info.kernels} kernels on {info.device}): "
+           f"{info.seats} seats, {info.pages * info.page_size:,} tokens of KV memory, context {info.context_length:,}")
     yield f"  endpoint  {url}/v1"
     yield f"  try       {curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
     yield f"  page      {url}{DASHBOARD}"

@@ -74,9 +74,8 @@ class GGUFFile:
         from gguf.quants import dequantize
 
         info = self.tensors[name]
-        raw = np.frombuffer(self.data, np.uint8, info.size, info.start)
+        rows = self.rows(name)
         # The library decodes rows; a view of a few rows at a time keeps its float32 temporaries small.
-        rows = raw.reshape(math.prod(info.shape[:-1]), -1)
         step = max(1, DECODE_ELEMENTS // info.shape[-1])
         out = np.empty((len(rows), info.shape[-1]), np.float32)
         kind = GGMLQuantizationType(info.kind)
@@ -86,6 +85,12 @@ class GGUFFile:
             except NotImplementedError as error:
                 raise ModelError(f"{self.name}: {name} has type {kind.name}, which cannot be decoded") from error
         return out.reshape(info.shape)
+
+    def rows(self, name: str) -> np.ndarray:
+        """One tensor as it is stored: uint8 [rows, bytes], mapped."""
+        info = self.tensors[name]
+        raw = np.frombuffer(self.data, np.uint8, info.size, info.start)
+        return raw.reshape(math.prod(info.shape[:-1]), -1)
 
     def parse(self) -> None:
         """Read the header from the start; see the format's description."""
