@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from jitney.engine.config import Config, compilation_cache_dir
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.ledger import Ledger
-from jitney.engine.memory import GIB, free_bytes, page_count
+from jitney.engine.memory import GIB, claim_memory, free_bytes, in_one_line, likely_temp_bytes, page_count
 from jitney.engine.models.config import ModelConfig
-from jitney.engine.models.llama import Llama
 from jitney.engine.pages import PagePool
+from jitney.engine.program import StateSizes
 from jitney.engine.runner import Runner
 from jitney.engine.scheduler import Scheduler, SchedulerLimits
+from jitney.engine.sharding import make_mesh
 from jitney.engine.types import EngineInfo
-from jitney.engine.weights.load import load_model
+from jitney.engine.weights.load import describe_weights, load_model
+from jitney.engine.weights.quantising import choose_keeping, choose_kv_dtype, hold_factors
 from jitney.engine.weights.sources import ModelSource
 from jitney.kernels.select import KernelError, KernelSet, select
 
@@ -35,52 +38,73 @@ log = logging.getLogger("jitney.core")
 
 #: Parameters of mallopt(3).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+#: A pool of at least this share of what fits is not worth compiling the largest step a second time for.
+ENOUGH = 0.97
 Report = Callable[[wire.Progress], None]
 
 
 def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple[EngineCore, EngineInfo]:
     """Load, size, compile and warm up; reports weights and compile stages. Raises JitneyError in one line."""
     settings = config.engine
-    device = start_jax(config)
+    devices = start_jax(config)
+    device, mesh = devices[0], make_mesh(devices) if len(devices) > 1 else None
+    own = source.config.local(len(devices))
     dtype = choose_dtype(config.model.dtype, device.platform)
+    kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
     kernels = choose_kernels(device.platform, settings.kernels)
-    model = load_model(source, source.config, dtype, lambda stage, done, total, detail: progress(
-        wire.Progress(stage, done, total, detail)))
+    with in_one_line("loading weights"):
+        model = load_model(source, source.config, dtype, lambda stage, done, total, detail: progress(
+            wire.Progress(stage, done, total, detail)), mesh=mesh,
+            keeping=choose_keeping(config.model.weights, device.platform, kernels))
+    if settings.kv_dtype != "auto":
+        hold_factors(model, source, kv_dtype, mesh)
+    if mesh is None:
+        model.arrange(kernels)
     context = choose_context(config.model.context, source.config)
     buckets = make_buckets(max_seats=settings.max_seats, token_budget=settings.token_budget,
-                           seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets)
+                           seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets,
+                           on_device=device.platform != "cpu",
+                           smallest=4 if kernels.name == "reference" else 1)  # XLA:CPU is ten times slower at 1 row
     end_ids = tuple(source.config.eos_ids)
 
     def make_runner(n_pages: int) -> Runner:
         return Runner(model, buckets, kernels, n_pages=n_pages, page_size=settings.page_size,
-                      context_length=context, kv_dtype=dtype, end_ids=end_ids)
+                      context_length=context, kv_dtype=kv_dtype, end_ids=end_ids, mesh=mesh,
+                      plain_mixed=device.platform in ("gpu", "cuda"))
 
-    n_pages = size_pool(config, model, context, device, make_runner)
-    runner = make_runner(n_pages)
-    runner.compile(lambda done, total, what: progress(wire.Progress("compile", done, total, what)))
+    page = StateSizes(settings.max_seats, 1, settings.page_size, context, kv_dtype)
+    runner = sized_runner(config, own, context, devices, buckets, page.pool_bytes(own, kernels), make_runner)
+    with in_one_line("making the KV pool"):
+        runner.compile(lambda done, total, what: progress(wire.Progress("compile", done, total, what)))
     if device.platform == "cpu":
         keep_freed_memory()
-    pool = PagePool(n_pages, settings.page_size, retain=settings.prefix_cache)
+    pool = PagePool(runner.n_pages, settings.page_size, retain=settings.prefix_cache)
     limits = SchedulerLimits.of(settings, context_length=context)
     scheduler = Scheduler(limits, buckets, pool, eos_ids=end_ids, vocab_size=source.config.vocab_size)
-    info = describe(config, source, device, kernels, context, n_pages, dtype, runner, buckets)
+    info = describe(config, source, device, kernels, context, dtype, kv_dtype, describe_weights(model), runner,
+                    buckets)
     return EngineCore(scheduler, runner, Ledger()), info
 
 
-def start_jax(config: Config) -> Any:
-    """Set jax up for this run and return its default device."""
+def start_jax(config: Config) -> list[Any]:
+    """Set jax up for this run and return the devices to run on, as many as `tensor_parallel` says."""
     if config.engine.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(compilation_cache_dir()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    claim_memory(os.environ)
     libc = glibc()
     if libc:
         libc.mallopt(M_ARENA_MAX, 2)  # every thread's own arena would keep its own freed temporaries
     try:
-        device = jax.devices()[0]
+        devices = jax.devices()
     except RuntimeError as error:
         raise ConfigError(f"platform {config.engine.platform}: {str(error).splitlines()[0]}") from error
-    return device
+    wanted = config.engine.tensor_parallel
+    if len(devices) < wanted:
+        raise ConfigError(f"tensor_parallel {wanted} needs as many devices; jax sees {len(devices)} "
+                          f"({devices[0].platform})")
+    return devices[:wanted]
 
 
 def keep_freed_memory() -> None:
@@ -131,32 +155,46 @@ def choose_context(wanted: int, model: ModelConfig) -> int:
     return wanted or model.context_length
 
 
-def size_pool(config: Config, model: Llama, context: int, device: Any, make_runner: Callable[[int], Runner]) -> int:
-    """Pages of the KV pool, from the configuration or from free memory; logs what that holds."""
-    settings, shape = config.engine, model.config
-    dtype = model.embed[...].dtype
-    page_bytes = shape.n_layers * settings.page_size * 2 * shape.n_kv_heads * shape.head_dim * dtype.itemsize
+def sized_runner(config: Config, own: ModelConfig, context: int, devices: Sequence[Any], buckets: Buckets,
+                 page_bytes: int, make_runner: Callable[[int], Runner]) -> Runner:
+    """A runner with as many KV pages as are configured, or as the free memory holds; logs what that is.
+
+    own: the model of one device. page_bytes: of a page of all layers, on one device.
+    """
+    settings, on_cpu = config.engine, devices[0].platform == "cpu"
     per_seat = -(-context // settings.page_size)
-    limit = int(settings.memory_gib * GIB)
-    if not limit and not settings.pages:
-        limit = free_bytes(device, 0 if device.platform == "cpu" else make_runner(2).largest_temp_bytes())
-    useful = settings.max_seats * per_seat + 1 if device.platform == "cpu" else sys.maxsize
-    n_pages = page_count(wanted=settings.pages, limit_bytes=limit, page_bytes=page_bytes, useful=useful)
-    tokens = (n_pages - 1) * settings.page_size
-    log.info("KV pool: %d pages of %d tokens = %d tokens in %.2f GiB; %d sequences of the whole context (%d), or %d "
-             "tokens for each of %d seats", n_pages - 1, settings.page_size, tokens, n_pages * page_bytes / GIB,
+
+    def pages(temp_bytes: int) -> int:
+        limit = int(settings.memory_gib * GIB)
+        if not limit and not settings.pages:
+            limit = min(free_bytes(device, temp_bytes) for device in devices)
+        return page_count(wanted=settings.pages, limit_bytes=limit, page_bytes=page_bytes,
+                          useful=settings.max_seats * per_seat + 1 if on_cpu else sys.maxsize)
+
+    runner = make_runner(pages(0 if on_cpu else likely_temp_bytes(own, buckets)))
+    if not (on_cpu or settings.pages or settings.memory_gib):
+        # A step's temporaries are known once it is compiled, and it is compiled for one size of pool: the likely one.
+        fit = pages(runner.largest_temp_bytes())
+        if not ENOUGH * fit <= runner.n_pages <= fit:
+            runner = make_runner(fit)
+    tokens = (runner.n_pages - 1) * settings.page_size
+    log.info("KV pool: %d pages of %d tokens = %d tokens in %.2f GiB%s; %d sequences of the whole context (%d), or %d "
+             "tokens for each of %d seats", runner.n_pages - 1, settings.page_size, tokens,
+             runner.n_pages * page_bytes / GIB, f" on each of {len(devices)} devices" if len(devices) > 1 else "",
              tokens // context, context, tokens // settings.max_seats, settings.max_seats)
-    return n_pages
+    return runner
 
 
-def describe(config: Config, source: ModelSource, device: Any, kernels: KernelSet, context: int, n_pages: int,
-             dtype: Any, runner: Runner, buckets: Buckets) -> EngineInfo:
+def describe(config: Config, source: ModelSource, device: Any, kernels: KernelSet, context: int, dtype: Any,
+             kv_dtype: Any, weights: str, runner: Runner, buckets: Buckets) -> EngineInfo:
     """What the API, the page and `doctor` show of a running engine."""
     settings = config.engine
+    count = f"{settings.tensor_parallel} x " if settings.tensor_parallel > 1 else ""
     return EngineInfo(
         model=source.name, context_length=context, vocab_size=source.config.vocab_size, seats=settings.max_seats,
-        pages=n_pages - 1, page_size=settings.page_size, token_budget=buckets.token_budget, policy=settings.policy,
-        order=settings.order, kernels=kernels.name, platform=device.platform, device=device.device_kind,
-        dtype=str(dtype), kv_dtype=str(dtype), prefix_cache=settings.prefix_cache, version=engine.__version__,
+        pages=runner.n_pages - 1, page_size=settings.page_size, token_budget=buckets.token_budget,
+        policy=settings.policy, order=settings.order, kernels=kernels.name, platform=device.platform,
+        device=f"{count}{device.device_kind}", dtype=str(dtype), weights=weights, kv_dtype=str(kv_dtype),
+        prefix_cache=settings.prefix_cache, version=engine.__version__,
         max_waiting_requests=settings.max_waiting_requests, executables=len(runner.executables),
-        compile_seconds=runner.compile_seconds)
+        compile_seconds=runner.compile_seconds, tensor_parallel=settings.tensor_parallel)

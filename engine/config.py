@@ -44,6 +44,9 @@ class ModelSection(Section):
         "branch, tag or commit of a Hugging Face repository; empty: its default"))
     dtype: Literal["auto", "bfloat16", "float32"] = Field(default="auto", description=(
         "type of weights, activations and KV; auto: bfloat16 where the device multiplies it fast, else float32"))
+    weights: Literal["auto", "plain", "int8", "fp8", "int4"] = Field(default="auto", description=(
+        "how matrices are kept: plain in dtype, int8 or fp8 with a scale per output, int4 with one per group of "
+        "inputs; auto: a quantised checkpoint as it is where the device multiplies it so, everything else plain"))
     context: int = Field(default=0, ge=0, le=2**20, description=(
         "tokens a sequence may have, prompt included; 0: the model's own"))
 
@@ -57,12 +60,15 @@ class EngineSection(Section):
     token_budget: int = Field(default=512, ge=2, le=65536, description=(
         "most rows that one step computes; more than max_seats"))
     seat_buckets: Sizes = Field(default=(), description=(
-        "batch sizes to compile for decode-only steps, ascending; empty: powers of two up to max_seats"))
+        "batch sizes to compile for decode-only steps, ascending; empty: 1 and powers of two from 4 up to max_seats, "
+        "on a GPU or TPU 1, 4, 16, 64 and multiples of 64 or more beyond"))
     token_buckets: Sizes = Field(default=(), description=(
         "row counts to compile for steps with prompt rows, ascending; empty: powers of two up to token_budget"))
     pages: int = Field(default=0, ge=0, description="pages in the KV pool; 0: as many as the free memory holds")
     memory_gib: float = Field(default=0.0, ge=0.0, description=(
         "most memory for the KV pool in GiB; 0: decided from what is free"))
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(default="auto", description=(
+        "type of stored keys and values; int8 and fp8 hold twice as many positions as bfloat16; auto: dtype"))
     prefix_cache: bool = Field(default=True, description=(
         "keep the pages of finished sequences for prompts that start alike"))
     policy: PolicyName = Field(default="continuous", description=(
@@ -93,8 +99,11 @@ class EngineSection(Section):
         "keep compiled programs on disk (~/.cache/jitney/xla, or xla/ in $JITNEY_CACHE) for the next start"))
     platform: Literal["auto", "cpu", "cuda", "tpu"] = Field(default="auto", description=(
         "where to run; a named platform that cannot start is an error, never a silent fallback"))
-    device: str = Field(default="", pattern=r"^\d*$", description=(
-        "number of the GPU or TPU chip to use; empty: the first"))
+    device: str = Field(default="", pattern=r"^(\d+(,\d+)*)?$", description=(
+        "number of the GPU or TPU chip to use, or with tensor_parallel as many numbers, separated by commas; empty: "
+        "the first"))
+    tensor_parallel: int = Field(default=1, ge=1, le=64, description=(
+        "devices that the model is split over, each with its share of heads, feed-forward and vocabulary"))
 
     @field_validator("page_size")
     @classmethod
@@ -125,6 +134,10 @@ class EngineSection(Section):
                              f"({self.token_budget})")
         if self.device and self.platform == "cpu":
             raise ValueError("device chooses a GPU or TPU chip; it says nothing on platform cpu")
+        chips = self.device.split(",") if self.device else []
+        if len(set(chips)) != len(chips) or (chips and len(chips) != self.tensor_parallel):
+            raise ValueError(f"device {self.device} must name as many different chips as tensor_parallel "
+                             f"({self.tensor_parallel})")
         return self
 
 

@@ -125,10 +125,8 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
 
 
 def check_split(roofline: Roofline) -> None:
-    """Raise ConfigError unless the heads divide over the chips."""
-    heads, kv_heads, n = roofline.cost.config.n_heads, roofline.cost.config.n_kv_heads, roofline.count
-    if n < 1 or heads % n or (kv_heads % n and n % kv_heads):
-        raise ConfigError(f"{heads} query and {kv_heads} key-value heads do not divide over {n} chips")
+    """Raise ConfigError unless the engine can divide the model over the chips."""
+    roofline.cost.config.local(roofline.count)
 
 
 def fit(roofline: Roofline, demand: Demand) -> Memory:

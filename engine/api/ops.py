@@ -17,6 +17,9 @@ from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.service import Service
 from jitney.engine.types import EngineInfo, Slot
 
+#: What `/version` tells of a running engine.
+RUNNING = ("platform", "device", "tensor_parallel", "kernels", "dtype", "weights", "kv_dtype")
+
 
 def ops_routes(service: Service) -> list[BaseRoute]:
     """All GET routes."""
@@ -58,7 +61,10 @@ async def startupz(service: Service, request: Request) -> Response:
 
 
 async def version_of(service: Service, request: Request) -> Response:
-    return _json({"version": version("jitney")})
+    """The version, and once the engine is ready, what it runs on and in which number formats."""
+    info = service.client.info
+    running = {} if info is None else {name: getattr(info, name) for name in RUNNING}
+    return _json({"version": version("jitney"), **running})
 
 
 async def metrics(service: Service, request: Request) -> Response:

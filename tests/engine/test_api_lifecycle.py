@@ -271,7 +271,9 @@ def test_models_version_and_slots():
     assert listed == {"object": "list", "data": [one]}
     assert one == {"id": "org/name", "object": "model", "created": one["created"], "owned_by": "jitney",
                    "max_model_len": 256}
-    assert list(run(call(app, "/version", method="GET")).json()) == ["version"]
+    told = run(call(app, "/version", method="GET")).json()
+    assert list(told) == ["version", "platform", "device", "tensor_parallel", "kernels", "dtype", "weights", "kv_dtype"]
+    assert told["tensor_parallel"] == 1
     busy, free = run(call(app, "/slots", method="GET")).json()
     assert busy == {"id": 0, "is_processing": True, "state": "decode", "n_ctx": 256, "request_id": "r", "index": 0,
                     "n_prompt_tokens": 5, "n_prompt_tokens_processed": 5, "n_decoded": 3, "n_remain": 6, "n_pages": 1}
