@@ -43,10 +43,23 @@ build/cuda: | $(READY)
 	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); $(BIN)/python -m pip install --quiet \
 	  --no-deps --target $@ jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 
-# The whole table of kernel tiles, and the engine's step, compiled for GPUs that need not be there: minutes.
-test-compile: $(READY) build/cuda
-	@JITNEY_TEST_COMPILE=1 JITNEY_CUDA_PLUGIN=build/cuda $(BIN)/python -m pytest \
-	  tests/kernels/test_triton_compiled.py tests/kernels/test_triton_program.py $(ARGS)
+# The TPU's compiler, in the release that jax asks for; kept out of .venv, where jax would look for a TPU.
+build/tpu: | $(READY)
+	@wanted=$$($(BIN)/python -c 'from importlib.metadata import requires; \
+	  print(next(line.split(";")[0] for line in requires("jax") if line.startswith("libtpu")))'); \
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ "$$wanted"
+
+# The whole table of kernel tiles, and the engine's steps, compiled for GPUs and TPUs that need not be there: half an
+# hour on two cores. What came out is written beside the benchmarks.
+test-compile: export JITNEY_TEST_COMPILE := 1
+test-compile: export JITNEY_CUDA_PLUGIN := build/cuda
+test-compile: export JITNEY_TPU_PLUGIN := build/tpu
+test-compile: export JITNEY_COMPILED := build/compiled
+test-compile: $(READY) build/cuda build/tpu
+	@rm -rf $(JITNEY_COMPILED)
+	@$(BIN)/python -m pytest tests/kernels/test_triton_compiled.py tests/kernels/test_pallas_compiled.py \
+	  tests/compiled $(ARGS)
+	@$(BIN)/python docs/benchmarks/compiled_programs.py
 
 # pyright cannot ask an editable install where jitney's packages are, so it gets a folder of links.
 build/typing/jitney:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jitney.engine.batch import BIASED, PENALISED, SCORED
 from jitney.engine.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
+from jitney.kernels.interface import Threshold
 
 #: Bit of a seat's token count that says "occurs in the prompt"; the bits below count the token in the output.
 IN_PROMPT = 1 << 14
@@ -107,14 +108,19 @@ class Rows(NamedTuple):
         return (self.looks & bit) > 0
 
 
-def sample(logits: jax.Array, floats: jax.Array, ints: jax.Array, seats: jax.Array,
-           state: SeatState) -> tuple[Sampled, SeatState]:
-    """logits float32 [S, V], floats [S, FLOATS] and ints [S, INTS] as in `engine.batch`, seats int32 [S] (M = none)."""
+def sample(logits: jax.Array, floats: jax.Array, ints: jax.Array, seats: jax.Array, state: SeatState,
+           cut: Threshold | None = None) -> tuple[Sampled, SeatState]:
+    """logits float32 [S, V], floats [S, FLOATS] and ints [S, INTS] as in `engine.batch`, seats int32 [S] (M = none).
+
+    cut: the kernel set's own `threshold`, where it has one.
+    """
     rows = Rows(*floats.T, *ints.T, seats)  # pyright: ignore[reportCallIssue]
     shaped = shape_logits(logits, rows, state)
     chosen = greedy(shaped)
     by_chance = (rows.temperature > 0) & (rows.scored < 0) & (chosen >= 0)
-    chosen = jax.lax.cond(jnp.any(by_chance), lambda: jnp.where(by_chance, draw(shaped, rows), chosen), lambda: chosen)
+    cut = cut or threshold
+    chosen = jax.lax.cond(jnp.any(by_chance), lambda: jnp.where(by_chance, draw(shaped, rows, cut), chosen),
+                          lambda: chosen)
     tokens = jnp.where((rows.scored >= 0) & (chosen >= 0), rows.scored, chosen)
     scores = jax.lax.cond(jnp.any(rows.looking(SCORED)), lambda: score(logits, tokens), lambda: no_scores(tokens))
     return Sampled(tokens, *scores), count_tokens(state, rows, tokens)
@@ -163,7 +169,7 @@ def uniform(rows: Rows) -> jax.Array:
     return jax.vmap(one)(rows.seed_low, rows.seed_high, rows.position)
 
 
-def draw(logits: jax.Array, rows: Rows) -> jax.Array:
+def draw(logits: jax.Array, rows: Rows, cut: Threshold) -> jax.Array:
     """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p -> int32 [S].
 
     Tokens that tie with the last one kept are kept too.
@@ -171,7 +177,7 @@ def draw(logits: jax.Array, rows: Rows) -> jax.Array:
     scaled = logits / jnp.maximum(rows.temperature, 1e-5)[:, None]
     scaled -= jnp.max(scaled, axis=-1, keepdims=True)
     limited = (rows.top_k > 0) | (rows.top_p < 1.0)
-    floor = jax.lax.cond(jnp.any(limited), lambda: threshold(scaled, rows.top_k, rows.top_p),
+    floor = jax.lax.cond(jnp.any(limited), lambda: cut(scaled, rows.top_k, rows.top_p),
                          lambda: jnp.full_like(rows.top_p, -jnp.inf))
     least = jnp.where(rows.min_p > 0, jnp.log(rows.min_p), -jnp.inf)
     floor = jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
@@ -247,10 +253,25 @@ def pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
 def score(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities of tokens [S] and of the MAX_LOGPROBS best under the model's own distribution."""
     total = jax.nn.logsumexp(logits, axis=-1)
-    best, ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    best, ids = top(logits, min(MAX_LOGPROBS, logits.shape[-1]))
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
     room = ((0, 0), (0, MAX_LOGPROBS - best.shape[-1]))
     return own - total, jnp.pad(ids, room), jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
+
+
+def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k` of [S, V] -> (values [S, k], ids int32 [S, k]), ties by id: of the k blocks with the best maxima.
+
+    The k best lie in those blocks, since every block left out has k entries before its own best. A GPU sorts whole
+    rows for more than 16; here it sorts V / 128 maxima and 128 k entries.
+    """
+    rows, vocab = logits.shape
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % LANES)), constant_values=-jnp.inf).reshape(rows, -1, LANES)
+    if padded.shape[1] <= k:
+        return jax.lax.top_k(logits, k)
+    blocks = jnp.sort(jax.lax.top_k(jnp.max(padded, axis=-1), k)[1], axis=-1)
+    best, at = jax.lax.top_k(jnp.take_along_axis(padded, blocks[:, :, None], axis=1).reshape(rows, -1), k)
+    return best, jnp.take_along_axis(blocks, at // LANES, axis=-1) * LANES + at % LANES
 
 
 def no_scores(tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

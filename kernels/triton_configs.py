@@ -1,4 +1,4 @@
-"""Tile sizes per GPU, head dim and dtype: the checked-in table that stands where an autotuner would.
+"""Tile sizes per GPU, head dim, dtype and group: the checked-in table that stands where an autotuner would.
 
 An autotuner has no place in the engine: it runs in-place kernels several times, and executables compiled ahead cannot
 carry it. `docs/benchmarks/triton_configs.py` measures candidates on a device and prints rows for this table.
@@ -66,6 +66,16 @@ ATTENTION: dict[tuple[int, int, int], tuple[Decode, Prompt]] = {
     (90, 128, 4): (Decode(32, 256, 32, 132 * 3, 8, 2), Prompt(32, 32, 8, 1)),
     (90, 256, 4): (Decode(32, 256, 32, 132 * 2, 8, 2), Prompt(16, 16, 4, 1)),
 }
+#: Decode, where more than 16 query heads share a key head: a tile has 32 rows then, and where its registers leave room
+#: for fewer programs, or spill, that is said here. Up to 16 query heads, and for any page size, the compiler makes the
+#: same of a kernel (registers within 4, shared memory alike), so neither is a key of the table.
+WIDE: dict[tuple[int, int, int], Decode] = {
+    (80, 128, 2): Decode(32, 256, 32, 108 * 3, 4, 3),
+    (80, 256, 2): Decode(32, 256, 32, 108, 8, 2),
+    (89, 64, 2): Decode(64, 256, 32, 58 * 3, 4, 3),
+    (89, 128, 2): Decode(32, 256, 32, 58 * 3, 4, 3),
+    (89, 256, 2): Decode(32, 256, 32, 58, 4, 2),
+}
 #: generation -> tiles of the int4 product.
 MATMUL: dict[int, Matmul] = {80: Matmul(64, 4, 4), 89: Matmul(64, 4, 3), 90: Matmul(64, 4, 4)}
 
@@ -80,11 +90,14 @@ def generation(sm: int) -> int:
     return max((known for known in PROCESSORS if known <= sm), default=80)
 
 
-def attention_config(sm: int, head_dim: int, itemsize: int) -> tuple[Decode, Prompt]:
-    """Tiles for head_dim padded to a power of two and activations of `itemsize` bytes; KernelError above 256."""
+def attention_config(sm: int, head_dim: int, itemsize: int, group: int) -> tuple[Decode, Prompt]:
+    """Tiles for head_dim padded to a power of two, activations of `itemsize` bytes and `group` query heads to a key
+    head; KernelError for a head dim above 256."""
     if head_dim > 256:
         raise KernelError(f"kernels triton take a head dim up to 256, not {head_dim}; choose kernels reference")
-    return ATTENTION[generation(sm), max(head_dim, 64), itemsize]
+    key = generation(sm), max(head_dim, 64), itemsize
+    decode, prompt = ATTENTION[key]
+    return (WIDE.get(key, decode) if group > 16 else decode), prompt
 
 
 def matmul_config(sm: int, groups: int, size_out: int) -> tuple[Matmul, int]:

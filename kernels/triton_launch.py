@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
+
 from jitney.kernels import compat
 
 
@@ -33,6 +35,7 @@ class JaxTriton:
 
     def __call__(self, kernel: Any, *args: Any, out: Any, grid: tuple[int, ...], warps: int, stages: int,
                  **constants: Any) -> Any:
-        return compat.jax_triton().triton_call(
-            *args, kernel=kernel, out_type=out, grid=grid, name=kernel.__name__, num_warps=warps, num_stages=stages,
-            compute_capability=self.sm, backend_options=compat.COMPILE_OPTIONS, **constants)
+        with jax.named_scope(kernel.__name__):  # the name that profiles and HLO show
+            return compat.jax_triton().triton_call(
+                *args, kernel=kernel, out_type=out, grid=grid, name=kernel.__name__, num_warps=warps,
+                num_stages=stages, compute_capability=self.sm, backend_options=compat.COMPILE_OPTIONS, **constants)

@@ -1,7 +1,8 @@
-"""Triton kernel of a product with group-wise int4 weights, for the few rows of a decode step.
+"""Triton kernels of products with group-wise int4 weights and with fp8 weights, for the few rows of a decode step.
 
-Axes: M rows, I inputs, O outputs, R inputs per group. The product is bound by reading the weights, which stay 4-bit up
-to the registers: a scale before XLA's own product would write them out as bfloat16 first.
+Axes: M rows, I inputs, O outputs, R inputs per group. Such a product is bound by reading the weights, which stay narrow
+up to the registers: XLA would write them out as bfloat16 first, int4 because of the scales within the sum, fp8 on GPUs
+older than Hopper.
 """
 
 from __future__ import annotations
@@ -60,5 +61,41 @@ def matmul_int4(x, packed, scales, zeros, y, M: tl.constexpr, SIZE_IN: tl.conste
         part = tl.dot(low, unpacked(both & 15, zero[None, :], low.dtype), input_precision=PRECISION)
         part = tl.dot(high, unpacked(both >> 4, zero[None, :], low.dtype), part, input_precision=PRECISION)
         acc += part * scale[None, :]
+    cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
+    tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])
+
+
+@triton.jit
+def widened(codes, dtype: tl.constexpr):
+    """float8_e4m3fn, as its bits, in dtype, exactly; NaN is not expected among weights.
+
+    Moved into the bits of float16 a code is 2**8 times too small. It stays exact where it is subnormal, since every
+    conversion from float16 honours subnormals, which products of float32 may not.
+    """
+    bits = ((codes.to(tl.int16) & 0x7F) << 7) | ((codes.to(tl.int16) & 0x80) << 8)
+    return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
+
+
+@triton.jit
+def matmul_fp8(x, codes, y, M: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_OUT: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr):
+    """x [M, I] times weights float8_e4m3fn [I, O], given as uint8 -> y float32 [SPLITS, M, O]; M <= BLOCK_M.
+
+    Program (block of outputs, split): each split sums a share of the inputs' blocks.
+    """
+    BLOCKS: tl.constexpr = (SIZE_IN + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    split = tl.program_id(1)
+    rows = tl.arange(0, BLOCK_M)
+    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in range(split * SHARE, tl.minimum((split + 1) * SHARE, BLOCKS)):
+        at = block * BLOCK_K + inner
+        inside = (at < SIZE_IN)[:, None] & (outs < SIZE_OUT)[None, :]
+        weights = tl.load(codes + at[:, None] * SIZE_OUT + outs[None, :], mask=inside, other=0)
+        inputs = tl.load(x + rows[:, None] * SIZE_IN + at[None, :], mask=(rows < M)[:, None] & (at < SIZE_IN)[None, :],
+                         other=0.0)
+        acc = tl.dot(inputs, widened(weights, inputs.dtype), acc, input_precision=PRECISION)
     cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
     tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])

@@ -13,25 +13,29 @@ import jax.numpy as jnp
 from jitney.kernels import triton_attention, triton_matmul, triton_sampling, triton_write
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.reference import matmul
 from jitney.kernels.scales import limit_of, scales_of
 from jitney.kernels.select import KernelError
 from jitney.kernels.triton_configs import Decode, Prompt, attention_config, matmul_config
 from jitney.kernels.triton_launch import Launch
 
-#: Bytes per activation -> rows up to which an int4 product has a kernel of its own. Above 64 it is bound by arithmetic,
-#: not by weights, and XLA's product is the faster one; float32 takes three times the registers.
-INT4_ROWS = {2: 64, 4: 16}
+#: Bytes per activation -> rows up to which a product with narrow weights has a kernel of its own. Above 64 it is bound
+#: by arithmetic, not by weights, and XLA's product is the faster one; float32 takes three times the registers.
+NARROW_ROWS = {2: 64, 4: 16}
+#: Inputs that a program of the fp8 product multiplies at a time.
+FP8_INPUTS = 64
 
 
 @dataclass(frozen=True)
 class TritonKernels:
     """Every kernel, for one kind of GPU. Hashable, so that its methods can be constants of a jitted step.
 
-    tiles: (compute capability, padded head dim, bytes per activation) -> tile sizes; a bench tries others.
+    tiles: (compute capability, padded head dim, bytes per activation, query heads per key head) -> tile sizes; a bench
+    tries others.
     """
 
     launch: Launch
-    tiles: Callable[[int, int, int], tuple[Decode, Prompt]] = attention_config
+    tiles: Callable[[int, int, int, int], tuple[Decode, Prompt]] = attention_config
 
     def paged_attention(self, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, meta: AttentionMeta, *,
                         scale: float, window: int = 0, softcap: float = 0.0, sinks: jax.Array | None = None,
@@ -53,7 +57,7 @@ class TritonKernels:
         return jax.freeze(pool)
 
     def rotate_and_write(self, heads: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array,
-                         meta: AttentionMeta, *, norms: jax.Array | None = None, eps: float = 0.0,
+                         meta: AttentionMeta, *, norms: tuple[jax.Array, jax.Array] | None = None, eps: float = 0.0,
                          kv_scales: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.RotateAndWrite`."""
         n_rows, n_all, dim = heads.shape
@@ -61,8 +65,8 @@ class TritonKernels:
         n_heads = n_all - 2 * n_kv
         scales, limit = self.pool_scales(kv, kv_scales)
         pool = jax.new_ref(kv)
-        q = self.launch(triton_write.rotate_pages, heads, *rope, scales if norms is None else norms, meta.write_rows,
-                        scales, pool, out=jax.ShapeDtypeStruct((n_rows, n_heads, dim), heads.dtype),
+        q = self.launch(triton_write.rotate_pages, heads, *rope, *(norms or (scales, scales)), meta.write_rows, scales,
+                        pool, out=jax.ShapeDtypeStruct((n_rows, n_heads, dim), heads.dtype),
                         grid=(n_rows, n_all), warps=1, stages=1, H=n_heads, K=n_kv, D=dim, HALF=power_of_two(dim // 2),
                         POOL=kv.shape[0] * kv.shape[1], LIMIT=limit, NORMED=norms is not None, EPS=float(eps))
         return q, jax.freeze(pool)
@@ -86,7 +90,7 @@ class TritonKernels:
                 tile: dict[str, Any]) -> jax.Array:
         """o [T, H, D] with the rows of prompt chunks; padding is zero, rows of decoding sequences are undefined."""
         (n_rows, n_heads, _), n_kv = q.shape, tile["K"]
-        config = self.tiles(self.launch.sm, tile["DP"], q.dtype.itemsize)[1]
+        config = self.tiles(self.launch.sm, tile["DP"], q.dtype.itemsize, n_heads // n_kv)[1]
         packed = max(config.block_m, power_of_two(n_heads // n_kv))
         blocks = n_rows // (packed // (n_heads // n_kv)) + meta.kv_lens.shape[0]
         return self.launch(triton_attention.prompt_attention, q, kv, meta.page_table, meta.kv_lens, meta.cu_q,
@@ -97,7 +101,7 @@ class TritonKernels:
                shape: dict[str, Any], tile: dict[str, Any], o: jax.Array | None) -> jax.Array:
         """Rows of decoding sequences, added to o in place; o None: a step of decode only."""
         n_seqs, n_heads, n_kv = meta.kv_lens.shape[0], q.shape[1], tile["K"]
-        config = self.tiles(self.launch.sm, tile["DP"], q.dtype.itemsize)[0]
+        config = self.tiles(self.launch.sm, tile["DP"], q.dtype.itemsize, n_heads // n_kv)[0]
         rows = max(16, power_of_two(n_heads // n_kv))
         length = tile["P"] * tile["PAGE"]
         ladder = splits_of(config, min(length, tile["WINDOW"] + config.block_n) if tile["WINDOW"] else length)
@@ -120,9 +124,9 @@ class TritonKernels:
         return jax.freeze(whole)
 
     def matmul_int4(self, x: jax.Array, weights: Int4) -> jax.Array:
-        """See `jitney.kernels.int4.Int4Matmul`; beyond INT4_ROWS rows it is XLA's, with the weights written out."""
+        """See `jitney.kernels.int4.Int4Matmul`; beyond NARROW_ROWS rows it is XLA's, with the weights written out."""
         (n_rows, size_in), size_out, group = x.shape, weights.shape[1], weights.group_size
-        if n_rows > INT4_ROWS[x.dtype.itemsize]:
+        if n_rows > NARROW_ROWS[x.dtype.itemsize]:
             return matmul_int4(x, weights)
         config, splits = matmul_config(self.launch.sm, size_in // group, size_out)
         block = max(16, power_of_two(n_rows))
@@ -133,6 +137,23 @@ class TritonKernels:
                         M=n_rows, SIZE_IN=size_in, SIZE_OUT=size_out, R=group, BLOCK_M=block,
                         BLOCK_N=config.block_n, SPLITS=splits, ZEROS=weights.zeros is not None, PRECISION="tf32x3")
         return jnp.sum(y, axis=0)
+
+    def matmul(self, x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+        """See `jitney.kernels.interface.Matmul`: XLA's product, but for the fp8 weights that it would write out.
+
+        On Hopper it widens them inside the product. On sm_80 and sm_89 it makes a bfloat16 copy of every weight in
+        every step: 4.9 times the bytes of a decode step of Llama-3.1-8B.
+        """
+        (n_rows, size_in), size_out = x.shape, w.shape[1]
+        if w.dtype != jnp.float8_e4m3fn or self.launch.sm >= 90 or n_rows > NARROW_ROWS[x.dtype.itemsize]:
+            return matmul(x, w, dtype)
+        config, splits = matmul_config(self.launch.sm, size_in // FP8_INPUTS, size_out)
+        y = self.launch(triton_matmul.matmul_fp8, x, jax.lax.bitcast_convert_type(w, jnp.uint8),
+                        out=jax.ShapeDtypeStruct((splits, n_rows, size_out), jnp.float32),
+                        grid=(-(-size_out // config.block_n), splits), warps=config.warps, stages=config.stages,
+                        M=n_rows, SIZE_IN=size_in, SIZE_OUT=size_out, BLOCK_M=max(16, power_of_two(n_rows)),
+                        BLOCK_N=config.block_n, BLOCK_K=FP8_INPUTS, SPLITS=splits, PRECISION="tf32x3")
+        return jnp.sum(y, axis=0).astype(dtype)
 
     def threshold(self, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
         """See `jitney.kernels.interface.Threshold`."""

@@ -50,12 +50,13 @@ def write_pages(k, v, rows, kv_scales, kv, K: tl.constexpr, D: tl.constexpr, DP:
 
 
 @triton.jit
-def rotate_pages(heads_in, cos, sin, norms, rows, kv_scales, kv, q, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-                 HALF: tl.constexpr, POOL: tl.constexpr, LIMIT: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr):
+def rotate_pages(heads_in, cos, sin, q_norm, k_norm, rows, kv_scales, kv, q, H: tl.constexpr, K: tl.constexpr,
+                 D: tl.constexpr, HALF: tl.constexpr, POOL: tl.constexpr, LIMIT: tl.constexpr, NORMED: tl.constexpr,
+                 EPS: tl.constexpr):
     """heads_in [T, H + 2K, D]: q normed and rotated to q [T, H, D], k likewise and v to kv; program (token, head).
 
-    norms [2, D] are the weights of the query and key norm. cos and sin float32 [T, D // 2] rotate pairs (j, j + D/2).
-    HALF: D // 2 padded to a power of two.
+    q_norm and k_norm [D] are the weights of the query and key norm. cos and sin float32 [T, D // 2] rotate pairs
+    (j, j + D/2). HALF: D // 2 padded to a power of two.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -70,7 +71,7 @@ def rotate_pages(heads_in, cos, sin, norms, rows, kv_scales, kv, q, H: tl.conste
     right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     if head < H + K:
         if NORMED:
-            weights = norms + tl.where(head < H, 0, D) + pairs
+            weights = (q_norm if head < H else k_norm) + pairs
             spread = 1.0 / tl.sqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / D + EPS)
             dtype = heads_in.dtype.element_ty  # the norm rounds to the activations' dtype, as the layer of its own does
             left = (left * spread * tl.load(weights, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)

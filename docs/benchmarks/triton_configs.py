@@ -1,6 +1,6 @@
 """Measures tile sizes of attention on the NVIDIA GPU at hand, and prints rows for `kernels/triton_configs.py`.
 
-python docs/benchmarks/triton_configs.py [--dims 64 128 256] [--group 4] [--page 16] [--quick]
+python docs/benchmarks/triton_configs.py [--dims 64 128 256] [--groups 4 32] [--pages 16 128] [--quick]
 
 Decode is measured at 32 sequences of 4096 keys and at one of 32768, prompts at 4096 rows; all in bfloat16 with 8 key
 heads. Candidates that do not compile are left out. Beside each winner: its share of what a plain copy, or a bfloat16
@@ -99,7 +99,7 @@ def prompt_candidates(known: Prompt, quick: bool) -> Iterator[Prompt]:
 
 def best_decode(dim: int, group: int, page: int, sm: int, quick: bool, bandwidth: float) -> Decode:
     """The fastest over many sequences and one long one, each counted by its share of the best."""
-    known, prompt = attention_config(sm, dim, 2)
+    known, prompt = attention_config(sm, dim, 2, group)
     heads = group * KEY_HEADS
     cases = {lengths: batch(list(lengths), 1, heads, dim, page) for lengths in ((4096,) * 32, (32768,))}
     candidates = list(decode_candidates(known, sm, quick))
@@ -114,7 +114,7 @@ def best_decode(dim: int, group: int, page: int, sm: int, quick: bool, bandwidth
 
 def best_prompt(dim: int, group: int, page: int, sm: int, quick: bool, rate: float) -> Prompt:
     """The fastest over one prompt of 4096 rows."""
-    decode, known = attention_config(sm, dim, 2)
+    decode, known = attention_config(sm, dim, 2, group)
     case = batch([4096], 4096, group * KEY_HEADS, dim, page)
     candidates = list(prompt_candidates(known, quick))
     taken = [time_tiles((decode, tiles), sm, case) for tiles in candidates]
@@ -127,17 +127,18 @@ def best_prompt(dim: int, group: int, page: int, sm: int, quick: bool, rate: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256], help="padded head dims")
-    parser.add_argument("--group", type=int, default=4, help="query heads per key head")
-    parser.add_argument("--page", type=int, default=16, help="positions per page")
+    parser.add_argument("--groups", type=int, nargs="+", default=[4, 32], help="query heads per key head")
+    parser.add_argument("--pages", type=int, nargs="+", default=[16], help="positions per page")
     parser.add_argument("--quick", action="store_true", help="keep today's warps and stages")
     options = parser.parse_args()
     sm = compute_capability()
     bandwidth, rate = copy_bandwidth(), product_rate()
     name = jax.devices()[0].device_kind
     print(f"{name}: copy {bandwidth / 1e9:.0f} GB/s, bfloat16 product {rate / 1e12:.0f} TFLOP/s")
-    for dim in options.dims:
-        decode = best_decode(dim, options.group, options.page, sm, options.quick, bandwidth)
-        prompt = best_prompt(dim, options.group, options.page, sm, options.quick, rate)
+    for dim, group, page in itertools.product(options.dims, options.groups, options.pages):
+        print(f"head dim {dim}, {group} query heads to a key head, pages of {page}")
+        decode = best_decode(dim, group, page, sm, options.quick, bandwidth)
+        prompt = best_prompt(dim, group, page, sm, options.quick, rate)
         print(f"    ({generation(sm)}, {dim}, 2): ({decode}, {prompt}),")
 
 

@@ -1,12 +1,14 @@
 """The sampler against numpy: which tokens may come, how often, and under which log-probabilities."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jitney.engine.batch import BIASED, FLOATS, INTS, PENALISED, SCORED
-from jitney.engine.sampling import SeatState, empty_state, greedy, sample, seat_row
+from jitney.engine.sampling import SeatState, empty_state, greedy, sample, seat_row, threshold, top
 from jitney.engine.types import MAX_LOGPROBS, SamplingParams
 
 VOCAB = 600
@@ -151,3 +153,28 @@ def test_scored_rows_return_the_given_token_and_exact_logprobs():
     order = np.argsort(-expected, axis=1)[:, :MAX_LOGPROBS]
     np.testing.assert_array_equal(result.top_ids, order)
     np.testing.assert_allclose(result.top_logprobs, np.take_along_axis(expected, order, 1), atol=1e-5)
+
+
+def test_the_best_of_blocks_are_the_best_of_the_row():
+    logits = np.round(np.random.default_rng(7).standard_normal((6, 5000)), 1).astype(np.float32)  # many ties
+    logits[1], logits[2, 17:] = 0.0, -np.inf
+    logits[3] = np.sort(logits[3])  # all of the best in the last block
+    values, ids = jax.jit(top, static_argnums=1)(logits, 20)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :20]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, order, 1))
+
+
+def test_a_kernel_sets_own_cut_takes_the_searchs_place():
+    params = [SamplingParams(temperature=1.0, top_p=0.9, top_k=3), SamplingParams(temperature=1.0)] * 20
+    floats, ints = rows_of(params, seeds=list(range(40)))
+    logits = jnp.asarray(np.random.default_rng(3).standard_normal((40, VOCAB)), jnp.float32)
+
+    def tokens(cut):
+        step = jax.jit(partial(sample, cut=cut))
+        return np.asarray(step(logits, floats, ints, jnp.full((40,), SEATS), empty_state(SEATS, VOCAB))[0].tokens)
+
+    np.testing.assert_array_equal(tokens(threshold), tokens(None))
+    narrow = tokens(lambda scaled, top_k, top_p: jnp.zeros_like(top_p))  # keeps nothing but the best of a row
+    np.testing.assert_array_equal(narrow[::2], np.argmax(logits, 1)[::2])
+    assert (narrow[1::2] != np.argmax(logits, 1)[1::2]).any()  # rows without limits ignore the cut

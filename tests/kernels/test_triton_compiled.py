@@ -14,7 +14,7 @@ from triton_recorder import Call, compile_call, record
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import KernelError
-from jitney.kernels.triton_configs import ATTENTION
+from jitney.kernels.triton_configs import ATTENTION, PROCESSORS
 from jitney.kernels.triton_set import TritonKernels
 
 #: Shared memory a program may have, bytes: CUDA C++ programming guide, technical specifications per capability.
@@ -38,7 +38,8 @@ def launches(sm: int, dim: int, dtype: str, pool: str, *, group: int = 4, page: 
         heads = jnp.concatenate([q, k, k], axis=1)
         angles = jnp.zeros((rows, 1, dim // 2))
         kernels = TritonKernels(launch)
-        kernels.rotate_and_write(heads, (angles, angles), kv, meta, norms=jnp.ones((2, dim), dtype), kv_scales=scales)
+        norm = jnp.ones((dim,), dtype)
+        kernels.rotate_and_write(heads, (angles, angles), kv, meta, norms=(norm, norm), kv_scales=scales)
         kernels.paged_attention(q, k, k, kv, meta, scale=dim**-0.5, kv_scales=scales, **options)
 
     return record(sm, use)
@@ -82,6 +83,20 @@ def test_odd_groups_and_pages(sm: int, group: int, dim: int, page: int):
     check(launches(sm, dim, "bfloat16", "bfloat16", group=group, page=page), sm)
 
 
+#: What the programs on one multiprocessor share: registers, and bytes of shared memory, of which each takes 1024 more.
+REGISTERS, SHARED_IN_ALL = 65536, {80: 164 << 10, 89: 100 << 10, 90: 228 << 10}
+
+
+@pytest.mark.parametrize("sm,dim,group", [(90, 128, 8), (80, 128, 32), (80, 256, 32), (89, 128, 8), (89, 256, 32)])
+def test_as_many_programs_are_resident_as_the_table_says(sm: int, dim: int, group: int):
+    call = next(call for call in launches(sm, dim, "bfloat16", "bfloat16", group=group)
+                if call.kernel.__name__ == "decode_attention")
+    made, resident = compile_call(call, sm), call.grid[0] // PROCESSORS[sm]
+    assert made.spilled == 0
+    assert resident * -(-made.registers // 8) * 8 * 32 * call.warps <= REGISTERS
+    assert resident * (made.shared + 1024) <= SHARED_IN_ALL[sm]
+
+
 @pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
 @pytest.mark.parametrize("rows,seqs", [(1, 1), (64, 1), (2, 2), (2048, 1024)])
 def test_few_and_many_seats(rows: int, seqs: int):
@@ -89,23 +104,25 @@ def test_few_and_many_seats(rows: int, seqs: int):
 
 
 def others(sm: int, dtype: str, group: int, rows: int) -> list[Call]:
-    """The int4 product of a Llama-3.1-8B projection and the cut of its vocabulary."""
+    """The int4 and fp8 products of a Llama-3.1-8B projection (Hopper leaves fp8 to XLA), and the vocabulary's cut."""
 
     def use(launch):
         kernels = TritonKernels(launch)
         scales, zeros = jnp.zeros((4096 // group, 14336), dtype), jnp.zeros((4096 // group, 14336), jnp.uint8)
         weights = Int4(jnp.zeros((2048, 14336), jnp.uint8), scales, zeros)
         kernels.matmul_int4(jnp.zeros((rows, 4096), dtype), weights)
+        kernels.matmul(jnp.zeros((rows, 4096), dtype), jnp.zeros((4096, 14336), jnp.float8_e4m3fn))
         kernels.threshold(jnp.zeros((64, 128256)), jnp.zeros((64,), jnp.int32), jnp.zeros((64,)))
 
     return record(sm, use)
 
 
-@pytest.mark.parametrize("dtype,group,rows", [("bfloat16", 128, 64), ("bfloat16", 32, 1), ("float32", 128, 16)])
-def test_the_int4_product_and_the_cut(dtype: str, group: int, rows: int):
-    calls = others(90, dtype, group, rows)
-    assert len(calls) == 2
-    check(calls, 90)
+@pytest.mark.parametrize("sm,dtype,group,rows", [(90, "bfloat16", 128, 64), (89, "bfloat16", 32, 1),
+                                                 (80, "bfloat16", 128, 64), (89, "float32", 128, 16)])
+def test_narrow_products_and_the_cut(sm: int, dtype: str, group: int, rows: int):
+    calls = others(sm, dtype, group, rows)
+    assert len(calls) == (2 if sm == 90 else 3)
+    check(calls, sm)
 
 
 @pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
@@ -113,7 +130,7 @@ def test_the_int4_product_and_the_cut(dtype: str, group: int, rows: int):
                                         ("float32", 16)])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("sm", SHARED)
-def test_every_int4_product(sm: int, group: int, dtype: str, rows: int):
+def test_every_narrow_product(sm: int, group: int, dtype: str, rows: int):
     check(others(sm, dtype, group, rows), sm)
 
 

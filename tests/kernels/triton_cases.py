@@ -25,6 +25,7 @@ from jitney.kernels.select import select
 from jitney.kernels.triton_set import TritonKernels
 
 KERNELS = TritonKernels(Interpreted())
+OLDER = TritonKernels(Interpreted(sm=89))  # a GPU on which XLA does not widen fp8 inside a product
 MIXED = Case((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=24)
 DECODE = Case((8, 2, 64), (1, 700, 33, 257), rows=8, seqs=8, pages=64)
 SHORT = Case((8, 2, 64), (5, 20), ((30, 10),), rows=16, seqs=4)
@@ -130,7 +131,8 @@ def check_rotation(case: Case, normed: bool) -> dict[str, Any]:
     heads[0, -1, 0], heads[1, -2, 3] = np.nan, np.inf
     options: dict[str, Any] = {"kv_scales": batch.options.get("kv_scales")}
     if normed:
-        options |= {"norms": rng.standard_normal((2, heads.shape[2]), np.float32).astype(case.dtype), "eps": 1e-5}
+        norms = rng.standard_normal((2, heads.shape[2]), np.float32).astype(case.dtype)
+        options |= {"norms": tuple(norms), "eps": 1e-5}
     results = [jax.jit(lambda *args, make=make: make.rotate_and_write(*args, **options))(
         heads, rope, batch.kv, batch.meta) for make in (KERNELS, reference)]
     (q, kv), (expected_q, expected_kv) = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), results)
@@ -151,6 +153,17 @@ def check_int4(rows: int, group: int, symmetric: bool, dtype: str = "float32", o
     levels = nibbles - (8 if zeros is None else np.repeat(zeros, group, axis=0))
     expected = x.astype(np.float64) @ (levels * np.repeat(scales, group, axis=0).astype(np.float64))
     y = np.asarray(jax.jit(KERNELS.matmul_int4)(x, weights))
+    return {"error": float(np.abs(y - expected).max() / np.abs(expected).max())}
+
+
+def check_fp8(rows: int, outputs: int, dtype: str = "float32") -> dict[str, Any]:
+    """Greatest error of the fp8 product against numpy's in float64; every code but NaN is among the weights."""
+    rng = np.random.default_rng(4)
+    codes = rng.permutation(np.tile(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), 800 * outputs // 254 + 1))
+    weights = codes[: 800 * outputs].reshape(800, outputs).view(jnp.float8_e4m3fn)
+    x = rng.standard_normal((rows, 800), np.float32).astype(dtype)
+    expected = x.astype(np.float64) @ weights.astype(np.float64)
+    y = np.asarray(jax.jit(OLDER.matmul)(x, jnp.asarray(weights)))
     return {"error": float(np.abs(y - expected).max() / np.abs(expected).max())}
 
 
@@ -178,19 +191,20 @@ def cuts(row: np.ndarray, k: int, p: float) -> set[float]:
     return {float(best[np.searchsorted(mass, p * mass[-1] * slack)]) for slack in (1 - 1e-6, 1 + 1e-6)}
 
 
-def whole_model() -> dict[str, Any]:
+def whole_model(normed: bool, kv: str = "auto") -> dict[str, Any]:
     """Logits of a small Llama over a mixed step, and over the decode step after it, against the reference kernels."""
     from jitney.engine.models.config import ModelConfig
     from jitney.engine.models.llama import random_model
 
     config = ModelConfig(architecture="llama", vocab_size=64, hidden_size=48, n_layers=2, n_heads=6, n_kv_heads=2,
-                         head_dim=16, intermediate_size=64, windows=(0, 16), context_length=256)
-    model = random_model(config)
+                         head_dim=16, intermediate_size=64, windows=(0, 16), context_length=256, qk_norm=normed)
+    model = random_model(config, kv=kv)
     logits = []
     plain = select("cpu", "reference")
-    for kernels in (replace(plain, paged_attention=KERNELS.paged_attention), plain):
+    fused = replace(plain, rotate_and_write=KERNELS.rotate_and_write, attend=KERNELS.attend)
+    for kernels in (replace(plain, paged_attention=KERNELS.paged_attention), fused, plain):
         batch = make(Case((6, 2, 16), (40,), ((30, 30), (50, 20)), rows=64, seqs=4, pages=8))
-        pools = [jnp.zeros_like(batch.kv)] * 2
+        pools = [jnp.zeros(batch.kv.shape, "float32" if kv == "auto" else kv)] * 2
         tokens = jnp.arange(64, dtype=jnp.int32)
         hidden, pools = model(tokens, pools, batch.meta, kernels)
         decode = batch.meta._replace(
@@ -200,7 +214,24 @@ def whole_model() -> dict[str, Any]:
                                  + batch.meta.kv_lens % 16, batch.kv.shape[0] * 16))
         after, _ = model(tokens[:4], pools, decode, kernels)
         logits.append(np.asarray(model.logits(jnp.concatenate([hidden[: batch.n_rows], after[:3]]), kernels)))
-    return {"error": float(np.abs(logits[0] - logits[1]).max())}
+    *ours, expected = logits
+    return {"error": max(float(np.abs(found - expected).max()) for found in ours)}
+
+
+def sampled_tokens() -> dict[str, Any]:
+    """Rows that draw another token when the kernel finds top-k and top-p instead of the sampler's own search."""
+    from jitney.engine.batch import FLOATS, INTS
+    from jitney.engine.sampling import empty_state, sample
+
+    rng = np.random.default_rng(11)
+    rows, vocab = 24, 700
+    floats, ints = np.zeros((rows, FLOATS), np.float32), np.zeros((rows, INTS), np.int32)
+    floats[:, 0], floats[:, 1] = rng.uniform(0.5, 2.0, rows), rng.choice([1.0, 0.95, 0.6], rows)
+    ints[:, 0], ints[:, 1], ints[:, 3] = rng.choice([0, 3, 40, 400], rows), np.arange(rows), -1
+    logits = rng.standard_normal((rows, vocab), np.float32) * 2
+    found = [np.asarray(jax.jit(sample, static_argnums=5)(logits, floats, ints, np.full(rows, 4), empty_state(4, vocab),
+                                                         cut)[0].tokens) for cut in (KERNELS.threshold, None)]
+    return {"other": int((found[0] != found[1]).sum()), "distinct": len(set(found[1].tolist()))}
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -217,9 +248,16 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "int4: groups of 64, outputs no multiple": lambda: check_int4(16, 64, True, outputs=77),
     "int4: float16": lambda: check_int4(64, 64, False, "float16"),
     "int4: more rows than the kernel takes": lambda: check_int4(17, 128, False),
+    "fp8: one row": lambda: check_fp8(1, 80),
+    "fp8: outputs no multiple": lambda: check_fp8(13, 77),
+    "fp8: float16": lambda: check_fp8(40, 64, "float16"),
+    "fp8: more rows than the kernel takes": lambda: check_fp8(17, 64),
     "threshold: small vocabulary": lambda: check_threshold(12, 500),
     "threshold: vocabulary of several blocks": lambda: check_threshold(4, 9001),
-    "model: logits": whole_model,
+    "sampling: tokens": sampled_tokens,
+    "model: logits": lambda: whole_model(False),
+    "model: logits, normed heads": lambda: whole_model(True),
+    "model: logits, int8 pool": lambda: whole_model(False, "int8"),
 }
 
 
