@@ -19,10 +19,10 @@ from jitney.engine.models.config import ModelConfig
 from jitney.engine.steptable import HostTimes
 from jitney.engine.work import Work
 
-#: Bytes per number; int4 with a 2-byte scale for every 64 weights.
-BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 64}
-#: Which unit multiplies weights of a format; int4 is widened to bfloat16 first.
-UNITS = {"f32": "f32", "bf16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "bf16"}
+#: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights.
+BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
+#: Which unit multiplies weights of a format: activations are never quantised, so narrow weights are widened first.
+UNITS = {"f32": "f32", "bf16": "bf16", "fp8": "bf16", "int8": "bf16", "int4": "bf16"}
 #: Prompt rows that read a key together.
 QUERY_BLOCK = 128
 #: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256, mostly per row.
@@ -42,6 +42,7 @@ SHAPES = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
     "llama-3.1-8b": _llama(32, 4096, 32, 8, 128, 14336, 128256, 131072),
     "llama-3.1-70b": _llama(80, 8192, 64, 8, 128, 28672, 128256, 131072),
+    "qwen3-32b": _llama(64, 5120, 64, 8, 128, 25600, 151936, 40960, "qwen3"),
     "qwen3-8b": _llama(36, 4096, 32, 8, 128, 12288, 151936, 40960, "qwen3"),
 }
 
@@ -96,9 +97,9 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Bytes and operations of a model in a number format. weights, kv: keys of BYTES. Embedding and head stay
-    bfloat16 (float32 if the weights are) when the layers are quantised; norms are left out, attention is counted over
-    the whole context even where the model has a window."""
+    """Bytes and operations of a model in a number format. weights, kv: keys of BYTES. The embedding, and a head tied to
+    it, stay bfloat16 (float32 if the weights are) when matrices are quantised; norms are left out, attention is counted
+    over the whole context even where the model has a window."""
 
     config: ModelConfig
     weights: str = "bf16"
@@ -127,13 +128,19 @@ class ModelCost:
 
     @property
     def table_bytes(self) -> float:
+        """Of the embedding."""
         return self.table_weights * max(BYTES[self.weights], BYTES["bf16"])
+
+    @property
+    def head_bytes(self) -> float:
+        """Of what turns hidden states into logits: the embedding once more, or a matrix like any other."""
+        return self.table_bytes if self.config.tie_embeddings else self.table_weights * BYTES[self.weights]
 
     @property
     def weight_bytes(self) -> float:
         """Bytes held on the device."""
-        tables = 1 if self.config.tie_embeddings else 2
-        return self.layer_weights * BYTES[self.weights] + tables * self.table_bytes
+        tables = self.table_bytes if self.config.tie_embeddings else self.table_bytes + self.head_bytes
+        return self.layer_weights * BYTES[self.weights] + tables
 
     @property
     def kv_bytes(self) -> float:
@@ -144,7 +151,7 @@ class ModelCost:
     def read_bytes(self, rows: int, work: Work) -> tuple[float, float]:
         """(weights read, KV read and written) in a step; of the embedding only the rows are read, which is nothing."""
         positions = work.keys + work.pairs / QUERY_BLOCK + rows
-        return self.layer_weights * BYTES[self.weights] + self.table_bytes, positions * self.kv_bytes
+        return self.layer_weights * BYTES[self.weights] + self.head_bytes, positions * self.kv_bytes
 
     def operations(self, rows: int, logit_rows: int, work: Work) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step."""
@@ -180,7 +187,7 @@ class Roofline:
         return per_chip / (self.device.bandwidth * self.assumed.bandwidth)
 
     def compute_seconds(self, bucket: Bucket, work: Work) -> float:
-        """Time of the arithmetic; head and attention run in bfloat16 whatever the weights' format."""
+        """Time of the arithmetic; attention runs in bfloat16 whatever the weights' format."""
         layers, rest = self.cost.operations(bucket.tokens, bucket.seats, work)
         unit = UNITS[self.cost.weights]
         plain = self.device.peak("f32" if unit == "f32" else "bf16")

@@ -43,12 +43,13 @@ class EngineShape:
     page_size: int = 16
 
     @classmethod
-    def of(cls, settings: EngineSection, *, context_length: int, pages: int) -> EngineShape:
+    def of(cls, settings: EngineSection, *, context_length: int, pages: int, on_device: bool = False) -> EngineShape:
         """The engine that these settings describe; pages as in `EngineShape`, because settings may leave it to the
-        machine."""
+        machine. on_device: on a GPU or TPU."""
         shared = {f.name: getattr(settings, f.name) for f in fields(SchedulerLimits) if hasattr(settings, f.name)}
         buckets = make_buckets(max_seats=settings.max_seats, token_budget=settings.token_budget,
-                               seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets)
+                               seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets,
+                               on_device=on_device)
         return cls(SchedulerLimits(context_length=context_length, **shared), buckets, pages, settings.page_size)
 
     def new_core(self, device: VirtualDevice) -> EngineCore:

@@ -22,8 +22,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: Modules by floor; each may import its own floor and those below. What is not named here is the engine's host half.
 FLOORS = {
     "jitney.kernels": 0,
-    "jitney.engine.models.layers": 2, "jitney.engine.models.llama": 2, "jitney.engine.weights.load": 2,
+    "jitney.engine.models.layers": 2, "jitney.engine.models.llama": 2, "jitney.engine.models.schemes": 2,
+    "jitney.engine.models.calibration": 2, "jitney.engine.weights.load": 2, "jitney.engine.weights.packed": 2,
+    "jitney.engine.weights.quantised_folder": 2, "jitney.engine.weights.quantising": 2,
     "jitney.engine.batch": 2, "jitney.engine.sampling": 2, "jitney.engine.runner": 2,
+    "jitney.engine.sharding": 2, "jitney.engine.program": 2,
     "jitney.engine.core": 3, "jitney.engine.build": 3, "jitney.engine.simulator": 3,
     "jitney.engine.replay": 3,
     "jitney.engine.client": 4, "jitney.engine.process": 4, "jitney.engine.process_link": 4,
@@ -35,8 +38,13 @@ HOST_FLOOR = 1
 #: `from jitney.engine import LLM` fetches it from above, when it is asked for.
 SHOP_WINDOW = {"jitney.engine": {"jitney.engine.llm"}}
 #: The only modules that may import jax or flax when they are loaded.
-DEVICE = ("jitney.kernels", "jitney.engine.models.layers", "jitney.engine.models.llama", "jitney.engine.weights.load",
-          "jitney.engine.batch", "jitney.engine.sampling", "jitney.engine.runner", "jitney.engine.build")
+DEVICE = ("jitney.kernels", "jitney.engine.models.layers", "jitney.engine.models.llama",
+          "jitney.engine.models.schemes", "jitney.engine.models.calibration", "jitney.engine.weights.load",
+          "jitney.engine.weights.packed", "jitney.engine.weights.quantised_folder", "jitney.engine.weights.quantising",
+          "jitney.engine.batch", "jitney.engine.sampling", "jitney.engine.runner", "jitney.engine.build",
+          "jitney.engine.sharding", "jitney.engine.program",
+          "jitney.engine.bench.device_timing", "jitney.engine.bench.device_kernels",
+          "jitney.engine.bench.device_products", "jitney.engine.bench.device_steps", "jitney.engine.bench.device_loop")
 ACCELERATOR = {"jax", "jaxlib", "flax", "jax_triton"}
 WEB = {"starlette", "uvicorn", "h11", "httpx", "openai", "prometheus_client"}
 WEB_ROOMS = ("jitney.engine.api", "jitney.engine.bench", "jitney.engine.cli", "jitney.dashboard")

@@ -12,6 +12,7 @@ KINDS = {
     "policies": "static, dynamic and continuous batching on the same requests, in this process",
     "sweep": "throughput and latency over concurrency or rate, with the knee marked",
     "step": "time of one step by rows, seats and context: the simulator's table",
+    "device": "kernels, steps and engine on this accelerator, each beside its floor",
 }
 
 

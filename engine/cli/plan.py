@@ -139,10 +139,10 @@ def assumptions(roofline: Roofline, demand: Demand) -> Iterator[str]:
            "(published peaks, dense)")
     yield (f"reached: {assumed.bandwidth:.0%} of the bandwidth, {assumed.flops:.0%} of the operations, "
            f"{1e3 * assumed.overhead_s:g} ms fixed a step, {assumed.memory:.0%} of the memory usable")
-    yield (f"{cost.parameters / 1e9:.2f} G parameters; embedding and head stay 16 bit; attention over the whole "
-           "context, in every layer")
+    yield (f"{cost.parameters / 1e9:.2f} G parameters; embedding (and a head tied to it) stay 16 bit; attention over "
+           "the whole context, in every layer")
     if cost.weights != "bf16" or cost.kv != "bf16":
-        yield "quantised weights or KV: what such a model would take; check that this version runs it"
+        yield "narrow weights and KV are widened to bfloat16 as they are read: fewer bytes, the same arithmetic"
     yield (f"steady state: every step carries {demand.prompt_rows:g} prompt rows beside each decode row, at most "
            f"{demand.token_budget} rows; mean context {demand.mean_context:g}; nothing shared between prompts")
     yield (f"TTFT: p{100 * TTFT_QUANTILE:g} at {UTILISATION:.0%} load, seats as servers of a Markov queue (Erlang C), "

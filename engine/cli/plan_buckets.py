@@ -36,7 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     config = config_from(known)
     settings = config.engine
     present = make_buckets(max_seats=settings.max_seats, token_budget=settings.token_budget,
-                           seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets)
+                           seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets,
+                           on_device=bool(known.chip))
     records = seen_steps(known, config, present)
     budget = known.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
     proposal = propose(seen_in(records), present, budget)
@@ -60,7 +61,7 @@ def make_parser() -> Parser:
     add_traffic(parser, requests=1000, arrivals="poisson")
     add_pace(parser)
     add_settings(parser, ("model", "engine"), leave_out=NOT_SIMULATED)
-    parser.set_defaults(count=1, weights="bf16", kv="bf16", seats=None, measured=None)
+    parser.set_defaults(count=1, weight_format="bf16", kv="bf16", seats=None, measured=None)
     return parser
 
 

@@ -35,8 +35,8 @@ POLICIES = "static,dynamic,continuous"
 CAPS = ("max_waiting_requests", "max_waiting_tokens")
 NO_CAP = 2**31 - 1
 #: Settings that say how to run on a real machine.
-NOT_SIMULATED = ("revision", "dtype", "memory_gib", "prefix_cache", "kernels", "compilation_cache", "platform",
-                 "device")
+NOT_SIMULATED = ("revision", "dtype", "weights", "memory_gib", "kv_dtype", "prefix_cache", "kernels",
+                 "compilation_cache", "platform", "device", "tensor_parallel")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -87,7 +87,8 @@ def make_parser() -> Parser:
     add("--records", metavar="FILE", help="step times from the step records of a real run (.npz or .npy)")
     add("--device", dest="chip", metavar="NAME", help="step times of the roofline of a named device, for the model")
     add("--count", type=int, default=1, metavar="N", help="with --device: chips, by tensor parallelism [1]")
-    add("--weights", default="bf16", metavar="FORMAT", help="with --device: bf16, fp8, int8 or int4 [bf16]")
+    add("--weights", dest="weight_format", default="bf16", metavar="FORMAT",
+        help="with --device: bf16, fp8, int8 or int4 [bf16]")
     add("--kv", default="bf16", metavar="FORMAT", help="with --device: bf16, fp8 or int8 [bf16]")
     add("--seats", type=int, metavar="N", help="the same as --max-seats")
     add("--measured", metavar="FILE", help="predict the runs in a file of jitney bench policies --records, each beside "
@@ -118,7 +119,7 @@ def check_flags(known: argparse.Namespace) -> None:
     if known.calibrate_on != "all" and not (known.measured and not (known.table or known.records or known.chip)):
         raise ConfigError("--calibrate-on names a run of --measured whose own steps are used: give that, and no "
                           "--table, --records or --device")
-    if not known.chip and (known.count, known.weights, known.kv) != (1, "bf16", "bf16"):
+    if not known.chip and (known.count, known.weight_format, known.kv) != (1, "bf16", "bf16"):
         raise ConfigError("--count, --weights and --kv describe a roofline: give --device with them")
     if known.seats and "max_seats" in vars(known):
         raise ConfigError("--seats and --max-seats are the same setting: give one")
@@ -157,7 +158,7 @@ def roofline(known: argparse.Namespace, config: Config) -> StepTimes:
     from jitney.engine.devices import find_device
     from jitney.engine.roofline import ModelCost, Roofline, find_shape
 
-    return Roofline(ModelCost(find_shape(config.model.id), known.weights, known.kv), find_device(known.chip),
+    return Roofline(ModelCost(find_shape(config.model.id), known.weight_format, known.kv), find_device(known.chip),
                     known.count)
 
 
@@ -185,6 +186,7 @@ def shape_for(known: argparse.Namespace, config: Config, arrivals: Sequence[Arri
     """The engine of the settings. What they leave open is chosen so that it does not interfere: the context holds the
     longest request, pages suffice for every seat (or fill the device's memory), and the caps on waiting requests are
     off unless given."""
+    from jitney.engine.roofline import Roofline
     from jitney.engine.simulator import EngineShape
 
     changes: dict[str, Any] = {cap: NO_CAP for cap in CAPS if cap not in vars(known)}
@@ -195,7 +197,7 @@ def shape_for(known: argparse.Namespace, config: Config, arrivals: Sequence[Arri
     longest = max(a.n_prompt + max(1, a.n_output) for a in arrivals)
     context = config.model.context or longest
     pages = settings.pages or pages_for(table, settings.page_size, settings.max_seats, context)
-    return EngineShape.of(settings, context_length=context, pages=pages)
+    return EngineShape.of(settings, context_length=context, pages=pages, on_device=isinstance(table, Roofline))
 
 
 def pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int:

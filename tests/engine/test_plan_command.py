@@ -35,8 +35,8 @@ def test_the_terminal_shows_the_same(capsys):
     assert main(["plan", "llama-3.1-70b", "--device", "h100", "--count", "4", "--weights", "fp8", "--rate", "10",
                  "--price-per-hour", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("knee", "memory: 72.7 GB of weights", "load at 80%", "a million output tokens", "replicas: 1 for 10",
-                  "(4 chips)", "two ring all-reduces", "published peaks", "check that this version runs it"):
+    for words in ("knee", "memory: 71.6 GB of weights", "load at 80%", "a million output tokens", "replicas: 1 for 10",
+                  "(4 chips)", "two ring all-reduces", "published peaks", "widened to bfloat16 as they are read"):
         assert words in said
 
 

@@ -191,11 +191,13 @@ def test_formats_choose_bytes_and_units():
     h100, work = DEVICES["h100"], Work(prompt=8192)
     layers = {name: Roofline(ModelCost(SHAPES["llama-3.1-8b"], name), h100, assumed=IDEAL).compute_seconds(
         Bucket(8192, 1), work) for name in ("bf16", "fp8", "int4")}
-    assert layers["bf16"] / layers["fp8"] == pytest.approx(2, rel=1e-3) and layers["int4"] == layers["bf16"]
+    assert layers["fp8"] == layers["int4"] == layers["bf16"]  # weights are widened, activations stay bfloat16
     assert DEVICES["a100-80"].peak("fp8") == 312e12  # no such unit: bfloat16 does it
-    assert ModelCost(SHAPES["llama-3.1-8b"], "int8").weight_bytes == 6_979_321_856 + 4 * 525_336_576
+    assert ModelCost(SHAPES["llama-3.1-8b"], "int8").weight_bytes == 6_979_321_856 + 3 * 525_336_576
+    assert ModelCost(SHAPES["llama-3.2-1b"], "int8").weight_bytes == (  # a tied head stays as the embedding is
+        ModelCost(SHAPES["llama-3.2-1b"]).layer_weights + 2 * 128256 * 2048)
     assert ModelCost(tiny_config(), "int4").weight_bytes == pytest.approx(
-        ModelCost(tiny_config()).layer_weights * (0.5 + 1 / 32) + 4 * 512 * 64)
+        ModelCost(tiny_config()).layer_weights * (0.5 + 3 / 128) + (2 + 0.5 + 3 / 128) * 512 * 64)
 
 
 def test_two_chips_share_weights_and_talk():
