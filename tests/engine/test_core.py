@@ -179,8 +179,8 @@ def test_every_row_of_a_step_is_in_the_ledger():
     core.run_until_idle()
     rows = core.ledger.since(0)[["mixed", "bucket_tokens", "prefill", "decode", "padding"]].tolist()
     assert rows == [(1, 8, 6, 0, 2),
-                    (0, 4, 0, 1, 3),
-                    (0, 4, 0, 1, 3)]
+                    (0, 1, 0, 1, 0),
+                    (0, 1, 0, 1, 0)]
 
 
 def test_the_row_after_a_stop_is_past_the_end():
