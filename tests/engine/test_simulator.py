@@ -52,7 +52,7 @@ def test_one_request_by_hand():
     assert times_of(run) == [(0.0, 1.0, 3.0)] and run.times[0].token_times == [1.0, 2.0, 3.0]
     assert (run.times[0].finish, run.times[0].n_output, run.seconds) == ("length", 3, 3.0)
     assert run.rides == [Ride(0, 0, 0.0, 1.0, 3.0)]
-    assert run.records["bucket_tokens"].tolist() == [8, 2, 2] and run.records["device_s"].tolist() == [1, 1, 1]
+    assert run.records["bucket_tokens"].tolist() == [8, 1, 1] and run.records["device_s"].tolist() == [1, 1, 1]
 
 
 def test_three_requests_on_two_seats_by_hand():
