@@ -2,6 +2,8 @@
 
     python docs/benchmarks/closed_loop.py [--model smollm2-135m] [--streams 32 8 1] [--json FILE]
 
+With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment it has the huge pages that a served core asks for.
+
 96 requests, prompts around 96 tokens and outputs around 64 (log-normal), greedy, end-of-sequence ignored, prefix cache
 off; `streams` of them are open at any time. Then prompts of 512 tokens with one output token each: prompt tokens per
 second. Lengths and ids come from a fixed seed.
