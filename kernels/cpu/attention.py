@@ -115,16 +115,16 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
         return pool + item * width * (np.int64(int32(table, position // page)) * page + position % page)
 
     @njit
-    def soften(scores, vectors, state, sums, first, scale):
+    def soften(scores, vectors, state, sums, first):
         """One row's chunk of the online softmax: scores become weights, what was summed before is scaled down.
 
         state: running maximum and sum of weights.
         """
         before = float32(state, 0)
         most = max(before, row_max(scores, vectors))
-        total = row_exp2(scores, vectors, most, scale)
+        total = row_exp2(scores, vectors, most)
         if not first:
-            shrink = exp2((before - most) * scale)
+            shrink = exp2(before - most)
             total += float32(state, 1) * shrink
             if shrink != 1:
                 rescale(sums, sums, columns, shrink)
@@ -173,8 +173,7 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
                 mine = scores + FLOAT * head * DECODE_CHUNK
                 for j in range(count, vectors * LANES):
                     set_float32(mine, j, HIDDEN)
-                soften(mine, vectors, state + 2 * FLOAT * head, sums + FLOAT * head * size, start == first,
-                       one)
+                soften(mine, vectors, state + 2 * FLOAT * head, sums + FLOAT * head * size, start == first)
             j = 0
             while j < count:
                 run = min(page - (start + j) % page, count - j)

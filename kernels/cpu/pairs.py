@@ -64,10 +64,8 @@ def add_lanes(e: Emit, sums: list[Value]) -> Value:
     """
     for apart in (8, 4, 2, 1):
         half = len(sums) // 2
-        lower = [j for j in range(LANES) if not j & apart]
         keep = [j if not j & apart else LANES + (j ^ apart) for j in range(LANES)]
         turn = [j | apart if not j & apart else LANES + j for j in range(LANES)]
-        assert len(lower) == LANES // 2
         sums = [e.b.fadd(e.b.shuffle_vector(sums[i], sums[i + half], ir.Constant(INTS, keep)),
                          e.b.shuffle_vector(sums[i], sums[i + half], ir.Constant(INTS, turn))) for i in range(half)]
     return sums[0]

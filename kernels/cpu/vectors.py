@@ -241,22 +241,22 @@ def row_max(context, row, vectors):
 
 
 @intrinsic
-def row_exp2(context, row, vectors, most, factor):
-    """Replace 16 * vectors float32 x by 2**((x - most) * factor) and return their sum."""
+def row_exp2(context, row, vectors, most):
+    """Replace 16 * vectors float32 x by 2**(x - most) and return their sum."""
 
     def generate(target, builder, signature, args):
         e = Emit(builder)
         total = cgutils.alloca_once(builder, FLOATS)
         builder.store(e.floats(0.0), total)
-        most, factor = e.splat(args[2]), e.splat(args[3])
+        most = e.splat(args[2])
         with cgutils.for_range(builder, args[1]) as loop:
             at = builder.mul(loop.index, e.int(LANES))
-            power = e.exp2(builder.fmul(builder.fsub(e.load(args[0], at, False), most), factor))
+            power = e.exp2(builder.fsub(e.load(args[0], at, False), most))
             e.store(power, args[0], at, False)
             builder.store(builder.fadd(builder.load(total), power), total)
         return e.total(builder.load(total))
 
-    return types.float32(types.int64, types.int64, types.float32, types.float32), generate
+    return types.float32(types.int64, types.int64, types.float32), generate
 
 
 @intrinsic
