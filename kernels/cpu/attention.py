@@ -1,9 +1,9 @@
 """Paged attention for CPUs, compiled by Numba: flash attention (arXiv 2205.14135) over the pages as they lie.
 
-A decoding row goes through its keys once; a block of prompt rows goes through them in chunks, widened to float32 once
-per chunk, with both products in registers. Nothing is computed for keys a row cannot see (but the rest of a chunk), for
-absent sequences, or for padding. Axes as in `jitney.kernels.interface`; G = H // K rows share a key head. All addresses
-are in bytes, all strides in elements.
+A decoding row goes through its keys and values once, sixteen positions at a time, as fast as memory brings them; a
+block of prompt rows goes through them in chunks, widened to float32 once per chunk, with both products in registers.
+Nothing is computed for keys a row cannot see (but the rest of a chunk), for absent sequences, or for padding. Axes as
+in `jitney.kernels.interface`; G = H // K rows share a key head. All addresses are in bytes, all strides in elements.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ from numba import njit
 from jitney.kernels import reference
 from jitney.kernels.cpu.ffi import argument, dim, handler, result
 from jitney.kernels.cpu.memory import float32, int32, set_float32, set_word
+from jitney.kernels.cpu.pairs import block_dots
 from jitney.kernels.cpu.softmax import ROWS, soften_rows
 from jitney.kernels.cpu.vectors import (
     LANES,
     copy_row,
     dots,
-    exp2,
     multiplies_pairs,
     pair_rows,
     prefetch,
-    row_exp2,
-    row_max,
     scratch,
     tile,
     transposed,
 )
 from jitney.kernels.interface import AttentionMeta
 
-#: Keys per chunk of a prompt block, and of a decoding row.
-CHUNK, DECODE_CHUNK = 96, 128
+#: Keys per chunk of a prompt block.
+CHUNK = 96
 #: Rows of a prompt block, all G heads of a key head counted, and of a tile of its scores.
 BLOCK_ROWS, SCORE_ROWS = 96, 4
 LOG2E = math.log2(math.e)
@@ -103,10 +101,15 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
     query_row, pair = size // 2 if paired else size, 2 if paired else 1  # words of a query; keys in a word
     heads_tile = tile(head_tile, tile_vectors, bf16)
     soften_block = soften_rows(CHUNK // LANES, columns, paired)
-    row_dots, turn = dots(group, columns, bf16), transposed(bf16 and not paired)
-    widen, narrow, rescale = copy_row(bf16, False), copy_row(False, bf16), copy_row(False, False)
-    copy_queries = copy_row(bf16, paired)
-    row_scratch = scratch(FLOAT * n_heads * (2 * size + DECODE_CHUNK + 2))
+    turn = transposed(bf16 and not paired)
+    widen, narrow, copy_queries = copy_row(bf16, False), copy_row(False, bf16), copy_row(bf16, paired)
+    # A decoding row takes `span` keys at a time, which lie in one page.
+    span, rows_padded = min(LANES, page), -(-n_heads // ROWS) * ROWS
+    blocked = paired and span == LANES
+    row_dots, key_dots = dots(group, columns, bf16), block_dots(1, LANES, size // (2 * LANES)) if blocked else None
+    soften_heads = soften_rows(1, columns, False)
+    asked = -(-item * width * span // (64 * n_heads)) * 64  # bytes to ask for beside each head
+    row_scratch = scratch(FLOAT * (n_heads * size + rows_padded * (size + LANES + 2)))
     block_scratch = scratch(FLOAT * (2 * padded * size + padded * CHUNK + 2 * CHUNK * size + 2 * padded) + 8 * LANES)
 
     @njit
@@ -115,28 +118,29 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
         return pool + item * width * (np.int64(int32(table, position // page)) * page + position % page)
 
     @njit
-    def soften(scores, vectors, state, sums, first):
-        """One row's chunk of the online softmax: scores become weights, what was summed before is scaled down.
+    def hide(scores, first, last):
+        """Give the keys of a row's chunk from `first` up to `last` a score of no weight."""
+        for j in range(first, last):
+            set_float32(scores, j, HIDDEN)
 
-        state: running maximum and sum of weights.
-        """
-        before = float32(state, 0)
-        most = max(before, row_max(scores, vectors))
-        total = row_exp2(scores, vectors, most)
-        if not first:
-            shrink = exp2(before - most)
-            total += float32(state, 1) * shrink
-            if shrink != 1:
-                rescale(sums, sums, columns, shrink)
-        set_float32(state, 0, most)
-        set_float32(state, 1, total)
-
-    @njit
-    def score_keys(queries, keys, count, scores):
-        """scores [H, count] of all heads against `count` keys of one page."""
-        for head in range(n_kv):
-            row_dots(queries + FLOAT * head * group * size, size, keys + item * 2 * head * size, width, count,
-                     scores + FLOAT * head * group * DECODE_CHUNK, DECODE_CHUNK)
+    if blocked:
+        @njit
+        def score_keys(q, queries, keys, count, scores, ahead):
+            """Scores [H, LANES] of all heads against the keys of one step; asks for what lies at `ahead`, unless 0."""
+            for head in range(n_heads):
+                key_dots(q + item * head * size, 0, keys + item * 2 * (head // group) * size, width,
+                         scores + FLOAT * head * LANES, 0)
+                if ahead:
+                    prefetch(ahead + asked * head, asked)
+    else:
+        @njit
+        def score_keys(q, queries, keys, count, scores, ahead):
+            """The same with queries widened to float32."""
+            for head in range(n_kv):
+                row_dots(queries + FLOAT * head * group * size, size, keys + item * 2 * head * size, width, count,
+                         scores + FLOAT * head * group * LANES, LANES)
+                if ahead:
+                    prefetch(ahead + asked * group * head, asked * group)
 
     @njit
     def sum_values(scores, keys, sums, count, add):
@@ -144,42 +148,40 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
         for head in range(0, n_heads, head_tile):
             values = keys + item * (2 * (head // group) + 1) * size
             for column in range(0, size, tile_vectors * LANES):
-                heads_tile(scores + FLOAT * head * DECODE_CHUNK, DECODE_CHUNK, values + item * column, width,
+                heads_tile(scores + FLOAT * head * LANES, LANES, values + item * column, width,
                            sums + FLOAT * (head * size + column), size, count, add)
 
     @njit
     def decode_row(frame, row, table, first, n_keys):
-        """All heads of one decoding row, chunk by chunk; a page is asked for while the one before is multiplied."""
+        """All heads of one decoding row, `span` positions at a time; memory is asked for one such step early."""
         queries = row_scratch()
         sums = queries + FLOAT * n_heads * size
-        scores = sums + FLOAT * n_heads * size
-        state = scores + FLOAT * n_heads * DECODE_CHUNK
-        pool = argument(frame, KV)
-        at = item * row * n_heads * size
-        widen(argument(frame, Q) + at, queries, n_heads * columns, factor)
-        for head in range(n_heads):
+        scores = sums + FLOAT * rows_padded * size
+        state = scores + FLOAT * rows_padded * LANES
+        pool, at = argument(frame, KV), item * row * n_heads * size
+        q = argument(frame, Q) + at
+        if not blocked:
+            widen(q, queries, n_heads * columns, one)
+        for head in range(rows_padded):
             set_float32(state, 2 * head, HIDDEN)
-        for start in range(first, n_keys, DECODE_CHUNK):
-            count = min(DECODE_CHUNK, n_keys - start)
-            vectors = (count + LANES - 1) // LANES
-            j = 0
-            while j < count:
-                run = min(page - (start + j) % page, count - j)
-                if start + j + run < n_keys:
-                    prefetch(key_row(pool, table, start + j + run), item * width * page)
-                score_keys(queries, key_row(pool, table, start + j), run, scores + FLOAT * j)
-                j += run
-            for head in range(n_heads):
-                mine = scores + FLOAT * head * DECODE_CHUNK
-                for j in range(count, vectors * LANES):
-                    set_float32(mine, j, HIDDEN)
-                soften(mine, vectors, state + 2 * FLOAT * head, sums + FLOAT * head * size, start == first)
-            j = 0
-            while j < count:
-                run = min(page - (start + j) % page, count - j)
-                sum_values(scores + FLOAT * j, key_row(pool, table, start + j), sums, run,
-                           1 if j > 0 or start > first else 0)
-                j += run
+            set_float32(state, 2 * head + 1, np.float32(0))
+        for head in range(n_heads, rows_padded):  # heads that are not there, to fill the last ROWS
+            hide(scores + FLOAT * head * LANES, 0, LANES)
+            for column in range(size):
+                set_float32(sums, head * size + column, np.float32(0))
+        begin = first - first % span
+        prefetch(key_row(pool, table, begin), item * width * span)
+        for start in range(begin, n_keys, span):
+            keys, count, later = key_row(pool, table, start), min(span, n_keys - start), start + span
+            score_keys(q, queries, keys, count, scores, key_row(pool, table, later) if later < n_keys else 0)
+            if count < LANES or start < first:
+                for head in range(n_heads):
+                    hide(scores + FLOAT * head * LANES, count, LANES)
+                    hide(scores + FLOAT * head * LANES, 0, first - start)
+            for head in range(0, rows_padded, ROWS):
+                soften_heads(scores + FLOAT * head * LANES, state + 2 * FLOAT * head, sums + FLOAT * head * size,
+                             factor, 1 if start == begin else 0)
+            sum_values(scores, keys, sums, count, 1 if start > begin else 0)
         for head in range(n_heads):
             narrow(sums + FLOAT * head * size, result(frame, 0) + at + item * head * size, columns,
                    np.float32(1) / float32(state, 2 * head + 1))
@@ -200,15 +202,6 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
                 pair_rows(values_at, next_at, values + FLOAT * j // 2 * size, columns)
             else:
                 widen(values_at, values + FLOAT * j * size, columns, one)
-
-    @njit
-    def hide(scores, position, start, count):
-        """Give the keys of a chunk that a row at `position` must not see a score of no weight."""
-        for j in range(max(0, min(position + 1 - start, count)), CHUNK):
-            set_float32(scores, j, HIDDEN)
-        if window > 0:
-            for j in range(0, min(count, position + 1 - window - start)):
-                set_float32(scores, j, HIDDEN)
 
     @njit
     def prefill_block(frame, head, table, row, position, count):
@@ -237,7 +230,10 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
                 score_tile(queries + FLOAT * r * query_row, query_row, keys, CHUNK, scores + FLOAT * r * CHUNK, CHUNK,
                            query_row, 0)
             for r in range(n_rows):
-                hide(scores + FLOAT * r * CHUNK, position + r // group, start, seen)
+                here = position + r // group - start  # the row's own position within the chunk
+                hide(scores + FLOAT * r * CHUNK, max(0, min(here + 1, seen)), CHUNK)
+                if window > 0:
+                    hide(scores + FLOAT * r * CHUNK, 0, min(seen, here + 1 - window))
             for r in range(0, n_rows, ROWS):
                 soften_block(scores + FLOAT * r * CHUNK, state + 2 * FLOAT * r, sums + FLOAT * r * size, factor,
                              1 if start == first else 0)

@@ -224,52 +224,6 @@ def dots(rows: int, vectors: int, bf16: bool, ahead: int = 0) -> Any:
     return op
 
 
-@intrinsic
-def row_max(context, row, vectors):
-    """Largest of 16 * vectors float32 at address `row`."""
-
-    def generate(target, builder, signature, args):
-        e = Emit(builder)
-        most = cgutils.alloca_once(builder, FLOATS)
-        builder.store(e.floats(-3e38), most)
-        with cgutils.for_range(builder, args[1]) as loop:
-            here = e.load(args[0], builder.mul(loop.index, e.int(LANES)), False)
-            builder.store(e.call("llvm.maxnum.v16f32", FLOATS, builder.load(most), here), most)
-        return e.call("llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(most))
-
-    return types.float32(types.int64, types.int64), generate
-
-
-@intrinsic
-def row_exp2(context, row, vectors, most):
-    """Replace 16 * vectors float32 x by 2**(x - most) and return their sum."""
-
-    def generate(target, builder, signature, args):
-        e = Emit(builder)
-        total = cgutils.alloca_once(builder, FLOATS)
-        builder.store(e.floats(0.0), total)
-        most = e.splat(args[2])
-        with cgutils.for_range(builder, args[1]) as loop:
-            at = builder.mul(loop.index, e.int(LANES))
-            power = e.exp2(builder.fsub(e.load(args[0], at, False), most))
-            e.store(power, args[0], at, False)
-            builder.store(builder.fadd(builder.load(total), power), total)
-        return e.total(builder.load(total))
-
-    return types.float32(types.int64, types.int64, types.float32), generate
-
-
-@intrinsic
-def exp2(context, x):
-    """2**x for one x <= 0."""
-
-    def generate(target, builder, signature, args):
-        e = Emit(builder)
-        return builder.extract_element(e.exp2(e.splat(args[0])), ir.Constant(INT, 0))
-
-    return types.float32(types.float32), generate
-
-
 def copy_row(source_bf16: bool, target_bf16: bool) -> Any:
     """target = source * factor over 16 * vectors elements -> op(source, target, vectors, factor)."""
 
