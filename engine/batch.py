@@ -5,8 +5,10 @@ Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +35,9 @@ class StepInputs(NamedTuple):
     kv_lens: Any  # [S]
     cu_q: Any  # [S + 1]
     counts: Any  # [3] sequences that decode, sequences, token rows
-    page_table: Any  # [S, P]
     logit_rows: Any  # [S] which token row each logit row reads
     seats: Any  # [S] seat whose last_token a logit row sets; M = none
+    page_table: Any  # [S, P]
     floats: Any = None  # [S, FLOATS] float32 bits
     ints: Any = None  # [S, INTS]
 
@@ -50,12 +52,13 @@ class Layout:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Field name -> shape, in packing order."""
+        """Field name -> shape, in packing order: what each step writes anew, then what may stay from step to step."""
         rows, seqs = self.bucket.tokens, self.bucket.seats
         shapes = {"tokens": (rows,), "token_seats": (rows,), "positions": (rows,), "write_rows": (rows,),
-                  "kv_lens": (seqs,), "cu_q": (seqs + 1,), "counts": (3,), "page_table": (seqs, self.pages),
-                  "logit_rows": (seqs,), "seats": (seqs,)}
-        return shapes if self.plain else shapes | {"floats": (seqs, FLOATS), "ints": (seqs, INTS)}
+                  "kv_lens": (seqs,), "cu_q": (seqs + 1,), "counts": (3,), "logit_rows": (seqs,), "seats": (seqs,)}
+        if not self.plain:
+            shapes |= {"floats": (seqs, FLOATS), "ints": (seqs, INTS)}
+        return shapes | {"page_table": (seqs, self.pages)}
 
     @cached_property
     def slices(self) -> dict[str, slice]:
@@ -73,16 +76,41 @@ class Layout:
         return StepInputs(**{name: packed[at].reshape(self.shapes[name]) for name, at in self.slices.items()})
 
 
+class Upload:
+    """A packed array of one executable, its fields as views, and what the rows of its page table are copies of.
+
+    rows: the fields from `tokens` to `seats`, flat. table: the page table, flat. stamps: of each of its rows, the stamp
+    of the seat's table that it holds; 0: zeros. used: rows that may hold a table.
+    """
+
+    def __init__(self, layout: Layout):
+        self.packed = np.zeros(layout.size, np.int32)
+        self.inputs = layout.split(self.packed)
+        words = memoryview(self.packed)
+        self.rows, self.table = words[: layout.slices["seats"].stop], words[layout.slices["page_table"]]
+        self.stamps, self.used = [0] * layout.bucket.seats, 0
+
+
 class BatchBuilder:
-    """Packs plans; keeps each seat's page table and sampling row between steps, so that a step copies, not rebuilds."""
+    """Packs plans. Each seat's page table and sampling row stay between steps, and so do the packed arrays with the
+    tables in them: what a step costs does not grow with the longest context that there may be.
+
+    Each executable has two arrays in turn, because the device may still read the one of the step before, and of no
+    other: a step is packed after the tokens of the last but one were read. What is written anew is gathered in lists
+    and converted once: beside a device that is the same CPU, the host's caches are cold, and each numpy call costs
+    several times what it costs in a loop of its own.
+    """
 
     def __init__(self, *, seats: int, pages_per_seat: int, page_size: int, pool_rows: int):
         self.seats, self.pages, self.page_size, self.pool_rows = seats, pages_per_seat, page_size, pool_rows
-        self.tables = np.zeros((seats, pages_per_seat), np.int32)
+        self.tables = memoryview(np.zeros(seats * pages_per_seat, np.int32))  # each seat's page table
         self.known = [0] * seats  # pages of each seat already in `tables`
+        self.stamps = [0] * seats  # changes whenever the seat's table does
+        self.changes = 0
         self.floats = np.zeros((seats, FLOATS), np.float32)
         self.ints = np.zeros((seats, INTS), np.int32)
         self.layouts: dict[tuple[Bucket, bool], Layout] = {}
+        self.uploads: dict[tuple[Bucket, bool], tuple[Upload, Upload]] = {}
 
     def layout(self, bucket: Bucket, plain: bool) -> Layout:
         """The layout of one executable."""
@@ -92,18 +120,27 @@ class BatchBuilder:
         return self.layouts[key]
 
     def build(self, plan: Plan, plain: bool) -> np.ndarray:
-        """Plan -> packed int32 array, fresh each step: the device may still read the last one.
+        """Plan -> packed int32 array, which stays as it is until the next but one of its executable is built.
 
         plain: for the executable without a sampler, which takes no sampling parameters.
         """
-        layout = self.layout(plan.bucket, plain)
-        packed = np.zeros(layout.size, np.int32)
-        out = layout.split(packed)
+        upload = self.next_upload(plan.bucket, plain)
         for seq in plan.boarded:
             self.board(seq)
-        self.fill_rows(plan, out)
-        self.fill_logits(plan, out)
-        return packed
+        self.fill_rows(plan, upload)
+        if not plain:
+            self.fill_sampling(plan, upload.inputs)
+        return upload.packed
+
+    def next_upload(self, bucket: Bucket, plain: bool) -> Upload:
+        """The one of an executable's two arrays that was used before the other."""
+        key = bucket, plain
+        if key not in self.uploads:
+            layout = self.layout(bucket, plain)
+            self.uploads[key] = Upload(layout), Upload(layout)
+        older, newer = self.uploads[key]
+        self.uploads[key] = newer, older
+        return older
 
     def board(self, seq: Sequence) -> None:
         """A sequence took a seat: forget the last owner's pages, note its sampling parameters."""
@@ -117,67 +154,84 @@ class BatchBuilder:
         words = np.array([low, high], np.uint32).view(np.int32)
         self.ints[seq.seat] = (max(params.top_k, 0), words[0], words[1], -1, 0, looks)
 
-    def fill_rows(self, plan: Plan, out: StepInputs) -> None:
-        """Tokens, positions, page tables and KV rows of every chunk."""
-        chunks, tables, known = plan.chunks, self.tables, self.known
-        tokens: list[int] = []
-        seats, starts, counts = [], [], []
-        for chunk in chunks:
-            seq = chunk.seq
-            seat, start, count, have = seq.seat, chunk.start, chunk.count, known[seq.seat]
-            pages = seq.pages
-            if have < len(pages):
-                tables[seat, have : len(pages)] = pages[have:]
-                known[seat] = len(pages)
-            seats.append(seat)
-            starts.append(start)
-            counts.append(count)
-            if count == 1:
-                tokens.append(seq.tokens[start] if start < len(seq.tokens) else -1)
+    def fill_rows(self, plan: Plan, upload: Upload) -> None:
+        """Tokens, positions, page tables, KV rows and logit rows of every chunk, padded to the bucket."""
+        n_decode, page, known, stamps, held = plan.n_decode, self.page_size, self.known, self.stamps, upload.stamps
+        tokens = [-1] * n_decode  # what a decoding row's seat sampled last, the host need not know it yet
+        token_seats: list[int] = []
+        positions: list[int] = []
+        writes: list[int] = []
+        width, table, tables = self.pages, upload.table, self.tables
+        for row, chunk in enumerate(plan.chunks):
+            seq, start = chunk.seq, chunk.start
+            seat, pages = seq.seat, seq.pages
+            if len(pages) != known[seat]:
+                self.note_pages(seq)
+            if held[row] != stamps[seat]:
+                held[row] = stamps[seat]
+                table[row * width : row * width + width] = tables[seat * width : seat * width + width]
+            if row < n_decode:
+                token_seats.append(seat)
+                positions.append(start)
+                writes.append(pages[start // page] * page + start % page)
             else:
-                tokens.extend(seq.tokens[start : start + count])
-        n_seqs, n_rows = len(chunks), len(tokens)
-        at_seat, length = np.array(seats, np.int32), np.array(counts, np.int32)
-        start_of = np.array(starts, np.int32)
-        out.cu_q[1 : n_seqs + 1] = np.cumsum(length)
-        out.cu_q[n_seqs + 1 :] = n_rows
-        out.kv_lens[:n_seqs] = start_of + length
-        out.counts[:] = plan.n_decode, n_seqs, n_rows
-        out.page_table[:n_seqs] = tables[at_seat]
-        row_seat = np.repeat(at_seat, length)
-        position = np.arange(n_rows, dtype=np.int32) + np.repeat(start_of - out.cu_q[:n_seqs], length)
-        out.tokens[:n_rows] = tokens
-        out.token_seats[:n_rows] = row_seat
-        out.positions[:n_rows] = position
-        out.write_rows[:n_rows] = tables[row_seat, position // self.page_size] * self.page_size + (
-            position % self.page_size)
-        out.write_rows[n_rows:] = self.pool_rows
-
-    def fill_logits(self, plan: Plan, out: StepInputs) -> None:
-        """Which rows need logits, in plan order (scored rows of a chunk first), and how to sample them."""
-        rows, seats, owners, scored, positions = [], [], [], [], []
-        row = 0
-        for chunk in plan.chunks:
-            seat = chunk.seq.seat
-            for i in range(chunk.scored):
-                rows.append(row + i)
-                seats.append(self.seats)
-                owners.append(seat)
-                scored.append(chunk.seq.tokens[chunk.start + i + 1])
-                positions.append(chunk.start + i)
-            row += chunk.count
+                end = start + chunk.count
+                tokens += seq.tokens[start:end]
+                token_seats += [seat] * chunk.count
+                positions += range(start, end)
+                for at in range(start - start % page, end, page):
+                    low, high, first = max(at, start), min(at + page, end), pages[at // page] * page - at
+                    writes += range(first + low, first + high)
+        lens, ends = [start + 1 for start in positions[:n_decode]], list(range(n_decode + 1))
+        logit_rows, seats = list(range(n_decode)), token_seats[:n_decode]
+        for chunk in plan.chunks[n_decode:]:
+            lens.append(chunk.end)
+            if chunk.scored:  # their logits set no seat's token
+                logit_rows += range(ends[-1], ends[-1] + chunk.scored)
+                seats += [self.seats] * chunk.scored
+            ends.append(ends[-1] + chunk.count)
             if chunk.sample:
-                rows.append(row - 1)
-                seats.append(seat)
+                logit_rows.append(ends[-1] - 1)
+                seats.append(chunk.seq.seat)
+        n_rows, n_seqs = len(tokens), len(lens)
+        for row in range(n_seqs, upload.used):
+            upload.inputs.page_table[row] = held[row] = 0
+        upload.used = n_seqs
+        padding, absent = plan.bucket.tokens - n_rows, plan.bucket.seats - n_seqs
+        no_logits = plan.bucket.seats - len(seats)
+        zeros = [0] * max(padding, absent, no_logits)
+        upload.rows[:] = array("i", chain(
+            tokens, zeros[:padding], token_seats, zeros[:padding], positions, zeros[:padding],
+            writes, [self.pool_rows] * padding, lens, zeros[:absent], ends, [n_rows] * absent,
+            (n_decode, n_seqs, n_rows), logit_rows, zeros[:no_logits], seats, [self.seats] * no_logits))
+
+    def note_pages(self, seq: Sequence) -> None:
+        """Write a sequence's new pages into its seat's table."""
+        seat, have, pages = seq.seat, self.known[seq.seat], len(seq.pages)
+        first = seat * self.pages
+        self.tables[first + have : first + pages] = array("i", seq.pages[have:])
+        self.known[seat] = pages
+        self.changes += 1
+        self.stamps[seat] = self.changes
+
+    def fill_sampling(self, plan: Plan, out: StepInputs) -> None:
+        """How to sample each logit row, in plan order (scored rows of a chunk first)."""
+        owners: list[int] = []
+        scored: list[int] = []
+        positions: list[int] = []
+        for chunk in plan.chunks:
+            seat, start = chunk.seq.seat, chunk.start
+            if chunk.scored:
+                owners += [seat] * chunk.scored
+                scored += chunk.seq.tokens[start + 1 : start + 1 + chunk.scored]
+                positions += range(start, start + chunk.scored)
+            if chunk.sample:
                 owners.append(seat)
                 scored.append(-1)
-                positions.append(chunk.end - 1)
-        n = len(rows)
-        out.logit_rows[:n] = rows
-        out.seats[:n] = seats
-        out.seats[n:] = self.seats
-        if out.floats is not None:
-            out.floats[:n] = self.floats[owners].view(np.int32)
-            out.ints[:n] = self.ints[owners]
-            out.ints[:n, 3] = scored
-            out.ints[:n, 4] = positions
+                positions.append(start + chunk.count - 1)
+        n = len(owners)
+        out.floats[:n] = self.floats[owners].view(np.int32)
+        out.ints[:n] = self.ints[owners]
+        out.ints[:n, 3] = scored
+        out.ints[:n, 4] = positions
+        out.floats[n:] = out.ints[n:] = 0

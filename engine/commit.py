@@ -32,7 +32,10 @@ class Committer:
             if seq.finish is not None:
                 self._count_dropped(plan, chunk)
                 continue
-            self._count_useful(plan, chunk)
+            if chunk.decode and not chunk.recomputed:
+                plan.decode += 1
+            else:
+                self._count_rows(plan, chunk)
             try:
                 if chunk.scored:
                     self._score(seq, chunk, result, first)
@@ -52,11 +55,8 @@ class Committer:
             plan.cancelled += chunk.count
 
     @staticmethod
-    def _count_useful(plan: Plan, chunk: Chunk) -> None:
+    def _count_rows(plan: Plan, chunk: Chunk) -> None:
         """Rows by kind; a row of a prompt chunk that feeds back an output token for the first time is a decode row."""
-        if chunk.decode and not chunk.recomputed:
-            plan.decode += 1
-            return
         fresh = chunk.start + chunk.recomputed
         prefill = max(0, min(chunk.end, chunk.seq.n_prompt) - fresh)
         plan.recomputed += chunk.recomputed
@@ -79,20 +79,23 @@ class Committer:
         if token < 0:
             self._fail(seq)
             return
-        most = seq.request.sampling.logprobs
-        logprobs = None if most is None else [trimmed(logprobs_of(result)[row], most)]
-        seq.tokens.append(token)
+        request, tokens = seq.request, seq.tokens
+        output = SequenceOutput(request_id=request.id, index=seq.index, tokens=[token])
+        most = request.sampling.logprobs
+        if most is not None:
+            output.logprobs = [trimmed(logprobs_of(result)[row], most)]
+        tokens.append(token)
         self.roster.queue.charge(seq, 1)
-        if seq.seat >= 0:
+        if seq.seat >= 0 and len(tokens) // self.pool.page_size > seq.published:
             publish(seq, self.pool)
-        output = SequenceOutput(request_id=seq.request.id, index=seq.index, tokens=[token], logprobs=logprobs)
         if seq.first_token_at is None:
             self._first_token(seq, output, now)
-        finish = end_of(seq, token)
-        if finish is not None:
-            self.roster.close(seq, finish)
-            output.finish = finish
-            output.stop_token = token if finish == "stop" else None
+        if len(tokens) >= seq.limit or token in seq.stop_ids:
+            finish = end_of(seq, token)
+            if finish is not None:
+                self.roster.close(seq, finish)
+                output.finish = finish
+                output.stop_token = token if finish == "stop" else None
         self.roster.emit(output)
 
     @staticmethod

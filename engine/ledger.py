@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 
 #: One step. Rows by kind (i4) close exactly: prefill + decode + padding + recomputed + past_end + cancelled ==
@@ -22,6 +24,11 @@ STEP_DTYPE = np.dtype([
     ("keys", "i8"), ("longest", "i4"), ("pairs", "i8"),
 ])
 
+#: The same for `struct`, which packs a record in a tenth of the time that numpy takes for its fields one by one.
+FIELDS = STEP_DTYPE.names or ()
+CODES = {"i8": "q", "i4": "i", "f8": "d", "f4": "f", "u1": "B"}
+STEP_STRUCT = struct.Struct("=" + "".join(CODES[STEP_DTYPE[name].str[1:]] for name in FIELDS))
+
 #: What a computed row can turn out to be.
 ROW_KINDS = ("prefill", "decode", "padding", "recomputed", "past_end", "cancelled")
 #: Fields that add up over steps.
@@ -33,6 +40,7 @@ class Ledger:
 
     def __init__(self, capacity: int = 16384):
         self._ring = np.zeros(capacity, STEP_DTYPE)
+        self._bytes = memoryview(self._ring).cast("B")
         self._count = 0
         self.totals = dict.fromkeys(SUMMED, 0)
 
@@ -47,13 +55,14 @@ class Ledger:
 
     def record(self, **fields: float) -> bytes:
         """Keep one step, given all fields of STEP_DTYPE by name; returns the record's bytes."""
-        at = self._count % len(self._ring)
-        self._ring[at] = tuple([fields[name] for name in STEP_DTYPE.names or ()])
+        at = self._count % len(self._ring) * STEP_DTYPE.itemsize
+        record = STEP_STRUCT.pack(*[fields[name] for name in FIELDS])
+        self._bytes[at : at + STEP_DTYPE.itemsize] = record
         self._count += 1
         totals = self.totals
         for name in SUMMED:
             totals[name] += int(fields[name])
-        return self._ring[at].tobytes()
+        return record
 
     def since(self, step: int) -> np.ndarray:
         """A copy of the records with a greater step number, oldest first, as far back as they are kept."""

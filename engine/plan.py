@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from jitney.engine.buckets import Bucket
 from jitney.engine.types import TokenLogprobs
 
@@ -12,8 +14,7 @@ if TYPE_CHECKING:
     from jitney.engine.sequence import Sequence
 
 
-@dataclass(slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, gc=False):
     """Rows [start, start + count) of one sequence in one step.
 
     A decode chunk has count 1; its token may still be on the device (position start >= len(seq.tokens)).
@@ -39,8 +40,7 @@ class Chunk:
         return self.scored + self.sample
 
 
-@dataclass(slots=True, frozen=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, gc=False):
     """How full the engine is while a step runs.
 
     seats_busy have a sequence in them: those that a batch only holds are not among them. pages_used are held by
@@ -53,6 +53,9 @@ class Load:
     pages_cached: int
     waiting: int
     waiting_tokens: int
+
+
+NO_LOAD = Load(0, 0, 0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -90,7 +93,7 @@ class Plan:
     preempted: list[Sequence] = field(default_factory=list)
     cached_tokens: int = 0
     reserved: int = 0
-    load: Load = Load(0, 0, 0, 0, 0)
+    load: Load = NO_LOAD
     prefill: int = 0
     decode: int = 0
     recomputed: int = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from jitney.engine.admission import Admission, SchedulerLimits
 from jitney.engine.buckets import Buckets
@@ -27,6 +28,9 @@ from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slo
 from jitney.engine.work import work_of
 
 __all__ = ["Scheduler", "SchedulerLimits"]
+
+#: By the positions that a decoding sequence attends to.
+BY_CONTEXT = attrgetter("scheduled")
 
 
 class Scheduler:
@@ -151,14 +155,16 @@ class Scheduler:
         Kernels that work in groups of rows then give short contexts to short ones' groups.
         """
         rows = self._decode_ready(draft)
-        rows.sort(key=context_of, reverse=True)
+        rows.sort(key=BY_CONTEXT, reverse=True)
+        chunks = draft.chunks
         for seq in rows:
             start = seq.scheduled
-            draft.chunks.append(Chunk(seq, start, 1, True, True, 0, int(start < seq.computed_high)))
-            seq.scheduled = end = start + 1
+            again = start < seq.computed_high
+            chunks.append(Chunk(seq, start, 1, True, True, 0, 1 if again else 0))
+            seq.scheduled = start + 1
             seq.in_flight += 1
-            if end > seq.computed_high:
-                seq.computed_high = end
+            if not again:
+                seq.computed_high = start + 1
             if not seq.plain:
                 draft.plain = False
         draft.n_decode = draft.rows = len(rows)
@@ -170,11 +176,12 @@ class Scheduler:
         page_size = self.pool.page_size
         rows, needy, done = [], [], []
         for seq in self.roster.decoding:
-            if seq.scheduled + 1 >= seq.limit:
+            scheduled = seq.scheduled
+            if scheduled + 1 >= seq.limit:
                 done.append(seq)
                 continue
             rows.append(seq)
-            if seq.scheduled >= len(seq.pages) * page_size:
+            if scheduled >= len(seq.pages) * page_size:
                 needy.append(seq)
         for seq in done:
             self.roster.leave_early(seq)
@@ -332,7 +339,3 @@ class Scheduler:
         return Plan(self._steps, draft.chunks, bucket, draft.plain, draft.boarded, draft.preempted,
                     draft.cached_tokens, draft.reserved, load)
 
-
-def context_of(seq: Sequence) -> int:
-    """Positions a decoding sequence attends to."""
-    return seq.scheduled

@@ -21,8 +21,9 @@ class Sequence:
     seat: -1 while not seated. pages: physical pages in order, all layers. seed: resolved, int64.
     rank: (class, number, index), lower is served first and preempted last. expected: output tokens it was expected to
     generate when it came (admission). plain: see SamplingParams.plain.
-    stop_ids: tokens that end it. root, keys: hash chain of its full pages. published: own pages offered to the
-    prefix index. scored: prompt positions whose logits a launched step brings for prompt_logprobs.
+    n_prompt: prompt tokens. limit: tokens, prompt included, at which it ends by length. stop_ids: tokens that end it.
+    root, keys: hash chain of its full pages. published: own pages offered to the prefix index. scored: prompt positions
+    whose logits a launched step brings for prompt_logprobs.
     """
 
     request: EngineRequest
@@ -49,20 +50,17 @@ class Sequence:
     published: int = 0
     scored: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    n_prompt: int = field(init=False)
+    limit: int = field(init=False)
 
-    @property
-    def n_prompt(self) -> int:
-        return len(self.request.prompt)
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.request.prompt)
+        self.limit = self.n_prompt + self.max_tokens
 
     @property
     def n_output(self) -> int:
         """Output tokens the host knows."""
         return len(self.tokens) - self.n_prompt
-
-    @property
-    def limit(self) -> int:
-        """Tokens, prompt included, at which it ends by length."""
-        return len(self.request.prompt) + self.max_tokens
 
     @property
     def must_score(self) -> bool:

@@ -106,7 +106,7 @@ def compile_attention(n_heads: int, n_kv: int, size: int, page: int, bf16: bool,
     # A decoding row takes `span` keys at a time, which lie in one page.
     span, rows_padded = min(LANES, page), -(-n_heads // ROWS) * ROWS
     blocked = paired and span == LANES
-    row_dots, key_dots = dots(group, columns, bf16), block_dots(1, LANES, size // (2 * LANES)) if blocked else None
+    row_dots, key_dots = dots(group, columns, bf16), block_dots(1, LANES, max(1, size // (2 * LANES)))
     soften_heads = soften_rows(1, columns, False)
     asked = -(-item * width * span // (64 * n_heads)) * 64  # bytes to ask for beside each head
     row_scratch = scratch(FLOAT * (n_heads * size + rows_padded * (size + LANES + 2)))

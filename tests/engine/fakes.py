@@ -7,6 +7,7 @@ the page table. A wrong page table, a page reused too early or a seat mixed up t
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,13 +148,14 @@ class FakeRunner:
 
 def make_core(*, seats: int = 4, pages: int = 33, page_size: int = 4, budget: int = 16, context: int = 64,
               retain: bool = True, max_requests: int = 1000, max_tokens: int = 100_000,
-              eos: tuple[int, ...] = (EOS,), clock: FakeClock | None = None, **limits: Any) -> EngineCore:
+              eos: tuple[int, ...] = (EOS,), clock: FakeClock | None = None,
+              device: Callable[[int, int, int], FakeRunner] = FakeRunner, **limits: Any) -> EngineCore:
     """A core on a fake device; `pages` counts the trash page; limits: further fields of SchedulerLimits."""
     clock = clock or FakeClock()
     held_to = SchedulerLimits(seats, context, max_requests, max_tokens, **limits)
     scheduler = Scheduler(held_to, make_buckets(max_seats=seats, token_budget=budget),
                           PagePool(pages, page_size, retain=retain), clock, eos, VOCAB)
-    return EngineCore(scheduler, FakeRunner(pages, page_size, seats), Ledger(), clock)
+    return EngineCore(scheduler, device(pages, page_size, seats), Ledger(), clock)
 
 
 def make_request(id: str, prompt: list[int], *, arrival: float = 0.0, deadline: float | None = None, priority: int = 0,
