@@ -79,11 +79,10 @@ class Committer:
         if token < 0:
             self._fail(seq)
             return
-        request, tokens = seq.request, seq.tokens
-        output = SequenceOutput(request_id=request.id, index=seq.index, tokens=[token])
-        most = request.sampling.logprobs
-        if most is not None:
-            output.logprobs = [trimmed(logprobs_of(result)[row], most)]
+        tokens = seq.tokens
+        output = SequenceOutput(request_id=seq.request_id, index=seq.index, tokens=[token])
+        if seq.logprobs is not None:
+            output.logprobs = [trimmed(logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
         self.roster.queue.charge(seq, 1)
         if seq.seat >= 0 and len(tokens) // self.pool.page_size > seq.published:

@@ -21,7 +21,8 @@ class Sequence:
     seat: -1 while not seated. pages: physical pages in order, all layers. seed: resolved, int64.
     rank: (class, number, index), lower is served first and preempted last. expected: output tokens it was expected to
     generate when it came (admission). plain: see SamplingParams.plain.
-    n_prompt: prompt tokens. limit: tokens, prompt included, at which it ends by length. stop_ids: tokens that end it.
+    request_id, logprobs, n_prompt: copies from the request, which `commit` would else fetch from memory for each token.
+    limit: tokens, prompt included, at which it ends by length. stop_ids: tokens that end it.
     root, keys: hash chain of its full pages. published: own pages offered to the prefix index. scored: prompt positions
     whose logits a launched step brings for prompt_logprobs.
     """
@@ -50,10 +51,13 @@ class Sequence:
     published: int = 0
     scored: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    request_id: str = field(init=False)
+    logprobs: int | None = field(init=False)
     n_prompt: int = field(init=False)
     limit: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.request_id, self.logprobs = self.request.id, self.request.sampling.logprobs
         self.n_prompt = len(self.request.prompt)
         self.limit = self.n_prompt + self.max_tokens
 

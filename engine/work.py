@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 from jitney.engine.plan import Plan
+
+START = attrgetter("start")
 
 
 class Work(NamedTuple):
@@ -22,16 +25,10 @@ class Work(NamedTuple):
 
 
 def work_of(plan: Plan) -> Work:
-    """The work of a plan; decode rows come first in it, the longest context before the others."""
-    decode = prompt = keys = longest = pairs = 0
-    for chunk in plan.chunks:
-        end = chunk.start + chunk.count
-        if chunk.decode:
-            decode += 1
-            keys += end
-            if end > longest:
-                longest = end
-        else:
-            prompt += chunk.count
-            pairs += chunk.count * (chunk.start + end + 1) // 2
-    return Work(decode, prompt, keys, longest, pairs)
+    """The work of a plan; decode rows come first in it."""
+    decode, prompt, pairs = plan.n_decode, 0, 0
+    starts = list(map(START, plan.chunks[:decode]))
+    for chunk in plan.chunks[decode:]:
+        prompt += chunk.count
+        pairs += chunk.count * (chunk.start + chunk.end + 1) // 2
+    return Work(decode, prompt, sum(starts) + decode, max(starts, default=-1) + 1, pairs)

@@ -25,6 +25,8 @@ PLUGINS = {**dict.fromkeys(GPUS, "JITNEY_CUDA_PLUGIN"), **dict.fromkeys(TPUS, "J
 #: Sequences of the decode steps, and the contexts at which the bytes of decode and of mixed steps are counted.
 SEQUENCES, CONTEXTS, MIXED_CONTEXTS = (1, 8, 32), (1024, 4096), (256, 1024)
 SEATS, MIXED_ROWS = 64, 512
+#: More of them, for targets where that is cheap, and one of the others.
+MORE_SEQUENCES, COUNTED_CLOSELY = (1, 4, 8, 16, 32), (*GPUS, "v5e")
 #: Targets whose sampled steps are compiled, too: for TPUs these take minutes, and one is like the other.
 SAMPLED = (*GPUS, "v6e")
 
@@ -86,7 +88,8 @@ def steps(of: Spec) -> Iterator[Spec]:
     if of.devices > 1:
         yield replace(of, rows=SEQUENCES[-1], seqs=SEQUENCES[-1])
         return
-    for seqs in SEQUENCES if first else SEQUENCES[::2]:
+    few = SEQUENCES if first else SEQUENCES[::2]
+    for seqs in MORE_SEQUENCES if first and of.target in COUNTED_CLOSELY else few:
         yield replace(of, rows=seqs, seqs=seqs)
     if first or of.target in GPUS:
         yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
