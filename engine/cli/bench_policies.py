@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from jitney.engine.bench.report import Section
     from jitney.engine.types import EngineInfo
 
-DEFAULT_SEATS = 16
 #: A little more than can be served, so that there is always a queue.
 DEFAULT_LOAD = 1.15
 
@@ -72,7 +71,7 @@ def make_parser() -> Parser:
     parser = Parser("bench policies", "Compare the three ways to batch on the same requests, in this process.")
     add = parser.add_argument_group("comparison").add_argument
     add("--policies", metavar="A,B", default=",".join(POLICIES), help=f"policies to compare [{','.join(POLICIES)}]")
-    add("--seats", type=int, metavar="N", help=f"the same as --max-seats [{DEFAULT_SEATS}]")
+    add("--seats", type=int, metavar="N", help="the same as --max-seats [the engine's]")
     add("--rate", type=float, metavar="X", help="requests a second, for poisson and gamma [from --load]")
     add("--load", type=float, default=DEFAULT_LOAD, metavar="X", help="without --rate: times what continuous batching "
         f"can serve, which is measured first [{DEFAULT_LOAD}]")
@@ -102,8 +101,8 @@ def config_of(known: argparse.Namespace) -> Config:
     """The configuration, with the seats that were asked for and a queue that refuses nobody."""
     if known.seats is not None and "max_seats" in vars(known):
         raise ConfigError("--seats and --max-seats are the same setting: give one")
-    if "max_seats" not in vars(known):
-        known.max_seats = str(DEFAULT_SEATS if known.seats is None else known.seats)
+    if known.seats is not None:
+        known.max_seats = str(known.seats)
     return config_from(known)
 
 
