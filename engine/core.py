@@ -15,7 +15,6 @@ from jitney.engine.plan import Plan, StepResult
 from jitney.engine.scheduler import Scheduler
 from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutput
 from jitney.engine.wire import AskSlots, PromptRows, Slots, StepReport
-from jitney.engine.work import work_of
 
 
 class Runner(Protocol):
@@ -137,7 +136,7 @@ class EngineCore:
 
     def _record(self, flight: Flight, waited: float, ready: float) -> bytes:
         """Account for one step; what the host waited for it is what the device took, unless the host was slower."""
-        plan, load, before, work = flight.plan, flight.plan.load, self._ready, work_of(flight.plan)
+        plan, load, before, work = flight.plan, flight.plan.load, self._ready, flight.plan.work
         gap = max(0.0, flight.launched - before) if before > -math.inf else 0.0
         device = ready - max(flight.launched, before)
         if not flight.compiled:

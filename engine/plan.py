@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from jitney.engine.buckets import Bucket
 from jitney.engine.types import TokenLogprobs
+from jitney.engine.work import Work
 
 if TYPE_CHECKING:
     from jitney.engine.sequence import Sequence
@@ -41,10 +41,6 @@ class Chunk(msgspec.Struct, gc=False):
         return self.scored + self.sample
 
 
-#: Every step adds these up over its chunks: so the loop is not Python's.
-COUNT, DECODES = attrgetter("count"), attrgetter("decode")
-
-
 class Load(msgspec.Struct, frozen=True, gc=False):
     """How full the engine is while a step runs.
 
@@ -65,7 +61,10 @@ NO_LOAD = Load(0, 0, 0, 0, 0)
 
 @dataclass(slots=True)
 class Draft:
-    """A plan in the making. rows: taken so far; tokens_left, rows_left: prompt and logit rows it can still take."""
+    """A plan in the making. rows: taken so far; tokens_left, rows_left: prompt and logit rows it can still take.
+
+    keys, longest, pairs: see `engine.work.Work`; counted here, where each chunk is at hand anyway.
+    """
 
     tokens_left: int
     rows_left: int
@@ -77,6 +76,9 @@ class Draft:
     preempted: list[Sequence] = field(default_factory=list)
     cached_tokens: int = 0
     reserved: int = 0
+    keys: int = 0
+    longest: int = 0
+    pairs: int = 0
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ class Plan:
     chunks: list[Chunk]
     bucket: Bucket
     plain: bool
+    work: Work
     boarded: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     cached_tokens: int = 0
@@ -109,11 +112,11 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows that carry a token; the bucket's other rows are padding."""
-        return sum(map(COUNT, self.chunks))
+        return self.work.decode + self.work.prompt
 
     @property
     def n_decode(self) -> int:
-        return sum(map(DECODES, self.chunks))
+        return self.work.decode
 
 
 @dataclass(slots=True)

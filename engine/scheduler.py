@@ -25,7 +25,7 @@ from jitney.engine.prefix import publish, shareable_keys
 from jitney.engine.roster import Roster
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slot
-from jitney.engine.work import work_of
+from jitney.engine.work import Work
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -107,7 +107,7 @@ class Scheduler:
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """A planned step took so long on the device; what is foreseen and promised rests on this."""
-        self.pace.observe(plan.bucket, seconds, work_of(plan).pairs if not plan.bucket.decode_only else 0)
+        self.pace.observe(plan.bucket, seconds, plan.work.pairs)
 
     def pause(self, now: float) -> float:
         """Seconds in which no plan can come of who is here, because the policy lets everybody wait; 0 if one can."""
@@ -156,18 +156,20 @@ class Scheduler:
         """
         rows = self._decode_ready(draft)
         rows.sort(key=BY_CONTEXT, reverse=True)
-        chunks = draft.chunks
+        chunks, keys = draft.chunks, 0
         for seq in rows:
             start = seq.scheduled
             again = start < seq.computed_high
             chunks.append(Chunk(seq, start, 1, True, True, 0, 1 if again else 0))
             seq.scheduled = start + 1
+            keys += start + 1
             seq.in_flight += 1
             if not again:
                 seq.computed_high = start + 1
             if not seq.plain:
                 draft.plain = False
         draft.n_decode = draft.rows = len(rows)
+        draft.keys, draft.longest = keys, rows[0].scheduled if rows else 0
         draft.tokens_left -= len(rows)
         draft.rows_left -= len(rows)
 
@@ -288,6 +290,7 @@ class Scheduler:
         chunk = Chunk(seq, start, count, False, end == known, scored, max(0, min(end, seq.computed_high) - start))
         draft.chunks.append(chunk)
         draft.rows += count
+        draft.pairs += count * (start + end + 1) // 2
         draft.tokens_left -= count
         draft.rows_left -= chunk.logit_rows
         draft.plain = draft.plain and seq.plain
@@ -336,6 +339,7 @@ class Scheduler:
                                      decode_only=draft.rows == draft.n_decode,
                                      logit_rows=self.buckets.seats - draft.rows_left)
         load = Load(roster.n_seated, self.pool.used, self.pool.n_cached, roster.n_waiting, roster.backlog.tokens)
-        return Plan(self._steps, draft.chunks, bucket, draft.plain, draft.boarded, draft.preempted,
+        work = Work(draft.n_decode, draft.rows - draft.n_decode, draft.keys, draft.longest, draft.pairs)
+        return Plan(self._steps, draft.chunks, bucket, draft.plain, work, draft.boarded, draft.preempted,
                     draft.cached_tokens, draft.reserved, load)
 

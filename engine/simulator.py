@@ -29,7 +29,6 @@ from jitney.engine.plan import Plan, StepResult
 from jitney.engine.scheduler import Scheduler
 from jitney.engine.steptable import StepTimes, kind_of
 from jitney.engine.types import EngineRequest, SamplingParams
-from jitney.engine.work import work_of
 from jitney.engine.workload import Arrival
 
 
@@ -116,7 +115,7 @@ class VirtualDevice:
         return plan
 
     def launch(self, batch: Plan) -> Ticket:
-        seconds = self.table.seconds(batch.bucket, work_of(batch))
+        seconds = self.table.seconds(batch.bucket, batch.work)
         scatter = self._scatter.get(kind_of(batch.bucket))
         if scatter is not None:
             seconds *= next(scatter)

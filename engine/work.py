@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from jitney.engine.plan import Plan
-
-START = attrgetter("start")
+if TYPE_CHECKING:
+    from jitney.engine.plan import Chunk
 
 
 class Work(NamedTuple):
@@ -24,11 +23,9 @@ class Work(NamedTuple):
     pairs: int = 0
 
 
-def work_of(plan: Plan) -> Work:
-    """The work of a plan; decode rows come first in it."""
-    decode, prompt, pairs = plan.n_decode, 0, 0
-    starts = list(map(START, plan.chunks[:decode]))
-    for chunk in plan.chunks[decode:]:
-        prompt += chunk.count
-        pairs += chunk.count * (chunk.start + chunk.end + 1) // 2
-    return Work(decode, prompt, sum(starts) + decode, max(starts, default=-1) + 1, pairs)
+def work_of(chunks: Sequence[Chunk]) -> Work:
+    """The work of some chunks, for plans made by hand; the scheduler counts while it plans."""
+    ends = [chunk.end for chunk in chunks if chunk.decode]
+    prompts = [chunk for chunk in chunks if not chunk.decode]
+    return Work(len(ends), sum(chunk.count for chunk in prompts), sum(ends), max(ends, default=0),
+                sum(chunk.count * (chunk.start + chunk.end + 1) // 2 for chunk in prompts))

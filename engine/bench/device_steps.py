@@ -29,7 +29,7 @@ from jitney.engine.models.llama import Llama, abstract_model
 from jitney.engine.program import allocate, compile_step
 from jitney.engine.roofline import ModelCost
 from jitney.engine.runner import Runner, Ticket
-from jitney.engine.work import Work, work_of
+from jitney.engine.work import Work
 from jitney.kernels.select import KernelSet
 
 #: Of the memory that jax may use: left for temporaries, fragments and uploads.
@@ -136,7 +136,7 @@ def time_step(bench: Bench, case: Case, sample_s: float) -> tuple[list[float], W
     if min(runner.fetch(Ticket(plan, runner.run(case.bucket, plain, packed))).tokens) < 0:
         raise RuntimeError("the step's logits are not finite")
     samples = repeated(lambda _: runner.run(case.bucket, plain, packed), None, sample_s)
-    return samples, work_of(plan)
+    return samples, plan.work
 
 
 def step_row(job: Job, get: Callable[[], Bench], group: Sequence[Bucket], name: str, by: str, case: Case, text: str,

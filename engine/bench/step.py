@@ -119,7 +119,7 @@ def plan_of(case: Case, number: int, page_size: int) -> Plan:
         seq = Seq(request, 0, 0, tokens, 1, seat=seat, pages=list(range(page, page + n_pages)))
         chunks.append(Chunk(seq, start, count, decode, True))
         page += n_pages
-    return Plan(number, chunks, case.bucket, True, boarded=[chunk.seq for chunk in chunks])
+    return Plan(number, chunks, case.bucket, True, work_of(chunks), boarded=[chunk.seq for chunk in chunks])
 
 
 def time_cases(runner: Runner, wanted: Sequence[Case], page_size: int, repeats: int, seconds: float,
@@ -127,7 +127,7 @@ def time_cases(runner: Runner, wanted: Sequence[Case], page_size: int, repeats: 
     """Each case `repeats` times in shuffled rounds after one that does not count; at least one round counts, and no
     new one begins after `seconds`."""
     plans = [plan_of(case, number, page_size) for number, case in enumerate(wanted)]
-    timings = [Timing(case, work_of(plan), []) for case, plan in zip(wanted, plans, strict=True)]
+    timings = [Timing(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
     order, rng, started = list(range(len(plans))), random.Random(0), time.perf_counter()
     for turn in range(repeats + 1):
         if turn > 1 and time.perf_counter() - started > seconds:

@@ -20,6 +20,7 @@ from jitney.engine.pages import PagePool
 from jitney.engine.plan import Plan, StepResult
 from jitney.engine.scheduler import Scheduler, SchedulerLimits
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
+from jitney.engine.work import work_of
 
 VOCAB, EOS = 40, 0
 
@@ -84,6 +85,7 @@ class FakeRunner:
 
     def batch(self, plan: Plan) -> tuple[list[Rows], dict[int, int], Plan]:
         assert [chunk.decode for chunk in plan.chunks] == sorted((c.decode for c in plan.chunks), reverse=True)
+        assert plan.work == work_of(plan.chunks)
         assert plan.rows <= plan.bucket.tokens and len(plan.chunks) <= plan.bucket.seats
         assert sum(chunk.logit_rows for chunk in plan.chunks) <= plan.bucket.seats
         seats = [chunk.seq.seat for chunk in plan.chunks]

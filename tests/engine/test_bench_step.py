@@ -16,7 +16,7 @@ from jitney.engine.buckets import Bucket, make_buckets
 from jitney.engine.cli.bench_step import show
 from jitney.engine.models.config import tiny_config
 from jitney.engine.steptable import HostTimes, StepTable
-from jitney.engine.work import Work, work_of
+from jitney.engine.work import Work
 
 
 @pytest.mark.parametrize(("seats", "budget", "room", "context"), [(32, 512, 20_000, 8192), (1, 8, 64, 32),
@@ -39,7 +39,7 @@ def test_every_case_is_a_step_the_engine_could_plan(seats: int, budget: int, roo
 def test_the_work_of_a_case_by_hand():
     plan = plan_of(Case(Bucket(64, 8), (100, 20), ((0, 10), (30, 4))), 0, 16)
     # pairs: 1 + 2 + ... + 10, and 31 + 32 + 33 + 34
-    assert work_of(plan) == Work(decode=2, prompt=14, keys=101 + 21, longest=101, pairs=55 + 130)
+    assert plan.work == Work(decode=2, prompt=14, keys=101 + 21, longest=101, pairs=55 + 130)
     assert [len(chunk.seq.pages) for chunk in plan.chunks] == [7, 2, 1, 3]
 
 
