@@ -49,8 +49,8 @@ build/tpu: | $(READY)
 	  print(next(line.split(";")[0] for line in requires("jax") if line.startswith("libtpu")))'); \
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ "$$wanted"
 
-# The whole table of kernel tiles, and the engine's steps, compiled for GPUs and TPUs that need not be there: half an
-# hour on two cores. What came out is written beside the benchmarks.
+# The whole table of kernel tiles, and the engine's steps, compiled for GPUs and TPUs that need not be there: twenty
+# minutes on two cores. What came out is written beside the benchmarks.
 test-compile: export JITNEY_TEST_COMPILE := 1
 test-compile: export JITNEY_CUDA_PLUGIN := build/cuda
 test-compile: export JITNEY_TPU_PLUGIN := build/tpu
