@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakeClock, FakeRunner, make_core, next_token, score
-from test_core import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_request
+from test_core import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
 
 from jitney.engine.batch import FLOATS, INTS, BatchBuilder, Layout
 from jitney.engine.buckets import Bucket
 from jitney.engine.plan import Plan, StepResult
-from jitney.engine.types import EngineRequest, SequenceOutput
 
 
 class PackedRunner(FakeRunner):
@@ -78,20 +77,7 @@ def test_whoever_reads_the_array_alone_gets_everybodys_tokens(policy: str, seed:
     rng, clock = random.Random(seed), FakeClock(tick=0.001)
     core = make_core(seats=4, pages=PAGES, page_size=PAGE_SIZE, budget=13, context=CONTEXT, policy=policy, clock=clock,
                      batch_size=3, max_wait_ms=2000.0, device=PackedRunner)
-    requests: list[EngineRequest] = []
-    outputs: list[SequenceOutput] = []
-    for _ in range(3000):
-        clock.now += rng.random()
-        kind = rng.random()
-        if kind < 0.07:
-            requests.append(random_request(rng, len(requests), clock.now))
-            core.add(requests[-1])
-        elif kind < 0.10 and requests:
-            core.abort(rng.choice(requests[-8:]).id, rng.choice((None, 0, 1)), "abort")
-        else:
-            outputs += core.step().outputs
-    outputs += core.run_until_idle(20_000)
-    core.check()
+    requests, outputs = random_events(core, clock, rng, 3000)
     assert_solo_tokens(requests, outputs)
     records = core.ledger.since(0)
     assert records["preempted"].sum() > 10 and records["recomputed"].sum() > 30 and records["cancelled"].sum() > 5

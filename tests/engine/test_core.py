@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jitney.engine.admission import sibling_seed
+from jitney.engine.core import EngineCore
 from jitney.engine.ledger import STEP_DTYPE
 from jitney.engine.types import EngineRequest, SequenceOutput
 
@@ -31,6 +32,28 @@ def random_request(rng: random.Random, number: int, now: float = 0.0) -> EngineR
         seed=rng.choice((0, 7, 99)), max_tokens=rng.choice((None, 1, 2, 5, 12)),
         ignore_eos=rng.random() < 0.2, prompt_logprobs=rng.choice((None,) * 9 + (2,)),
         logprobs=rng.choice((None,) * 9 + (1,)))
+
+
+def random_events(core: EngineCore, clock: FakeClock, rng: random.Random,
+                  count: int) -> tuple[list[EngineRequest], list[SequenceOutput]]:
+    """So many times submit, abort or step, then until nobody is left: everybody who came, and all outputs."""
+    requests: list[EngineRequest] = []
+    outputs: list[SequenceOutput] = []
+    for event in range(count):
+        clock.now += rng.random()
+        kind = rng.random()
+        if kind < 0.07:
+            requests.append(random_request(rng, len(requests), clock.now))
+            core.add(requests[-1])
+        elif kind < 0.10 and requests:
+            core.abort(rng.choice(requests[-8:]).id, rng.choice((None, 0, 1)), rng.choice(("abort", "stop")))
+        else:
+            outputs += core.step().outputs
+        if event % 5 == 0:
+            core.scheduler.check()
+    outputs += core.run_until_idle(20_000)
+    core.check()
+    return requests, outputs
 
 
 def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutput]) -> None:
@@ -58,22 +81,7 @@ def test_10000_random_events_lose_nothing(retain: bool, policy: str, order: str,
     rng, clock = random.Random(seed), FakeClock(tick=0.001)
     core = make_core(seats=4, pages=PAGES, page_size=PAGE_SIZE, budget=13, context=CONTEXT, retain=retain, order=order,
                      policy=policy, batch_size=3, max_wait_ms=2000.0, prefill_share=0.5, target_itl_ms=2.0, clock=clock)
-    requests: list[EngineRequest] = []
-    outputs: list[SequenceOutput] = []
-    for event in range(10_000):
-        clock.now += rng.random()
-        kind = rng.random()
-        if kind < 0.07:
-            requests.append(random_request(rng, len(requests), clock.now))
-            core.add(requests[-1])
-        elif kind < 0.10 and requests:
-            core.abort(rng.choice(requests[-8:]).id, rng.choice((None, 0, 1)), rng.choice(("abort", "stop")))
-        else:
-            outputs += core.step().outputs
-        if event % 5 == 0:
-            core.scheduler.check()
-    outputs += core.run_until_idle(20_000)
-    core.check()
+    requests, outputs = random_events(core, clock, rng, 10_000)
     assert core.scheduler.pool.used == 0 and not any(slot.state != "free" for slot in core.slots().slots)
     assert_solo_tokens(requests, outputs)
     records = core.ledger.since(0)
