@@ -161,6 +161,8 @@ class BatchBuilder:
         token_seats: list[int] = []
         positions: list[int] = []
         writes: list[int] = []
+        prompt_lens: list[int] = []
+        ends = list(range(n_decode + 1))
         width, table, tables = self.pages, upload.table, self.tables
         for row, chunk in enumerate(plan.chunks):
             seq, start = chunk.seq, chunk.start
@@ -182,28 +184,35 @@ class BatchBuilder:
                 for at in range(start - start % page, end, page):
                     low, high, first = max(at, start), min(at + page, end), pages[at // page] * page - at
                     writes += range(first + low, first + high)
-        lens, ends = [start + 1 for start in positions[:n_decode]], list(range(n_decode + 1))
-        logit_rows, seats = list(range(n_decode)), token_seats[:n_decode]
-        for chunk in plan.chunks[n_decode:]:
-            lens.append(chunk.end)
-            if chunk.scored:  # their logits set no seat's token
-                logit_rows += range(ends[-1], ends[-1] + chunk.scored)
-                seats += [self.seats] * chunk.scored
-            ends.append(ends[-1] + chunk.count)
-            if chunk.sample:
-                logit_rows.append(ends[-1] - 1)
-                seats.append(chunk.seq.seat)
-        n_rows, n_seqs = len(tokens), len(lens)
+                prompt_lens.append(end)
+                ends.append(len(tokens))
+        logit_rows, seats = self.prompt_logits(plan, ends)
+        n_rows, n_seqs = len(tokens), len(plan.chunks)
         for row in range(n_seqs, upload.used):
             upload.inputs.page_table[row] = held[row] = 0
         upload.used = n_seqs
         padding, absent = plan.bucket.tokens - n_rows, plan.bucket.seats - n_seqs
-        no_logits = plan.bucket.seats - len(seats)
+        no_logits = plan.bucket.seats - n_decode - len(seats)
         zeros = [0] * max(padding, absent, no_logits)
         upload.rows[:] = array("i", chain(
             tokens, zeros[:padding], token_seats, zeros[:padding], positions, zeros[:padding],
-            writes, [self.pool_rows] * padding, lens, zeros[:absent], ends, [n_rows] * absent,
-            (n_decode, n_seqs, n_rows), logit_rows, zeros[:no_logits], seats, [self.seats] * no_logits))
+            writes, [self.pool_rows] * padding,
+            (start + 1 for start in positions[:n_decode]), prompt_lens, zeros[:absent], ends, [n_rows] * absent,
+            (n_decode, n_seqs, n_rows), range(n_decode), logit_rows, zeros[:no_logits],
+            token_seats[:n_decode], seats, [self.seats] * no_logits))
+
+    def prompt_logits(self, plan: Plan, ends: list[int]) -> tuple[list[int], list[int]]:
+        """(token row, seat whose token it sets) of the prompt chunks' logit rows; ends: cu_q. Scored rows set none."""
+        rows: list[int] = []
+        seats: list[int] = []
+        for end, chunk in zip(ends[plan.n_decode + 1 :], plan.chunks[plan.n_decode :], strict=True):
+            first = end - chunk.count
+            rows += range(first, first + chunk.scored)
+            seats += [self.seats] * chunk.scored
+            if chunk.sample:
+                rows.append(end - 1)
+                seats.append(chunk.seq.seat)
+        return rows, seats
 
     def note_pages(self, seq: Sequence) -> None:
         """Write a sequence's new pages into its seat's table."""
