@@ -91,7 +91,7 @@ class Admission:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         return [Sequence(request, index, sibling_seed(seed, index), list(request.prompt), max_tokens,
                          rank=(group, number, index), expected=expected, plain=sampling.plain, stop_ids=stop_ids,
-                         root=root)
+                         shares=self.pool.retain or sampling.n > 1, root=root)
                 for index in range(sampling.n)]
 
     def _check_prompt(self, prompt: list[int]) -> None:

@@ -5,6 +5,7 @@ Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per 
 
 from __future__ import annotations
 
+import struct
 from array import array
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,7 +80,7 @@ class Layout:
 class Upload:
     """A packed array of one executable, its fields as views, and what the rows of its page table are copies of.
 
-    rows: the fields from `tokens` to `seats`, flat. table: the page table, flat. stamps: of each of its rows, the stamp
+    fresh: all fields but the page table, flat. table: the page table, flat. stamps: of each of its rows, the stamp
     of the seat's table that it holds; 0: zeros. used: rows that may hold a table.
     """
 
@@ -87,7 +88,8 @@ class Upload:
         self.packed = np.zeros(layout.size, np.int32)
         self.inputs = layout.split(self.packed)
         words = memoryview(self.packed)
-        self.rows, self.table = words[: layout.slices["seats"].stop], words[layout.slices["page_table"]]
+        table = layout.slices["page_table"]
+        self.fresh, self.table = words[: table.start], words[table]
         self.stamps, self.used = [0] * layout.bucket.seats, 0
 
 
@@ -107,8 +109,8 @@ class BatchBuilder:
         self.known = [0] * seats  # pages of each seat already in `tables`
         self.stamps = [0] * seats  # changes whenever the seat's table does
         self.changes = 0
-        self.floats = np.zeros((seats, FLOATS), np.float32)
-        self.ints = np.zeros((seats, INTS), np.int32)
+        self.floats = [[0] * FLOATS] * seats  # each seat's sampling parameters, as the bits of float32
+        self.ints = [(0, 0, 0, 0)] * seats  # top_k, seed (low, high word), LOOKS bits
         self.layouts: dict[tuple[Bucket, bool], Layout] = {}
         self.uploads: dict[tuple[Bucket, bool], tuple[Upload, Upload]] = {}
 
@@ -127,9 +129,7 @@ class BatchBuilder:
         upload = self.next_upload(plan.bucket, plain)
         for seq in plan.boarded:
             self.board(seq)
-        self.fill_rows(plan, upload)
-        if not plain:
-            self.fill_sampling(plan, upload.inputs)
+        self.fill(plan, upload, None if plain else self.sampling_of(plan))
         return upload.packed
 
     def next_upload(self, bucket: Bucket, plain: bool) -> Upload:
@@ -146,16 +146,15 @@ class BatchBuilder:
         """A sequence took a seat: forget the last owner's pages, note its sampling parameters."""
         self.known[seq.seat] = 0
         params = seq.request.sampling
-        self.floats[seq.seat] = (0.0 if params.greedy else params.temperature, params.top_p, params.min_p,
-                                 params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        floats = struct.pack(f"{FLOATS}f", 0.0 if params.greedy else params.temperature, params.top_p, params.min_p,
+                             params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self.floats[seq.seat] = list(struct.unpack(f"{FLOATS}i", floats))
         looks = PENALISED * params.penalised | BIASED * params.biased | SCORED * params.scored
-        seed = seq.seed & 0xFFFFFFFFFFFFFFFF
-        low, high = seed & 0xFFFFFFFF, seed >> 32
-        words = np.array([low, high], np.uint32).view(np.int32)
-        self.ints[seq.seat] = (max(params.top_k, 0), words[0], words[1], -1, 0, looks)
+        low, high = struct.unpack("<2i", struct.pack("<Q", seq.seed & 0xFFFFFFFFFFFFFFFF))
+        self.ints[seq.seat] = max(params.top_k, 0), low, high, looks
 
-    def fill_rows(self, plan: Plan, upload: Upload) -> None:
-        """Tokens, positions, page tables, KV rows and logit rows of every chunk, padded to the bucket."""
+    def fill(self, plan: Plan, upload: Upload, sampling: tuple[list[int], list[int]] | None) -> None:
+        """Tokens, positions, page tables, KV rows and logit rows of every chunk, and how to sample, padded."""
         n_decode, page, known, stamps, held = plan.n_decode, self.page_size, self.known, self.stamps, upload.stamps
         tokens = [-1] * n_decode  # what a decoding row's seat sampled last, the host need not know it yet
         token_seats: list[int] = []
@@ -194,12 +193,16 @@ class BatchBuilder:
         padding, absent = plan.bucket.tokens - n_rows, plan.bucket.seats - n_seqs
         no_logits = plan.bucket.seats - n_decode - len(seats)
         zeros = [0] * max(padding, absent, no_logits)
-        upload.rows[:] = array("i", chain(
+        words = array("i", chain(
             tokens, zeros[:padding], token_seats, zeros[:padding], positions, zeros[:padding],
             writes, [self.pool_rows] * padding,
-            (start + 1 for start in positions[:n_decode]), prompt_lens, zeros[:absent], ends, [n_rows] * absent,
+            [start + 1 for start in positions[:n_decode]], prompt_lens, zeros[:absent], ends, [n_rows] * absent,
             (n_decode, n_seqs, n_rows), range(n_decode), logit_rows, zeros[:no_logits],
             token_seats[:n_decode], seats, [self.seats] * no_logits))
+        if sampling is not None:
+            floats, ints = sampling
+            words.extend(chain(floats, [0] * (FLOATS * no_logits), ints, [0] * (INTS * no_logits)))
+        upload.fresh[:] = words
 
     def prompt_logits(self, plan: Plan, ends: list[int]) -> tuple[list[int], list[int]]:
         """(token row, seat whose token it sets) of the prompt chunks' logit rows; ends: cu_q. Scored rows set none."""
@@ -223,24 +226,17 @@ class BatchBuilder:
         self.changes += 1
         self.stamps[seat] = self.changes
 
-    def fill_sampling(self, plan: Plan, out: StepInputs) -> None:
-        """How to sample each logit row, in plan order (scored rows of a chunk first)."""
-        owners: list[int] = []
-        scored: list[int] = []
-        positions: list[int] = []
+    def sampling_of(self, plan: Plan) -> tuple[list[int], list[int]]:
+        """The rows of `floats` and `ints` of each logit row, in plan order (scored rows of a chunk first)."""
+        floats: list[int] = []
+        ints: list[int] = []
         for chunk in plan.chunks:
             seat, start = chunk.seq.seat, chunk.start
-            if chunk.scored:
-                owners += [seat] * chunk.scored
-                scored += chunk.seq.tokens[start + 1 : start + 1 + chunk.scored]
-                positions += range(start, start + chunk.scored)
+            top_k, low, high, looks = self.ints[seat]
+            for position in range(start, start + chunk.scored):
+                floats += self.floats[seat]
+                ints += (top_k, low, high, chunk.seq.tokens[position + 1], position, looks)
             if chunk.sample:
-                owners.append(seat)
-                scored.append(-1)
-                positions.append(start + chunk.count - 1)
-        n = len(owners)
-        out.floats[:n] = self.floats[owners].view(np.int32)
-        out.ints[:n] = self.ints[owners]
-        out.ints[:n, 3] = scored
-        out.ints[:n, 4] = positions
-        out.floats[n:] = out.ints[n:] = 0
+                floats += self.floats[seat]
+                ints += (top_k, low, high, -1, chunk.end - 1, looks)
+        return floats, ints

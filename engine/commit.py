@@ -7,7 +7,6 @@ import logging
 from jitney.engine.errors import ErrorInfo
 from jitney.engine.pages import PagePool
 from jitney.engine.plan import Chunk, Plan, StepResult
-from jitney.engine.prefix import publish
 from jitney.engine.roster import Roster
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import FinishReason, SequenceOutput, TokenLogprobs
@@ -85,8 +84,6 @@ class Committer:
             output.logprobs = [trimmed(logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
         self.roster.queue.charge(seq, 1)
-        if seq.seat >= 0 and len(tokens) // self.pool.page_size > seq.published:
-            publish(seq, self.pool)
         if seq.first_token_at is None:
             self._first_token(seq, output, now)
         if len(tokens) >= seq.limit or token in seq.stop_ids:
@@ -111,6 +108,7 @@ class Committer:
     def _fail(self, seq: Sequence) -> None:
         """A row was not finite: end the sequence, and let nobody share the pages that may have caused it."""
         self.pool.withdraw(seq.pages)
+        seq.shares = False
         self.roster.end(seq, "error", NAN)
 
 

@@ -35,13 +35,21 @@ def extend_keys(keys: list[bytes], root: bytes, tokens: list[int], page_size: in
 
 def shareable_keys(seq: Sequence, page_size: int) -> list[bytes]:
     """Keys of the pages a boarding sequence may share: full ones, and never the last token's, whose logits we need."""
+    if not seq.shares:
+        return []
     n_pages = (len(seq.tokens) - 1) // page_size
     extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages)
     return seq.keys[:n_pages]
 
 
 def publish(seq: Sequence, pool: PagePool) -> None:
-    """Offer the index every full page of a seated sequence whose tokens the host knows and whose rows are launched."""
+    """Offer the index every full page of a seated sequence whose tokens the host knows and whose rows are launched.
+
+    Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a page takes a hash, and
+    many at once take less time than one in each step.
+    """
+    if not seq.shares:
+        return
     full = min(seq.scheduled, len(seq.tokens)) // pool.page_size
     if full <= seq.published:
         return

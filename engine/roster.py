@@ -9,6 +9,7 @@ from jitney.engine.admission import SchedulerLimits
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.pages import PagePool
 from jitney.engine.predict import OutputLengths
+from jitney.engine.prefix import publish
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slot
 from jitney.engine.waiting import SLACK, Backlog, WaitingQueue
@@ -194,6 +195,8 @@ class Roster:
         self.queue.push(seq)
 
     def _unseat(self, seq: Sequence) -> None:
+        if self.pool.retain:
+            publish(seq, self.pool)
         self.pool.release(seq.pages)
         self.prefilling.pop(seq, None)
         self.decoding.pop(seq, None)

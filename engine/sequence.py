@@ -23,8 +23,9 @@ class Sequence:
     generate when it came (admission). plain: see SamplingParams.plain.
     request_id, logprobs, n_prompt: copies from the request, which `commit` would else fetch from memory for each token.
     limit: tokens, prompt included, at which it ends by length. stop_ids: tokens that end it.
-    root, keys: hash chain of its full pages. published: own pages offered to the prefix index. scored: prompt positions
-    whose logits a launched step brings for prompt_logprobs.
+    shares: its pages may serve others, or itself after a preemption. root, keys: hash chain of its full pages.
+    published: own pages offered to the prefix index. scored: prompt positions whose logits a launched step brings for
+    prompt_logprobs.
     """
 
     request: EngineRequest
@@ -46,6 +47,7 @@ class Sequence:
     expected: int = 0
     plain: bool = True
     stop_ids: frozenset[int] = frozenset()
+    shares: bool = True
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
