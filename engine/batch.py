@@ -112,7 +112,7 @@ class BatchBuilder:
         self.floats = [[0] * FLOATS] * seats  # each seat's sampling parameters, as the bits of float32
         self.ints = [(0, 0, 0, 0)] * seats  # top_k, seed (low, high word), LOOKS bits
         self.layouts: dict[tuple[Bucket, bool], Layout] = {}
-        self.uploads: dict[tuple[Bucket, bool], tuple[Upload, Upload]] = {}
+        self.uploads: dict[tuple[Bucket, bool], list[Upload]] = {}
 
     def layout(self, bucket: Bucket, plain: bool) -> Layout:
         """The layout of one executable."""
@@ -135,12 +135,12 @@ class BatchBuilder:
     def next_upload(self, bucket: Bucket, plain: bool) -> Upload:
         """The one of an executable's two arrays that was used before the other."""
         key = bucket, plain
-        if key not in self.uploads:
+        both = self.uploads.get(key)
+        if both is None:
             layout = self.layout(bucket, plain)
-            self.uploads[key] = Upload(layout), Upload(layout)
-        older, newer = self.uploads[key]
-        self.uploads[key] = newer, older
-        return older
+            both = self.uploads[key] = [Upload(layout), Upload(layout)]
+        both.reverse()
+        return both[0]
 
     def board(self, seq: Sequence) -> None:
         """A sequence took a seat: forget the last owner's pages, note its sampling parameters."""

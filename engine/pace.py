@@ -58,9 +58,10 @@ class Pace:
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int = 0) -> None:
         """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt rows."""
-        if bucket not in self._seen:
-            self._seen[bucket] = deque(maxlen=KEPT)
-        self._seen[bucket].append((seconds, pairs))
+        seen = self._seen.get(bucket)
+        if seen is None:
+            seen = self._seen[bucket] = deque(maxlen=KEPT)
+        seen.append((seconds, pairs))
         self.step = seconds if self.step is None else FADE * self.step + (1 - FADE) * seconds
         if not bucket.decode_only:
             self._slope.observe(bucket, seconds, pairs)
