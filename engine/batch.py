@@ -78,7 +78,7 @@ class Layout:
 
 
 class Upload:
-    """A packed array of one executable, its fields as views, and what the rows of its page table are copies of.
+    """A packed array of one executable, and what the rows of its page table are copies of.
 
     fresh: all fields but the page table, flat. table: the page table, flat. stamps: of each of its rows, the stamp
     of the seat's table that it holds; 0: zeros. used: rows that may hold a table.
@@ -86,7 +86,6 @@ class Upload:
 
     def __init__(self, layout: Layout):
         self.packed = np.zeros(layout.size, np.int32)
-        self.inputs = layout.split(self.packed)
         words = memoryview(self.packed)
         table = layout.slices["page_table"]
         self.fresh, self.table = words[: table.start], words[table]
@@ -106,6 +105,7 @@ class BatchBuilder:
     def __init__(self, *, seats: int, pages_per_seat: int, page_size: int, pool_rows: int):
         self.seats, self.pages, self.page_size, self.pool_rows = seats, pages_per_seat, page_size, pool_rows
         self.tables = memoryview(np.zeros(seats * pages_per_seat, np.int32))  # each seat's page table
+        self.no_pages = array("i", [0] * pages_per_seat)
         self.known = [0] * seats  # pages of each seat already in `tables`
         self.stamps = [0] * seats  # changes whenever the seat's table does
         self.changes = 0
@@ -188,7 +188,8 @@ class BatchBuilder:
         logit_rows, seats = self.prompt_logits(plan, ends)
         n_rows, n_seqs = len(tokens), len(plan.chunks)
         for row in range(n_seqs, upload.used):
-            upload.inputs.page_table[row] = held[row] = 0
+            table[row * width : row * width + width] = self.no_pages
+            held[row] = 0
         upload.used = n_seqs
         padding, absent = plan.bucket.tokens - n_rows, plan.bucket.seats - n_seqs
         no_logits = plan.bucket.seats - n_decode - len(seats)

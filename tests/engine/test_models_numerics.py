@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 
 from jitney.engine.models.config import ModelConfig, tiny_config
@@ -21,20 +21,7 @@ from jitney.engine.weights.sources import resolve
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
-TESTS = Path(__file__).parents[1]
-DATA = json.loads((TESTS / "data" / "reference_logits.json").read_text())
 CASES = DATA["cases"]
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("make_reference_logits", TESTS / "make_reference_logits.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = load_script()
 
 
 def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):

@@ -5,7 +5,6 @@ Devices are parts of this CPU, which a process of its own has to ask for: `shard
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
+from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 
 from jitney.engine import LLM
@@ -33,22 +33,9 @@ from jitney.engine.sampling import greedy
 from jitney.engine.settings import load_config
 from jitney.engine.sharding import AXIS, Shares, first_best, lookup
 
-TESTS = Path(__file__).parents[1]
-DATA = json.loads((TESTS / "data" / "reference_logits.json").read_text())
 #: Biases, a tied head, a tied head with biases and windows, and norms of query and key heads; 4 query and 2 KV heads,
 #: so that two of four devices share a KV head.
 CASES = (("llama2_biases", 4), ("llama3", 2), ("qwen2", 4), ("qwen3", 2))
-
-
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("make_reference_logits", TESTS / "make_reference_logits.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = load_script()
 
 
 def write_folder(folder: Path, case: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from gguf_files import close, open_writer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -243,16 +244,7 @@ def write_gguf(path: Path, state: dict[str, np.ndarray], kinds: dict[str, str] |
                extra: dict[str, np.ndarray] | None = None) -> Path:
     """Names by the gguf library's own table; kinds: a tensor type for all matrices, or by Hugging Face name."""
     names = gguf.get_tensor_name_map({"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[arch], L)
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(L)
-    writer.add_context_length(64)
-    writer.add_embedding_length(E)
-    writer.add_feed_forward_length(F)
-    writer.add_head_count(H)
-    writer.add_head_count_kv(K)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_eos_token_id(2)
+    writer = open_writer(path, arch, layers=L, size=E, inner=F, heads=H, kv_heads=K)
     for name, value in state.items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored
@@ -266,13 +258,6 @@ def write_gguf(path: Path, state: dict[str, np.ndarray], kinds: dict[str, str] |
         writer.add_tensor(name, value)
     close(writer)
     return path
-
-
-def close(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.mark.parametrize(("arch", "biases"), [("llama", False), ("llama", True), ("qwen2", True)])

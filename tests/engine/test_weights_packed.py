@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import close, open_writer
 from safetensors.flax import save_file
 
 from jitney.engine.errors import ModelError
@@ -263,10 +264,7 @@ def test_formats_that_are_not_read_are_named(config: Any, words: str):
 def open_one(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> BlockGGUF:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close(writer)
     return BlockGGUF(path)
 
 
@@ -303,16 +301,7 @@ def test_gguf_codes_are_ours_bit_for_bit(tmp_path: Path):
 def write_gguf(path: Path, kinds: dict[str, str]) -> Path:
     """A llama file; kinds: type by the end of a Hugging Face name, else F32."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, L)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(L)
-    writer.add_context_length(64)
-    writer.add_embedding_length(E)
-    writer.add_feed_forward_length(F)
-    writer.add_head_count(H)
-    writer.add_head_count_kv(K)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_eos_token_id(2)
+    writer = open_writer(path, "llama", layers=L, size=E, inner=F, heads=H, kv_heads=K)
     shapes = {"model.embed_tokens": (V, E), "lm_head": (V, E), "model.norm": (E,)}
     for layer in range(L):
         shapes |= {f"model.layers.{layer}.{name}": size for name, size in SIZES.items()}
@@ -321,10 +310,7 @@ def write_gguf(path: Path, kinds: dict[str, str]) -> Path:
         kind = gguf.GGMLQuantizationType[next((kinds[end] for end in kinds if name.endswith(end)), "F32")]
         value = RANDOM.standard_normal(shape).astype(np.float32)
         writer.add_tensor(f"{names.get_name(name)}.weight", gguf.quants.quantize(value, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close(writer)
     return path
 
 

@@ -1,0 +1,30 @@
+"""The part of a tiny .gguf file that does not depend on its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+
+
+def open_writer(path: Path, arch: str, *, layers: int, size: int, inner: int, heads: int,
+                kv_heads: int) -> gguf.GGUFWriter:
+    """A writer that has the hyperparameters; tensors come next, then `close`."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(layers)
+    writer.add_context_length(64)
+    writer.add_embedding_length(size)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_eos_token_id(2)
+    return writer
+
+
+def close(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
