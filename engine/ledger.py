@@ -33,16 +33,21 @@ STEP_STRUCT = struct.Struct("=" + "".join(CODES[STEP_DTYPE[name].str[1:]] for na
 ROW_KINDS = ("prefill", "decode", "padding", "recomputed", "past_end", "cancelled")
 #: Fields that add up over steps.
 SUMMED = ("bucket_tokens", *ROW_KINDS, "boarded", "finished", "preempted", "cached_tokens", "compiled")
+#: Records added to the totals at once, by numpy.
+SUM_EVERY = 256
 
 
 class Ledger:
-    """A ring of the newest step records, and totals over all of them (`totals`, by the names in SUMMED)."""
+    """A ring of the newest step records, and totals over all of them.
+
+    Records are added up many at a time: a step only packs its own.
+    """
 
     def __init__(self, capacity: int = 16384):
         self._ring = np.zeros(capacity, STEP_DTYPE)
         self._bytes = memoryview(self._ring).cast("B")
-        self._count = 0
-        self.totals = dict.fromkeys(SUMMED, 0)
+        self._count = self._summed = 0  # records ever made, and those of them that are in `_totals`
+        self._totals: dict[str, int] = dict.fromkeys(SUMMED, 0)
 
     def __len__(self) -> int:
         """Records kept."""
@@ -53,26 +58,48 @@ class Ledger:
         """Records ever made."""
         return self._count
 
+    @property
+    def totals(self) -> dict[str, int]:
+        """Sums over all records ever made, by the names in SUMMED."""
+        self._sum_up()
+        return dict(self._totals)
+
     def record(self, **fields: float) -> bytes:
-        """Keep one step, given all fields of STEP_DTYPE by name; returns the record's bytes."""
-        at = self._count % len(self._ring) * STEP_DTYPE.itemsize
-        record = STEP_STRUCT.pack(*[fields[name] for name in FIELDS])
-        self._bytes[at : at + STEP_DTYPE.itemsize] = record
+        """Keep one step, given all fields of STEP_DTYPE by name and in their order; returns the record's bytes."""
+        if tuple(fields) != FIELDS:
+            raise TypeError(f"a step record has the fields {', '.join(FIELDS)}, in this order")
+        size = STEP_DTYPE.itemsize
+        at = self._count % len(self._ring) * size
+        if self._count - self._summed == min(SUM_EVERY, len(self._ring)):
+            self._sum_up()
+        record = STEP_STRUCT.pack(*fields.values())
+        self._bytes[at : at + size] = record
         self._count += 1
-        totals = self.totals
-        for name in SUMMED:
-            totals[name] += int(fields[name])
         return record
+
+    def _sum_up(self) -> None:
+        """Add to the totals what was recorded since the last time, which the ring still has."""
+        new = self._newest(self._count - self._summed)
+        for name in SUMMED:
+            self._totals[name] += int(new[name].sum(dtype=np.int64))
+        self._summed = self._count
+
+    def _newest(self, count: int) -> np.ndarray:
+        """A copy of the newest `count` records, of as many as are kept, oldest first."""
+        at = self._count % len(self._ring)
+        if count <= at:
+            return self._ring[at - count : at].copy()
+        return np.concatenate((self._ring[at - count :], self._ring[:at]))
 
     def since(self, step: int) -> np.ndarray:
         """A copy of the records with a greater step number, oldest first, as far back as they are kept."""
-        at = self._count % len(self._ring)
-        ordered = np.concatenate((self._ring[at:], self._ring[:at]))[-len(self):] if len(self) else self._ring[:0]
-        return ordered[ordered["step"] > step]
+        kept = self._newest(len(self))
+        return kept[kept["step"] > step]
 
     def closes(self) -> bool:
         """True if in every record kept, and in the totals, the kinds of rows add up to the rows computed."""
         records = self.since(-1)
         sums = np.sum([records[kind] for kind in ROW_KINDS], axis=0)
-        total = sum(self.totals[kind] for kind in ROW_KINDS)
-        return bool(np.all(sums == records["bucket_tokens"])) and total == self.totals["bucket_tokens"]
+        totals = self.totals
+        total = sum(totals[kind] for kind in ROW_KINDS)
+        return bool(np.all(sums == records["bucket_tokens"])) and total == totals["bucket_tokens"]

@@ -23,9 +23,11 @@ def test_the_record_is_what_was_given():
     assert ledger.since(0)[0].item() == tuple(given.values())
 
 
-def test_a_field_left_out_is_an_error():
-    with pytest.raises(KeyError):
+def test_a_field_left_out_or_out_of_order_is_an_error():
+    with pytest.raises(TypeError, match="bucket_tokens"):
         Ledger().record(step=1)
+    with pytest.raises(TypeError, match="in this order"):
+        Ledger().record(**dict(reversed(fields(1).items())))
 
 
 def test_since_returns_the_newer_ones_oldest_first():
@@ -49,12 +51,16 @@ def test_what_since_returns_does_not_change():
     assert kept["step"].tolist() == [1]
 
 
-def test_totals_outlive_the_ring():
-    ledger = Ledger(capacity=2)
-    for step in range(1, 6):
+@pytest.mark.parametrize("capacity", [1, 2, 3, 300])
+@pytest.mark.parametrize("asks_every", [1, 2, 7, 1000])
+def test_totals_outlive_the_ring(capacity: int, asks_every: int):
+    ledger = Ledger(capacity=capacity)
+    for step in range(1, 601):
         ledger.record(**fields(step, padding=3, decode=5, finished=step))
-    grown = {"bucket_tokens": 40, "padding": 15, "decode": 25, "finished": 15}
-    assert ledger.totals == dict.fromkeys(SUMMED, 0) | grown
+        if step % asks_every == 0 or step == 600:
+            grown = {"bucket_tokens": 8 * step, "padding": 3 * step, "decode": 5 * step,
+                     "finished": step * (step + 1) // 2}
+            assert ledger.totals == dict.fromkeys(SUMMED, 0) | grown
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
