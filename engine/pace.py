@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from array import array
 from statistics import median
 
 from jitney.engine.buckets import Bucket, Buckets
 
 #: Newest steps kept per bucket. Their median bears half of them being disturbed by something else.
 KEPT = 15
+#: Steps that may be waiting to be taken in.
+MOST_NEWS = 64
 #: What fading means and sums keep of themselves with each new step.
 FADE = 0.95
 #: Query-key pairs that count as no difference: among prompts as short as that nothing is learnt about long ones.
@@ -44,31 +46,69 @@ class Slope:
         return max(0.0, self._pairs_seconds / self._pairs_pairs)
 
 
+class Seen:
+    """The newest steps of one bucket: their seconds and pairs, each in an array of numbers that lie side by side."""
+
+    __slots__ = ("_next", "pairs", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds, self.pairs, self._next = array("d"), array("d"), 0
+
+    def add(self, seconds: float, pairs: int) -> None:
+        """One more step; the oldest goes once there are KEPT."""
+        if len(self.seconds) < KEPT:
+            self.seconds.append(seconds)
+            self.pairs.append(pairs)
+        else:
+            self.seconds[self._next], self.pairs[self._next] = seconds, pairs
+            self._next = (self._next + 1) % KEPT
+
+    def base(self, slope: float) -> float:
+        """The median of the seconds without what the pairs took, at `slope` seconds each."""
+        return max(0.0, median([seconds - slope * pairs
+                                for seconds, pairs in zip(self.seconds, self.pairs, strict=True)]))
+
+
 class Pace:
     """Step times in seconds, by bucket and by what its prompt rows attend to.
 
-    step: fading mean over steps of all kinds; None before the first.
+    Steps are taken in when somebody asks, many at a time: running streams alone ask nothing.
     """
 
     def __init__(self, buckets: Buckets):
         self.buckets = buckets
-        self.step: float | None = None
-        self._seen: dict[Bucket, deque[tuple[float, int]]] = {}  # (seconds, pairs)
+        self._news: list[tuple[Bucket, float, int]] = []  # steps that were observed and not yet taken in
+        self._step: float | None = None
+        self._seen: dict[Bucket, Seen] = {}
         self._slope = Slope()
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int = 0) -> None:
         """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt rows."""
-        seen = self._seen.get(bucket)
-        if seen is None:
-            seen = self._seen[bucket] = deque(maxlen=KEPT)
-        seen.append((seconds, pairs))
-        self.step = seconds if self.step is None else FADE * self.step + (1 - FADE) * seconds
-        if not bucket.decode_only:
-            self._slope.observe(bucket, seconds, pairs)
+        self._news.append((bucket, seconds, pairs))
+        if len(self._news) >= MOST_NEWS:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Learn from the steps observed since the last time, in their order."""
+        for bucket, seconds, pairs in self._news:
+            if bucket not in self._seen:
+                self._seen[bucket] = Seen()
+            self._seen[bucket].add(seconds, pairs)
+            self._step = seconds if self._step is None else FADE * self._step + (1 - FADE) * seconds
+            if not bucket.decode_only:
+                self._slope.observe(bucket, seconds, pairs)
+        self._news.clear()
+
+    @property
+    def step(self) -> float | None:
+        """Fading mean of the seconds of steps of all kinds; None before the first."""
+        self._take_in()
+        return self._step
 
     @property
     def per_pair(self) -> float:
         """Seconds that a prompt row takes for each position it attends to."""
+        self._take_in()
         return self._slope.value
 
     def mixed(self, bucket: Bucket) -> float | None:
@@ -77,20 +117,19 @@ class Pace:
         A bucket that was not seen goes by the nearest one, in proportion to the rows: too long for a larger bucket, too
         short for a smaller one, until the first step of its own.
         """
-        if bucket in self._seen:
-            return self._base(bucket)
+        self._take_in()
+        known = self._seen.get(bucket)
+        if known is not None:
+            return known.base(self._slope.value)
         seen = [other for other in self.buckets.mixed if other in self._seen]
         if not seen:
             return None
         near = min(seen, key=lambda other: abs(other.tokens - bucket.tokens))
-        return self._base(near) * bucket.tokens / near.tokens
-
-    def _base(self, bucket: Bucket) -> float:
-        slope = self._slope.value
-        return max(0.0, median([seconds - slope * pairs for seconds, pairs in self._seen[bucket]]))
+        return self._seen[near].base(self._slope.value) * bucket.tokens / near.tokens
 
     def fastest_prefill(self, rows: int) -> float:
         """A time below which so many prompt rows have never been computed here; 0 if nothing like it was measured."""
+        self._take_in()
         budget = self.buckets.token_budget
         steps, rest = divmod(rows, budget)
         return steps * self._fastest(budget) + (self._fastest(rest) if rest else 0.0)
@@ -98,7 +137,7 @@ class Pace:
     def _fastest(self, rows: int) -> float:
         """The longest, over the buckets up to the smallest one that holds `rows`, of their shortest measured times."""
         enough = next(bucket.tokens for bucket in self.buckets.mixed if rows <= bucket.tokens)
-        return max((min(self._seen[bucket])[0] for bucket in self.buckets.mixed
+        return max((min(self._seen[bucket].seconds) for bucket in self.buckets.mixed
                     if bucket.tokens <= enough and bucket in self._seen), default=0.0)
 
 
@@ -112,6 +151,7 @@ class PromptRows:
     def __init__(self, pace: Pace, share: float, target_itl_s: float):
         self.pace, self.share, self.target_itl_s = pace, share, target_itl_s
         self._denied = 0
+        self._wanted = [self._most_wanted(decoding) for decoding in range(pace.buckets.seats + 1)]
 
     def most(self, decoding: int, start: int = 0) -> int:
         """Prompt rows for a step of so many decoding sequences; to be asked once per step, while prompts want rows.
@@ -121,41 +161,44 @@ class PromptRows:
         buckets = self.pace.buckets
         if not decoding:
             return buckets.token_budget
-        rows = min(buckets.token_budget - decoding, max(1, int(self.share * buckets.token_budget)))
-        rows = self._filling(decoding, rows)
-        limit = self._longest(decoding + rows)
-        if limit is None:
+        rows, bucket = self._wanted[decoding]
+        usual = self.pace.mixed(bucket)
+        if usual is None:
             return min(rows, buckets.mixed[0].tokens - decoding) if self.target_itl_s else rows
-        timely = self._timely(decoding, start, limit)
+        limit = self._longest(usual)
+        if self._timely(bucket, decoding, start, limit - usual) >= rows:  # as nearly always: no need to ask the others
+            return rows
+        timely = max(self._timely(other, decoding, start, limit - (self.pace.mixed(other) or 0.0))
+                     for other in buckets.mixed)
         if timely < 1 and self.target_itl_s:
             self._denied = (self._denied + 1) % PATIENCE
             return 0 if self._denied else min(rows, buckets.mixed[0].tokens - decoding)
         return min(rows, max(timely, buckets.mixed[0].tokens // 8))
 
-    def _filling(self, decoding: int, rows: int) -> int:
-        """`rows`, or as many as fill the next smaller bucket if that is at least half as many: no padding then."""
-        lower = max((bucket.tokens for bucket in self.pace.buckets.mixed
-                     if decoding < bucket.tokens <= decoding + rows), default=decoding)
-        return lower - decoding if 2 * (lower - decoding) >= rows else rows
+    def _most_wanted(self, decoding: int) -> tuple[int, Bucket]:
+        """The share of prompt rows, and the bucket of the step; or as many rows as fill the next smaller bucket if that
+        is at least half as many: no padding then."""
+        buckets = self.pace.buckets
+        rows = min(buckets.token_budget - decoding, max(1, int(self.share * buckets.token_budget)))
+        lower = max((bucket.tokens for bucket in buckets.mixed if decoding < bucket.tokens <= decoding + rows),
+                    default=decoding)
+        if 2 * (lower - decoding) >= rows:
+            rows = lower - decoding
+        return rows, next(bucket for bucket in buckets.mixed if decoding + rows <= bucket.tokens)
 
-    def _longest(self, rows: int) -> float | None:
-        """Seconds that a step with prompt rows may take; None: not known yet. rows: of a step with all that may be."""
-        bucket = next(bucket for bucket in self.pace.buckets.mixed if rows <= bucket.tokens)
-        usual = self.pace.mixed(bucket)
-        if usual is None:
-            return None
-        limits = [self.target_itl_s] if self.target_itl_s else []
-        return min(limits + [STRETCH * usual] * (self.share < 1), default=math.inf)
+    def _longest(self, usual: float) -> float:
+        """Seconds that a step with prompt rows may take. usual: of one with all that may be, at the start of a prompt.
+        """
+        target = self.target_itl_s or math.inf
+        return min(target, STRETCH * usual) if self.share < 1 else target
 
-    def _timely(self, decoding: int, start: int, limit: float) -> int:
-        """The most prompt rows from `start` with which a step of some bucket keeps the limit; less than 1 if none does.
+    def _timely(self, bucket: Bucket, decoding: int, start: int, left: float) -> int:
+        """The most prompt rows from `start` that fit the bucket and can attend in the `left` seconds; 0 if left < 0.
 
         r rows attend to r * (start + r / 2) positions.
         """
-        slope, most = self.pace.per_pair, 0
-        for bucket in self.pace.buckets.mixed:
-            left = limit - (self.pace.mixed(bucket) or 0.0)
-            if left >= 0:
-                rows = math.sqrt(start * start + 2 * left / slope) - start if slope else math.inf
-                most = max(most, int(min(rows, bucket.tokens - decoding)))
-        return most
+        if left < 0:
+            return 0
+        slope = self.pace.per_pair
+        rows = math.sqrt(start * start + 2 * left / slope) - start if slope else math.inf
+        return int(min(rows, bucket.tokens - decoding))
