@@ -16,6 +16,8 @@ from jitney.engine.prefix import root_key
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import EngineRequest
 
+NOTHING: frozenset[int] = frozenset()
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -86,7 +88,10 @@ class Admission:
         max_tokens = self._max_tokens(request)
         expected = self.lengths.expect(len(request.prompt), max_tokens)
         group = self.class_of(request, expected)
-        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
+        # Sets that several sequences may have are one object, which stays in the host's caches.
+        stop_ids = NOTHING if sampling.ignore_eos else self.eos_ids
+        if sampling.stop_token_ids:
+            stop_ids = stop_ids.union(sampling.stop_token_ids)
         root = root_key(request.tenant, request.cache_salt, "" if self.pool.retain else request.id)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         return [Sequence(request, index, sibling_seed(seed, index), list(request.prompt), max_tokens,

@@ -9,25 +9,27 @@ import struct
 from array import array
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from jitney.engine.buckets import Bucket
-from jitney.engine.plan import Plan
+from jitney.engine.plan import Chunk, Plan
 from jitney.engine.sequence import Sequence
 
 #: Per logit row, float32: temperature, top_p, min_p, repetition, presence and frequency penalty.
 FLOATS = 6
-#: Per logit row, int32: top_k, seed (low, high word), token to score (-1: sample one), position, LOOKS bits.
-INTS = 6
+#: Per logit row, int32: top_k, seed (low, high word), LOOKS bits.
+INTS = 4
+#: Both as a seat keeps them.
+FLOATS_STRUCT, INTS_STRUCT = struct.Struct(f"<{FLOATS}f"), struct.Struct("<iQi")
 #: Bits of the last int: which optional parts of the sampler this row needs.
 PENALISED, BIASED, SCORED = 1, 2, 4
 
 
 class StepInputs(NamedTuple):
-    """One step's upload, int32 unless said otherwise. `sampler` parts are None in the all-greedy executable."""
+    """One step's upload, int32 unless said otherwise. The sampler's, the last three, are None in a step without it."""
 
     tokens: Any  # [T] token ids; -1: read last_token of token_seats on the device
     token_seats: Any  # [T] seat each row belongs to
@@ -39,6 +41,7 @@ class StepInputs(NamedTuple):
     logit_rows: Any  # [S] which token row each logit row reads
     seats: Any  # [S] seat whose last_token a logit row sets; M = none
     page_table: Any  # [S, P]
+    scored: Any = None  # [S] token to score; -1: sample one
     floats: Any = None  # [S, FLOATS] float32 bits
     ints: Any = None  # [S, INTS]
 
@@ -58,7 +61,7 @@ class Layout:
         shapes = {"tokens": (rows,), "token_seats": (rows,), "positions": (rows,), "write_rows": (rows,),
                   "kv_lens": (seqs,), "cu_q": (seqs + 1,), "counts": (3,), "logit_rows": (seqs,), "seats": (seqs,)}
         if not self.plain:
-            shapes |= {"floats": (seqs, FLOATS), "ints": (seqs, INTS)}
+            shapes |= {"scored": (seqs,), "floats": (seqs, FLOATS), "ints": (seqs, INTS)}
         return shapes | {"page_table": (seqs, self.pages)}
 
     @cached_property
@@ -66,6 +69,11 @@ class Layout:
         """Field name -> its half-open range in the packed array."""
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes.values()]).tolist()
         return {name: slice(start, end) for name, start, end in zip(self.shapes, [0, *ends[:-1]], ends, strict=True)}
+
+    @cached_property
+    def fresh(self) -> struct.Struct:
+        """Packs the fields before the sampling parameters and the page table, which are copied from the seats'."""
+        return struct.Struct(f"{self.slices['page_table' if self.plain else 'floats'].start}i")
 
     @property
     def size(self) -> int:
@@ -77,19 +85,41 @@ class Layout:
         return StepInputs(**{name: packed[at].reshape(self.shapes[name]) for name, at in self.slices.items()})
 
 
+class Rows(msgspec.Struct):
+    """Rows of a step while they are gathered, padding excluded; see StepInputs.
+
+    tokens: -1 for decode rows: the host need not know yet what their seats sampled last. ends: cu_q. prompt_lens:
+    kv_lens of the prompts. logit_rows, seats, scored, owners: of the prompts' logit rows; the owner is the seat whose
+    sampling parameters hold, `seats` the one whose token is set, which is none for scored rows.
+    """
+
+    tokens: list[int]
+    token_seats: list[int]
+    positions: list[int]
+    write_rows: list[int]
+    prompt_lens: list[int]
+    ends: list[int]
+    logit_rows: list[int]
+    seats: list[int]
+    scored: list[int]
+    owners: list[int]
+
+
 class Upload:
     """A packed array of one executable, and what the rows of its page table are copies of.
 
-    fresh: all fields but the page table, flat. table: the page table, flat. stamps: of each of its rows, the stamp
-    of the seat's table that it holds; 0: zeros. used: rows that may hold a table.
+    words: all of it. floats, ints: their bytes. table: the page table, flat. stamps: of each of its rows, the stamp of
+    the seat's table that it holds; None: zeros. used: rows that may hold a table.
     """
 
     def __init__(self, layout: Layout):
         self.packed = np.zeros(layout.size, np.int32)
-        words = memoryview(self.packed)
-        table = layout.slices["page_table"]
-        self.fresh, self.table = words[: table.start], words[table]
-        self.stamps, self.used = [0] * layout.bucket.seats, 0
+        self.words, self.pack_into = memoryview(self.packed), layout.fresh.pack_into
+        self.table = self.words[layout.slices["page_table"]]
+        if not layout.plain:
+            self.floats, self.ints = (self.words[layout.slices[name]].cast("B") for name in ("floats", "ints"))
+        self.stamps: list[object] = [None] * layout.bucket.seats
+        self.used = 0
 
 
 class BatchBuilder:
@@ -99,18 +129,17 @@ class BatchBuilder:
     Each executable has two arrays in turn, because the device may still read the one of the step before, and of no
     other: a step is packed after the tokens of the last but one were read. What is written anew is gathered in lists
     and converted once: beside a device that is the same CPU, the host's caches are cold, and each numpy call costs
-    several times what it costs in a loop of its own.
+    several times what it costs in a loop of its own. For the same reason a row's page comes from the seat's table, an
+    array, and not from the sequence's list of numbers that lie anywhere.
     """
 
     def __init__(self, *, seats: int, pages_per_seat: int, page_size: int, pool_rows: int):
         self.seats, self.pages, self.page_size, self.pool_rows = seats, pages_per_seat, page_size, pool_rows
-        self.tables = memoryview(np.zeros(seats * pages_per_seat, np.int32))  # each seat's page table
-        self.no_pages = array("i", [0] * pages_per_seat)
-        self.known = [0] * seats  # pages of each seat already in `tables`
-        self.stamps = [0] * seats  # changes whenever the seat's table does
-        self.changes = 0
-        self.floats = [[0] * FLOATS] * seats  # each seat's sampling parameters, as the bits of float32
-        self.ints = [(0, 0, 0, 0)] * seats  # top_k, seed (low, high word), LOOKS bits
+        self.no_pages = array("i", [0]) * pages_per_seat
+        self.tables = self.no_pages * seats  # each seat's page table
+        self.known = [0] * seats  # pages of each seat in `tables`
+        self.stamps = [object() for _ in range(seats)]  # another one whenever the seat's table changes
+        self.floats, self.ints = [b""] * seats, [b""] * seats  # each seat's sampling parameters
         self.layouts: dict[tuple[Bucket, bool], Layout] = {}
         self.uploads: dict[tuple[Bucket, bool], list[Upload]] = {}
 
@@ -129,7 +158,9 @@ class BatchBuilder:
         upload = self.next_upload(plan.bucket, plain)
         for seq in plan.boarded:
             self.board(seq)
-        self.fill(plan, upload, None if plain else self.sampling_of(plan))
+        for seq in plan.fed:
+            self.note_pages(seq)
+        self.fill(plan, upload, plain)
         return upload.packed
 
     def next_upload(self, bucket: Bucket, plain: bool) -> Upload:
@@ -143,101 +174,89 @@ class BatchBuilder:
         return both[0]
 
     def board(self, seq: Sequence) -> None:
-        """A sequence took a seat: forget the last owner's pages, note its sampling parameters."""
+        """A sequence took a seat: note its pages instead of the last owner's, and its sampling parameters."""
         self.known[seq.seat] = 0
+        self.note_pages(seq)
         params = seq.request.sampling
-        floats = struct.pack(f"{FLOATS}f", 0.0 if params.greedy else params.temperature, params.top_p, params.min_p,
-                             params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self.floats[seq.seat] = list(struct.unpack(f"{FLOATS}i", floats))
+        self.floats[seq.seat] = FLOATS_STRUCT.pack(
+            0.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.repetition_penalty,
+            params.presence_penalty, params.frequency_penalty)
         looks = PENALISED * params.penalised | BIASED * params.biased | SCORED * params.scored
-        low, high = struct.unpack("<2i", struct.pack("<Q", seq.seed & 0xFFFFFFFFFFFFFFFF))
-        self.ints[seq.seat] = max(params.top_k, 0), low, high, looks
+        self.ints[seq.seat] = INTS_STRUCT.pack(max(params.top_k, 0), seq.seed & 0xFFFFFFFFFFFFFFFF, looks)
 
-    def fill(self, plan: Plan, upload: Upload, sampling: tuple[list[int], list[int]] | None) -> None:
+    def fill(self, plan: Plan, upload: Upload, plain: bool) -> None:
         """Tokens, positions, page tables, KV rows and logit rows of every chunk, and how to sample, padded."""
-        n_decode, page, known, stamps, held = plan.n_decode, self.page_size, self.known, self.stamps, upload.stamps
-        tokens = [-1] * n_decode  # what a decoding row's seat sampled last, the host need not know it yet
-        token_seats: list[int] = []
-        positions: list[int] = []
-        writes: list[int] = []
-        prompt_lens: list[int] = []
-        ends = list(range(n_decode + 1))
-        width, table, tables = self.pages, upload.table, self.tables
-        for row, chunk in enumerate(plan.chunks):
-            seq, start = chunk.seq, chunk.start
-            seat, pages = seq.seat, seq.pages
-            if len(pages) != known[seat]:
-                self.note_pages(seq)
-            if held[row] != stamps[seat]:
-                held[row] = stamps[seat]
-                table[row * width : row * width + width] = tables[seat * width : seat * width + width]
-            if row < n_decode:
+        n_decode, page, width, tables = plan.n_decode, self.page_size, self.pages, self.tables
+        rows = Rows([-1] * n_decode, [], [], [], [], list(range(n_decode + 1)), [], [], [], [])
+        token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
+        stamps, held = self.stamps, upload.stamps
+        for number, chunk in enumerate(plan.chunks):
+            seat, start = chunk.seq.seat, chunk.start
+            if held[number] is not stamps[seat]:
+                self.copy_table(upload, number, seat)
+            if number < n_decode:
                 token_seats.append(seat)
                 positions.append(start)
-                writes.append(pages[start // page] * page + start % page)
+                write_rows.append(tables[seat * width + start // page] * page + start % page)
             else:
-                end = start + chunk.count
-                tokens += seq.tokens[start:end]
-                token_seats += [seat] * chunk.count
-                positions += range(start, end)
-                for at in range(start - start % page, end, page):
-                    low, high, first = max(at, start), min(at + page, end), pages[at // page] * page - at
-                    writes += range(first + low, first + high)
-                prompt_lens.append(end)
-                ends.append(len(tokens))
-        logit_rows, seats = self.prompt_logits(plan, ends)
-        n_rows, n_seqs = len(tokens), len(plan.chunks)
-        for row in range(n_seqs, upload.used):
-            table[row * width : row * width + width] = self.no_pages
-            held[row] = 0
+                self.add_prompt(rows, chunk)
+        n_rows, n_seqs = len(rows.tokens), len(plan.chunks)
+        for number in range(n_seqs, upload.used):
+            upload.table[number * width : (number + 1) * width] = self.no_pages
+            held[number] = None
         upload.used = n_seqs
         padding, absent = plan.bucket.tokens - n_rows, plan.bucket.seats - n_seqs
-        no_logits = plan.bucket.seats - n_decode - len(seats)
-        zeros = [0] * max(padding, absent, no_logits)
-        words = array("i", chain(
-            tokens, zeros[:padding], token_seats, zeros[:padding], positions, zeros[:padding],
-            writes, [self.pool_rows] * padding,
-            [start + 1 for start in positions[:n_decode]], prompt_lens, zeros[:absent], ends, [n_rows] * absent,
-            (n_decode, n_seqs, n_rows), range(n_decode), logit_rows, zeros[:no_logits],
-            token_seats[:n_decode], seats, [self.seats] * no_logits))
-        if sampling is not None:
-            floats, ints = sampling
-            words.extend(chain(floats, [0] * (FLOATS * no_logits), ints, [0] * (INTS * no_logits)))
-        upload.fresh[:] = words
+        no_logits = plan.bucket.seats - n_decode - len(rows.seats)
+        words = [*rows.tokens, *[0] * padding, *token_seats, *[0] * padding, *positions, *[0] * padding,
+                 *write_rows, *[self.pool_rows] * padding,
+                 *[start + 1 for start in positions[:n_decode]], *rows.prompt_lens, *[0] * absent,
+                 *rows.ends, *[n_rows] * absent, n_decode, n_seqs, n_rows,
+                 *range(n_decode), *rows.logit_rows, *[0] * no_logits,
+                 *token_seats[:n_decode], *rows.seats, *[self.seats] * no_logits]
+        if plain:
+            upload.pack_into(upload.words, 0, *words)
+            return
+        upload.pack_into(upload.words, 0, *words, *[-1] * n_decode, *rows.scored, *[0] * no_logits)
+        owners = token_seats[:n_decode] + rows.owners
+        upload.floats[:] = b"".join([self.floats[seat] for seat in owners]) + bytes(4 * FLOATS * no_logits)
+        upload.ints[:] = b"".join([self.ints[seat] for seat in owners]) + bytes(4 * INTS * no_logits)
 
-    def prompt_logits(self, plan: Plan, ends: list[int]) -> tuple[list[int], list[int]]:
-        """(token row, seat whose token it sets) of the prompt chunks' logit rows; ends: cu_q. Scored rows set none."""
-        rows: list[int] = []
-        seats: list[int] = []
-        for end, chunk in zip(ends[plan.n_decode + 1 :], plan.chunks[plan.n_decode :], strict=True):
-            first = end - chunk.count
-            rows += range(first, first + chunk.scored)
-            seats += [self.seats] * chunk.scored
-            if chunk.sample:
-                rows.append(end - 1)
-                seats.append(chunk.seq.seat)
-        return rows, seats
+    def add_prompt(self, rows: Rows, chunk: Chunk) -> None:
+        """The rows of a prompt chunk."""
+        seq, start, end, page = chunk.seq, chunk.start, chunk.end, self.page_size
+        first = len(rows.tokens)
+        rows.tokens += seq.tokens[start:end]
+        rows.token_seats += [seq.seat] * chunk.count
+        rows.positions += range(start, end)
+        for at in range(start - start % page, end, page):
+            low, high, in_pool = max(at, start), min(at + page, end), seq.pages[at // page] * page - at
+            rows.write_rows += range(in_pool + low, in_pool + high)
+        rows.prompt_lens.append(end)
+        rows.ends.append(first + chunk.count)
+        if chunk.scored:
+            rows.logit_rows += range(first, first + chunk.scored)
+            rows.seats += [self.seats] * chunk.scored
+            rows.scored += seq.tokens[start + 1 : start + 1 + chunk.scored]
+            rows.owners += [seq.seat] * chunk.scored
+        if chunk.sample:
+            rows.logit_rows.append(first + chunk.count - 1)
+            rows.seats.append(seq.seat)
+            rows.scored.append(-1)
+            rows.owners.append(seq.seat)
 
     def note_pages(self, seq: Sequence) -> None:
         """Write a sequence's new pages into its seat's table."""
-        seat, have, pages = seq.seat, self.known[seq.seat], len(seq.pages)
-        first = seat * self.pages
-        self.tables[first + have : first + pages] = array("i", seq.pages[have:])
-        self.known[seat] = pages
-        self.changes += 1
-        self.stamps[seat] = self.changes
+        seat, pages = seq.seat, seq.pages
+        have, end = seat * self.pages + self.known[seat], seat * self.pages + len(pages)
+        if end == have + 1:
+            self.tables[have] = pages[-1]
+        else:
+            self.tables[have:end] = array("i", pages[self.known[seat] :])
+        self.known[seat] = len(pages)
+        self.stamps[seat] = object()
 
-    def sampling_of(self, plan: Plan) -> tuple[list[int], list[int]]:
-        """The rows of `floats` and `ints` of each logit row, in plan order (scored rows of a chunk first)."""
-        floats: list[int] = []
-        ints: list[int] = []
-        for chunk in plan.chunks:
-            seat, start = chunk.seq.seat, chunk.start
-            top_k, low, high, looks = self.ints[seat]
-            for position in range(start, start + chunk.scored):
-                floats += self.floats[seat]
-                ints += (top_k, low, high, chunk.seq.tokens[position + 1], position, looks)
-            if chunk.sample:
-                floats += self.floats[seat]
-                ints += (top_k, low, high, -1, chunk.end - 1, looks)
-        return floats, ints
+    def copy_table(self, upload: Upload, number: int, seat: int) -> None:
+        """Copy a seat's pages into a row of the upload; numbers behind them, of former owners, belong to no key."""
+        to, of, pages = number * self.pages, seat * self.pages, self.known[seat]
+        upload.table[to : to + pages] = self.tables[of : of + pages]
+        upload.stamps[number] = self.stamps[seat]

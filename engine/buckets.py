@@ -7,6 +7,9 @@ token counts and always all the seats.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
 
 #: Decode-only sizes on a GPU or TPU. Reading the weights takes as long for 1 row as for some 300 (operations over bytes
 #: per second of an H100, two bytes a weight), so padding to the next size is nearly free, and each size costs a program
@@ -14,8 +17,7 @@ from dataclasses import dataclass
 DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """Shapes of one executable: `tokens` rows computed (T), `seats` sequences and logit rows (S)."""
 
     tokens: int
@@ -29,19 +31,19 @@ class Bucket:
         return f"decode-{self.seats}" if self.decode_only else f"mixed-{self.tokens}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Buckets:
     """All buckets of an engine, each tuple ascending."""
 
     decode: tuple[Bucket, ...]
     mixed: tuple[Bucket, ...]
 
-    @property
+    @cached_property
     def token_budget(self) -> int:
         """The most rows one step computes; no bucket lies above it."""
         return self.mixed[-1].tokens
 
-    @property
+    @cached_property
     def seats(self) -> int:
         return self.mixed[-1].seats
 
@@ -53,11 +55,11 @@ class Buckets:
 
         Raises ValueError when none does: the scheduler never plans more than the budget.
         """
+        seats = max(sequences, logit_rows)
         for bucket in self.decode if decode_only else self.mixed:
-            if tokens <= bucket.tokens and max(sequences, logit_rows) <= bucket.seats:
+            if tokens <= bucket.tokens and seats <= bucket.seats:
                 return bucket
         raise ValueError(f"no bucket holds {tokens} rows of {sequences} sequences")
-
 
     def thrifty(self, rows: int, count: int, riders: int) -> int:
         """How many of a prompt's next `count` rows to add to a step of `rows` when nobody else will board it.

@@ -20,30 +20,50 @@ class Committer:
     """The second half of the scheduler: `commit` a step's result to the sequences it was planned for."""
 
     def __init__(self, roster: Roster, pool: PagePool):
-        self.roster, self.pool = roster, pool
+        self.roster, self.pool, self.counts = roster, pool, roster.queue.counts
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Give each chunk its logit rows; an exception over one sequence ends that sequence alone."""
-        row = 0
-        for chunk in plan.chunks:
-            seq, first = chunk.seq, row
-            row += chunk.scored + chunk.sample
+        n_decode, decoded = plan.n_decode, 0
+        for row, chunk in enumerate(plan.chunks[:n_decode]):  # of one logit row each
+            seq = chunk.seq
             if seq.finish is not None:
                 self._count_dropped(plan, chunk)
                 continue
-            if chunk.decode and not chunk.recomputed:
-                plan.decode += 1
+            if chunk.recomputed:
+                plan.recomputed += 1
             else:
-                self._count_rows(plan, chunk)
+                decoded += 1
             try:
-                if chunk.scored:
-                    self._score(seq, chunk, result, first)
-                if chunk.sample and seq.finish is None:
-                    self._append(seq, result, first + chunk.scored, now)
+                self._append(seq, result, row, now)
             except Exception:
-                log.exception("request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index)
-                if seq.finish is None:
-                    self.roster.end(seq, "error")
+                self._drop(seq)
+        plan.decode += decoded
+        row = n_decode
+        for chunk in plan.chunks[n_decode:]:
+            if chunk.seq.finish is not None:
+                self._count_dropped(plan, chunk)
+            else:
+                self._commit_prompt(plan, chunk, result, row, now)
+            row += chunk.logit_rows
+
+    def _commit_prompt(self, plan: Plan, chunk: Chunk, result: StepResult, row: int, now: float) -> None:
+        """Give a prompt chunk its logit rows, the first of which is `row`."""
+        seq = chunk.seq
+        self._count_rows(plan, chunk)
+        try:
+            if chunk.scored:
+                self._score(seq, chunk, result, row)
+            if chunk.sample and seq.finish is None:
+                self._append(seq, result, row + chunk.scored, now)
+        except Exception:
+            self._drop(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        """Taking in a sequence's result failed: end it."""
+        log.exception("request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index)
+        if seq.finish is None:
+            self.roster.end(seq, "error")
 
     @staticmethod
     def _count_dropped(plan: Plan, chunk: Chunk) -> None:
@@ -79,11 +99,12 @@ class Committer:
             self._fail(seq)
             return
         tokens = seq.tokens
-        output = SequenceOutput(request_id=seq.request_id, index=seq.index, tokens=[token])
+        output = SequenceOutput(seq.request_id, seq.index, [token])
         if seq.logprobs is not None:
             output.logprobs = [trimmed(logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
-        self.roster.queue.charge(seq, 1)
+        if self.counts:
+            self.roster.queue.charge(seq, 1)
         if seq.first_token_at is None:
             self._first_token(seq, output, now)
         if len(tokens) >= seq.limit or token in seq.stop_ids:
@@ -92,7 +113,7 @@ class Committer:
                 self.roster.close(seq, finish)
                 output.finish = finish
                 output.stop_token = token if finish == "stop" else None
-        self.roster.emit(output)
+        self.roster.outputs.append(output)
 
     @staticmethod
     def _first_token(seq: Sequence, output: SequenceOutput, now: float) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.ledger import Ledger
@@ -38,8 +38,7 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Flight:
+class Flight(msgspec.Struct):
     """A launched step and when each part of its launch was done (clock, seconds)."""
 
     plan: Plan
@@ -61,7 +60,7 @@ class EngineCore:
         self._rejected: list[SequenceOutput] = []
         self._asked: list[AskSlots] = []
         self._answers: list[Slots] = []
-        self._ready = -math.inf  # when the device finished the last step; -inf after a time without work
+        self._ready: float | None = None  # when the device finished the last step; None after a time without work
 
     @property
     def has_work(self) -> bool:
@@ -136,13 +135,15 @@ class EngineCore:
 
     def _record(self, flight: Flight, waited: float, ready: float) -> bytes:
         """Account for one step; what the host waited for it is what the device took, unless the host was slower."""
-        plan, load, before, work = flight.plan, flight.plan.load, self._ready, flight.plan.work
-        gap = max(0.0, flight.launched - before) if before > -math.inf else 0.0
-        device = ready - max(flight.launched, before)
+        plan, before, began = flight.plan, self._ready, flight.launched
+        load, work = plan.load, plan.work
+        if before is not None and before > began:
+            began = before
+        device, gap = ready - began, 0.0 if before is None else began - before
         if not flight.compiled:
             self.scheduler.observe(plan, device)
         # The next step's gap is idle time only while there was something to do.
-        self._ready = ready if self._flight is not None or self.scheduler.has_open else -math.inf
+        self._ready = ready if self._flight is not None or self.scheduler.has_open else None
         return self.ledger.record(
             step=plan.number, started=flight.started, mixed=not plan.bucket.decode_only,
             bucket_tokens=plan.bucket.tokens, bucket_seats=plan.bucket.seats,

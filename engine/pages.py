@@ -58,7 +58,7 @@ class PagePool:
     @property
     def used(self) -> int:
         """Pages that somebody holds; a shared page counts once."""
-        return self.capacity - self.available
+        return self.n_pages - 1 - len(self._free) - len(self._cached)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many KV positions."""

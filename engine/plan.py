@@ -1,8 +1,11 @@
-"""What the scheduler decides for one step: counts and references, no device, no arrays."""
+"""What the scheduler decides for one step: counts and references, no device, no arrays.
+
+What is made anew in each step is a msgspec Struct here and elsewhere: its constructor is C, where a dataclass runs a
+Python function that the host's caches have forgotten since the last step.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -59,8 +62,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 NO_LOAD = Load(0, 0, 0, 0, 0)
 
 
-@dataclass(slots=True)
-class Draft:
+class Draft(msgspec.Struct):
     """A plan in the making. rows: taken so far; tokens_left, rows_left: prompt and logit rows it can still take.
 
     keys, longest, pairs: see `engine.work.Work`; counted here, where each chunk is at hand anyway.
@@ -69,11 +71,12 @@ class Draft:
     tokens_left: int
     rows_left: int
     rows: int = 0
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunk] = []
     n_decode: int = 0
     plain: bool = True
-    boarded: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    boarded: list[Sequence] = []
+    fed: list[Sequence] = []
+    preempted: list[Sequence] = []
     cached_tokens: int = 0
     reserved: int = 0
     keys: int = 0
@@ -81,9 +84,9 @@ class Draft:
     pairs: int = 0
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(msgspec.Struct):
     """One step. chunks: decode rows first, then prefill chunks. boarded: sequences that took their seat in this plan.
+    fed: decoding sequences that got another page for it: the pages of a seated sequence change in no other way.
 
     reserved: padding rows that a batch wants beside its rows: its prompts are padded to the longest, its steps to its
     size. preempted: sequences that lost their seat to it.
@@ -97,8 +100,9 @@ class Plan:
     bucket: Bucket
     plain: bool
     work: Work
-    boarded: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    boarded: list[Sequence] = []
+    fed: list[Sequence] = []
+    preempted: list[Sequence] = []
     cached_tokens: int = 0
     reserved: int = 0
     load: Load = NO_LOAD
@@ -119,8 +123,7 @@ class Plan:
         return self.work.decode
 
 
-@dataclass(slots=True)
-class StepResult:
+class StepResult(msgspec.Struct):
     """What a step brought: one entry per logit row in plan order (a chunk's scored rows first, then its sampled row).
 
     tokens: the sampled or scored ids, -1 for a row whose logits were not finite. logprobs: None if nobody asked.

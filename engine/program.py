@@ -19,7 +19,7 @@ from jitney.engine.batch import BatchBuilder, Layout
 from jitney.engine.buckets import Bucket
 from jitney.engine.models.config import ModelConfig
 from jitney.engine.models.llama import Llama
-from jitney.engine.sampling import SeatState, empty_state, greedy, sample
+from jitney.engine.sampling import Rows, SeatState, empty_state, greedy, sample
 from jitney.engine.sharding import POOL, WHOLE, first_best, gather, widen
 from jitney.kernels.interface import AttentionMeta, Kernels
 
@@ -139,8 +139,9 @@ class Program:
         inputs = layout.split(packed)
         logits, kv = self.logits(leaves, kv, last_token, inputs)
         floats = jax.lax.bitcast_convert_type(inputs.floats, jnp.float32)
-        sampled, seats = sample(gather(logits) if self.split else logits, floats, inputs.ints, inputs.seats, seats,
-                                self.kernels.threshold)
+        rows = Rows(*floats.T, *inputs.ints.T, scored=inputs.scored, position=inputs.positions[inputs.logit_rows],
+                    seats=inputs.seats)
+        sampled, seats = sample(gather(logits) if self.split else logits, rows, seats, self.kernels.threshold)
         return kv, last_token.at[inputs.seats].set(sampled.tokens, mode="drop"), seats, sampled
 
     def lower(self, layout: Layout, leaves: list[Any], state: DeviceState) -> jax.stages.Lowered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from jitney.engine.admission import SchedulerLimits
 from jitney.engine.errors import ErrorInfo, RequestError
@@ -17,6 +18,9 @@ from jitney.engine.waiting import SLACK, Backlog, WaitingQueue
 #: What an output says when a sequence ends for this reason and no better error is known.
 ERRORS = {"deadline": ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done"),
           "error": ErrorInfo("internal_error", "the request was ended by an internal error")}
+
+#: By the positions that a decoding sequence attends to.
+BY_CONTEXT = attrgetter("scheduled")
 
 
 @dataclass(slots=True, eq=False)
@@ -33,11 +37,11 @@ class Group:
 class Roster:
     """Moves sequences between their places; each gets exactly one terminal output, when it is closed.
 
-    prefilling, decoding: seated, the latter with all known tokens scheduled, both in boarding order. leaving: its last
-    token is in flight and it needs no row any more, so its seat and pages are already free.
+    prefilling: seated, in boarding order. decoding: seated, with all known tokens scheduled; see `longest_first`.
+    leaving: its last token is in flight and it needs no row any more, so its seat and pages are already free.
     holds: seats are given back all at once, when nobody sits any more; until then `kept` says who left which. Siblings
     then do not wait for their leader's prompt either: they belong to one batch.
-    released: seats that were kept and are free again, for whoever tells of it.
+    released: seats that were kept and are free again, for whoever tells of it. outputs: those not handed out yet.
     """
 
     def __init__(self, limits: SchedulerLimits, pool: PagePool, queue: WaitingQueue, *, holds: bool = False):
@@ -53,9 +57,10 @@ class Roster:
         self.released: list[int] = []
         self.lengths = OutputLengths()
         self.finished = 0
+        self._newcomers = False  # in `decoding`, not in their place yet
         self._n_held = 0  # siblings that wait for their leader's prompt
         self._deadlines: list[tuple[float, int, Group]] = []  # a heap of (when, arrival, whom), pruned lazily
-        self._outputs: list[SequenceOutput] = []
+        self.outputs: list[SequenceOutput] = []
 
     @property
     def n_seated(self) -> int:
@@ -82,7 +87,7 @@ class Roster:
 
     @property
     def has_outputs(self) -> bool:
-        return bool(self._outputs)
+        return bool(self.outputs)
 
     def add(self, request: EngineRequest, sequences: list[Sequence], now: float) -> None:
         """Let a request wait; raises RequestError queue_full (nothing is registered then)."""
@@ -117,18 +122,14 @@ class Roster:
 
     def drain(self) -> list[SequenceOutput]:
         """Outputs that have not been handed out yet."""
-        outputs, self._outputs = self._outputs, []
+        outputs, self.outputs = self.outputs, []
         return outputs
-
-    def emit(self, output: SequenceOutput) -> None:
-        """Hand out an output with the next batch."""
-        self._outputs.append(output)
 
     def end(self, seq: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """Close a sequence and emit its terminal output."""
         self.close(seq, reason)
-        self.emit(SequenceOutput(request_id=seq.request.id, index=seq.index, finish=reason,
-                                 error=error or ERRORS.get(reason)))
+        self.outputs.append(SequenceOutput(request_id=seq.request.id, index=seq.index, finish=reason,
+                                           error=error or ERRORS.get(reason)))
 
     def close(self, seq: Sequence, reason: FinishReason) -> None:
         """Free all that an open sequence has, at once; the caller emits its one terminal output."""
@@ -181,6 +182,14 @@ class Roster:
         """All its known tokens are scheduled."""
         del self.prefilling[seq]
         self.decoding[seq] = None
+        self._newcomers = True
+
+    def longest_first(self) -> dict[Sequence, None]:
+        """Those who decode, long contexts first. They all go on together, so only newcomers change the order."""
+        if self._newcomers:
+            self.decoding = dict.fromkeys(sorted(self.decoding, key=BY_CONTEXT, reverse=True))
+            self._newcomers = False
+        return self.decoding
 
     def leave_early(self, seq: Sequence) -> None:
         """Its last token is in flight: the seat and the pages are free for the step being planned."""
@@ -190,6 +199,7 @@ class Roster:
     def preempt(self, seq: Sequence) -> None:
         """Back to the front of the queue; its tokens stay, a token in flight still counts, its KV is recomputed."""
         self._unseat(seq)
+        seq.computed_high = max(seq.computed_high, seq.scheduled)
         seq.scheduled = 0
         seq.preemptions += 1
         self.queue.push(seq)
@@ -251,6 +261,8 @@ class Roster:
             "only seated sequences hold pages": not any(seq.pages or seq.seat >= 0 for seq in unseated),
             "a decoding sequence has exactly its next token to compute":
                 all(len(seq.tokens) + seq.in_flight == seq.scheduled + 1 for seq in self.decoding),
+            "who decodes is in order":
+                self._newcomers or sorted(self.decoding, key=BY_CONTEXT, reverse=True) == list(self.decoding),
             "the queue knows what it expects": self.queue.expected == sum(seq.expected for seq in self.queue.members()),
             "those held back are counted": self._n_held == sum(len(group.held) for group in groups),
             "the backlog is what waits": (self.backlog.requests, self.backlog.tokens) == (len(waiting), sum(waiting)),

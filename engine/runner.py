@@ -12,11 +12,11 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -34,16 +34,14 @@ Progress = Callable[[int, int, str], None]
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(msgspec.Struct):
     """A plan and its upload, ready to launch."""
 
     plan: Plan
     packed: np.ndarray
 
 
-@dataclass(slots=True)
-class Ticket:
+class Ticket(msgspec.Struct):
     """A launched step; `sampled` fills in on the device."""
 
     plan: Plan
@@ -180,7 +178,7 @@ class Runner:
         if not isinstance(ticket.sampled, Sampled):
             return StepResult(tokens=np.asarray(ticket.sampled)[:rows].tolist(), logprobs=None)
         tokens = np.asarray(ticket.sampled.tokens)[:rows].tolist()
-        if not any(chunk.seq.request.sampling.scored for chunk in ticket.plan.chunks):
+        if not any([chunk.scored or chunk.seq.logprobs is not None for chunk in ticket.plan.chunks]):
             return StepResult(tokens=tokens, logprobs=None)
         columns = (np.asarray(column)[:rows].tolist() for column in ticket.sampled[1:])
         return StepResult(tokens=tokens, logprobs=[TokenLogprobs(*entry) for entry in zip(*columns, strict=True)])

@@ -87,7 +87,7 @@ def greedy(logits: jax.Array) -> jax.Array:
 
 
 class Rows(NamedTuple):
-    """The packed parameters of the logit rows, one array [S] each; float32 or int32 as in `engine.batch`."""
+    """The parameters of the logit rows, one array [S] each: float32, from top_k on int32, as in `engine.batch`."""
 
     temperature: jax.Array
     top_p: jax.Array
@@ -98,9 +98,9 @@ class Rows(NamedTuple):
     top_k: jax.Array
     seed_low: jax.Array
     seed_high: jax.Array
+    looks: jax.Array  # PENALISED, BIASED and SCORED bits
     scored: jax.Array  # token to score, -1: sample one
     position: jax.Array  # of the row; the sampled token's own is one more
-    looks: jax.Array  # PENALISED, BIASED and SCORED bits
     seats: jax.Array  # M: none
 
     def looking(self, bit: int) -> jax.Array:
@@ -108,13 +108,9 @@ class Rows(NamedTuple):
         return (self.looks & bit) > 0
 
 
-def sample(logits: jax.Array, floats: jax.Array, ints: jax.Array, seats: jax.Array, state: SeatState,
+def sample(logits: jax.Array, rows: Rows, state: SeatState,
            cut: Threshold | None = None) -> tuple[Sampled, SeatState]:
-    """logits float32 [S, V], floats [S, FLOATS] and ints [S, INTS] as in `engine.batch`, seats int32 [S] (M = none).
-
-    cut: the kernel set's own `threshold`, where it has one.
-    """
-    rows = Rows(*floats.T, *ints.T, seats)  # pyright: ignore[reportCallIssue]
+    """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where it has one."""
     shaped = shape_logits(logits, rows, state)
     chosen = greedy(shaped)
     by_chance = (rows.temperature > 0) & (rows.scored < 0) & (chosen >= 0)

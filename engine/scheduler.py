@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 
 from jitney.engine.admission import Admission, SchedulerLimits
 from jitney.engine.buckets import Buckets
@@ -28,9 +27,6 @@ from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slo
 from jitney.engine.work import Work
 
 __all__ = ["Scheduler", "SchedulerLimits"]
-
-#: By the positions that a decoding sequence attends to.
-BY_CONTEXT = attrgetter("scheduled")
 
 
 class Scheduler:
@@ -50,6 +46,7 @@ class Scheduler:
         self._forecast = Forecast(limits, self.roster, self.pace, pool, batch=limits.batch if self._policy.holds else 0)
         self._prompt_rows = PromptRows(self.pace, limits.prefill_share, limits.target_itl_ms / 1000)
         self._committer = Committer(self.roster, pool)
+        self._budget = buckets.token_budget
         self._arrivals = self._steps = 0
 
     @property
@@ -82,14 +79,11 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """The next step, or None if there is nothing to compute; ends whoever is past its deadline first."""
         self.roster.expire(now)
-        draft = Draft(self.buckets.token_budget, self.buckets.seats)
-        if self._policy.holds:
-            self._plan_batch(draft, now)
-        else:
-            self._plan_in_flight(draft, now)
+        draft = self._plan_batch(now) if self._policy.holds else self._plan_in_flight(now)
         if not draft.chunks:
             return None
-        self._share_prompts(draft)
+        if draft.rows > draft.n_decode:
+            self._share_prompts(draft)
         return self._plan_of(draft)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SequenceOutput]:
@@ -129,82 +123,87 @@ class Scheduler:
         """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for exactly once."""
         self.roster.check()
 
-    def _plan_in_flight(self, draft: Draft, now: float) -> None:
+    def _plan_in_flight(self, now: float) -> Draft:
         """Whoever decodes, then the prompts that have boarded, then whoever may board."""
-        self._plan_decode(draft)
+        draft = self._plan_decode()
         if self.roster.prefilling or self.roster.queue:
             first = next(iter(self.roster.prefilling), None)
             draft.tokens_left = self._prompt_rows.most(draft.n_decode, first.scheduled if first else 0)
             self._plan_prefill(draft)
             self._plan_boarding(draft, now)
+        return draft
 
-    def _plan_batch(self, draft: Draft, now: float) -> None:
+    def _plan_batch(self, now: float) -> Draft:
         """One batch after the other: all board, all prompts are computed, all decode until the last is done."""
         roster = self.roster
-        if not roster.prefilling:
-            self._plan_decode(draft)
+        if roster.prefilling:
+            draft = Draft(self._budget, self.limits.max_seats)
+        else:
+            draft = self._plan_decode()
             draft.reserved = max(0, roster.batch - draft.rows) if draft.rows else 0
         if not roster.n_seated:
             self._seat_batch(draft, now)
         if roster.prefilling:
             self._plan_columns(draft)
+        return draft
 
-    def _plan_decode(self, draft: Draft) -> None:
+    def _plan_decode(self) -> Draft:
         """One row for each sequence that decodes, unless its last token is already in flight; long contexts first.
 
         Kernels that work in groups of rows then give short contexts to short ones' groups.
         """
-        rows = self._decode_ready(draft)
-        rows.sort(key=BY_CONTEXT, reverse=True)
-        chunks, keys = draft.chunks, 0
+        rows, fed, preempted = self._decode_ready()
+        count, chunks, keys, plain = len(rows), [], 0, True
         for seq in rows:
             start = seq.scheduled
-            again = start < seq.computed_high
-            chunks.append(Chunk(seq, start, 1, True, True, 0, 1 if again else 0))
-            seq.scheduled = start + 1
-            keys += start + 1
+            chunks.append(Chunk(seq, start, 1, True, True, 0, 1 if start < seq.computed_high else 0))
+            seq.scheduled = end = start + 1
             seq.in_flight += 1
-            if not again:
-                seq.computed_high = start + 1
+            keys += end
             if not seq.plain:
-                draft.plain = False
-        draft.n_decode = draft.rows = len(rows)
-        draft.keys, draft.longest = keys, rows[0].scheduled if rows else 0
-        draft.tokens_left -= len(rows)
-        draft.rows_left -= len(rows)
+                plain = False
+        return Draft(self._budget - count, self.limits.max_seats - count, count, chunks, count, plain,
+                     fed=fed, preempted=preempted, keys=keys, longest=rows[0].scheduled if rows else 0)
 
-    def _decode_ready(self, draft: Draft) -> list[Sequence]:
-        """Decoding sequences with a page to write to; those whose last token is in flight leave."""
+    def _decode_ready(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """(decoding sequences with a page to write to, those of them that just got it, those preempted for it), long
+        contexts first.
+
+        Those whose last token is in flight leave.
+        """
         page_size = self.pool.page_size
         rows, needy, done = [], [], []
-        for seq in self.roster.decoding:
-            scheduled = seq.scheduled
-            if scheduled + 1 >= seq.limit:
+        for seq in self.roster.longest_first():
+            start = seq.scheduled
+            if start + 1 >= seq.limit:
                 done.append(seq)
                 continue
             rows.append(seq)
-            if scheduled >= len(seq.pages) * page_size:
+            if start % page_size == 0:  # its pages are full: those of the prompt, and one for as many tokens since
                 needy.append(seq)
         for seq in done:
             self.roster.leave_early(seq)
-        if needy:
-            self._feed(needy, draft)
-        return rows if not draft.preempted else [seq for seq in rows if seq.seat >= 0]
+        preempted = self._feed(needy) if needy else []
+        if preempted:
+            rows, needy = ([seq for seq in found if seq.seat >= 0] for found in (rows, needy))
+        return rows, needy, preempted
 
-    def _feed(self, needy: list[Sequence], draft: Draft) -> None:
-        """Give each one more page; while there are too few, preempt the youngest of the last class.
+    def _feed(self, needy: list[Sequence]) -> list[Sequence]:
+        """Give each one more page; while there are too few, preempt the youngest of the last class; returns those.
 
         The oldest of the first class is preempted last, and alone it fits the pool (checked at admission): so it always
         goes on, and everybody becomes the oldest some day.
         """
+        preempted: list[Sequence] = []
         if len(needy) > self.pool.available:
             ranked = sorted((*self.roster.decoding, *self.roster.prefilling), key=lambda seq: seq.rank)
             while sum(seq.seat >= 0 for seq in needy) > self.pool.available:
-                draft.preempted.append(ranked.pop())
-                self.roster.preempt(draft.preempted[-1])
+                preempted.append(ranked.pop())
+                self.roster.preempt(preempted[-1])
             needy = [seq for seq in needy if seq.seat >= 0]
         for seq, page in zip(needy, self.pool.allocate(len(needy)) or (), strict=True):
             seq.pages.append(page)
+        return preempted
 
     def _plan_prefill(self, draft: Draft) -> None:
         """Go on with the prompts that have boarded, in that order."""
@@ -254,7 +253,7 @@ class Scheduler:
         """
         members = list(self.roster.prefilling)
         longest = max(len(seq.tokens) - seq.scheduled for seq in members)
-        width = min(longest, self.buckets.token_budget // self.roster.batch)
+        width = min(longest, self._budget // self.roster.batch)
         for seq in members:
             self._add_chunk(seq, draft, width - longest + len(seq.tokens) - seq.scheduled)
         computed = longest - max(len(seq.tokens) - seq.scheduled for seq in members)
@@ -277,7 +276,6 @@ class Scheduler:
         found = max(0, min(start, seq.n_prompt) - seq.computed_high)
         seq.cached_tokens += found
         draft.cached_tokens += found
-        seq.computed_high = max(seq.computed_high, start)
         return True
 
     def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
@@ -296,7 +294,6 @@ class Scheduler:
         draft.plain = draft.plain and seq.plain
         seq.scored += scored
         seq.scheduled = end
-        seq.computed_high = max(seq.computed_high, end)
         if chunk.sample:
             seq.in_flight += 1
             self.roster.start_decoding(seq)
@@ -337,9 +334,10 @@ class Scheduler:
         roster = self.roster
         bucket = self.buckets.choose(tokens=draft.rows + draft.reserved, sequences=len(draft.chunks),
                                      decode_only=draft.rows == draft.n_decode,
-                                     logit_rows=self.buckets.seats - draft.rows_left)
-        load = Load(roster.n_seated, self.pool.used, self.pool.n_cached, roster.n_waiting, roster.backlog.tokens)
+                                     logit_rows=self.limits.max_seats - draft.rows_left)
+        load = Load(len(roster.prefilling) + len(roster.decoding), self.pool.used, self.pool.n_cached,
+                    roster.n_waiting, roster.backlog.tokens)
         work = Work(draft.n_decode, draft.rows - draft.n_decode, draft.keys, draft.longest, draft.pairs)
-        return Plan(self._steps, draft.chunks, bucket, draft.plain, work, draft.boarded, draft.preempted,
+        return Plan(self._steps, draft.chunks, bucket, draft.plain, work, draft.boarded, draft.fed, draft.preempted,
                     draft.cached_tokens, draft.reserved, load)
 

@@ -153,7 +153,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[float]
 
 
-class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SequenceOutput(msgspec.Struct, omit_defaults=True):
     """News of one sequence: new tokens, or its end, or both. Exactly one output of a sequence has `finish` set.
 
     logprobs: one entry per new token, if asked for. prompt_logprobs: once, with the first token; entry i is for prompt

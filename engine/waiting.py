@@ -19,8 +19,10 @@ SHORTEST_RETRY, LONGEST_RETRY, FIRST_RETRY = 0.1, 60.0, 1.0
 class WaitingQueue:
     """Sequences by class, then preempted before fresh, then arrival; all is O(log n) amortised.
 
-    expected: output tokens that those who wait are expected to generate.
+    expected: output tokens that those who wait are expected to generate. counts: whether `charge` is to be called.
     """
+
+    counts = False
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, bool, int, int], int, Sequence]] = []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from jitney.engine.plan import Chunk
 
 
-class Work(NamedTuple):
+class Work(msgspec.Struct, frozen=True, gc=False):
     """The rows of one step. decode, prompt: rows of each kind, padding excluded.
 
     keys: KV positions that the decode rows attend to, summed. longest: most that one of them attends to, because rows

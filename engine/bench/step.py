@@ -246,8 +246,9 @@ def table_of(timings: Sequence[Timing], host: HostTimes, source: str) -> StepTab
 def row_of(timing: Timing, table: StepTable, floor: Roofline) -> dict[str, Any]:
     """One case for the report."""
     case, work = timing.case, timing.work
-    return {"bucket": str(case.bucket), "tokens": case.bucket.tokens, "seats": case.bucket.seats, **work._asdict(),
-            "repeats": len(timing.seconds), "median_s": timing.median, "least_s": min(timing.seconds),
+    return {"bucket": str(case.bucket), "tokens": case.bucket.tokens, "seats": case.bucket.seats,
+            **msgspec.structs.asdict(work), "repeats": len(timing.seconds),
+            "median_s": timing.median, "least_s": min(timing.seconds),
             "most_s": max(timing.seconds), "fitted_s": table.seconds(case.bucket, work),
             "bytes_floor_s": floor.memory_seconds(case.bucket, work),
             "flops_floor_s": floor.compute_seconds(case.bucket, work)}

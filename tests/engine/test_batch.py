@@ -10,9 +10,10 @@ import pytest
 from fakes import FakeClock, FakeRunner, make_core, next_token, score
 from test_core import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
 
-from jitney.engine.batch import FLOATS, INTS, BatchBuilder, Layout
+from jitney.engine.batch import BIASED, FLOATS, INTS, PENALISED, SCORED, BatchBuilder, Layout
 from jitney.engine.buckets import Bucket
 from jitney.engine.plan import Plan, StepResult
+from jitney.engine.types import SamplingParams
 
 
 class PackedRunner(FakeRunner):
@@ -24,7 +25,7 @@ class PackedRunner(FakeRunner):
 
     def batch(self, plan: Plan) -> Any:
         super().batch(plan)  # for its assertions
-        wanted = [(chunk.seq.seat, chunk.logit_rows) for chunk in plan.chunks]
+        wanted = [(chunk.seq.seat, chunk.logit_rows, chunk.seq.request.sampling) for chunk in plan.chunks]
         return self.builder.layout(plan.bucket, False), self.builder.build(plan, False), wanted
 
     def launch(self, batch: Any) -> Any:
@@ -35,10 +36,11 @@ class PackedRunner(FakeRunner):
         layout, packed, wanted = ticket
         return self.run(layout, packed, wanted)
 
-    def run(self, layout: Layout, packed: np.ndarray, wanted: list[tuple[int, int]]) -> StepResult:
+    def run(self, layout: Layout, packed: np.ndarray, wanted: list[tuple[int, int, SamplingParams]]) -> StepResult:
         x, page = layout.split(packed), self.page_size
         n_decode, n_seqs, n_rows = x.counts
-        owners = [seat for seat, _ in wanted]
+        owners = [seat for seat, _, _ in wanted]
+        params = [sampling for _, count, sampling in wanted for _ in range(count)]
         assert n_seqs == len(owners) and x.cu_q[n_seqs] == n_rows and (x.cu_q[n_seqs:] == n_rows).all()
         assert (x.write_rows[n_rows:] == self.builder.pool_rows).all(), "padding writes nothing"
         assert not x.kv_lens[n_seqs:].any() and not x.page_table[n_seqs:].any()
@@ -52,8 +54,15 @@ class PackedRunner(FakeRunner):
             np.testing.assert_array_equal(x.write_rows[rows], flat)
             self.tokens[flat] = np.where(x.tokens[rows] < 0, self.last_token[seat], x.tokens[rows])
             self.positions[flat] = positions
-        n = sum(count for _, count in wanted)
-        assert not x.ints[n:].any() and not x.floats[n:].any() and (x.seats[n:] == len(self.seeds)).all()
+        n = len(params)
+        assert not any(field[n:].any() for field in (x.ints, x.floats, x.scored))
+        assert (x.seats[n:] == len(self.seeds)).all()
+        np.testing.assert_array_equal(x.floats[:n].view(np.float32), np.array(
+            [(0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
+              p.frequency_penalty) for p in params], np.float32).reshape(n, FLOATS))
+        assert x.ints[:n, 0].tolist() == [max(p.top_k, 0) for p in params]
+        assert x.ints[:n, 3].tolist() == [PENALISED * p.penalised | BIASED * p.biased | SCORED * p.scored
+                                          for p in params]
         result = StepResult([], [])
         for i, (row, to_seat) in enumerate(zip(x.logit_rows[:n], x.seats[:n], strict=True)):
             s = int(np.searchsorted(x.cu_q[1 : n_seqs + 1], row, "right"))
@@ -61,8 +70,8 @@ class PackedRunner(FakeRunner):
             at = np.arange(last + 1)
             flat = x.page_table[s, at // page] * page + at % page
             np.testing.assert_array_equal(self.positions[flat], at)
-            history, target = self.tokens[flat].tolist(), int(x.ints[i, 3])
-            assert x.ints[i, 4] == last and to_seat == (owners[s] if target < 0 else len(self.seeds))
+            history, target = self.tokens[flat].tolist(), int(x.scored[i])
+            assert x.positions[row] == last and to_seat == (owners[s] if target < 0 else len(self.seeds))
             token = target if target >= 0 else next_token(history, int(x.ints[i, 1:3].copy().view(np.int64)[0]))
             if target < 0:
                 self.last_token[to_seat] = token
@@ -90,4 +99,4 @@ def test_fields_follow_one_another_without_a_gap():
         slices = list(layout.slices.values())
         assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])] and slices[-1].stop == layout.size
         assert list(layout.slices)[-1] == "page_table" and layout.size == (
-            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if plain else 8 * (FLOATS + INTS)))
+            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if plain else 8 * (1 + FLOATS + INTS)))

@@ -1,5 +1,6 @@
 """The sampler against numpy: which tokens may come, how often, and under which log-probabilities."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jitney.engine.batch import BIASED, FLOATS, INTS, PENALISED, SCORED
-from jitney.engine.sampling import SeatState, empty_state, greedy, sample, seat_row, threshold, top
+from jitney.engine.batch import BIASED, PENALISED, SCORED
+from jitney.engine.sampling import Rows, SeatState, empty_state, greedy, sample, seat_row, threshold, top
 from jitney.engine.types import MAX_LOGPROBS, SamplingParams
 
 VOCAB = 600
@@ -16,22 +17,21 @@ SEATS = 4
 run = jax.jit(sample)
 
 
-def rows_of(params: list[SamplingParams], *, seeds=None, positions=None, scored=None):
-    """(floats, ints) as the batch builder packs them, one row per entry."""
-    floats, ints = np.zeros((len(params), FLOATS), np.float32), np.zeros((len(params), INTS), np.int32)
-    for i, p in enumerate(params):
-        floats[i] = (0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
-                     p.frequency_penalty)
-        looks = PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None)
-        ints[i] = (p.top_k, (seeds or [0] * len(params))[i], 0, (scored or [-1] * len(params))[i],
-                   (positions or [0] * len(params))[i], looks)
-    return jnp.asarray(floats), jnp.asarray(ints)
+def rows_of(params: list[SamplingParams], seats: Sequence[int], *, seeds=None, positions=None, scored=None) -> Rows:
+    """One row per entry, of these seats (SEATS: none)."""
+    n = len(params)
+    floats = [(0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
+               p.frequency_penalty) for p in params]
+    looks = [PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None) for p in params]
+    ints = [[p.top_k for p in params], seeds or [0] * n, [0] * n, looks, scored or [-1] * n, positions or [0] * n,
+            seats]
+    return Rows(*jnp.asarray(floats, jnp.float32).T, *jnp.asarray(ints, jnp.int32))
 
 
 def draw_many(logits: np.ndarray, params: SamplingParams, n: int = 4096) -> np.ndarray:
     """n draws from one row of logits, each with a seed of its own -> counts [V]."""
-    floats, ints = rows_of([params] * n, seeds=list(range(n)))
-    result, _ = run(jnp.tile(logits, (n, 1)), floats, ints, jnp.full((n,), SEATS), empty_state(SEATS, len(logits)))
+    rows = rows_of([params] * n, [SEATS] * n, seeds=list(range(n)))
+    result, _ = run(jnp.tile(logits, (n, 1)), rows, empty_state(SEATS, len(logits)))
     return np.bincount(np.asarray(result.tokens), minlength=len(logits))
 
 
@@ -76,8 +76,8 @@ def test_greedy_is_argmax_and_a_nan_row_is_minus_one():
     logits[1, 17] = np.nan
     expected = [logits[0].argmax(), -1, logits[2].argmax()]
     np.testing.assert_array_equal(greedy(jnp.asarray(logits)), expected)
-    floats, ints = rows_of([SamplingParams(temperature=t) for t in (0, 1, 0)])
-    result, _ = run(logits, floats, ints, jnp.arange(3), empty_state(SEATS, VOCAB))
+    rows = rows_of([SamplingParams(temperature=t) for t in (0, 1, 0)], range(3))
+    result, _ = run(logits, rows, empty_state(SEATS, VOCAB))
     np.testing.assert_array_equal(result.tokens, expected)
 
 
@@ -93,8 +93,8 @@ def test_a_row_depends_on_seed_and_position_alone():
         others[at] = params
         seeds, positions = rng.integers(0, 99, neighbours).tolist(), rng.integers(0, 99, neighbours).tolist()
         seeds[at], positions[at] = seed, position
-        floats, ints = rows_of(others, seeds=seeds, positions=positions)
-        result, _ = run(block, floats, ints, jnp.full((neighbours,), SEATS), empty_state(SEATS, VOCAB))
+        rows = rows_of(others, [SEATS] * neighbours, seeds=seeds, positions=positions)
+        result, _ = run(block, rows, empty_state(SEATS, VOCAB))
         return int(result.tokens[at])
 
     alone = [token(1, 0, seed, position) for seed in range(6) for position in range(4)]
@@ -118,8 +118,7 @@ def test_penalties_count_prompt_and_output_as_documented():
         expected[token] -= 0.3
     for token in set(output):
         expected[token] -= 0.4
-    floats, ints = rows_of([params])
-    result, after = run(logits, floats, ints, jnp.array([2]), state)
+    result, after = run(logits, rows_of([params], [2]), state)
     assert int(result.tokens[0]) == expected.argmax() == 3
     assert (np.asarray(after.counts)[2, 3] & 0xFF) == 2, "the sampled token was not counted"
     assert (np.asarray(after.counts)[[0, 1, 3]] == 0).all()
@@ -135,8 +134,7 @@ def test_bias_moves_and_min_tokens_bans_the_end_until_its_position():
     state = SeatState(*(column.at[0].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True)))
 
     def token(chunk_end: int) -> int:
-        floats, ints = rows_of([params], positions=[chunk_end - 1])
-        return int(run(logits, floats, ints, jnp.array([0]), state)[0].tokens[0])
+        return int(run(logits, rows_of([params], [0], positions=[chunk_end - 1]), state)[0].tokens[0])
 
     assert [token(end) for end in (10, 11, 12, 13)] == [11, 11, 11, 2]
 
@@ -144,8 +142,7 @@ def test_bias_moves_and_min_tokens_bans_the_end_until_its_position():
 def test_scored_rows_return_the_given_token_and_exact_logprobs():
     logits = np.random.default_rng(2).normal(size=(2, VOCAB)).astype(np.float32)
     params = SamplingParams(temperature=1.0, logprobs=5)
-    floats, ints = rows_of([params, params], scored=[42, -1])
-    result, _ = run(logits, floats, ints, jnp.array([SEATS, 1]), empty_state(SEATS, VOCAB))
+    result, _ = run(logits, rows_of([params, params], [SEATS, 1], scored=[42, -1]), empty_state(SEATS, VOCAB))
     assert int(result.tokens[0]) == 42
     wide = logits.astype(np.float64)
     expected = wide - np.log(np.exp(wide).sum(1, keepdims=True))
@@ -167,12 +164,12 @@ def test_the_best_of_blocks_are_the_best_of_the_row():
 
 def test_a_kernel_sets_own_cut_takes_the_searchs_place():
     params = [SamplingParams(temperature=1.0, top_p=0.9, top_k=3), SamplingParams(temperature=1.0)] * 20
-    floats, ints = rows_of(params, seeds=list(range(40)))
+    rows = rows_of(params, [SEATS] * 40, seeds=list(range(40)))
     logits = jnp.asarray(np.random.default_rng(3).standard_normal((40, VOCAB)), jnp.float32)
 
     def tokens(cut):
         step = jax.jit(partial(sample, cut=cut))
-        return np.asarray(step(logits, floats, ints, jnp.full((40,), SEATS), empty_state(SEATS, VOCAB))[0].tokens)
+        return np.asarray(step(logits, rows, empty_state(SEATS, VOCAB))[0].tokens)
 
     np.testing.assert_array_equal(tokens(threshold), tokens(None))
     narrow = tokens(lambda scaled, top_k, top_p: jnp.zeros_like(top_p))  # keeps nothing but the best of a row

@@ -85,7 +85,7 @@ def test_few_points_keep_the_common_slope():
     lonely = Work(decode=20, keys=20_000, longest=1000)
     table = StepTable.from_points([*points(40, buckets=(D8,)), Point(D32, lonely, TRUE[D32].seconds(lonely))])
     for keys in (2_000, 40_000):
-        work = lonely._replace(keys=keys)
+        work = msgspec.structs.replace(lonely, keys=keys)
         assert table.seconds(D32, work) == pytest.approx(TRUE[D32].seconds(work), rel=0.02)
 
 

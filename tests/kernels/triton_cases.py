@@ -220,17 +220,18 @@ def whole_model(normed: bool, kv: str = "auto") -> dict[str, Any]:
 
 def sampled_tokens() -> dict[str, Any]:
     """Rows that draw another token when the kernel finds top-k and top-p instead of the sampler's own search."""
-    from jitney.engine.batch import FLOATS, INTS
-    from jitney.engine.sampling import empty_state, sample
+    from jitney.engine.sampling import Rows, empty_state, sample
 
     rng = np.random.default_rng(11)
-    rows, vocab = 24, 700
-    floats, ints = np.zeros((rows, FLOATS), np.float32), np.zeros((rows, INTS), np.int32)
-    floats[:, 0], floats[:, 1] = rng.uniform(0.5, 2.0, rows), rng.choice([1.0, 0.95, 0.6], rows)
-    ints[:, 0], ints[:, 1], ints[:, 3] = rng.choice([0, 3, 40, 400], rows), np.arange(rows), -1
-    logits = rng.standard_normal((rows, vocab), np.float32) * 2
-    found = [np.asarray(jax.jit(sample, static_argnums=5)(logits, floats, ints, np.full(rows, 4), empty_state(4, vocab),
-                                                         cut)[0].tokens) for cut in (KERNELS.threshold, None)]
+    n, vocab = 24, 700
+    none = np.zeros(n)
+    floats = rng.uniform(0.5, 2.0, n), rng.choice([1.0, 0.95, 0.6], n), none, none, none, none
+    ints = rng.choice([0, 3, 40, 400], n), np.arange(n), none, none, np.full(n, -1), none, np.full(n, 4)
+    rows = Rows(*(jnp.asarray(column, jnp.float32) for column in floats),
+                *(jnp.asarray(column, jnp.int32) for column in ints))
+    logits = rng.standard_normal((n, vocab), np.float32) * 2
+    found = [np.asarray(jax.jit(sample, static_argnums=3)(logits, rows, empty_state(4, vocab), cut)[0].tokens)
+             for cut in (KERNELS.threshold, None)]
     return {"other": int((found[0] != found[1]).sum()), "distinct": len(set(found[1].tolist()))}
 
 
