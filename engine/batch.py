@@ -159,7 +159,7 @@ class BatchBuilder:
         for seq in plan.boarded:
             self.board(seq)
         for seq in plan.fed:
-            self.note_pages(seq)
+            self.feed(seq)
         self.fill(plan, upload, plain)
         return upload.packed
 
@@ -175,14 +175,23 @@ class BatchBuilder:
 
     def board(self, seq: Sequence) -> None:
         """A sequence took a seat: note its pages instead of the last owner's, and its sampling parameters."""
-        self.known[seq.seat] = 0
-        self.note_pages(seq)
+        first = seq.seat * self.pages
+        self.tables[first : first + len(seq.pages)] = array("i", seq.pages)
+        self.known[seq.seat] = len(seq.pages)
+        self.stamps[seq.seat] = object()
         params = seq.request.sampling
         self.floats[seq.seat] = FLOATS_STRUCT.pack(
             0.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.repetition_penalty,
             params.presence_penalty, params.frequency_penalty)
         looks = PENALISED * params.penalised | BIASED * params.biased | SCORED * params.scored
         self.ints[seq.seat] = INTS_STRUCT.pack(max(params.top_k, 0), seq.seed & 0xFFFFFFFFFFFFFFFF, looks)
+
+    def feed(self, seq: Sequence) -> None:
+        """A seated sequence got one more page."""
+        seat = seq.seat
+        self.tables[seat * self.pages + self.known[seat]] = seq.pages[-1]
+        self.known[seat] += 1
+        self.stamps[seat] = object()
 
     def fill(self, plan: Plan, upload: Upload, plain: bool) -> None:
         """Tokens, positions, page tables, KV rows and logit rows of every chunk, and how to sample, padded."""
@@ -243,17 +252,6 @@ class BatchBuilder:
             rows.seats.append(seq.seat)
             rows.scored.append(-1)
             rows.owners.append(seq.seat)
-
-    def note_pages(self, seq: Sequence) -> None:
-        """Write a sequence's new pages into its seat's table."""
-        seat, pages = seq.seat, seq.pages
-        have, end = seat * self.pages + self.known[seat], seat * self.pages + len(pages)
-        if end == have + 1:
-            self.tables[have] = pages[-1]
-        else:
-            self.tables[have:end] = array("i", pages[self.known[seat] :])
-        self.known[seat] = len(pages)
-        self.stamps[seat] = object()
 
     def copy_table(self, upload: Upload, number: int, seat: int) -> None:
         """Copy a seat's pages into a row of the upload; numbers behind them, of former owners, belong to no key."""

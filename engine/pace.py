@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from array import array
+from collections import defaultdict, deque
 from statistics import median
 
 from jitney.engine.buckets import Bucket, Buckets
@@ -46,29 +46,6 @@ class Slope:
         return max(0.0, self._pairs_seconds / self._pairs_pairs)
 
 
-class Seen:
-    """The newest steps of one bucket: their seconds and pairs, each in an array of numbers that lie side by side."""
-
-    __slots__ = ("_next", "pairs", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds, self.pairs, self._next = array("d"), array("d"), 0
-
-    def add(self, seconds: float, pairs: int) -> None:
-        """One more step; the oldest goes once there are KEPT."""
-        if len(self.seconds) < KEPT:
-            self.seconds.append(seconds)
-            self.pairs.append(pairs)
-        else:
-            self.seconds[self._next], self.pairs[self._next] = seconds, pairs
-            self._next = (self._next + 1) % KEPT
-
-    def base(self, slope: float) -> float:
-        """The median of the seconds without what the pairs took, at `slope` seconds each."""
-        return max(0.0, median([seconds - slope * pairs
-                                for seconds, pairs in zip(self.seconds, self.pairs, strict=True)]))
-
-
 class Pace:
     """Step times in seconds, by bucket and by what its prompt rows attend to.
 
@@ -79,7 +56,7 @@ class Pace:
         self.buckets = buckets
         self._news: list[tuple[Bucket, float, int]] = []  # steps that were observed and not yet taken in
         self._step: float | None = None
-        self._seen: dict[Bucket, Seen] = {}
+        self._seen: defaultdict[Bucket, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._slope = Slope()
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int = 0) -> None:
@@ -91,9 +68,7 @@ class Pace:
     def _take_in(self) -> None:
         """Learn from the steps observed since the last time, in their order."""
         for bucket, seconds, pairs in self._news:
-            if bucket not in self._seen:
-                self._seen[bucket] = Seen()
-            self._seen[bucket].add(seconds, pairs)
+            self._seen[bucket].append((seconds, pairs))
             self._step = seconds if self._step is None else FADE * self._step + (1 - FADE) * seconds
             if not bucket.decode_only:
                 self._slope.observe(bucket, seconds, pairs)
@@ -118,14 +93,17 @@ class Pace:
         short for a smaller one, until the first step of its own.
         """
         self._take_in()
-        known = self._seen.get(bucket)
-        if known is not None:
-            return known.base(self._slope.value)
+        if bucket in self._seen:
+            return self._base(bucket)
         seen = [other for other in self.buckets.mixed if other in self._seen]
         if not seen:
             return None
         near = min(seen, key=lambda other: abs(other.tokens - bucket.tokens))
-        return self._seen[near].base(self._slope.value) * bucket.tokens / near.tokens
+        return self._base(near) * bucket.tokens / near.tokens
+
+    def _base(self, bucket: Bucket) -> float:
+        slope = self._slope.value
+        return max(0.0, median([seconds - slope * pairs for seconds, pairs in self._seen[bucket]]))
 
     def fastest_prefill(self, rows: int) -> float:
         """A time below which so many prompt rows have never been computed here; 0 if nothing like it was measured."""
@@ -137,7 +115,7 @@ class Pace:
     def _fastest(self, rows: int) -> float:
         """The longest, over the buckets up to the smallest one that holds `rows`, of their shortest measured times."""
         enough = next(bucket.tokens for bucket in self.buckets.mixed if rows <= bucket.tokens)
-        return max((min(self._seen[bucket].seconds) for bucket in self.buckets.mixed
+        return max((min(self._seen[bucket])[0] for bucket in self.buckets.mixed
                     if bucket.tokens <= enough and bucket in self._seen), default=0.0)
 
 

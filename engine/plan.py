@@ -122,6 +122,12 @@ class Plan(msgspec.Struct):
     def n_decode(self) -> int:
         return self.work.decode
 
+    @property
+    def logit_rows(self) -> int:
+        """Rows of the result: one of each decode row, then those of the prompt chunks."""
+        n_decode = self.work.decode
+        return n_decode + sum([chunk.logit_rows for chunk in self.chunks[n_decode:]])
+
 
 class StepResult(msgspec.Struct):
     """What a step brought: one entry per logit row in plan order (a chunk's scored rows first, then its sampled row).

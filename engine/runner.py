@@ -173,8 +173,7 @@ class Runner:
 
     def fetch(self, ticket: Ticket) -> StepResult:
         """Wait for a step's tokens; one entry per logit row in plan order."""
-        n_decode = ticket.plan.n_decode  # of one logit row each
-        rows = n_decode + sum(chunk.logit_rows for chunk in ticket.plan.chunks[n_decode:])
+        rows = ticket.plan.logit_rows
         if not isinstance(ticket.sampled, Sampled):
             return StepResult(tokens=np.asarray(ticket.sampled)[:rows].tolist(), logprobs=None)
         tokens = np.asarray(ticket.sampled.tokens)[:rows].tolist()

@@ -46,7 +46,6 @@ class Scheduler:
         self._forecast = Forecast(limits, self.roster, self.pace, pool, batch=limits.batch if self._policy.holds else 0)
         self._prompt_rows = PromptRows(self.pace, limits.prefill_share, limits.target_itl_ms / 1000)
         self._committer = Committer(self.roster, pool)
-        self._budget = buckets.token_budget
         self._arrivals = self._steps = 0
 
     @property
@@ -137,7 +136,7 @@ class Scheduler:
         """One batch after the other: all board, all prompts are computed, all decode until the last is done."""
         roster = self.roster
         if roster.prefilling:
-            draft = Draft(self._budget, self.limits.max_seats)
+            draft = Draft(self.buckets.token_budget, self.limits.max_seats)
         else:
             draft = self._plan_decode()
             draft.reserved = max(0, roster.batch - draft.rows) if draft.rows else 0
@@ -162,7 +161,7 @@ class Scheduler:
             keys += end
             if not seq.plain:
                 plain = False
-        return Draft(self._budget - count, self.limits.max_seats - count, count, chunks, count, plain,
+        return Draft(self.buckets.token_budget - count, self.limits.max_seats - count, count, chunks, count, plain,
                      fed=fed, preempted=preempted, keys=keys, longest=rows[0].scheduled if rows else 0)
 
     def _decode_ready(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
@@ -183,13 +182,15 @@ class Scheduler:
                 needy.append(seq)
         for seq in done:
             self.roster.leave_early(seq)
-        preempted = self._feed(needy) if needy else []
+        preempted = self._make_room(needy)
         if preempted:
             rows, needy = ([seq for seq in found if seq.seat >= 0] for found in (rows, needy))
+        for seq, page in zip(needy, self.pool.allocate(len(needy)) or (), strict=True):
+            seq.pages.append(page)
         return rows, needy, preempted
 
-    def _feed(self, needy: list[Sequence]) -> list[Sequence]:
-        """Give each one more page; while there are too few, preempt the youngest of the last class; returns those.
+    def _make_room(self, needy: list[Sequence]) -> list[Sequence]:
+        """Preempt the youngest of the last class until there is a page for each one that needs it; returns those.
 
         The oldest of the first class is preempted last, and alone it fits the pool (checked at admission): so it always
         goes on, and everybody becomes the oldest some day.
@@ -200,9 +201,6 @@ class Scheduler:
             while sum(seq.seat >= 0 for seq in needy) > self.pool.available:
                 preempted.append(ranked.pop())
                 self.roster.preempt(preempted[-1])
-            needy = [seq for seq in needy if seq.seat >= 0]
-        for seq, page in zip(needy, self.pool.allocate(len(needy)) or (), strict=True):
-            seq.pages.append(page)
         return preempted
 
     def _plan_prefill(self, draft: Draft) -> None:
@@ -253,7 +251,7 @@ class Scheduler:
         """
         members = list(self.roster.prefilling)
         longest = max(len(seq.tokens) - seq.scheduled for seq in members)
-        width = min(longest, self._budget // self.roster.batch)
+        width = min(longest, self.buckets.token_budget // self.roster.batch)
         for seq in members:
             self._add_chunk(seq, draft, width - longest + len(seq.tokens) - seq.scheduled)
         computed = longest - max(len(seq.tokens) - seq.scheduled for seq in members)
@@ -335,8 +333,7 @@ class Scheduler:
         bucket = self.buckets.choose(tokens=draft.rows + draft.reserved, sequences=len(draft.chunks),
                                      decode_only=draft.rows == draft.n_decode,
                                      logit_rows=self.limits.max_seats - draft.rows_left)
-        load = Load(len(roster.prefilling) + len(roster.decoding), self.pool.used, self.pool.n_cached,
-                    roster.n_waiting, roster.backlog.tokens)
+        load = Load(roster.n_seated, self.pool.used, self.pool.n_cached, roster.n_waiting, roster.backlog.tokens)
         work = Work(draft.n_decode, draft.rows - draft.n_decode, draft.keys, draft.longest, draft.pairs)
         return Plan(self._steps, draft.chunks, bucket, draft.plain, work, draft.boarded, draft.fed, draft.preempted,
                     draft.cached_tokens, draft.reserved, load)

@@ -60,7 +60,7 @@ def measure(seats: int, policy: str, order: str, steps: int) -> tuple[float, flo
         plan = scheduler.plan(0.0)
         planned = time.perf_counter()
         assert plan is not None
-        result = StepResult([7] * sum(chunk.logit_rows for chunk in plan.chunks))
+        result = StepResult([7] * plan.logit_rows)
         before = time.perf_counter()
         scheduler.commit(plan, result, 0.0)
         scheduler.observe(plan, 0.01)
