@@ -129,7 +129,8 @@ def page_runs(before: np.ndarray, now: np.ndarray) -> list[list[int]]:
 def scalars(client: EngineClient, records: np.ndarray) -> dict[str, Any]:
     """Gauges, and totals since the server's start (who shows them takes differences, so a lost frame loses nothing).
 
-    step_s: seconds of all steps, gaps included; gap_s: of the gaps alone. worst_s: the longest of `records`.
+    step_s: seconds of all steps, gaps included; gap_s: of the gaps alone. worst_s: the longest of `records`. canary:
+    sequences computed again with the reference, and those of them that were wrong.
     """
     counters, journal = client.counters, client.journal
     spans = records["device_s"] + records["gap_s"]
@@ -137,6 +138,7 @@ def scalars(client: EngineClient, records: np.ndarray) -> dict[str, Any]:
         "seats_busy": counters.gauge("seats_busy"), "waiting": counters.waiting,
         "waiting_tokens": counters.waiting_tokens, "pages_used": counters.gauge("pages_used"),
         "steps": dict(counters.steps), "rows": dict(counters.rows), "preemptions": counters.preemptions,
+        "canary": [counters.canary_checked, counters.canary_mismatched],
         "compiles": counters.compiles, "nan_rows": counters.nan_rows, "restarts": counters.engine_restarts,
         "boarded": journal.boarded, "cached_tokens": journal.cached_tokens, "finished": dict(journal.finished),
         "rejected": dict(journal.rejected),

@@ -47,6 +47,10 @@ class Notes:
                              "have ended with an error"))
         if (rows := look.scalars["nan_rows"] - before.scalars["nan_rows"]) > 0:
             new.append(_note(look, "error", "nan", f"logits were not finite in {rows} rows; their requests have ended"))
+        wrong = look.scalars["canary"][1] - before.scalars["canary"][1]
+        if wrong > 0:
+            new.append(_note(look, "error", "canary", "computed again with the reference kernels, so many "
+                             f"answers came out otherwise: {wrong}. `jitney doctor` compares every kernel"))
         if look.state == "dead" != before.state:
             new.append(_note(look, "error", "dead", "the engine is dead and is not started again"))
         return new

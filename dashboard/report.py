@@ -37,6 +37,8 @@ def report(client: EngineClient, minutes: float, notes: Sequence[dict[str, Any]]
     info = client.info
     model = info.model if info else "no model"
     facts = f"{info.device}, {info.policy}, {info.kernels} kernels, {info.seats} seats" if info else "not ready"
+    if info and info.kernels_out:
+        facts += f"; kernels taken out because they were wrong here: {', '.join(info.kernels_out)}"
     told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
     return _template().substitute(
         title=html.escape(f"Jitney: {model}"), headline=html.escape(headline(client)),

@@ -13,26 +13,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
 
 from jitney import engine
 from jitney.engine import wire
 from jitney.engine.buckets import Buckets, make_buckets
-from jitney.engine.config import Config, compilation_cache_dir
+from jitney.engine.canary import LIMITS, MOST_TOKENS, CanaryCore
+from jitney.engine.config import Config, EngineSection, compilation_cache_dir
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.ledger import Ledger
 from jitney.engine.memory import GIB, claim_memory, free_bytes, in_one_line, likely_temp_bytes, page_count
 from jitney.engine.models.config import ModelConfig
+from jitney.engine.models.llama import Llama
 from jitney.engine.pages import PagePool
 from jitney.engine.program import StateSizes
+from jitney.engine.proving import proven, served_by
 from jitney.engine.runner import Runner
 from jitney.engine.scheduler import Scheduler, SchedulerLimits
 from jitney.engine.sharding import make_mesh
-from jitney.engine.types import EngineInfo
+from jitney.engine.types import EngineInfo, KernelProof
 from jitney.engine.weights.load import describe_weights, load_model
 from jitney.engine.weights.quantising import choose_keeping, choose_kv_dtype, hold_factors
 from jitney.engine.weights.sources import ModelSource
-from jitney.kernels.select import KernelError, KernelSet, select
+from jitney.kernels.select import KernelError, KernelSet, reference, select
 
 log = logging.getLogger("jitney.core")
 
@@ -40,6 +45,8 @@ log = logging.getLogger("jitney.core")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 #: A pool of at least this share of what fits is not worth compiling the largest step a second time for.
 ENOUGH = 0.97
+#: Most rows of a step of the canary's core: more would hold up the steps that serve.
+CANARY_ROWS = 64
 Report = Callable[[wire.Progress], None]
 
 
@@ -58,13 +65,17 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
             keeping=choose_keeping(config.model.weights, device.platform, kernels))
     if settings.kv_dtype != "auto":
         hold_factors(model, source, kv_dtype, mesh)
+    context = choose_context(config.model.context, source.config)
+    buckets = buckets_for(settings, device.platform, kernels)
+    page = StateSizes(settings.max_seats, 1, settings.page_size, context, kv_dtype)
+    progress(wire.Progress("proof", 0, 1, kernels.name))
+    kernels, proofs = proven(kernels, served_by(model, own, page, buckets, dtype), named=settings.kernels != "auto")
+    buckets = buckets_for(settings, device.platform, kernels)
+    alone = None
+    if settings.canary_every:
+        alone = core_alone(config, model, context, kv_dtype, mesh)
     if mesh is None:
         model.arrange(kernels)
-    context = choose_context(config.model.context, source.config)
-    buckets = make_buckets(max_seats=settings.max_seats, token_budget=settings.token_budget,
-                           seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets,
-                           on_device=device.platform != "cpu",
-                           smallest=4 if kernels.name == "reference" else 1)  # XLA:CPU is ten times slower at 1 row
     end_ids = tuple(source.config.eos_ids)
 
     def make_runner(n_pages: int) -> Runner:
@@ -72,7 +83,6 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
                       context_length=context, kv_dtype=kv_dtype, end_ids=end_ids, mesh=mesh,
                       plain_mixed=device.platform in ("gpu", "cuda"))
 
-    page = StateSizes(settings.max_seats, 1, settings.page_size, context, kv_dtype)
     runner = sized_runner(config, own, context, devices, buckets, page.pool_bytes(own, kernels), make_runner)
     with in_one_line("making the KV pool"):
         runner.compile(lambda done, total, what: progress(wire.Progress("compile", done, total, what)))
@@ -82,8 +92,41 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
     limits = SchedulerLimits.of(settings, context_length=context)
     scheduler = Scheduler(limits, buckets, pool, eos_ids=end_ids, vocab_size=source.config.vocab_size)
     info = describe(config, source, device, kernels, context, dtype, kv_dtype, describe_weights(model), runner,
-                    buckets)
-    return EngineCore(scheduler, runner, Ledger()), info
+                    buckets, proofs)
+    if alone is None:
+        return EngineCore(scheduler, runner, Ledger()), info
+    limit = LIMITS[jnp.dtype(dtype).name]
+    return CanaryCore(scheduler, runner, Ledger(), alone=alone, every=settings.canary_every, limit=limit), info
+
+
+def core_alone(config: Config, model: Llama, context: int, kv_dtype: Any, mesh: Mesh | None) -> EngineCore:
+    """A core of one seat with the reference kernels and the weights as loaded, for the canary."""
+    own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are arranged
+    longest = min(context, MOST_TOKENS)
+    page_size = config.engine.page_size
+    pages = -(-longest // page_size) + 1
+    buckets = make_buckets(max_seats=1, token_budget=CANARY_ROWS, token_sizes=(CANARY_ROWS,))
+    end_ids = tuple(model.config.eos_ids)
+    runner = Runner(own, buckets, reference(), n_pages=pages + 1, page_size=page_size, context_length=longest,
+                    kv_dtype=kv_dtype, end_ids=end_ids, mesh=mesh)
+    runner.compile()
+    limits = SchedulerLimits(max_seats=1, context_length=longest)
+    pool = PagePool(pages + 1, page_size, retain=False)
+    scheduler = Scheduler(limits, buckets, pool, eos_ids=end_ids, vocab_size=model.config.vocab_size)
+    return EngineCore(scheduler, runner, Ledger())
+
+
+def buckets_for(settings: EngineSection, platform_name: str, kernels: KernelSet) -> Buckets:
+    """The sizes to compile for. XLA:CPU's own product is ten times slower at one row than at four."""
+    xla_multiplies = kernels.matmul is reference().matmul
+    return make_buckets(
+        max_seats=settings.max_seats,
+        token_budget=settings.token_budget,
+        seat_sizes=settings.seat_buckets,
+        token_sizes=settings.token_buckets,
+        on_device=platform_name != "cpu",
+        smallest=4 if xla_multiplies else 1,
+    )
 
 
 def start_jax(config: Config) -> list[Any]:
@@ -186,7 +229,8 @@ def sized_runner(config: Config, own: ModelConfig, context: int, devices: Sequen
 
 
 def describe(config: Config, source: ModelSource, device: Any, kernels: KernelSet, context: int, dtype: Any,
-             kv_dtype: Any, weights: str, runner: Runner, buckets: Buckets) -> EngineInfo:
+             kv_dtype: Any, weights: str, runner: Runner, buckets: Buckets,
+             proofs: list[KernelProof]) -> EngineInfo:
     """What the API, the page and `doctor` show of a running engine."""
     settings = config.engine
     count = f"{settings.tensor_parallel} x " if settings.tensor_parallel > 1 else ""
@@ -197,4 +241,5 @@ def describe(config: Config, source: ModelSource, device: Any, kernels: KernelSe
         device=f"{count}{device.device_kind}", dtype=str(dtype), weights=weights, kv_dtype=str(kv_dtype),
         prefix_cache=settings.prefix_cache, version=engine.__version__,
         max_waiting_requests=settings.max_waiting_requests, executables=len(runner.executables),
-        compile_seconds=runner.compile_seconds, tensor_parallel=settings.tensor_parallel)
+        compile_seconds=runner.compile_seconds, tensor_parallel=settings.tensor_parallel, proofs=proofs,
+        canary_every=settings.canary_every)

@@ -15,7 +15,7 @@ import numpy as np
 from jitney.engine.journal import Journal
 from jitney.engine.ledger import ROW_KINDS
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
-from jitney.engine.wire import Progress, Slots
+from jitney.engine.wire import CanaryFinding, Progress, Slots
 
 EngineState = Literal["loading", "ready", "draining", "dead"]
 
@@ -61,6 +61,9 @@ class EngineCounters:
     compiles: int = 0
     nan_rows: int = 0
     engine_restarts: int = 0
+    canary_checked: int = 0  # sequences computed again with the reference
+    canary_mismatched: int = 0  # of them, those that differed by more than rounding explains
+    canary_worst: float = 0.0  # largest difference of two log-probabilities
     waiting: int = 0
     waiting_tokens: int = 0
     step_seconds: dict[str, Histogram] = field(default_factory=_step_histograms)
@@ -88,6 +91,13 @@ class EngineCounters:
         for output in outputs:
             if output.error is not None and output.error.code == "nan_logits":
                 self.nan_rows += 1
+
+    def observe_canary(self, findings: Iterable[CanaryFinding]) -> None:
+        """Count sequences that were computed again."""
+        for finding in findings:
+            self.canary_checked += 1
+            self.canary_mismatched += not finding.right
+            self.canary_worst = max(self.canary_worst, finding.apart)
 
     def observe_idle(self, waiting: int) -> None:
         """An idle tick: nothing sits in a seat, and no page is held by a sequence."""

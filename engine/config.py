@@ -95,6 +95,9 @@ class EngineSection(Section):
     max_waiting_tokens: int = Field(default=262144, ge=1, description=(
         "prompt tokens that may wait; more are answered 429"))
     kernels: str = Field(default="auto", min_length=1, description="kernel set; auto: the best one for the device")
+    canary_every: int = Field(default=0, ge=0, description=(
+        "compute one request in so many again, alone, with the reference kernels, and compare the log-probabilities; "
+        "0: none"))
     compilation_cache: bool = Field(default=True, description=(
         "keep compiled programs on disk (~/.cache/jitney/xla, or xla/ in $JITNEY_CACHE) for the next start"))
     platform: Literal["auto", "cpu", "cuda", "tpu"] = Field(default="auto", description=(

@@ -220,6 +220,7 @@ class ProcessClient:
         if record is not None:
             self.counters.observe_step(record)
         self.counters.observe_outputs(report.outputs)
+        self.counters.observe_canary(report.canary)
         for output in report.outputs:
             if stream := self._streams.get(output.request_id):
                 stream.put(output)

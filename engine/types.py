@@ -175,6 +175,20 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     prefill_s: float | None = None
 
 
+class KernelProof(msgspec.Struct, frozen=True):
+    """What came of comparing one kernel with its definition, at start, on the machine that serves."""
+
+    kernel: str  # attention, norm, products, head, int4 product or sampling cut
+    error: float  # the largest one seen, in units of what it should be; infinite where it could not run
+    limit: float  # the error that rounding explains
+    reason: str = ""  # why it could not run
+
+    @property
+    def ok(self) -> bool:
+        """False if the kernel was taken out, and the reference's serves in its place."""
+        return self.error <= self.limit
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is running, fixed once the engine is ready; the API, the page and `doctor` all show this."""
 
@@ -199,6 +213,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     compile_seconds: float = 0.0
     tensor_parallel: int = 1
     weights: str = ""  # how matrices are kept: a dtype, a scheme, or several with their counts
+    proofs: list[KernelProof] = []  # of every kernel that is not the reference's own
+    canary_every: int = 0  # one request in so many is computed again with the reference; 0: none
+
+    @property
+    def kernels_out(self) -> list[str]:
+        """Kernels that were wrong at start, so that the reference's serve in their place."""
+        return [proof.kernel for proof in self.proofs if not proof.ok]
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):

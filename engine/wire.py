@@ -78,11 +78,20 @@ class PromptRows(msgspec.Struct, array_like=True, frozen=True):
     recomputed: int
 
 
+class CanaryFinding(msgspec.Struct, array_like=True, frozen=True):
+    """What came of computing one sequence again with the reference."""
+
+    apart: float  # largest difference of two log-probabilities; infinite: it could not be computed
+    right: bool  # rounding explains the difference
+
+
 class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """What one step made known. record: bytes of one `ledger.STEP_DTYPE` item, empty when nothing was computed.
 
     chunks: the prompt chunks of that step. life: who boarded and who was preempted for the step launched meanwhile, in
     that order of happening: after the ends in `outputs`. answers: to whoever asked for slots since the last report.
+    canary: of the sequences that were computed again
+    since the last report.
     """
 
     outputs: list[SequenceOutput]
@@ -90,6 +99,7 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     life: list[Life] = []
     chunks: list[PromptRows] = []
     answers: list[Slots] = []
+    canary: list[CanaryFinding] = []
 
 
 class Tick(msgspec.Struct, tag="tick", frozen=True):

@@ -27,6 +27,7 @@ FLOORS = {
     "jitney.engine.weights.quantised_folder": 2, "jitney.engine.weights.quantising": 2,
     "jitney.engine.batch": 2, "jitney.engine.sampling": 2, "jitney.engine.runner": 2,
     "jitney.engine.sharding": 2, "jitney.engine.program": 2,
+    "jitney.engine.proving": 2, "jitney.engine.canary": 3,
     "jitney.engine.core": 3, "jitney.engine.build": 3, "jitney.engine.simulator": 3,
     "jitney.engine.replay": 3,
     "jitney.engine.client": 4, "jitney.engine.process": 4, "jitney.engine.process_link": 4,
@@ -42,7 +43,7 @@ DEVICE = ("jitney.kernels", "jitney.engine.models.layers", "jitney.engine.models
           "jitney.engine.models.schemes", "jitney.engine.models.calibration", "jitney.engine.weights.load",
           "jitney.engine.weights.packed", "jitney.engine.weights.quantised_folder", "jitney.engine.weights.quantising",
           "jitney.engine.batch", "jitney.engine.sampling", "jitney.engine.runner", "jitney.engine.build",
-          "jitney.engine.sharding", "jitney.engine.program",
+          "jitney.engine.sharding", "jitney.engine.program", "jitney.engine.proving",
           "jitney.engine.bench.device_timing", "jitney.engine.bench.device_kernels",
           "jitney.engine.bench.device_products", "jitney.engine.bench.device_steps", "jitney.engine.bench.device_loop")
 ACCELERATOR = {"jax", "jaxlib", "flax", "jax_triton"}

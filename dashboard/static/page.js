@@ -10,7 +10,7 @@ import {PageMap, pageLegend} from "./pages.js";
 import {drawQueue} from "./queue.js";
 import {Requests} from "./requests.js";
 import {SeatGrid, momentOf, seatLegend, seatTable} from "./seats.js";
-import {curlLine, headline, showFacts, showFigures, showState, stateOf} from "./status.js";
+import {curlLine, headline, showCanary, showFacts, showFigures, showState, stateOf} from "./status.js";
 import {setUpBar, showBar} from "./timebar.js";
 import {Timeline, steer} from "./timeline.js";
 import {setUp} from "./tryit.js";
@@ -131,6 +131,7 @@ function show() {
   showBar(view);
   showPages();
   showNotes($("notes"), engine.notes, engine.frame.t);
+  showCanary(engine.info, engine.frame.s.canary);
   requests.frame(past(), engine.live);
   lab.frame();
   fillTables();

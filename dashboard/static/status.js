@@ -99,6 +99,28 @@ export function showFacts(info) {
   $("facts").replaceChildren(...facts.map(([name, value, kind = ""]) =>
     make("div", {class: kind}, make("dt", {}, name), make("dd", {}, value))));
   document.title = `Jitney: ${info.model}`;
+  const out = kernelsOut(info);
+  $("kernels-out").hidden = !out;
+  say($("kernels-out"), out);
+}
+
+/** What came of the requests that were computed again; found: [checked, of them wrong]. */
+export function showCanary(info, found) {
+  $("canary").hidden = !info?.canary_every;
+  if (!info?.canary_every || !found) return;
+  const [checked, wrong] = found;
+  const result = wrong ? `${count(wrong)} of ${count(checked)} came out otherwise` : `${count(checked)} checked, all came out alike`;
+  say($("canary"), `Canary: one request in ${count(info.canary_every)} is computed again with the reference kernels; ${result}.`);
+}
+
+/** What the proof at start found wrong. An error of null is one that is infinite: the kernel could not run. */
+function kernelsOut({kernels, proofs = []}) {
+  const wrong = proofs.filter(({error, limit}) => error === null || error > limit);
+  if (!wrong.length) return "";
+  const told = wrong.map(({kernel, error, reason}) =>
+    error === null ? `${kernel} could not run${reason ? ` (${reason})` : ""}` : `${kernel} is off by ${error.toPrecision(2)}`);
+  return `Kernels taken out: of the ${kernels} kernels ${told.join(", ")} on this machine. ` +
+    "The slower reference serves in their place; answers are right.";
 }
 
 export function curlLine(model, keys) {

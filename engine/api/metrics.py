@@ -71,6 +71,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()
+        yield from self._kernels()
         yield from self._counters()
         yield from self._histograms()
 
@@ -88,6 +89,8 @@ class EngineCollector(Collector):
             ("kv_pages_cached", "KV pages kept for the prefix cache alone", counters.gauge("pages_cached")),
             ("draining", "1 while no new requests are taken", int(draining)),
             ("engine_up", "1 while the engine serves", int(client.state in ("ready", "draining"))),
+            ("canary_worst_difference", "largest difference of a log-probability from the reference's",
+             counters.canary_worst),
             ("last_step_age_seconds", "time since the engine's last sign of life", client.last_step_age()),
         ):
             yield GaugeMetricFamily(f"jitney_{name}", text, value)
@@ -95,6 +98,25 @@ class EngineCollector(Collector):
         if info is not None:
             labels |= {name: str(getattr(info, name)) for name in ("model", "platform", "device", "kernels", "dtype")}
         yield InfoMetricFamily("jitney_build", "what is running", labels)
+
+    def _kernels(self) -> Iterator[Metric]:
+        """What the proof at start said of each kernel."""
+        info = self._service.client.info
+        error = GaugeMetricFamily(
+            "jitney_kernel_error",
+            "largest distance of a kernel's results from their definition, at start",
+            labels=["kernel"],
+        )
+        out = GaugeMetricFamily(
+            "jitney_kernel_out",
+            "1 if a kernel was wrong at start and the reference serves in its place",
+            labels=["kernel"],
+        )
+        for proof in info.proofs if info else ():
+            error.add_metric([proof.kernel], proof.error)
+            out.add_metric([proof.kernel], int(not proof.ok))
+        yield error
+        yield out
 
     def _counters(self) -> Iterator[Metric]:
         counters, info = self._service.client.counters, self._service.client.info
@@ -106,6 +128,9 @@ class EngineCollector(Collector):
             ("compile_seconds", "time spent compiling at start", info.compile_seconds if info else 0),
             ("preemptions", "sequences put back to waiting for lack of pages", counters.preemptions),
             ("nan_rows", "rows whose logits were not finite", counters.nan_rows),
+            ("canary_checked", "sequences computed again with the reference kernels", counters.canary_checked),
+            ("canary_mismatches", "of them, those that differed by more than rounding explains",
+             counters.canary_mismatched),
             ("engine_restarts", "engine processes started to replace a dead one", counters.engine_restarts),
         ):
             yield CounterMetricFamily(f"jitney_{name}", text, value)

@@ -15,10 +15,19 @@ from starlette.routing import BaseRoute, Route
 
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.service import Service
-from jitney.engine.types import EngineInfo, Slot
+from jitney.engine.types import EngineInfo, KernelProof, Slot
 
 #: What `/version` tells of a running engine.
-RUNNING = ("platform", "device", "tensor_parallel", "kernels", "dtype", "weights", "kv_dtype")
+RUNNING = (
+    "platform",
+    "device",
+    "tensor_parallel",
+    "kernels",
+    "kernels_out",
+    "dtype",
+    "weights",
+    "kv_dtype",
+)
 
 
 def ops_routes(service: Service) -> list[BaseRoute]:
@@ -63,8 +72,22 @@ async def startupz(service: Service, request: Request) -> Response:
 async def version_of(service: Service, request: Request) -> Response:
     """The version, and once the engine is ready, what it runs on and in which number formats."""
     info = service.client.info
-    running = {} if info is None else {name: getattr(info, name) for name in RUNNING}
-    return _json({"version": version("jitney"), **running})
+    if info is None:
+        return _json({"version": version("jitney")})
+    running = {name: getattr(info, name) for name in RUNNING}
+    proofs = [_proof(proof) for proof in info.proofs]
+    return _json({"version": version("jitney"), **running, "kernel_proofs": proofs})
+
+
+def _proof(proof: KernelProof) -> dict[str, Any]:
+    """error: null where the kernel could not run."""
+    return {
+        "kernel": proof.kernel,
+        "ok": proof.ok,
+        "error": proof.error,
+        "limit": proof.limit,
+        "reason": proof.reason,
+    }
 
 
 async def metrics(service: Service, request: Request) -> Response:

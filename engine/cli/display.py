@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("jitney")
 
 #: What each stage is called, and whether it counts bytes.
-STAGES = {"download": ("downloading", True), "weights": ("reading weights", True), "compile": ("compiling", False),
+STAGES = {"download": ("downloading", True), "weights": ("reading weights", True), "proof": ("proving kernels", False),
+          "compile": ("compiling", False),
           "warmup": ("warming up", False)}
 
 

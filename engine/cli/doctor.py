@@ -19,6 +19,7 @@ from jitney.engine.config import Config, cache_dir, compilation_cache_dir, platf
 from jitney.engine.errors import JitneyError
 from jitney.engine.memory import claim_memory
 from jitney.engine.process import refuse_open_folder
+from jitney.engine.types import KernelProof
 
 PACKAGES = ("jitney", "jax", "jaxlib", "flax", "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu",
             "jax-triton")
@@ -171,12 +172,24 @@ def one_token(config: Config) -> Iterator[Finding]:
     llm = LLM(small)
     try:
         yield Finding("kernels", llm.info.kernels, True)
+        yield from (proof_finding(proof) for proof in llm.info.proofs)
         yield Finding("weights and KV", f"{llm.info.weights} and {llm.info.kv_dtype}", True)
         (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
         tokens = len(output.outputs[0].token_ids)
     finally:
         llm.close()
     yield Finding("one token", f"computed in {time.perf_counter() - started:.1f} s, compilation included", tokens == 1)
+
+
+def proof_finding(proof: KernelProof) -> Finding:
+    """The largest error of one kernel, and whether it may serve here."""
+    if proof.reason:
+        value = f"could not run: {proof.reason}"
+    else:
+        value = f"largest error {proof.error:.2g}, rounding explains {proof.limit:g}"
+    if not proof.ok:
+        value += "; taken out, the reference serves"
+    return Finding(f"  {proof.kernel}", value, proof.ok)
 
 
 CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {

@@ -222,6 +222,9 @@ def greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -
               if kept not in ("", info.dtype)]
     yield (f"Jitney serves {info.model} ({info.dtype}, {''.join(narrow)}{info.kernels} kernels on {info.device}): "
            f"{info.seats} seats, {info.pages * info.page_size:,} tokens of KV memory, context {info.context_length:,}")
+    if info.kernels_out:
+        yield (f"  WRONG HERE: {', '.join(info.kernels_out)} of the {info.kernels} kernels; the slower reference "
+               "serves in their place (jitney doctor says more)")
     yield f"  endpoint  {url}/v1"
     yield f"  try       {curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
     yield f"  page      {url}{DASHBOARD}"

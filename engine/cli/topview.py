@@ -100,7 +100,15 @@ def title(replica: Replica, url: str) -> Text:
     info, text = replica.info, Text("Jitney ", "bold")
     text.append(replica.state, STATES.get(replica.state, ""))
     text.append(f"  {info['model']} on {info['device']}, {info['policy']}, {info['kernels']} kernels" if info else "")
+    wrong = [proof["kernel"] for proof in info.get("proofs", ()) if not is_right(proof)]
+    if wrong:
+        text.append(f"  without {', '.join(wrong)}, wrong here", "bold red")
     return text.append(f"  {url}", "bright_black")
+
+
+def is_right(proof: dict[str, Any]) -> bool:
+    """Whether a kernel may serve; an error of None is one that is infinite."""
+    return proof["error"] is not None and proof["error"] <= proof["limit"]
 
 
 def headline(replica: Replica) -> str:

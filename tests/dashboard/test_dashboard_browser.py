@@ -8,8 +8,8 @@ from page_browser import endpoint, figures, free_port, says, served, state, tabl
 from jitney.dashboard import create_dashboard
 from jitney.engine.api import ServerSettings
 from jitney.engine.api.settings import digest_key
-from jitney.engine.types import Slot
-from jitney.engine.wire import Progress
+from jitney.engine.types import KernelProof, Slot
+from jitney.engine.wire import CanaryFinding, Progress
 
 MARKUP = "<img src=x onerror=alert(1)>"
 
@@ -45,6 +45,36 @@ def test_the_page_shows_the_engines_own_numbers(client, open_page):
         page.locator("#chart-rate").scroll_into_view_if_needed()
         page.wait_for_selector("#chart-rate .scatterlayer .trace", state="attached")
     assert open_page.hosts == {"127.0.0.1"}
+    assert open_page.problems == []
+
+
+def test_kernels_that_were_wrong_at_start_are_told_above_all(client, open_page):
+    proofs = [
+        KernelProof("attention", 3.4567, 0.125),
+        KernelProof("norm", 0.01, 0.125),
+        KernelProof("head", float("inf"), 0.125, "RuntimeError: <b>no</b>"),
+    ]
+    page = open_page.page
+    with visit(page, type(client)(kernels="native", proofs=proofs)):
+        tells(page, "kernels-out", "of the native kernels attention is off by 3.5, head could not run")
+        tells(page, "kernels-out", "<b>no</b>")
+        assert "norm" not in page.locator("#kernels-out").inner_text()
+    assert open_page.problems == []
+
+
+def test_the_canary_counts_on_the_page(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        assert page.locator("#kernels-out").is_hidden() and page.locator("#canary").is_hidden()
+    watched = type(client)(canary_every=50)
+    watched.step()
+    with visit(page, watched):
+        tells(page, "canary", "one request in 50 is computed again with the reference kernels; 0 checked")
+        watched.counters.observe_canary([CanaryFinding(0.1, True), CanaryFinding(3.0, False)])
+        watched.step()
+        tells(page, "canary", "1 of 2 came out otherwise")
+        tells(page, "notes", "so many answers came out otherwise: 1")
     assert open_page.problems == []
 
 

@@ -1,0 +1,156 @@
+"""A canary while serving: some requests are computed again, alone, with the reference kernels.
+
+The proof at start shows that kernels are right on random inputs. The canary shows that answers stay
+right: of every sequence it watches, the log-probability of each generated token is compared with
+that which the reference gives to the same token after the same prompt and answer. This holds for
+greedy and for sampled answers, since it compares probabilities and not draws.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from jitney.engine.core import EngineCore
+from jitney.engine.types import EngineRequest, FinishReason, SamplingParams, SequenceOutput
+from jitney.engine.wire import CanaryFinding, StepReport
+
+log = logging.getLogger("jitney.core")
+
+#: Largest difference of two log-probabilities that rounding explains, by dtype of the activations.
+LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
+#: Most tokens, prompt and answer, of a request that is computed again: the memory that is kept for it.
+MOST_TOKENS = 4096
+#: Most sequences that wait to be computed again; when the machine cannot keep up, others are left out.
+MOST_WAITING = 4
+
+
+@dataclass(slots=True)
+class Watched:
+    """A sequence that is served now and will be computed again."""
+
+    request: EngineRequest  # as the client sent it
+    told: bool  # the client asked for log-probabilities itself
+    tokens: list[int] = field(default_factory=list)  # generated so far
+    logprobs: list[float] = field(default_factory=list)  # of each of them, natural log
+
+
+class CanaryCore(EngineCore):
+    """An engine core that has a second one check it.
+
+    alone: a core of one seat with the reference kernels and the same weights, without a prefix
+    cache; it takes a step after each step of this one. every: one request in so many is watched.
+    limit: largest difference of log-probabilities that rounding explains.
+    """
+
+    def __init__(self, *parts: Any, alone: EngineCore, every: int, limit: float):
+        super().__init__(*parts)
+        self.alone = alone
+        self.every = every
+        self.limit = limit
+        self._added = 0
+        self._watched: dict[str, Watched] = {}  # by request id
+        self._waiting: dict[str, Watched] = {}  # those that the other core has, by request id
+
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or self.alone.has_work
+
+    @property
+    def pause_s(self) -> float:
+        return 0.0 if self.alone.has_work else super().pause_s
+
+    def add(self, request: EngineRequest) -> None:
+        super().add(self._chosen(request))
+
+    def _chosen(self, request: EngineRequest) -> EngineRequest:
+        """The request, or if it shall be watched, one like it that asks for log-probabilities."""
+        self._added += 1
+        if self._added % self.every or len(self._waiting) + len(self._watched) >= MOST_WAITING:
+            return request
+        sampling = request.sampling
+        longest = len(request.prompt) + (sampling.max_tokens or MOST_TOKENS)
+        if sampling.n != 1 or longest > self.alone.scheduler.limits.context_length:
+            return request
+        told = sampling.logprobs is not None
+        self._watched[request.id] = Watched(request, told)
+        if told:
+            return request
+        asking = msgspec.structs.replace(sampling, logprobs=0)
+        return msgspec.structs.replace(request, sampling=asking)
+
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
+        if reason != "stop":  # a stop string was found: the answer is whole
+            self._watched.pop(request_id, None)
+        super().abort(request_id, index, reason)
+
+    def step(self) -> StepReport:
+        report = super().step()
+        if self._watched:
+            report.outputs[:] = [self._noted(output) for output in report.outputs]
+        if not self.alone.has_work:
+            return report
+        for output in self.alone.step().outputs:
+            report.canary.extend(self._compared(output))
+        return report
+
+    def _noted(self, output: SequenceOutput) -> SequenceOutput:
+        """Keep what a watched sequence says; the output as the client shall have it."""
+        watched = self._watched.get(output.request_id)
+        if watched is None:
+            return output
+        watched.tokens += output.tokens
+        watched.logprobs += [entry.logprob for entry in output.logprobs or ()]
+        if output.finish is not None:
+            del self._watched[output.request_id]
+            if output.error is None and watched.tokens:
+                self._compute_again(watched)
+        if watched.told:
+            return output
+        return msgspec.structs.replace(output, logprobs=None)
+
+    def _compute_again(self, watched: Watched) -> None:
+        """Have the other core score prompt and answer."""
+        request = EngineRequest(
+            id=watched.request.id,
+            prompt=watched.request.prompt + watched.tokens,
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
+            arrival=self.clock(),
+        )
+        self._waiting[request.id] = watched
+        self.alone.add(request)
+
+    def _compared(self, output: SequenceOutput) -> list[CanaryFinding]:
+        """What the other core's output says of a sequence, once it says it."""
+        watched = self._waiting.get(output.request_id)
+        if watched is None or (output.finish is None and output.prompt_logprobs is None):
+            return []
+        del self._waiting[output.request_id]
+        if output.prompt_logprobs is None:
+            log.error("canary: %s could not be computed again: %s", output.request_id, output.error)
+            return [CanaryFinding(math.inf, False)]
+        scored = output.prompt_logprobs[len(watched.request.prompt) :]
+        apart = 0.0
+        for served, entry in zip(watched.logprobs, scored, strict=True):
+            assert entry is not None  # only a prompt's first token has none
+            apart = max(apart, abs(served - entry.logprob))
+        right = apart <= self.limit
+        if not right:
+            log.error(
+                "CANARY: request %s was answered with log-probabilities %.3g away from the "
+                "reference's; rounding explains %g",
+                output.request_id,
+                apart,
+                self.limit,
+            )
+        return [CanaryFinding(apart, right)]
+
+    def check(self) -> None:
+        super().check()
+        self.alone.check()

@@ -1,0 +1,82 @@
+"""What kernels compute by definition, in numpy: nothing here is compiled, so nothing is compiled wrongly.
+
+Axes as in `jitney.kernels.interface`. Everything is float32, whatever the dtype of the inputs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def attention(
+    q: np.ndarray,
+    kv: np.ndarray,
+    kv_lens: np.ndarray,
+    cu_q: np.ndarray,
+    page_table: np.ndarray,
+    *,
+    scale: float,
+    window: int,
+) -> np.ndarray:
+    """softmax(q k) v over the keys that each row sees, one sequence at a time: [T, H, D].
+
+    q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P]. Rows of nobody are 0.
+    """
+    out = np.zeros(q.shape, np.float32)
+    n_heads, dim = q.shape[1:]
+    n_kv = kv.shape[2] // 2
+    for s in np.flatnonzero(np.diff(cu_q)):
+        length = kv_lens[s]
+        pages = -(-length // kv.shape[1])
+        cells = kv[page_table[s, :pages]].astype(np.float32)
+        cells = cells.reshape(-1, 2 * n_kv, dim)[:length]
+        keys = cells[:, 0::2].transpose(1, 2, 0)  # [K, D, C]
+        values = cells[:, 1::2].transpose(1, 0, 2)  # [K, C, D]
+        rows = q[cu_q[s] : cu_q[s + 1]].astype(np.float32)
+        count = len(rows)
+        heads = rows.reshape(count, n_kv, n_heads // n_kv, dim).transpose(1, 2, 0, 3)
+        scores = heads @ keys[:, None] * np.float32(scale)  # [K, G, rows, C]
+        at = length - count + np.arange(count)[:, None]
+        key_at = np.arange(length)
+        seen = key_at <= at
+        if window:
+            seen &= key_at > at - window
+        scores = np.where(seen, scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        summed = weights @ values[:, None]  # [K, G, rows, D]
+        out[cu_q[s] : cu_q[s + 1]] = summed.transpose(2, 0, 1, 3).reshape(count, n_heads, dim)
+    return out
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """x [..., E] / sqrt(mean(x * x) + eps) * weight [E]."""
+    wide = x.astype(np.float32)
+    mean = np.mean(wide * wide, axis=-1, keepdims=True)
+    return wide / np.sqrt(mean + np.float32(eps)) * weight.astype(np.float32)
+
+
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Pairs (j, j + D/2) of x [T, heads, D] turned by cos and sin [T, 1, D // 2]."""
+    first, second = np.split(x.astype(np.float32), 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """x [T, I] times w [I, O]."""
+    return x.astype(np.float32) @ w.astype(np.float32)
+
+
+def gated(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """x [T, I] times w [I, 2F] -> silu(first half) * second half, [T, F]."""
+    gates, ups = np.split(matmul(x, w), 2, axis=-1)
+    return gates / (1 + np.exp(-gates)) * ups
+
+
+def kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:
+    """The probability that top-k (0: all), then top-p of what it left, keep of logits [V]."""
+    weights = np.exp(np.sort(row.astype(np.float64))[::-1])
+    weights /= weights.sum()
+    first = weights[:top_k] if top_k else weights
+    before = np.cumsum(first) - first
+    return float(first[before < top_p * first.sum()].sum())

@@ -1,0 +1,110 @@
+"""The canary: requests that are computed again alone, and what is told when they come out otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_fakes import FakeClient, call, make_app, run
+from test_proving import SMALL, choose, wrong_set
+
+from jitney.engine import LLM, SamplingParams
+from jitney.engine.canary import CanaryCore
+from jitney.engine.client import EngineCounters
+from jitney.engine.types import EngineRequest
+from jitney.engine.wire import CanaryFinding, StepReport
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
+
+
+def served(llm: LLM, prompts: list[list[int]], *params: SamplingParams) -> list[StepReport]:
+    """All reports of an engine that answers these prompts."""
+    for number, (prompt, one) in enumerate(zip(prompts, params * len(prompts), strict=False)):
+        llm.core.add(EngineRequest(id=f"r{number}", prompt=prompt, sampling=one, arrival=0.0))
+    reports = []
+    while llm.core.has_work:
+        reports.append(llm.core.step())
+    llm.core.check()
+    llm.close()
+    return reports
+
+
+def findings(reports: list[StepReport]) -> list[CanaryFinding]:
+    return [finding for report in reports for finding in report.canary]
+
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=8, temperature=1.5, seed=3, ignore_eos=True)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
+def test_right_answers_are_found_right(params: SamplingParams):
+    llm = LLM("tiny-random", canary_every=1, **SMALL)
+    found = findings(served(llm, PROMPTS, params))
+    assert len(found) == len(PROMPTS)
+    assert all(finding.right and finding.apart < 1e-3 for finding in found)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
+def test_wrong_answers_are_found_wrong(params: SamplingParams, monkeypatch: pytest.MonkeyPatch):
+    choose(monkeypatch, wrong_set())
+    monkeypatch.setattr("jitney.engine.proving.prove", lambda kernels, asked: ())
+    llm = LLM("tiny-random", canary_every=1, **SMALL)
+    found = findings(served(llm, PROMPTS, params))
+    assert len(found) == len(PROMPTS)
+    assert not any(finding.right for finding in found)
+
+
+def test_one_in_so_many_is_watched_and_no_client_notices():
+    plain = served(LLM("tiny-random", **SMALL), PROMPTS, GREEDY)
+    watched = served(LLM("tiny-random", canary_every=2, **SMALL), PROMPTS, GREEDY)
+    assert len(findings(watched)) == 2 and not findings(plain)
+
+    def told(reports: list[StepReport]) -> dict[str, Any]:
+        outputs = [output for report in reports for output in report.outputs]
+        assert all(output.logprobs is None and output.prompt_logprobs is None for output in outputs)
+        assert sum(output.finish is not None for output in outputs) == len(PROMPTS)
+        tokens: dict[str, list[int]] = {}
+        for output in outputs:
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+        return tokens
+
+    assert told(watched) == told(plain)
+
+
+def test_who_asked_for_log_probabilities_gets_them():
+    asking = SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, ignore_eos=True)
+    reports = served(LLM("tiny-random", canary_every=1, **SMALL), PROMPTS[:1], asking)
+    entries = [entry for report in reports for output in report.outputs for entry in output.logprobs or ()]
+    assert [len(entry.top_ids) for entry in entries] == [2] * 4
+    assert len(findings(reports)) == 1
+
+
+def test_what_is_aborted_or_refused_is_not_computed_again():
+    llm = LLM("tiny-random", canary_every=1, **SMALL)
+    core = llm.core
+    assert isinstance(core, CanaryCore)
+    core.add(EngineRequest(id="gone", prompt=[1, 2], sampling=replace_tokens(50), arrival=0.0))
+    core.add(EngineRequest(id="bad", prompt=[10**6], sampling=GREEDY, arrival=0.0))
+    core.step()
+    core.abort("gone")
+    reports = []
+    while core.has_work:
+        reports.append(core.step())
+    assert not findings(reports)
+    assert not core._watched and not core._waiting
+    llm.close()
+
+
+def replace_tokens(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+
+
+def test_counters_metrics_and_page_count_what_was_found():
+    client = FakeClient()
+    assert isinstance(client.counters, EngineCounters)
+    client.counters.observe_canary([CanaryFinding(0.1, True), CanaryFinding(2.5, False)])
+    text = run(call(make_app(client), "/metrics", method="GET")).body.decode().splitlines()
+    assert "jitney_canary_checked_total 2.0" in text
+    assert "jitney_canary_mismatches_total 1.0" in text
+    assert "jitney_canary_worst_difference 2.5" in text

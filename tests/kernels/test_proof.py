@@ -1,0 +1,285 @@
+"""Proof at start: right kernels pass, and each kernel that is broken on purpose is found and taken out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ragged import Case, attention, make
+
+from jitney.kernels import definitions, proof, reference
+from jitney.kernels.pallas_set import PallasKernels
+from jitney.kernels.select import KernelSet, select
+from jitney.kernels.select import reference as reference_set
+
+#: The default model's heads and page, fewer numbers elsewhere.
+SERVED = proof.Served(
+    n_heads=9,
+    n_kv_heads=3,
+    head_dim=64,
+    hidden_size=192,
+    vocab_size=1000,
+    eps=1e-5,
+    qk_norm=False,
+    windows=(0,),
+    page_size=16,
+    pages=64,
+    context=1024,
+    dtype="float32",
+    kv_dtype="float32",
+    matrices=(proof.Matrix(192, 288), proof.Matrix(192, 512, gated=True)),
+    table=992,
+    decode=(1, 4, 16),
+    mixed=(64, 128),
+)
+
+
+def changed(**kernels: Any) -> KernelSet:
+    """The reference with other kernels in some places: these alone are proved."""
+    return replace(reference_set(), name="changed", **kernels)
+
+
+def defined(q: Any, k: Any, v: Any, kv: Any, meta: Any, **options: Any) -> Any:
+    """Attention by its definition, called back from the step: right, and quick to compile."""
+    kv = reference.write_kv(kv, k, v, meta.write_rows)
+    return defined_attend(q, kv, meta, **options), kv
+
+
+def defined_attend(q: Any, kv: Any, meta: Any, *, scale: float, window: int) -> Any:
+    def call(q: np.ndarray, kv: np.ndarray, meta: Any) -> np.ndarray:
+        q, kv, lens, cu_q, table = map(np.asarray, (q, kv, meta.kv_lens, meta.cu_q, meta.page_table))
+        o = definitions.attention(q, kv, lens, cu_q, table, scale=scale, window=window)
+        return o.astype(q.dtype)
+
+    return jax.pure_callback(call, jax.ShapeDtypeStruct(q.shape, q.dtype), q, kv, meta)
+
+
+def errors(kernels: KernelSet, served: proof.Served = SERVED) -> dict[str, float]:
+    """Kernel -> error, of those that fail."""
+    return {found.kernel: found.error for found in proof.prove(kernels, served) if not found.ok}
+
+
+def same(kernel: Any) -> Any:
+    """The kernel under another identity, so that it is proved."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return kernel(*args, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_right_kernels_pass(dtype: str):
+    names = ("paged_attention", "rms_norm", "matmul", "gated", "project")
+    kernels = changed(**{name: same(getattr(reference, name)) for name in names})
+    served = replace(SERVED, dtype=dtype, kv_dtype=dtype, windows=(0, 40), qk_norm=True)
+    proofs = proof.prove(kernels, served)
+    assert [found.kernel for found in proofs] == ["attention", "norm", "products", "head"]
+    assert all(found.ok for found in proofs), list(map(str, proofs))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_pools_of_eight_bits_pass(kv_dtype: str):
+    kernels = changed(paged_attention=same(reference.paged_attention))
+    assert not errors(kernels, replace(SERVED, kv_dtype=kv_dtype, decode=(4,)))
+
+
+def test_the_reference_needs_no_proof():
+    assert proof.prove(reference_set(), SERVED) == ()
+
+
+def test_the_native_kernels_pass_here():
+    kernels = select("cpu", "auto")
+    if kernels.name != "native":
+        pytest.skip("native kernels do not run on this CPU")
+    served = replace(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
+    assert not errors(kernels, served)
+    assert not errors(kernels, SERVED)
+
+
+def test_a_tpu_kernel_passes_in_the_interpreter():
+    kernels = changed(paged_attention=PallasKernels(interpret=True).paged_attention)
+    assert not errors(kernels, replace(SERVED, decode=(4,), mixed=(16,), context=40))
+
+
+def one_wrong_head(head: int):
+    def paged_attention(*args: Any, **options: Any) -> Any:
+        o, kv = defined(*args, **options)
+        return o.at[:, head].set(o[:, (head + 1) % o.shape[1]]), kv
+
+    return paged_attention
+
+
+@pytest.mark.parametrize("head", range(9))
+def test_one_wrong_head_is_found(head: int):
+    assert list(errors(changed(paged_attention=one_wrong_head(head)))) == ["attention"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", [0, 1, 5, 39])
+def test_one_wrong_page_is_found(place: int, dtype: str):
+    """Reading another sequence's page at one place of the table, the first and a late one among them."""
+
+    def paged_attention(q: Any, k: Any, v: Any, kv: Any, meta: Any, **options: Any) -> Any:
+        written = reference.write_kv(kv, k, v, meta.write_rows)
+        pages = meta.page_table
+        other = meta._replace(page_table=pages.at[:, place].set(pages[:, 0] + (place == 0)))
+        return defined_attend(q, written, other, **options), written
+
+    served = replace(SERVED, dtype=dtype, kv_dtype=dtype)
+    assert list(errors(changed(paged_attention=paged_attention), served)) == ["attention"]
+
+
+def test_a_key_written_to_the_wrong_place_is_found():
+    def paged_attention(q: Any, k: Any, v: Any, kv: Any, meta: Any, **options: Any) -> Any:
+        return defined(q, k.at[-2].set(0), v, kv, meta, **options)
+
+    assert "attention" in errors(changed(paged_attention=paged_attention))
+
+
+def test_a_page_that_should_not_change_is_watched():
+    def paged_attention(q: Any, k: Any, v: Any, kv: Any, meta: Any, **options: Any) -> Any:
+        o, kv = defined(q, k, v, kv, meta, **options)
+        return o, kv.at[-1, 3, 2].add(1)
+
+    assert "attention" in errors(changed(paged_attention=paged_attention))
+
+
+def test_an_ignored_window_is_found():
+    def paged_attention(*args: Any, **options: Any) -> Any:
+        return defined(*args, **(options | {"window": 0}))
+
+    served = replace(SERVED, windows=(24,))
+    assert "attention" in errors(changed(paged_attention=paged_attention), served)
+
+
+@pytest.mark.parametrize("break_it", ["rotation", "norm", "write"])
+def test_a_wrong_rotation_is_found(break_it: str):
+    def rotate_and_write(heads: Any, rope: Any, kv: Any, meta: Any, **options: Any) -> Any:
+        if break_it == "rotation":
+            rope = rope[0], -rope[1]
+        if break_it == "norm":
+            options = options | {"norms": options["norms"][::-1]}
+        q, kv = reference.rotate_and_write(heads, rope, kv, meta, **options)
+        return q, kv.at[:, :, 1].multiply(1.5) if break_it == "write" else kv
+
+    served = replace(SERVED, qk_norm=True)
+    right = same(reference.rotate_and_write)
+    assert not errors(changed(rotate_and_write=right, attend=defined_attend), served)
+    broken = changed(rotate_and_write=rotate_and_write, attend=defined_attend)
+    assert list(errors(broken, served)) == ["attention"]
+    assert proof.without(broken, ["attention"]).rotate_and_write is None
+
+
+def test_an_attention_that_is_wrong_after_a_right_rotation_is_found():
+    def attend(*args: Any, **options: Any) -> Any:
+        return defined_attend(*args, **options).at[0, 4].set(0)
+
+    rotate_and_write = same(reference.rotate_and_write)
+    assert "attention" in errors(changed(rotate_and_write=rotate_and_write, attend=attend))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 128])
+def test_a_product_that_is_wrong_at_one_row_count_is_found(rows: int):
+    def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+        y = reference.matmul(x, w, dtype)
+        return y.at[-1, 16:32].set(0) if len(x) == rows else y
+
+    assert list(errors(changed(matmul=matmul))) == ["products"]
+
+
+def test_a_wrong_gate_takes_all_products_out_with_their_layout():
+    def gated(x: jax.Array, w: jax.Array) -> jax.Array:
+        return reference.gate(reference.matmul(x, w)[:, ::-1], x.dtype)
+
+    def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
+        return w
+
+    kernels = changed(gated=gated, arrange=arrange)
+    assert list(errors(kernels)) == ["products"]
+    left = proof.without(kernels, ["products"])
+    assert (left.arrange, left.matmul, left.gated) == (None, reference.matmul, reference.gated)
+    assert left.name == "changed"
+
+
+def test_a_wrong_norm_and_a_wrong_head_are_found():
+    def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+        return reference.rms_norm(x, weight.at[7].set(0), eps)
+
+    def project(x: jax.Array, table: jax.Array) -> jax.Array:
+        return reference.project(x, table.at[511].set(0))
+
+    assert list(errors(changed(rms_norm=rms_norm, project=project))) == ["norm", "head"]
+
+
+def test_numbers_that_are_not_finite_and_kernels_that_raise_are_found():
+    def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+        return reference.rms_norm(x, weight, eps).at[0, 0].set(jnp.nan)
+
+    def project(x: jax.Array, table: jax.Array) -> jax.Array:
+        raise NotImplementedError("no such instruction")
+
+    found = {one.kernel: one for one in proof.prove(changed(rms_norm=rms_norm, project=project), SERVED)}
+    assert found["norm"].error == float("inf") and not found["norm"].reason
+    assert found["head"].reason == "NotImplementedError: no such instruction"
+    assert str(found["head"]) == "head failed (NotImplementedError: no such instruction)"
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_weights_of_eight_bits_are_proved_too(scheme: str):
+    served = replace(SERVED, matrices=(proof.Matrix(192, 288, scheme),))
+
+    def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+        return reference.matmul(x, w.at[3].set(0), dtype)
+
+    assert not errors(changed(matmul=same(reference.matmul)), served)
+    assert "products" in errors(changed(matmul=matmul), served)
+
+
+def test_weights_of_four_bits_are_proved_too():
+    from jitney.kernels.int4 import matmul_int4
+
+    def no_zeros(x: jax.Array, weights: Any) -> jax.Array:
+        return matmul_int4(x, weights._replace(zeros=None))
+
+    served = replace(SERVED, matrices=(proof.Matrix(192, 288, "int4", group=64),))
+    assert not errors(changed(matmul_int4=same(matmul_int4)), served)
+    assert list(errors(changed(matmul_int4=no_zeros), served)) == ["int4 product"]
+
+
+def test_the_cut_of_top_k_and_top_p_is_proved():
+    from jitney.engine.sampling import threshold
+
+    def ignores_p(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+        return threshold(scaled, top_k, jnp.ones_like(top_p))
+
+    assert not errors(changed(threshold=threshold))
+    assert list(errors(changed(threshold=ignores_p))) == ["sampling cut"]
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_the_definition_of_attention_is_that_of_the_tests(window: int):
+    case = Case((6, 2, 16), decode=(1, 33), prompts=((40, 7), (16, 16)), window=window)
+    batch = make(case)
+    meta = batch.meta
+    got = definitions.attention(
+        np.asarray(batch.q),
+        batch.kv,
+        np.asarray(meta.kv_lens),
+        np.asarray(meta.cu_q),
+        np.asarray(meta.page_table),
+        scale=batch.options["scale"],
+        window=window,
+    )
+    assert np.abs(got[: batch.n_rows] - attention(batch, batch.kv)).max() < 1e-5
+
+
+def test_narrowed_sizes_keep_their_divisors():
+    for size in (576, 960, 1536, 3072, 28672, 49152, 151936):
+        small = proof.narrowed(size, 960)
+        assert small <= size and small < 1920
+        assert [small // 16 % d == 0 for d in range(1, 7)] == [size // 16 % d == 0 for d in range(1, 7)]
