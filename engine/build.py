@@ -28,6 +28,7 @@ from jitney.engine.memory import GIB, claim_memory, free_bytes, in_one_line, lik
 from jitney.engine.models.config import ModelConfig
 from jitney.engine.models.llama import Llama
 from jitney.engine.pages import PagePool
+from jitney.engine.platforms import DEVICE_PLATFORMS, INSTALL
 from jitney.engine.program import StateSizes
 from jitney.engine.proving import proven, served_by
 from jitney.engine.runner import Runner
@@ -139,15 +140,29 @@ def start_jax(config: Config) -> list[Any]:
     libc = glibc()
     if libc:
         libc.mallopt(M_ARENA_MAX, 2)  # every thread's own arena would keep its own freed temporaries
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        raise ConfigError(f"platform {config.engine.platform}: {str(error).splitlines()[0]}") from error
+    devices = devices_of(config.engine.platform)
     wanted = config.engine.tensor_parallel
     if len(devices) < wanted:
         raise ConfigError(f"tensor_parallel {wanted} needs as many devices; jax sees {len(devices)} "
                           f"({devices[0].platform})")
     return devices[:wanted]
+
+
+def devices_of(name: str) -> list[Any]:
+    """jax's devices, which are those of platform `name` (auto: whatever jax runs on); ConfigError if they are not.
+
+    jax falls back to the CPU in silence where a named platform's plugin is missing or does not start.
+    """
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(f"platform {name}: {str(error).splitlines()[0]}") from error
+    found = devices[0].platform
+    if name != "auto" and found not in DEVICE_PLATFORMS[name]:
+        how = f": {INSTALL[name]}" if name in INSTALL else ""
+        raise ConfigError(f"platform {name}: jax runs on {found} here; see what jitney doctor says, and install what "
+                          f"the platform needs{how}")
+    return devices
 
 
 def keep_freed_memory() -> None:

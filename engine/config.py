@@ -16,6 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from jitney.engine.policies import OrderName, PolicyName
 
 MIN_PAGE, MAX_PAGE = 8, 256
+#: The kernel sets by name, which `jitney.kernels.select` makes; here, so that a wrong name is refused without jax.
+KernelsName = Literal["auto", "reference", "native", "triton", "pallas", "pallas-jax"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -94,7 +96,9 @@ class EngineSection(Section):
     max_waiting_requests: int = Field(default=256, ge=1, description="requests that may wait; more are answered 429")
     max_waiting_tokens: int = Field(default=262144, ge=1, description=(
         "prompt tokens that may wait; more are answered 429"))
-    kernels: str = Field(default="auto", min_length=1, description="kernel set; auto: the best one for the device")
+    kernels: KernelsName = Field(default="auto", description=(
+        "kernel set; auto: the device's own, without which a GPU or TPU does not start; on a CPU the reference stands "
+        "in for it, with a warning"))
     canary_every: int = Field(default=0, ge=0, description=(
         "compute one request in so many again, alone, with the reference kernels, and compare the log-probabilities; "
         "0: none"))
@@ -214,8 +218,8 @@ def compilation_cache_dir() -> Path:
 def platform_environment(engine: EngineSection) -> dict[str, str]:
     """Environment variables that must stand before jax is imported, for `platform` and `device` to hold.
 
-    A GPU or TPU run lists cpu second, so that host-side arrays have a home; the first one is the default, and jax
-    refuses to start if it is absent.
+    A GPU or TPU run lists cpu second, so that host-side arrays have a home; the first one is the default. If its
+    plugin is absent, jax starts on the CPU alone without a word: `engine.platforms` and `build.start_jax` look.
     """
     names = {} if engine.platform == "auto" else {
         "JAX_PLATFORMS": engine.platform if engine.platform == "cpu" else f"{engine.platform},cpu"}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jitney.engine import wire
-from jitney.engine.config import Config, platform_environment
+from jitney.engine.config import Config
 from jitney.engine.detokenizer import TextStream
 from jitney.engine.errors import RequestError
+from jitney.engine.platforms import prepare_platform
 from jitney.engine.settings import load_config
 from jitney.engine.tokenizer import load_tokenizer
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
@@ -64,9 +64,10 @@ class LLM:
 
     def __init__(self, model: str | Config = "smollm2-135m", *, progress: Any = None, **settings: Any):
         config = model if isinstance(model, Config) else load_config(flags={"model": model, **settings})
-        for name, value in platform_environment(config.engine).items():
-            os.environ[name] = value
-        from jitney.engine.build import build_engine  # imports jax, which reads the lines above
+        prepare_platform(config.engine)
+        from jitney.engine.build import build_engine, start_jax  # imports jax, which reads what the line above set
+
+        start_jax(config)  # before the model is fetched: a platform that does not start needs none
 
         def report(stage: str, done: int, total: int, detail: str) -> None:
             (progress or (lambda news: None))(wire.Progress(stage, done, total, detail))

@@ -42,7 +42,7 @@ def check_versions() -> None:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            raise ImportError(f"{name} is not installed; pip install 'jitney[cuda12]' or 'jitney[cuda13]'") from None
+            raise ImportError(f'{name} is not installed: pip install -e ".[cuda12]" (or cuda13)') from None
     if release(found["jax"]) >= (0, 12) and release(found["jax-triton"]) <= (0, 4, 1):
         raise ImportError(f"jax-triton {found['jax-triton']} fails with jax {found['jax']}; install jax<0.12")
 

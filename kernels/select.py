@@ -179,9 +179,12 @@ def select(platform: str, name: str = "auto") -> KernelSet:
 
 
 def best(platform: str) -> KernelSet:
-    """The platform's own set; the reference, with a warning that says why, where that cannot run."""
+    """The platform's own set. On a CPU the reference stands in for it, with a warning that says why; on a GPU or TPU,
+    where it costs most of the speed that the device was bought for, KernelError says how to choose it by hand."""
     try:
         return KERNEL_SETS[BEST.get(platform, "reference")]()
     except KernelError as error:
+        if platform != "cpu":
+            raise KernelError(f"{error}; or run the slow reference by its name, --kernels reference") from error
         log.warning("%s; the slower reference kernels serve", error)
         return reference()

@@ -55,6 +55,7 @@ class Plan:
     dtype: str = "auto"
     kernels: str = "auto"
     against: str = ""
+    platform: str = "auto"
     page_size: int = 0
     only: tuple[str, ...] = ()
     seconds: float = 1800.0
@@ -91,7 +92,7 @@ class Measured:
         dtype, kernels = (self.about.dtype, self.about.kernels) if self.about else (self.plan.dtype, self.plan.kernels)
         shape = self.plan.shape if part == "floors" else self.shape
         return Job(part=part, shape=shape, dtype=dtype, kernels=kernels, page_size=page, seconds=seconds,
-                   floors=self.floors, against=self.plan.against)
+                   floors=self.floors, against=self.plan.against, platform=self.plan.platform)
 
 
 def measure(plan: Plan, save: Callable[[Measured], None], tell: Tell,
@@ -136,6 +137,7 @@ def take(found: Measured, line: Line, tell: Tell) -> None:
     """Keep what a line says, and tell it."""
     if line.about is not None:
         found.about = line.about
+        tell(f"{line.about.device}: {line.about.kernels} kernels, {line.about.dtype}")
     if line.floors is not None:
         found.floors = line.floors
         tell(f"copy {line.floors.copy_bytes_s / 1e9:,.1f} GB/s, products {line.floors.product_flops_s / 1e12:,.2f} "

@@ -45,7 +45,8 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part is told. seconds: after so many it begins nothing new; against: a second kernel set, "" for none.
+    """What one part is told. seconds: after so many it begins nothing new; against: a second kernel set, "" for none;
+    platform: auto, or the one whose devices jax must have.
 
     The part that measures the floors is told no floors; its shape may be "", its dtype and kernels "auto".
     """
@@ -58,6 +59,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     floors: Floors | None = None
     against: str = ""
+    platform: str = "auto"
 
     @property
     def config(self) -> ModelConfig:

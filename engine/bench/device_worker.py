@@ -84,12 +84,9 @@ def noted(job: Job, task: Task, note: str) -> Row:
 def kernels_of(job: Job) -> tuple[Sequence[Any], Any]:
     """(the chosen kernel set and the one to compare with, dtype); starts jax."""
     from jitney.engine.build import choose_dtype, choose_kernels, start_jax
-    from jitney.engine.config import Config
+    from jitney.engine.settings import load_config
 
-    start_jax(Config())
-    import jax
-
-    platform = jax.default_backend()
+    platform = start_jax(load_config(flags={"platform": job.platform}))[0].platform
     names = [job.kernels, *([job.against] if job.against else [])]
     return [choose_kernels(platform, name) for name in names], choose_dtype(job.dtype, platform)
 

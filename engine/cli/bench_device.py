@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from jitney.engine.bench.device import PARTS, Plan, check_parts, measure
 from jitney.engine.bench.device_report import goal_table, write
 from jitney.engine.bench.device_rows import NAMES
 from jitney.engine.cli.bench_flags import check_numbers
 from jitney.engine.cli.flags import Parser
-from jitney.engine.config import EngineSection, platform_environment
+from jitney.engine.config import EngineSection, KernelsName, platform_environment
 from jitney.engine.errors import ConfigError
+from jitney.engine.platforms import check_platform
 
 #: Where a checkout keeps measurements.
 RESULTS = Path("docs/benchmarks")
+KERNELS = get_args(KernelsName)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,8 +30,10 @@ def run(arguments: Sequence[str]) -> int:
     if not folder.is_dir():
         raise ConfigError(f"--out-dir {folder}: there is no such folder")
     settings = EngineSection(platform=known.platform, page_size=known.page_size or 16)
+    check_platform(settings.platform)
     plan = Plan(shape=known.shape, dtype=known.dtype, kernels=known.kernels, against=known.against,
-                page_size=known.page_size or 0, only=check_parts(known.only.split(",") if known.only else ()),
+                platform=settings.platform, page_size=known.page_size or 0,
+                only=check_parts(known.only.split(",") if known.only else ()),
                 seconds=known.budget_s, environment=platform_environment(settings))
     found = measure(plan, lambda found: None if found.floors is None else write(found, folder) and None, say)
     for line in goal_table(found):
@@ -43,8 +48,8 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--shape", choices=NAMES, default="", help="model shape, with random weights [llama-3.1-8b; on a CPU tiny]")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of weights and activations [auto]")
-    add("--kernels", default="auto", metavar="NAME", help="kernel set [auto]")
-    add("--against", default="", metavar="NAME", help="a second kernel set to time beside it")
+    add("--kernels", choices=KERNELS, default="auto", help="kernel set [auto]")
+    add("--against", choices=KERNELS, default="", help="a second kernel set to time beside it")
     add("--page-size", type=int, metavar="N", help="KV positions per page [64; of the tiny shape 16]")
     add("--platform", choices=("auto", "cpu", "cuda", "tpu"), default="auto", help="where to run [auto]")
     parts = "; ".join(f"{name}: {what}" for name, what in PARTS.items())

@@ -18,6 +18,7 @@ from jitney.engine.cli.listen import listen
 from jitney.engine.config import Config, cache_dir, compilation_cache_dir, platform_environment
 from jitney.engine.errors import JitneyError
 from jitney.engine.memory import claim_memory
+from jitney.engine.platforms import check_platform
 from jitney.engine.process import refuse_open_folder
 from jitney.engine.types import KernelProof
 
@@ -95,12 +96,13 @@ def _words(file: str, key: str) -> list[str]:
 
 
 def devices(config: Config) -> Iterator[Finding]:
-    import jax
+    check_platform(config.engine.platform)
+    from jitney.engine.build import devices_of
 
-    found, wanted = len(jax.devices()), config.engine.tensor_parallel
+    found, wanted = devices_of(config.engine.platform), config.engine.tensor_parallel
     if wanted > 1:
-        yield Finding("tensor parallel", f"{wanted} devices wanted, {found} found", found >= wanted)
-    for device in jax.devices():
+        yield Finding("tensor parallel", f"{wanted} devices wanted, {len(found)} found", len(found) >= wanted)
+    for device in found:
         stats = device.memory_stats() or {}
         memory = ""
         if "bytes_limit" in stats:

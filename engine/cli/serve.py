@@ -18,6 +18,7 @@ from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import base_url, listen, read_keys
 from jitney.engine.config import Config
+from jitney.engine.platforms import check_platform
 from jitney.engine.settings import to_toml
 from jitney.engine.wire import Progress
 
@@ -54,7 +55,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def start(config: Config) -> int:
-    """Check what can be checked at once (keys, port), then load and serve."""
+    """Check what can be checked at once (platform, keys, port), then load and serve."""
+    check_platform(config.engine.platform)
     keys = read_keys(config.server)
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
         return asyncio.run(Server(config, keys, bound, make_display()).serve())

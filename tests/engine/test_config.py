@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jitney.engine.buckets import make_buckets
-from jitney.engine.config import Config, EngineSection, ModelSection, ServerSection, cache_dir, platform_environment
+from jitney.engine.config import (
+    Config,
+    EngineSection,
+    KernelsName,
+    ModelSection,
+    ServerSection,
+    cache_dir,
+    platform_environment,
+)
 from jitney.engine.errors import ConfigError
 from jitney.engine.settings import load_config, settings, to_toml
 
@@ -121,7 +130,9 @@ def test_an_open_host_needs_a_key_or_a_decision():
 @given(st.builds(
     Config,
     engine=st.builds(EngineSection, max_seats=st.integers(1, 256), token_budget=st.integers(300, 4096),
-                     memory_gib=st.floats(0, 1e6), prefix_cache=st.booleans(), kernels=st.text(min_size=1)),
+                     memory_gib=st.floats(0, 1e6), prefix_cache=st.booleans(),
+                     kernels=st.sampled_from(get_args(KernelsName))),
+    model=st.builds(ModelSection, id=st.text(min_size=1)),
     server=st.builds(ServerSection, hosts=st.lists(st.text()).map(tuple), read_timeout_s=st.floats(1e-9, 1e9)),
 ), st.booleans())
 def test_toml_reads_back_to_the_same(tmp_path_factory: pytest.TempPathFactory, config: Config, comments: bool):

@@ -7,13 +7,14 @@ import logging
 import os
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import pytest
 
+from jitney.engine.config import KernelsName
 from jitney.kernels import compat
-from jitney.kernels.select import KernelError, select, triton_for
+from jitney.kernels.select import BEST, KERNEL_SETS, KernelError, select, triton_for
 
 pytest.importorskip("triton")
 
@@ -60,14 +61,35 @@ def test_a_named_set_that_cannot_run_says_why():
     ({"platform": "gpu", "compute_capability": "7.5", "device_kind": "T4"}, "capability 8.0; this T4 has 7.5"),
     ({"platform": "gpu", "compute_capability": "gfx942", "device_kind": "MI300"}, "need an NVIDIA GPU"),
 ])
-def test_a_gpu_that_cannot_run_them_falls_back_only_when_none_was_named(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: dict[str, str], message: str):
+def test_a_gpu_that_cannot_run_them_says_so_unless_the_reference_is_named(
+        monkeypatch: pytest.MonkeyPatch, device: dict[str, str], message: str):
     pretend(monkeypatch, **device)
     with pytest.raises(KernelError, match=message):
         select("gpu", "triton")
+    with pytest.raises(KernelError, match=f"{message}.*; or run the slow reference by its name, --kernels reference"):
+        select("gpu")
+    assert select("gpu", "reference").name == "reference"
+
+
+def test_a_tpu_that_jax_does_not_see_gets_no_reference_in_silence():
+    with pytest.raises(KernelError, match=r"kernels pallas need a TPU; jax runs on cpu.*--kernels reference"):
+        select("tpu")
+
+
+def test_a_cpu_gets_the_reference_in_place_of_its_own_kernels_with_one_warning(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    def broken() -> None:
+        raise KernelError("kernels native cannot run here: no compiler")
+
+    monkeypatch.setitem(KERNEL_SETS, BEST["cpu"], broken)
     with caplog.at_level(logging.WARNING):
-        assert select("gpu").name == "reference"
-    assert message in caplog.text
+        assert select("cpu").name == "reference"
+    (line,) = caplog.records
+    assert line.getMessage() == "kernels native cannot run here: no compiler; the slower reference kernels serve"
+
+
+def test_the_configuration_knows_every_set_by_name():
+    assert get_args(KernelsName) == ("auto", *KERNEL_SETS)
 
 
 def test_jax_triton_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]):
@@ -79,7 +101,7 @@ def test_jax_triton_that_is_missing_or_too_old_is_named(monkeypatch: pytest.Monk
     assert select("gpu", "triton").name == "triton"
     triton_for.cache_clear()
     del versions["jax-triton"]
-    with pytest.raises(KernelError, match=r"jax-triton is not installed; pip install 'jitney\[cuda12\]'"):
+    with pytest.raises(KernelError, match=r'jax-triton is not installed: pip install -e "\.\[cuda12\]"'):
         select("gpu", "triton")
 
 
