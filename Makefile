@@ -9,7 +9,9 @@ SHELL := /bin/bash
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.jitney-installed
+# What is installed: Jitney as it serves, and beside it what tests and lint need.
+SERVE := $(VENV)/.jitney-serve
+DEV := $(VENV)/.jitney-dev
 # A candidate must start, be new enough and be able to make environments: a version manager's shim may do none of it.
 PROBE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
 
@@ -28,23 +30,28 @@ $(BIN)/python:
 	echo "Jitney needs Python 3.12 or newer with venv: apt install python3.12-venv, or install uv, then run make again." >&2; \
 	exit 1
 
-$(READY): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+$(SERVE): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-serve: $(READY)
+$(DEV): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $(SERVE) $@
+
+serve: $(SERVE)
 	@exec $(BIN)/jitney serve $(ARGS)
 
-test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+# A process for each core, up to four; a file's tests stay in one, which keeps what its fixtures made.
+test: $(DEV)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # jax's CUDA plugin, without CUDA: enough to compile for a GPU, and kept out of .venv, where jax would look for one.
-build/cuda: | $(READY)
+build/cuda: | $(DEV)
 	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); $(BIN)/python -m pip install --quiet \
 	  --no-deps --target $@ jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 
 # The TPU's compiler, in the release that jax asks for; kept out of .venv, where jax would look for a TPU.
-build/tpu: | $(READY)
+build/tpu: | $(DEV)
 	@wanted=$$($(BIN)/python -c 'from importlib.metadata import requires; \
 	  print(next(line.split(";")[0] for line in requires("jax") if line.startswith("libtpu")))'); \
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ "$$wanted"
@@ -55,7 +62,7 @@ test-compile: export JITNEY_TEST_COMPILE := 1
 test-compile: export JITNEY_CUDA_PLUGIN := build/cuda
 test-compile: export JITNEY_TPU_PLUGIN := build/tpu
 test-compile: export JITNEY_COMPILED := build/compiled
-test-compile: $(READY) build/cuda build/tpu
+test-compile: $(DEV) build/cuda build/tpu
 	@rm -rf $(JITNEY_COMPILED)
 	@$(BIN)/python -m pytest tests/kernels/test_triton_compiled.py tests/kernels/test_pallas_compiled.py \
 	  tests/compiled $(ARGS)
@@ -65,11 +72,11 @@ test-compile: $(READY) build/cuda build/tpu
 build/typing/jitney:
 	@mkdir -p $@ && ln -sfn ../../../engine ../../../kernels ../../../dashboard $@/
 
-lint: $(READY) | build/typing/jitney
+lint: $(DEV) | build/typing/jitney
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-wheel: $(READY)
+wheel: | $(BIN)/python
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:

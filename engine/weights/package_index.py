@@ -2,8 +2,8 @@
 
 Indexes speak the simple API (PEP 503 in HTML, PEP 691 in JSON), over http(s) or as a local folder (file:). These are
 read, the environment first: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, PIP_CERT and
-PIP_CONFIG_FILE; UV_DEFAULT_INDEX, UV_INDEX_URL, UV_INDEX, UV_EXTRA_INDEX_URL and UV_FIND_LINKS; then pip.conf, where pip
-looks for it. Passwords stand in the URL or in ~/.netrc ($NETRC); proxies and SSL_CERT_FILE are httpx's. Jax-free.
+PIP_CONFIG_FILE; UV_DEFAULT_INDEX, UV_INDEX_URL, UV_INDEX, UV_EXTRA_INDEX_URL and UV_FIND_LINKS; then pip.conf, where
+pip looks for it. Passwords stand in the URL or in ~/.netrc ($NETRC); proxies and SSL_CERT_FILE are httpx's. Jax-free.
 """
 
 from __future__ import annotations
