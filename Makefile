@@ -41,9 +41,10 @@ $(DEV): pyproject.toml | $(BIN)/python
 serve: $(SERVE)
 	@exec $(BIN)/jitney serve $(ARGS)
 
-# A process for each core, up to four; a file's tests stay in one, which keeps what its fixtures made.
+# A process for each core, up to four. A file's tests stay in one process, which keeps what its fixtures made; files come
+# in their own order, since the longest have few tests and would else come last. One process, for a debugger: ARGS="-n 0".
 test: $(DEV)
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # jax's CUDA plugin, without CUDA: enough to compile for a GPU, and kept out of .venv, where jax would look for one.
 build/cuda: | $(DEV)

