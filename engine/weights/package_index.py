@@ -37,6 +37,7 @@ PAGE_LIMIT = 32 << 20
 RETRIES, PAUSE_S = 2, 1.0
 #: Seconds to connect, and to wait for the next bytes.
 CONNECT_S, READ_S = 15.0, 60.0
+#: Bytes between two words of progress, and of one read of a local file.
 CHUNK = 1 << 18
 
 #: progress(bytes that are here, bytes in all (0: unknown)).
@@ -363,12 +364,14 @@ def web_bytes_from(client: httpx.Client, link: Link, done: int, watch: Watch) ->
     with client.stream("GET", url, headers=headers, auth=auth) as response:
         check_status(response)
         skip = done if response.status_code != 206 else 0  # a server may send all of it again
-        here = done - skip
+        here = told = done - skip
         length = int(response.headers.get("content-length", 0))
         total = here + length if length else 0
         for part in response.iter_raw():
             here += len(part)
-            watch(here, total)
+            if here - told >= CHUNK or here == total:
+                watch(here, total)
+                told = here
             if skip >= len(part):
                 skip -= len(part)
                 continue
