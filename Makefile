@@ -1,22 +1,24 @@
 # Everything runs in .venv, made once with a Python that really works. Targets:
 #   make serve ARGS="--port 9000"   set up and serve     make test ARGS="-k ledger"   set up and test
 #   make lint   ruff and pyright    make wheel           a wheel in dist/             make clean   remove what make made
+#   make serve EXTRA=cuda12         on an NVIDIA GPU; cuda13 for CUDA 13, tpu on a TPU
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-compile lint wheel clean
 
 ARGS ?=
+EXTRA ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # What is installed: Jitney as it serves, and beside it what tests and lint need.
-SERVE := $(VENV)/.jitney-serve
+SERVE := $(VENV)/.jitney-serve$(EXTRA:%=-%)
 DEV := $(VENV)/.jitney-dev
 # A candidate must start, be new enough and be able to make environments: a version manager's shim may do none of it.
 PROBE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
 
 help:
-	@sed -n '2,3s/^# *//p' Makefile
+	@sed -n '2,4s/^# *//p' Makefile
 
 $(BIN)/python:
 	@for python in $${PYTHON:-} python3.13 python3.12 python3 \
@@ -31,7 +33,7 @@ $(BIN)/python:
 	exit 1
 
 $(SERVE): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable ".$(EXTRA:%=[%])"
 	@touch $@
 
 $(DEV): pyproject.toml | $(BIN)/python
