@@ -65,7 +65,8 @@ class Serving:
         finally:
             connection.close()
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+        """A dead process ends the wait at once; the time is for a machine with other things to do."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None and time.monotonic() < deadline, "\n".join(self.err)
