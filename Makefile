@@ -43,8 +43,10 @@ $(DEV): pyproject.toml | $(BIN)/python
 serve: $(SERVE)
 	@exec $(BIN)/jitney serve $(ARGS)
 
-# A process for each core, up to four. A file's tests stay in one process, which keeps what its fixtures made; files come
-# in their own order, since the longest have few tests and would else come last. One process, for a debugger: ARGS="-n 0".
+# A process for each core, up to four. A file's tests stay in one process, which keeps what its fixtures made; files
+# come in their own order, since the longest have few tests and would else come last. All of it runs on the CPU, also
+# beside a GPU, for whose memory the processes would fight. One process, for a debugger: ARGS="-n 0".
+test: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),cpu)
 test: $(DEV)
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
