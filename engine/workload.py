@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -15,24 +15,33 @@ from jitney.engine.errors import ConfigError
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request to come: `at` in seconds from the start, lengths in tokens; lower priorities board sooner."""
+    """One request to come: `at` in seconds from the start, lengths in tokens; lower priorities board sooner.
+
+    conversation: its number among the traffic's conversations, from 1; 0: it belongs to none, and its prompt begins
+    like no other. Prompts of one conversation begin alike, the shorter is the start of the longer. n_shared: so many
+    first tokens of a conversation's prompts are those of every conversation (a system prompt).
+    """
 
     at: float
     n_prompt: int
     n_output: int
     tenant: str = ""
     priority: int = 0
+    conversation: int = 0
+    n_shared: int = 0
 
 
 class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True,
-                rename={"at": "t", "n_prompt": "in", "n_output": "out"}):
-    """One line of a trace file. What follows `priority` was measured, and stands only in recordings (seconds)."""
+                rename={"at": "t", "n_prompt": "in", "n_output": "out", "n_shared": "shared"}):
+    """One line of a trace file. What follows `n_shared` was measured, and stands only in recordings (seconds)."""
 
     at: float
     n_prompt: int
     n_output: int
     tenant: str = ""
     priority: int = 0
+    conversation: int = 0
+    n_shared: int = 0
     queue_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float | None = None
@@ -40,7 +49,9 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
     @property
     def arrival(self) -> Arrival:
-        return Arrival(self.at, self.n_prompt, self.n_output, self.tenant, self.priority)
+        return Arrival(
+            self.at, self.n_prompt, self.n_output, self.tenant, self.priority, self.conversation, self.n_shared
+        )
 
 
 _LINE = msgspec.json.Decoder(TraceLine)
@@ -65,6 +76,10 @@ def _read_line(row: bytes, where: str) -> TraceLine:
         raise ConfigError(f'{where}: {error}; a line looks like {{"t": 0.5, "in": 120, "out": 64}}') from None
     if not (line.at >= 0 and math.isfinite(line.at)) or line.n_prompt < 1 or line.n_output < 0:
         raise ConfigError(f"{where}: t must be 0 or more, in at least 1 and out at least 0")
+    if line.conversation < 0 or not 0 <= line.n_shared <= line.n_prompt:
+        raise ConfigError(f"{where}: conversation must be 0 or more, shared from 0 to in")
+    if line.n_shared and not line.conversation:
+        raise ConfigError(f"{where}: shared is for requests with a conversation above 0")
     return line
 
 
@@ -75,8 +90,18 @@ def read_trace(path: str | Path) -> list[Arrival]:
 
 def write_trace(path: str | Path, arrivals: Iterable[Arrival]) -> None:
     """Write a trace file, one JSON object a line. ConfigError if the file cannot be written."""
-    lines = (TraceLine(at=a.at, n_prompt=a.n_prompt, n_output=a.n_output, tenant=a.tenant, priority=a.priority)
-             for a in arrivals)
+    lines = (
+        TraceLine(
+            at=a.at,
+            n_prompt=a.n_prompt,
+            n_output=a.n_output,
+            tenant=a.tenant,
+            priority=a.priority,
+            conversation=a.conversation,
+            n_shared=a.n_shared,
+        )
+        for a in arrivals
+    )
     try:
         Path(path).write_bytes(msgspec.json.Encoder().encode_lines(lines))
     except OSError as error:
@@ -189,10 +214,193 @@ class Recorded:
 
 def synthesise(count: int, lengths_in: Lengths, lengths_out: Lengths, pattern: Pattern, seed: int) -> list[Arrival]:
     """`count` requests, the same for the same seed; lengths do not depend on the pattern."""
-    rng_in, rng_out, rng_at = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3))
+    rng_in, rng_out, rng_at = _generators(seed, 3)
     columns = zip(pattern.times(rng_at, count).tolist(), lengths_in.draw(rng_in, count).tolist(),
                   lengths_out.draw(rng_out, count).tolist(), strict=True)
     return [Arrival(at, n_prompt, n_output) for at, n_prompt, n_output in columns]
+
+
+#: Turns that each of the conversations at a time gets at least, whatever the number of requests.
+ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Conversations of several turns, whose prompts carry everything that was said before.
+
+    A turn's prompt is the system prompt (`n_shared` tokens, the same for all), then the earlier turns' messages and
+    answers, then its own message. turns: how many a conversation has. live: most conversations that take turns with
+    each other, so that a turn comes so many requests after the one before it; fewer where few requests come, so that
+    each gets ROUNDS turns. The answers in a prompt are made up: what a prefix cache can find of an earlier turn is its
+    prompt, not its answer.
+    """
+
+    n_shared: int
+    turns: Lengths
+    live: int
+
+    def requests(
+        self, count: int, messages: Lengths, answers: Lengths, pattern: Pattern, seed: int
+    ) -> list[Arrival]:
+        """`count` turns, the same for the same seed; messages and answers: the lengths of one turn's."""
+        in_rng, out_rng, at_rng, turns_rng = _generators(seed, 4)
+        times = pattern.times(at_rng, count).tolist()
+        n_messages = messages.draw(in_rng, count).tolist()
+        n_answers = answers.draw(out_rng, count).tolist()
+        n_turns = self.turns.draw(turns_rng, count).tolist()
+        live = min(self.live, max(1, count // ROUNDS))
+        talks: list[_Talk] = []
+        found = []
+        begun = 0
+        for number in range(count):
+            place = number % live
+            if place == len(talks):
+                talks.append(_Talk())
+            talk = talks[place]
+            if not talk.turns_left:
+                begun += 1
+                talk.begin(begun, n_turns[begun - 1], self.n_shared)
+            n_prompt, n_output = talk.take_turn(n_messages[number], n_answers[number])
+            found.append(
+                Arrival(
+                    times[number], n_prompt, n_output, conversation=talk.conversation, n_shared=self.n_shared
+                )
+            )
+        return found
+
+
+@dataclass(slots=True)
+class _Talk:
+    """A conversation while its turns are made. n_said: tokens that its next prompt begins with."""
+
+    conversation: int = 0
+    turns_left: int = 0
+    n_said: int = 0
+
+    def begin(self, conversation: int, turns: int, n_shared: int) -> None:
+        self.conversation = conversation
+        self.turns_left = turns
+        self.n_said = n_shared
+
+    def take_turn(self, n_message: int, n_answer: int) -> tuple[int, int]:
+        """Prompt and output tokens of the next turn."""
+        n_prompt = self.n_said + n_message
+        self.n_said = n_prompt + n_answer
+        self.turns_left -= 1
+        return n_prompt, n_answer
+
+
+def _generators(seed: int, count: int) -> list[np.random.Generator]:
+    """Independent generators; the first ones are the same whatever the count."""
+    return [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(count)]
+
+
+class Workload(NamedTuple):
+    """Traffic with a name. prompt and output are written as `parse_lengths` reads them; where there are
+    conversations, they are the lengths of one turn's message and answer."""
+
+    prompt: str
+    output: str
+    about: str
+    conversations: Conversations | None = None
+
+
+#: The traffic that the commands offer by name (`--preset`).
+WORKLOADS = {
+    "short": Workload("16..48", "8..64", "short questions and answers, every length alike"),
+    "mixed": Workload(
+        "lognormal:mean=96,sigma=0.8,min=8,max=512",
+        "lognormal:mean=200,sigma=1.0,min=8,max=800",
+        "many short and a few long outputs, log-normal with a median of about 120 tokens",
+    ),
+    "long-form": Workload(
+        "lognormal:mean=64,sigma=0.6,min=8,max=256",
+        "lognormal:mean=500,sigma=0.5,min=64,max=1600",
+        "short prompts and long outputs, log-normal with a median of about 440 tokens",
+    ),
+    "chat": Workload(
+        "lognormal:mean=40,sigma=0.6,min=8,max=160",
+        "lognormal:mean=90,sigma=0.6,min=16,max=300",
+        "conversations of 2 to 6 turns that share a system prompt of 128 tokens; every prompt begins with all that was "
+        "said before",
+        Conversations(n_shared=128, turns=Uniform(2, 6), live=64),
+    ),
+    "uniform": Workload("16..80", "50..800", "outputs of 50 to 800 tokens, every length alike"),
+    "floor50": Workload(
+        "lognormal:mean=48,sigma=0.5,min=8,max=128",
+        "lognormal:mean=120,sigma=1.5,min=50,max=800",
+        "log-normal outputs raised to 50 tokens: 57 of 100 are exactly 50, the rest reaches up to 800",
+    ),
+}
+
+
+def make_arrivals(
+    workload: Workload,
+    count: int,
+    pattern: Pattern,
+    seed: int,
+    *,
+    prompt: Lengths | None = None,
+    output: Lengths | None = None,
+) -> list[Arrival]:
+    """`count` requests of a workload; prompt and output: lengths to take instead of its own."""
+    n_in = prompt or parse_lengths(workload.prompt, "--prompt")
+    n_out = output or parse_lengths(workload.output, "--output")
+    if workload.conversations is None:
+        return synthesise(count, n_in, n_out, pattern, seed)
+    return workload.conversations.requests(count, n_in, n_out, pattern, seed)
+
+
+class LengthSummary(msgspec.Struct, frozen=True):
+    """What lengths came to, in tokens. at_shortest, at_longest: the shares of those that are exactly the shortest and
+    the longest, which for a distribution that was cut are the shares at its cuts. Percentiles interpolate linearly."""
+
+    shortest: int
+    at_shortest: float
+    median: float
+    mean: float
+    p95: float
+    longest: int
+    at_longest: float
+
+    @classmethod
+    def of(cls, lengths: Iterable[int]) -> LengthSummary:
+        """Of at least one length."""
+        values = np.fromiter(lengths, np.int64)
+        shortest, longest = int(values.min()), int(values.max())
+        return cls(
+            shortest=shortest,
+            at_shortest=float((values == shortest).mean()),
+            median=float(np.median(values)),
+            mean=float(values.mean()),
+            p95=float(np.percentile(values, 95)),
+            longest=longest,
+            at_longest=float((values == longest).mean()),
+        )
+
+    def __str__(self) -> str:
+        if self.shortest == self.longest:
+            return f"all {self.shortest}"
+        return (
+            f"{self.shortest} ({self.at_shortest:.0%} exactly) to {self.longest} ({self.at_longest:.0%}), "
+            f"median {self.median:.0f}, mean {self.mean:.0f}, p95 {self.p95:.0f}"
+        )
+
+
+def repeated_tokens(arrivals: Iterable[Arrival]) -> int:
+    """Prompt tokens that an earlier request's prompt began with already, by the conversations: what a prefix cache of
+    single tokens and endless memory would find."""
+    longest: dict[int, int] = {}
+    total = 0
+    for arrival in arrivals:
+        if not arrival.conversation:
+            continue
+        before = longest.get(arrival.conversation)
+        if before is None:
+            before = arrival.n_shared if longest else 0
+        total += min(before, arrival.n_prompt)
+        longest[arrival.conversation] = max(before, arrival.n_prompt)
+    return total
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:

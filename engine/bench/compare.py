@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from jitney.engine.bench.offline import Bench, Measured, Request
 from jitney.engine.workload import Arrival
 
@@ -86,4 +88,4 @@ def capacity(bench: Bench, requests: Sequence[Request], seats: int,
 
 def at_load(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     """Arrivals drawn at one request a second, for `rate` requests a second."""
-    return [Arrival(a.at / rate, a.n_prompt, a.n_output, a.tenant, a.priority) for a in arrivals]
+    return [msgspec.structs.replace(arrival, at=arrival.at / rate) for arrival in arrivals]

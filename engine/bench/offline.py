@@ -12,7 +12,7 @@ import numpy as np
 
 from jitney.engine.accounts import Riders
 from jitney.engine.admission import SchedulerLimits
-from jitney.engine.bench.text import prompt_ids
+from jitney.engine.bench.text import arrival_ids
 from jitney.engine.conductor import LOOK_AGAIN_S, Conductor, Ride
 from jitney.engine.core import EngineCore, Runner
 from jitney.engine.errors import ConfigError
@@ -105,7 +105,7 @@ class Bench:
             if arrival.n_prompt + arrival.n_output > most:
                 raise ConfigError(f"request {number} has {arrival.n_prompt} prompt and {arrival.n_output} output "
                                   f"tokens, a sequence here {most} at most: lower the lengths or give more pages")
-        return [Request(arrival, prompt_ids(self._encode, arrival.n_prompt, [seed, number]))
+        return [Request(arrival, arrival_ids(self._encode, arrival, number, seed))
                 for number, arrival in enumerate(arrivals)]
 
     def warm_up(self, requests: Sequence[Request], seconds: float = 2.0) -> None:

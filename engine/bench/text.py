@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jitney.engine.workload import Arrival
+
 ADJECTIVES = ("old", "quiet", "bright", "narrow", "patient", "heavy", "early", "distant", "gentle", "broken", "hidden",
               "open", "careful", "golden", "silent", "proud", "simple", "strange", "warm", "empty", "green", "clever")
 NOUNS = ("river", "letter", "garden", "teacher", "window", "market", "engine", "forest", "sailor", "bridge", "story",
@@ -16,6 +18,8 @@ VERBS = ("follows", "remembers", "repairs", "crosses", "watches", "carries", "de
 PLACES = ("near", "behind", "under", "beside", "above", "across from", "far from", "in front of")
 ENDS = ("every morning", "before the rain", "without a word", "in the evening", "for many years", "once again",
         "at the same time", "as if nothing had happened", "while the others sleep", "after a long day")
+#: Last words of the seeds of a conversation's text and of the system prompt, so that no other text has the same seed.
+CONVERSATION, SYSTEM = 2, 3
 #: No sentence has more words than this.
 LONGEST_SENTENCE = 18
 
@@ -46,3 +50,23 @@ def prompt_ids(encode: Callable[[str], list[int]], n_tokens: int, seed: int | Se
         words += n_tokens // 4 + LONGEST_SENTENCE
         ids = encode(prose(words, seed))
     return ids[:n_tokens]
+
+
+def arrival_prose(arrival: Arrival, n_words: Callable[[int], int], number: int, seed: int) -> str:
+    """The prompt of request `number`; n_words: words of so many tokens. Prompts of one conversation begin alike."""
+    if not arrival.conversation:
+        return prose(n_words(arrival.n_prompt), [seed, number])
+    shared = prose(n_words(arrival.n_shared), [seed, 0, SYSTEM]) if arrival.n_shared else ""
+    words = n_words(arrival.n_prompt) - len(shared.split())
+    if words < 1:
+        return shared
+    return f"{shared} {prose(words, [seed, arrival.conversation, CONVERSATION])}".lstrip()
+
+
+def arrival_ids(encode: Callable[[str], list[int]], arrival: Arrival, number: int, seed: int) -> list[int]:
+    """The same as ids [n_prompt], exactly as long as wanted."""
+    if not arrival.conversation:
+        return prompt_ids(encode, arrival.n_prompt, [seed, number])
+    shared = prompt_ids(encode, arrival.n_shared, [seed, 0, SYSTEM]) if arrival.n_shared else []
+    own = arrival.n_prompt - len(shared)
+    return shared + (prompt_ids(encode, own, [seed, arrival.conversation, CONVERSATION]) if own else [])

@@ -7,39 +7,38 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from jitney.engine.cli.flags import Parser
 from jitney.engine.errors import ConfigError
 from jitney.engine.figures import Slo
-from jitney.engine.workload import PATTERNS, Arrival, at_rate, make_pattern, parse_lengths, read_trace, synthesise
+from jitney.engine.workload import (
+    PATTERNS,
+    WORKLOADS,
+    Arrival,
+    LengthSummary,
+    at_rate,
+    make_arrivals,
+    make_pattern,
+    parse_lengths,
+    read_trace,
+    repeated_tokens,
+)
 
 
-class Preset(NamedTuple):
-    """Lengths of a workload with a name, as the length flags write them."""
-
-    prompt: str
-    output: str
-    what: str
-
-
-PRESETS = {
-    "mixed": Preset("lognormal:mean=48,sigma=0.5,min=8,max=128", "lognormal:mean=120,sigma=1.5,min=50,max=800",
-                    "outputs of 50 to 800 tokens, most of them short"),
-    "short": Preset("16..48", "8..64", "short outputs, every length from 8 to 64 alike"),
-}
-
-
-def add_traffic(parser: Parser, *, requests: int, arrivals: str) -> None:
-    """The flags that say what traffic comes, with a command's own defaults."""
+def add_traffic(parser: Parser, *, requests: int, arrivals: str, told: str = "") -> None:
+    """The flags that say what traffic comes, with a command's own defaults; told: how many requests come, in words,
+    where that is not one number."""
     add = parser.add_argument_group("traffic").add_argument
-    presets = "; ".join(f"{name}: {preset.what}" for name, preset in PRESETS.items())
-    add("--preset", choices=PRESETS, default="mixed", help=f"lengths of prompts and outputs; {presets} [mixed]")
+    presets = "; ".join(f"{name}: {workload.about}" for name, workload in WORKLOADS.items())
+    add("--preset", choices=WORKLOADS, default="mixed", help=f"what comes; {presets} [mixed]")
     add("--prompt", metavar="LENGTH", help="prompt tokens: 128, 50..800, lognormal:mean=200,sigma=0.8,min=1,max=800 or "
-        "trace:FILE [the preset's]")
+        "trace:FILE; for chat, of each turn's message [the preset's]")
     add("--output", metavar="LENGTH", help="output tokens, likewise [the preset's]")
     add("--scale", type=float, default=1.0, metavar="X", help="multiply all output lengths, for a quicker run [1]")
-    add("--requests", type=int, default=requests, metavar="N", help=f"how many requests come [{requests}]")
+    add("--requests", type=int, default=requests, metavar="N", help=f"how many requests come [{told or requests}]")
     add("--arrivals", choices=PATTERNS, default=arrivals, help=f"when they come [{arrivals}]")
     add("--burst-shape", type=float, default=1.0, metavar="X", help="gamma: below 1 comes in bursts [1]")
     add("--trace", metavar="FILE", help="times and lengths from a file of JSON lines instead; with --rate, its times "
@@ -72,35 +71,74 @@ def traffic_from(known: argparse.Namespace, rate: float) -> list[Arrival]:
     if known.trace:
         arrivals = read_trace(known.trace)
         return scaled(at_rate(arrivals, rate) if rate else arrivals, known.scale)
-    preset = PRESETS[known.preset]
     pattern = make_pattern(known.arrivals, rate=rate, shape=known.burst_shape)
-    return scaled(synthesise(known.requests, parse_lengths(known.prompt or preset.prompt, "--prompt"),
-                             parse_lengths(known.output or preset.output, "--output"), pattern, known.seed),
-                  known.scale)
+    arrivals = make_arrivals(
+        WORKLOADS[known.preset],
+        known.requests,
+        pattern,
+        known.seed,
+        prompt=parse_lengths(known.prompt, "--prompt") if known.prompt else None,
+        output=parse_lengths(known.output, "--output") if known.output else None,
+    )
+    return scaled(arrivals, known.scale)
 
 
 def scaled(arrivals: list[Arrival], scale: float) -> list[Arrival]:
     """The same requests with output lengths multiplied, at least 1."""
-    return [Arrival(a.at, a.n_prompt, max(1, round(a.n_output * scale)), a.tenant, a.priority) for a in arrivals]
+    return [
+        msgspec.structs.replace(arrival, n_output=max(1, round(arrival.n_output * scale)))
+        for arrival in arrivals
+    ]
 
 
 def describe_traffic(known: argparse.Namespace, arrivals: list[Arrival], rate: float) -> dict[str, Any]:
     """The traffic for the report: what was asked for, and what it came to."""
-    preset = PRESETS[known.preset]
-    return {"requests": len(arrivals), "prompt_tokens": sum(a.n_prompt for a in arrivals),
-            "output_tokens": sum(a.n_output for a in arrivals), "trace": known.trace,
-            "prompt": None if known.trace else known.prompt or preset.prompt,
-            "output": None if known.trace else known.output or preset.output,
-            "scale": known.scale, "arrivals": "trace" if known.trace else known.arrivals, "rate": rate or None,
-            "seed": known.seed}
+    workload = WORKLOADS[known.preset]
+    prompt = known.prompt or workload.prompt
+    output = known.output or workload.output
+    conversations = {arrival.conversation for arrival in arrivals if arrival.conversation}
+    return {
+        "requests": len(arrivals),
+        "prompt_tokens": sum(a.n_prompt for a in arrivals),
+        "output_tokens": sum(a.n_output for a in arrivals),
+        "trace": known.trace,
+        "preset": None if known.trace else preset_of(known),
+        "about": None if known.trace or preset_of(known) == "custom" else workload.about,
+        "prompt": None if known.trace else prompt,
+        "output": None if known.trace else output,
+        "prompt_lengths": msgspec.to_builtins(LengthSummary.of(a.n_prompt for a in arrivals)),
+        "output_lengths": msgspec.to_builtins(LengthSummary.of(a.n_output for a in arrivals)),
+        "conversations": len(conversations),
+        "repeated_prompt_tokens": repeated_tokens(arrivals),
+        "scale": known.scale,
+        "arrivals": "trace" if known.trace else known.arrivals,
+        "rate": rate or None,
+        "seed": known.seed,
+    }
+
+
+def preset_of(known: argparse.Namespace) -> str:
+    """The preset's name; "custom" where a flag says other lengths than it has."""
+    return "custom" if known.prompt or known.output else known.preset
 
 
 def traffic_line(traffic: Mapping[str, Any]) -> str:
-    """The same in a sentence."""
+    """The same in a sentence, with what its lengths came to."""
     scale = f", output lengths times {traffic['scale']:g}" if traffic["scale"] != 1 else ""
     rate = f" at {traffic['rate']:.3g} a second" if traffic["rate"] else ""
-    return (f"{traffic['requests']} requests, {traffic['prompt_tokens']:,} prompt and {traffic['output_tokens']:,} "
-            f"output tokens{scale}; {traffic['arrivals']} arrivals{rate}")
+    prompts, outputs = (
+        LengthSummary(**traffic[name]) for name in ("prompt_lengths", "output_lengths")
+    )
+    source = traffic["trace"] or traffic["preset"]
+    line = (
+        f"{source}: {traffic['requests']} requests, {traffic['prompt_tokens']:,} prompt and "
+        f"{traffic['output_tokens']:,} output tokens{scale}; {traffic['arrivals']} arrivals{rate}; "
+        f"prompts {prompts}; outputs {outputs}"
+    )
+    if traffic["conversations"]:
+        share = traffic["repeated_prompt_tokens"] / traffic["prompt_tokens"]
+        line += f"; {traffic['conversations']} conversations, {share:.0%} of the prompt tokens came before"
+    return line
 
 
 def slo_from(known: argparse.Namespace) -> Slo | None:

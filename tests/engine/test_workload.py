@@ -7,23 +7,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jitney.engine.bench.text import arrival_ids, arrival_prose
 from jitney.engine.errors import ConfigError
 from jitney.engine.workload import (
+    WORKLOADS,
     Arrival,
     Closed,
+    Conversations,
     Empirical,
     Fixed,
     Gamma,
+    LengthSummary,
     LogNormal,
     Poisson,
     Recorded,
     TraceLine,
     Uniform,
     at_rate,
+    make_arrivals,
     make_pattern,
     parse_lengths,
     read_trace,
     read_trace_lines,
+    repeated_tokens,
     synthesise,
     write_trace,
 )
@@ -79,7 +85,7 @@ def test_the_same_seed_gives_the_same_traffic_and_patterns_share_lengths():
 
 
 def test_a_trace_comes_back_as_it_was_written(tmp_path: Path):
-    arrivals = [Arrival(0.0, 12, 5), Arrival(1.25, 700, 1, "a", -3)]
+    arrivals = [Arrival(0.0, 12, 5), Arrival(1.25, 700, 1, "a", -3), Arrival(2.0, 40, 8, conversation=3, n_shared=16)]
     write_trace(tmp_path / "t.jsonl", arrivals)
     assert read_trace(tmp_path / "t.jsonl") == arrivals
     assert (tmp_path / "t.jsonl").read_text().splitlines()[0] == '{"t":0.0,"in":12,"out":5}'
@@ -95,7 +101,8 @@ def test_a_recording_keeps_what_was_measured(tmp_path: Path):
 
 @pytest.mark.parametrize("line", [
     '{"t":1,"in":1,"out":1,"text":"x"}', '{"t":-1,"in":1,"out":1}', '{"t":1,"in":0,"out":1}', '{"t":1,"in":1}',
-    '{"t":1,"in":1,"out":"2"}', "nonsense", '{"t":1,"in":1,"out":-1}'])
+    '{"t":1,"in":1,"out":"2"}', "nonsense", '{"t":1,"in":4,"out":1,"conversation":1,"shared":5}',
+    '{"t":1,"in":4,"out":1,"shared":2}', '{"t":1,"in":4,"out":1,"conversation":-1}', '{"t":1,"in":1,"out":-1}'])
 def test_a_bad_line_is_named(tmp_path: Path, line: str):
     (tmp_path / "bad.jsonl").write_text('{"t":0,"in":1,"out":1}\n' + line + "\n")
     with pytest.raises(ConfigError, match="line 2"):
@@ -146,3 +153,78 @@ def test_patterns_have_names():
         make_pattern("uniform")
     with pytest.raises(ConfigError, match="need a rate"):
         make_pattern("poisson")
+
+
+def test_a_summary_of_lengths_is_numpys():
+    drawn = parse_lengths(WORKLOADS["floor50"].output, "--output").draw(np.random.default_rng(0), N)
+    found = LengthSummary.of(drawn.tolist())
+    assert (found.shortest, found.longest) == (50, 800)
+    assert found.at_shortest == np.mean(drawn == 50) == pytest.approx(0.57, abs=0.02)
+    assert found.at_longest == np.mean(drawn == 800)
+    assert (found.median, found.mean, found.p95) == (np.median(drawn), drawn.mean(), np.percentile(drawn, 95))
+    assert str(found).startswith("50 (57% exactly) to 800 (") and "median 50, " in str(found)
+    assert str(LengthSummary.of([7, 7])) == "all 7"
+
+
+@pytest.mark.parametrize("name", ["short", "mixed", "long-form", "chat", "uniform"])
+def test_no_named_workload_is_mostly_its_own_cuts(name: str):
+    arrivals = make_arrivals(WORKLOADS[name], 4000, Closed(), 0)
+    outputs = LengthSummary.of(a.n_output for a in arrivals)
+    assert outputs.at_shortest < 0.05 and outputs.at_longest < 0.06
+    assert outputs.shortest < outputs.median / 1.7 and outputs.p95 > 1.3 * outputs.median
+    assert arrivals == make_arrivals(WORKLOADS[name], 4000, Closed(), 0)
+    assert arrivals != make_arrivals(WORKLOADS[name], 4000, Closed(), 1)
+
+
+def test_the_named_workloads_are_four_kinds_of_traffic():
+    def means(name: str) -> tuple[float, float]:
+        arrivals = make_arrivals(WORKLOADS[name], 4000, Closed(), 0)
+        return float(np.mean([a.n_prompt for a in arrivals])), float(np.mean([a.n_output for a in arrivals]))
+
+    (_, short), (_, mixed), (_, long), (chat_in, chat_out) = map(means, ("short", "mixed", "long-form", "chat"))
+    assert 3 * short < mixed and 2 * mixed < long and chat_in > 2 * chat_out
+
+
+def test_a_turn_carries_everything_that_was_said_before():
+    talks = Conversations(n_shared=10, turns=Fixed(3), live=2)
+    arrivals = talks.requests(12, Fixed(4), Fixed(6), Closed(), 0)
+    assert [a.conversation for a in arrivals] == [1, 2, 1, 2, 1, 2, 3, 4, 3, 4, 3, 4]
+    assert [a.n_prompt for a in arrivals if a.conversation == 3] == [14, 24, 34]
+    assert {a.n_output for a in arrivals} == {6} and {a.n_shared for a in arrivals} == {10}
+    # The first turn repeats the system prompt (but the very first one), the others what their conversation has sent.
+    assert repeated_tokens(arrivals) == 3 * 10 + 4 * (14 + 24)
+    assert repeated_tokens([Arrival(0.0, 9, 9)] * 3) == 0
+
+
+def test_own_lengths_replace_a_turns_and_not_the_history():
+    arrivals = make_arrivals(WORKLOADS["chat"], 256, Closed(), 0, prompt=Fixed(5), output=Fixed(7))
+    assert {a.n_output for a in arrivals} == {7}
+    assert {(a.n_prompt - 128 - 5) % 12 for a in arrivals} == {0} and max(a.n_prompt for a in arrivals) == 133 + 5 * 12
+
+
+def test_prompts_of_one_conversation_begin_alike_and_others_do_not():
+    arrivals = make_arrivals(WORKLOADS["chat"], 200, Closed(), 0)
+    texts = [arrival_prose(a, lambda n_tokens: n_tokens, n, 5) for n, a in enumerate(arrivals)]
+    ids = [arrival_ids(lambda text: [ord(c) for c in text], a, n, 5) for n, a in enumerate(arrivals)]
+    last: dict[int, int] = {}
+    for number, arrival in enumerate(arrivals):
+        assert len(texts[number].split()) == len(ids[number]) == arrival.n_prompt
+        before = last.get(arrival.conversation)
+        if before is not None:
+            assert texts[number].startswith(texts[before])
+            assert ids[number][:len(ids[before])] == ids[before]
+        last[arrival.conversation] = number
+    firsts = list({a.conversation: n for n, a in reversed(list(enumerate(arrivals)))}.values())
+    assert len({tuple(ids[n][:128]) for n in firsts}) == 1, "the system prompt is the same for all"
+    assert len({tuple(ids[n][:160]) for n in firsts if len(ids[n]) >= 160}) == sum(
+        len(ids[n]) >= 160 for n in firsts)
+
+
+def test_the_page_of_the_workloads_tells_what_they_come_to():
+    page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text()
+    for name, workload in WORKLOADS.items():
+        arrivals = make_arrivals(workload, 10_000, Closed(), 0)
+        prompts = LengthSummary.of(a.n_prompt for a in arrivals)
+        outputs = LengthSummary.of(a.n_output for a in arrivals)
+        assert f"| `{name}` | {prompts} | {outputs} |" in page
+        assert f"- `{name}`" in page
