@@ -24,6 +24,7 @@ from jitney.engine.config import Config, EngineSection, compilation_cache_dir
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.ledger import Ledger
+from jitney.engine.machine import cpu_name
 from jitney.engine.memory import GIB, claim_memory, free_bytes, in_one_line, likely_temp_bytes, page_count
 from jitney.engine.models.config import ModelConfig
 from jitney.engine.models.llama import Llama
@@ -249,11 +250,12 @@ def describe(config: Config, source: ModelSource, device: Any, kernels: KernelSe
     """What the API, the page and `doctor` show of a running engine."""
     settings = config.engine
     count = f"{settings.tensor_parallel} x " if settings.tensor_parallel > 1 else ""
+    chip = cpu_name() if device.platform == "cpu" else device.device_kind
     return EngineInfo(
         model=source.name, context_length=context, vocab_size=source.config.vocab_size, seats=settings.max_seats,
         pages=runner.n_pages - 1, page_size=settings.page_size, token_budget=buckets.token_budget,
         policy=settings.policy, order=settings.order, kernels=kernels.name, platform=device.platform,
-        device=f"{count}{device.device_kind}", dtype=str(dtype), weights=weights, kv_dtype=str(kv_dtype),
+        device=f"{count}{chip}", dtype=str(dtype), weights=weights, kv_dtype=str(kv_dtype),
         prefix_cache=settings.prefix_cache, version=engine.__version__,
         max_waiting_requests=settings.max_waiting_requests, executables=len(runner.executables),
         compile_seconds=runner.compile_seconds, tensor_parallel=settings.tensor_parallel, proofs=proofs,

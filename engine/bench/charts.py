@@ -145,6 +145,34 @@ def curve(title: str, x: str, y: str, points: Sequence[tuple[float, float]],
     return {"data": traces, "layout": layout(title, x, y, yaxis={"rangemode": "tozero"})}
 
 
+def waits_over(
+    x: str, at: Sequence[float], waits: Mapping[str, Sequence[float | None]], grew: Sequence[bool]
+) -> Figure:
+    """Time to first token over load or concurrency, one line for each percentile; points at which the queue grew for
+    the whole run are crossed out, since there a wait is the length of the run. The y axis is logarithmic."""
+    traces = []
+    for number, (name, values) in enumerate(waits.items()):
+        known = [(place, wait) for place, wait in zip(at, values, strict=True) if wait]
+        line = _line(name, [place for place, _ in known], [wait for _, wait in known], number)
+        traces.append(line | {"mode": "lines+markers"})
+    crossed = [
+        (place, wait)
+        for values in waits.values()
+        for place, wait, growing in zip(at, values, grew, strict=True)
+        if growing and wait
+    ]
+    if crossed:
+        traces.append({
+            "type": "scatter",
+            "mode": "markers",
+            "name": "the queue grew for the whole run",
+            "x": [float(place) for place, _ in crossed],
+            "y": [float(wait) for _, wait in crossed],
+            "marker": {"size": 13, "symbol": "x", "color": "#d55e00"},
+        })
+    return {"data": traces, "layout": layout("Time to first token", x, "s", yaxis={"type": "log"})}
+
+
 def _line(name: str, x: Iterable[float], y: Iterable[float], number: int) -> dict[str, Any]:
     colour = POLICY_COLOURS.get(name, OTHER_COLOURS[number % len(OTHER_COLOURS)])
     return {"type": "scatter", "mode": "lines", "name": name, "x": [float(value) for value in x],

@@ -1,4 +1,4 @@
-"""Throughput and latency over concurrency or rate, and the point beyond which more load buys little."""
+"""Throughput and latency over concurrency, rate or load, and the point beyond which more load buys little."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def unit(values: np.ndarray) -> np.ndarray:
 
 
 def knee_of(axis: str, points: Sequence[Mapping[str, float | None]]) -> int | None:
-    """The knee of a sweep: where throughput flattens over concurrency, where p99 end-to-end time steepens over rate."""
+    """The knee of a sweep: where throughput flattens over concurrency, where p99 end-to-end time steepens over rate or
+    load."""
     name, convex = ("output_tok_s", False) if axis == "concurrency" else ("e2e_p99_s", True)
     values = [point[name] for point in points]
     known = [value for value in values if value is not None]

@@ -30,9 +30,17 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     rows += [[label, *(number(run[name]) for run in runs)] for name, label in RATES.items()]
     rows += [[f"{label} {shown}", *(duration(run[name][q] if run[name] else None) for run in runs)]
              for name, label in LATENCIES.items() for q, shown in QUANTILES.items()]
+    rows += [["queue", *(queue(run.get("backlog")) for run in runs)]]
     rows += [[label, *(share(run[name]) for run in runs)] for name, label in SHARES.items()]
     rows += [["cost per million output tokens", *(number(run["cost_per_million_tokens"]) for run in runs)]]
     return Table(["", *figures], [row for row in rows if any(row[1:])])
+
+
+def queue(backlog: Mapping[str, Any] | None) -> str:
+    """How the queue went, see `backlog.Backlog`; empty where nothing is known of it."""
+    if backlog is None:
+        return ""
+    return "grew: p99 is the run's length" if backlog["grew"] else "did not grow"
 
 
 def ledger_table(lines: Mapping[str, Line], price_per_hour: float | None = None) -> Table:

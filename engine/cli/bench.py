@@ -10,7 +10,7 @@ from collections.abc import Sequence
 KINDS = {
     "serve": "send traffic to an OpenAI-compatible endpoint, ours or another's, and time it",
     "policies": "static, dynamic and continuous batching on the same requests, in this process",
-    "sweep": "throughput and latency over concurrency or rate, with the knee marked",
+    "sweep": "throughput and latency over concurrency, rate or load, with the knee marked",
     "step": "time of one step by rows, seats and context: the simulator's table",
     "device": "kernels, steps and engine on this accelerator, each beside its floor",
 }

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from jitney.engine.accounts import as_json, bill
+from jitney.engine.backlog import Backlog, backlog_of
 from jitney.engine.bench.compare import (
     POLICIES,
     PUBLISHED,
@@ -121,12 +122,17 @@ def make_requests(bench: Bench, known: argparse.Namespace, seats: int,
     return [Request(arrival, request.prompt) for arrival, request in timed], rate
 
 
+def is_closed(known: argparse.Namespace) -> bool:
+    return not known.trace and known.arrivals == "closed"
+
+
 def make_report(known: argparse.Namespace, runs: Mapping[str, Measured], requests: Sequence[Request],
                 info: EngineInfo, rate: float) -> dict[str, Any]:
     """Everything that was found, ready for JSON."""
     price = known.price_per_hour
     figures = {name: run.figures(slo_from(known), price) | {
         "ledger": as_json(bill(run.records, run.seconds), price),
+        "backlog": None if is_closed(known) else msgspec.to_builtins(backlog_of(run.times)),
         "request_shares": as_json(run.riders.bill(run.records)[0], price)} for name, run in runs.items()}
     unlike = differences(runs)
     return {"policies": figures, "ratios": ratios(figures), "published": PUBLISHED,
@@ -168,7 +174,13 @@ def summary(report: Mapping[str, Any]) -> list[str]:
             f"request {d['request']} from token {d['at']} on ({' / '.join(d['policies'])})" for d in unlike[:5]))
     return [f"{engine['model']} in {engine['dtype']} on {engine['device']} ({engine['platform']}), "
             f"{engine['seats']} seats",
-            traffic_line(report["traffic"]), same]
+            traffic_line(report["traffic"]), same, *queue_lines(report["policies"])]
+
+
+def queue_lines(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence for each policy under which the queue grew for the whole run."""
+    known = {name: Backlog(**run["backlog"]) for name, run in figures.items() if run["backlog"]}
+    return [f"{name}: {backlog}" for name, backlog in known.items() if backlog.grew]
 
 
 def write_page(known: argparse.Namespace, report: Mapping[str, Any], runs: Mapping[str, Measured]) -> None:

@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from jitney.engine.accounts import as_json
+from jitney.engine.backlog import Backlog, backlog_of
 from jitney.engine.bench.client import EXTRA_FIELDS, Target
-from jitney.engine.bench.online import Online, measure
+from jitney.engine.bench.online import EngineAbout, Online, measure
 from jitney.engine.cli.bench_flags import (
     add_report,
     add_traffic,
@@ -27,6 +30,7 @@ from jitney.engine.cli.bench_flags import (
 from jitney.engine.cli.flags import Parser
 from jitney.engine.errors import ConfigError
 from jitney.engine.figures import summarise
+from jitney.engine.machine import cpu_name
 from jitney.engine.workload import Arrival
 
 if TYPE_CHECKING:
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 KEY_VARIABLES = ("JITNEY_BENCH_KEY", "OPENAI_API_KEY")
 #: A request fell short of its length if it got less than this share of it.
 NEARLY_ALL = 0.98
+#: With fewer requests one of them decides the 99th percentile.
+ENOUGH_FOR_P99 = 100
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -111,7 +117,10 @@ def make_report(known: argparse.Namespace, online: Online, arrivals: list[Arriva
     figures = summarise(load.times, records=None, seats=0, seconds=load.seconds, slo=slo_from(known),
                         price_per_hour=price)
     short = sum(t.served and t.n_output < NEARLY_ALL * a.n_output for t, a in zip(load.times, arrivals, strict=True))
+    backlog = None if is_closed(known) else backlog_of(load.times)
+    figures["backlog"] = None if backlog is None else msgspec.to_builtins(backlog)
     return {"url": online.target.url, "model": online.target.model, "figures": figures,
+            "engine": online.about._asdict(), "client_machine": cpu_name(),
             "server_queue_mean_s": online.queue_mean_s,
             "ledger": None if online.bill is None else as_json(online.bill, price),
             "errors": errors_of(online), "short_outputs": short,
@@ -149,7 +158,10 @@ def deliver(known: argparse.Namespace, report: Mapping[str, Any], online: Online
 
 def summary(report: Mapping[str, Any]) -> list[str]:
     """What was sent where, and whatever casts doubt on the figures."""
-    lines = [f"{report['model']} at {report['url']}", traffic_line(report["traffic"])]
+    lines = [f"{report['model']} at {report['url']}", machine_line(report), traffic_line(report["traffic"])]
+    lines += few_line(report["figures"])
+    if report["figures"]["backlog"] is not None:
+        lines.append(str(Backlog(**report["figures"]["backlog"])))
     lines += [f"failed with {kind}: {fact['count']} of {report['figures']['requests']}; {fact['first']}"
               for kind, fact in report["errors"].items()]
     if report["short_outputs"]:
@@ -159,7 +171,20 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"requests waited {1e3 * report['server_queue_mean_s']:.1f} ms in the server's queue, on average")
     if report["cached_prompt_tokens"]:
         lines.append(f"{report['cached_prompt_tokens']:,} prompt tokens were found in the server's prefix cache")
+    lines.append(f"this client used {report['client']['cpu_share']:.0%} of a core")
     return lines + ([report["client"]["trouble"]] if report["client"]["trouble"] else [])
+
+
+def machine_line(report: Mapping[str, Any]) -> str:
+    """What the engine runs on, as far as it says so, and what this client runs on."""
+    return f"{EngineAbout(**report['engine'])}; client's machine: {report['client_machine']}"
+
+
+def few_line(figures: Mapping[str, Any]) -> list[str]:
+    """A sentence about a p99 of too few requests, none where there are enough."""
+    if 0 < figures["served"] < ENOUGH_FOR_P99:
+        return [f"p99 of {figures['served']} requests is nearly the slowest of them"]
+    return []
 
 
 def write_page(known: argparse.Namespace, report: Mapping[str, Any], online: Online) -> None:

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.buckets import Bucket
+from jitney.engine.machine import cpu_name
 from jitney.engine.models.calibration import calibrate
 from jitney.engine.models.config import tiny_config
 from jitney.engine.models.llama import abstract_model
@@ -78,7 +79,8 @@ def tokens(devices: int) -> np.ndarray:
     """What a whole engine answers to six prompts, greedily and by chance: int [12, 12]; row 12: compiles since."""
     llm = LLM("tiny-random:qwen3", tensor_parallel=devices, dtype="float32", max_seats=4, token_budget=64,
               context=256, seat_buckets=[4], token_buckets=[64], compilation_cache=False)
-    assert (llm.info.tensor_parallel, llm.info.device) == (devices, "cpu" if devices == 1 else f"{devices} x cpu")
+    count = f"{devices} x " if devices > 1 else ""
+    assert (llm.info.tensor_parallel, llm.info.device) == (devices, f"{count}{cpu_name()}")
     prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
     rows = [[output.outputs[0].token_ids for output in llm.generate(prompts, params)]
             for params in (SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),

@@ -24,6 +24,7 @@ from jitney.engine.bench.text import prompt_ids, prose
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError
 from jitney.engine.ledger import ROW_KINDS, STEP_DTYPE
+from jitney.engine.machine import cpu_name
 from jitney.engine.simulator import Ride
 from jitney.engine.workload import Arrival, Closed, Fixed, Poisson, Uniform, read_trace_lines, synthesise
 
@@ -219,6 +220,18 @@ def test_recordings_and_records_come_back(tmp_path: Path):
     assert {line.finish for line in lines} == {"length"}
 
 
+def test_the_command_sweeps_loads_on_a_real_engine(capsys: pytest.CaptureFixture[str]):
+    words = ["tiny-random", "--max-seats", "2", "--token-budget", "32", "--context", "128", "--seat-buckets", "2",
+             "--token-buckets", "32", "--no-compilation-cache", "--platform", "cpu", "--kernels", "reference"]
+    assert main(["bench", "sweep", *words, "--policy", "static", "--prompt", "4..8", "--output", "2..8", "--loads",
+                 "0.2,3", "--requests", "48", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    low, high = report["points"]
+    assert low["rate"] == pytest.approx(0.2 * report["capacity_req_s"]) and report["axis"] == "load"
+    assert high["figures"]["backlog"]["grew"] is True and low["figures"]["backlog"]["grew"] is False
+    assert report["engine"]["device"] == cpu_name() and report["engine"]["policy"] == "static"
+
+
 def test_the_command_compares_the_policies_on_a_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz")}
     status = main(["bench", "policies", "tiny-random", "--seats", "4", "--token-budget", "32", "--context", "128",
@@ -243,6 +256,9 @@ def test_the_command_compares_the_policies_on_a_real_engine(tmp_path: Path, caps
     assert len(read_page(out["p.html"].read_text()).charts) == 8
     assert len(read_trace_lines(tmp_path / "t.static.jsonl")) == 10
     shown = capsys.readouterr().out
+    assert "outputs 2 (" in shown and report["traffic"]["output_lengths"]["median"] > 2
+    assert {figures["backlog"] for figures in report["policies"].values()} == {None}, "ten requests tell nothing"
+    assert cpu_name() in shown and cpu_name() in out["p.html"].read_text()
     assert "1.6x to 3.4x" in shown and "every request the same tokens" in shown and "Ledger" in shown
 
 
@@ -261,6 +277,10 @@ def test_the_command_compares_the_policies_on_a_real_engine(tmp_path: Path, caps
     (["sweep", "--rates", "1", "--concurrencies", "1"], "not both"),
     (["sweep", "--concurrencies", "1.5"], "whole numbers"),
     (["sweep", "--url", "http://x", "--max-seats", "4"], "server's business"),
+    (["sweep", "--rates", "1", "--loads", "1"], "--rates or --loads, not both"),
+    (["sweep", "--loads", "0.5,-1"], "--loads: must be positive"),
+    (["sweep", "--loads", "0.5", "--arrivals", "closed"], "--loads needs --arrivals"),
+    (["sweep", "--loads", "0.5", "--capacity-streams", "4"], "is for --loads with --url"),
 ])
 def test_bad_flags_are_told_in_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
     assert main(["bench", *words]) == 2

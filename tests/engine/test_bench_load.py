@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 
 from jitney.engine.accounts import Line
@@ -20,7 +21,8 @@ from jitney.engine.bench.metrics import bill_between, parse_metrics, queue_mean
 from jitney.engine.bench.online import Ruler, measure
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError, JitneyError
-from jitney.engine.workload import Arrival, read_trace_lines, write_trace
+from jitney.engine.machine import cpu_name
+from jitney.engine.workload import WORKLOADS, Arrival, read_trace_lines, write_trace
 
 SERVICE_S = 0.05
 Handler = Callable[[str, dict], Awaitable[tuple[int, bytes]]]
@@ -93,6 +95,30 @@ def test_a_slow_server_cannot_hide_its_queue():
         e2e = sorted(t.e2e_s for t in load.times)
         assert all(seconds >= number * SERVICE_S for number, seconds in enumerate(e2e, 1))
         assert e2e[-1] > 4 * hidden and [t.finish for t in load.times] == ["length"] * 10
+
+
+def test_a_stall_is_in_the_waits_of_all_who_should_have_come_during_it():
+    """A server that stops for 0.6 s while a request should come every 20 ms: whoever came at t after the stall began
+    waits the rest of it. A client that held back during the stall would report one slow request of sixty."""
+    stall, every, count = 0.6, 0.02, 60
+    began: list[float] = []
+
+    async def send(number: int) -> Answer:
+        now = time.monotonic()
+        began.append(now)
+        await asyncio.sleep(max(0.0, began[0] + stall - now))
+        end = time.monotonic()
+        return Answer(sent=now, finished=end, finish="length", n_output=1, pieces=[end])
+
+    for concurrency in (0, 1):  # one at a time: the client itself holds the others back
+        began.clear()
+        arrivals = [Arrival(number * every, 1, 1) for number in range(count)]
+        load = asyncio.run(run_load(send, arrivals, concurrency=concurrency))
+        waits = [t.ttft_s for t in load.times if t.ttft_s is not None]
+        expected = np.maximum(0.0, stall - np.arange(count) * every)
+        assert waits == pytest.approx(expected, abs=0.1)
+        for quantile in (50, 90, 99):
+            assert np.percentile(waits, quantile) == pytest.approx(np.percentile(expected, quantile), abs=0.1)
 
 
 def test_requests_leave_at_their_times():
@@ -301,6 +327,104 @@ def test_the_sweep_command_draws_a_curve(tmp_path: Path, capsys: pytest.CaptureF
     assert [point["figures"]["served"] for point in closed["points"]] == [4, 8, 16]
     rates = json.loads(capsys.readouterr().out)
     assert rates["axis"] == "rate" and rates["knee"] is None and rates["traffic"]["arrivals"] == "poisson"
+
+
+def overloaded(per_second: float, version: bytes | None) -> Handler:
+    """An endpoint that begins so many requests a second, one after another, and has two seats."""
+    busy_until = 0.0
+
+    async def handler(path: str, body: dict) -> tuple[int, bytes]:
+        nonlocal busy_until
+        if path.endswith("/version"):
+            return (404, b"") if version is None else (200, version)
+        if path.endswith("/slots"):
+            return (404, b"") if version is None else (200, b"[{},{}]")
+        if path.endswith("/models"):
+            return 200, b'{"data":[{"id":"theirs"}]}'
+        if path.endswith("/metrics"):
+            return 404, b""
+        words, wanted = len(body["prompt"].split()), body["max_tokens"]
+        busy_until = max(busy_until, time.monotonic()) + 1 / per_second
+        await asyncio.sleep(busy_until - time.monotonic())
+        return 200, frames(["x"] * wanted, usage={"prompt_tokens": words, "completion_tokens": wanted})
+
+    return handler
+
+
+OURS = (b'{"version":"0.9","platform":"cpu","device":"Some CPU 9, 4 cores","tensor_parallel":1,"kernels":"native",'
+        b'"dtype":"bfloat16"}')
+
+
+def test_a_sweep_over_loads_says_where_the_queue_grew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with in_background(overloaded(80.0, OURS)) as url:
+        words = ["bench", "sweep", "--url", url, "--prompt", "20", "--output", "3", "--loads", "0.3,2",
+                 "--requests", "64", "--warmup", "0", "--html", str(tmp_path / "l.html")]
+        assert main([*words, "--json", str(tmp_path / "l.json")]) == 0
+    shown = capsys.readouterr().out
+    report = json.loads((tmp_path / "l.json").read_text())
+    assert 40 < report["capacity_req_s"] <= 85
+    low, high = report["points"]
+    assert (low["load"], high["load"]) == (0.3, 2.0)
+    assert low["rate"] == pytest.approx(0.3 * report["capacity_req_s"])
+    assert low["figures"]["backlog"]["grew"] is False and high["figures"]["backlog"]["grew"] is True
+    assert high["ttft_p99_s"] > 3 * low["ttft_p99_s"]
+    assert "load 2: the queue grew for the whole run" in shown and "p99 is the length of the run" in shown
+    assert "load 0.3: the queue" not in shown and "p99 of 64 requests is nearly the slowest" in shown
+    assert "native kernels on Some CPU 9, 4 cores (cpu)" in shown
+    assert report["engine"]["device"] == "Some CPU 9, 4 cores"
+    page = (tmp_path / "l.html").read_text()
+    assert "p99 is the length of the run" in page and "the queue grew for the whole run" in page
+    assert "Some CPU 9, 4 cores" in page
+
+
+def test_a_report_names_the_engines_device_and_the_growing_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with in_background(overloaded(60.0, OURS)) as url:
+        words = ["bench", "serve", "--url", url, "--prompt", "20", "--output", "3..5", "--requests", "60", "--warmup",
+                 "0", "--arrivals", "poisson", "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html")]
+        assert main([*words, "--rate", "180"]) == 0
+        over = capsys.readouterr().out
+        report = json.loads((tmp_path / "s.json").read_text())
+        assert main([*words, "--rate", "20"]) == 0
+        under = capsys.readouterr().out
+    assert report["figures"]["backlog"]["grew"] is True and report["engine"]["device"] == "Some CPU 9, 4 cores"
+    for text in (over, (tmp_path / "s.html").read_text()):
+        assert "version 0.9, bfloat16, native kernels on Some CPU 9, 4 cores (cpu)" in text
+        assert "client&#x27;s machine: " in text or "client's machine: " in text
+        assert "outputs 3 (" in text and "median 4" in text
+    assert "grew: p99 is the run's length" in over and "p99 is the length of the run" in over
+    assert "the queue did not grow" in under and json.loads(
+        (tmp_path / "s.json").read_text())["figures"]["backlog"]["grew"] is False
+    assert report["traffic"]["output_lengths"]["shortest"] == 3 and "of a core" in over
+
+
+def test_a_foreign_endpoint_leaves_the_clients_machine_alone(capsys: pytest.CaptureFixture[str]):
+    with in_background(overloaded(500.0, None)) as url:
+        assert main(["bench", "serve", "--url", url, "--prompt", "20", "--output", "3", "--requests", "4",
+                     "--warmup", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert f"an engine that does not say what it is; client's machine: {cpu_name()}" in shown
+    assert "the queue" not in shown, "a closed loop has no queue that could grow"
+
+
+@pytest.mark.parametrize("preset", ["short", "mixed", "long-form", "chat", "uniform"])
+def test_every_named_workload_can_be_served_and_swept(preset: str, capsys: pytest.CaptureFixture[str]):
+    bodies: list[dict] = []
+    fast = overloaded(5000.0, None)
+
+    async def handler(path: str, body: dict) -> tuple[int, bytes]:
+        bodies.append(body)
+        return await fast(path, body)
+
+    with in_background(handler) as url:
+        words = ["--url", url, "--preset", preset, "--requests", "8", "--warmup", "0"]
+        assert main(["bench", "serve", *words, "--json", "-"]) == 0
+        traffic = json.loads(capsys.readouterr().out)["traffic"]
+        assert main(["bench", "sweep", *words, "--concurrencies", "2", "--json", "-"]) == 0
+    assert traffic["preset"] == preset and traffic["about"] == WORKLOADS[preset].about
+    assert {"median", "mean", "p95", "at_shortest", "at_longest"} < set(traffic["prompt_lengths"])
+    starts = {body["prompt"][:200] for body in bodies if body.get("max_tokens", 0) > 1}
+    assert (len(starts) < 4) == (preset == "chat"), "only conversations share their beginning"
+    assert (traffic["conversations"] > 0) == (preset == "chat")
 
 
 def test_an_endpoint_that_is_not_there_is_one_clear_error():

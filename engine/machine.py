@@ -1,0 +1,76 @@
+"""What this machine's processor is called, so that a figure can stand beside it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+#: Seconds that macOS gets to tell the processor's name.
+SYSCTL_S = 5.0
+
+
+@cache
+def cpu_name() -> str:
+    """The processor's name and the cores this process may use: "AMD EPYC (family 26, model 2), 2 cores"."""
+    cores = available_cores()
+    return f"{processor_name()}, {cores} core{'' if cores == 1 else 's'}"
+
+
+def available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """The name alone, as the system tells it; the architecture's where it tells none."""
+    if CPUINFO.exists():
+        name = name_in(fields_of(CPUINFO.read_text(errors="replace")))
+        if name:
+            return name
+    elif platform.system() == "Darwin":
+        name = apple_name()
+        if name:
+            return name
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def fields_of(cpuinfo: str) -> dict[str, str]:
+    """The fields of the first processor in the text of /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, colon, value = line.partition(":")
+        if not colon and fields:
+            break
+        if colon:
+            fields.setdefault(name.strip(), value.strip())
+    return fields
+
+
+def name_in(fields: Mapping[str, str]) -> str:
+    """The processor's name, with its family and model where the name holds no number (virtual machines hide it), and
+    with the maker's and the part's code on ARM, which has no name; empty if neither is there."""
+    name = " ".join(fields.get("model name", "").split())
+    if name:
+        bare = not any(character.isdigit() for character in name)
+        if bare and "cpu family" in fields and "model" in fields:
+            return f"{name} (family {fields['cpu family']}, model {fields['model']})"
+        return name
+    if "CPU implementer" in fields and "CPU part" in fields:
+        codes = f"implementer {fields['CPU implementer']}, part {fields['CPU part']}"
+        return f"{platform.machine()} ({codes})"
+    return ""
+
+
+def apple_name() -> str:
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SYSCTL_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.strip()
