@@ -1,7 +1,9 @@
-"""Whether a run's queue grew from its first request to its last, so that its waits say how long the run was.
+"""Whether a run's queue grew from its first request to its last, so that its waits say how long the
+run was.
 
-A server that is offered more than it can serve makes every request wait longer than the one before it: twice the run
-gives twice the p99. Such a p99 is no property of the server, and a report has to say so.
+A server that is offered more than it can serve makes every request wait longer than the one before
+it: twice the run gives twice the p99. Such a p99 is no property of the server, and a report has to
+say so.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 #: With fewer requests nothing is said.
 FEWEST = 20
 PARTS = 4
-#: The queue grew if the trend of the waits over the run is more than their mean (a queue that grows evenly from nothing
-#: has twice its mean, a level one nothing) ...
+#: The queue grew if the trend of the waits over the run is more than their mean (a queue that grows
+#: evenly from nothing has twice its mean, a level one nothing) ...
 LEAST_TREND = 1.0
 #: ... the last part's mean wait is at least this share of the time in which requests came ...
 LEAST_WAIT = 0.03
@@ -31,9 +33,10 @@ LEAST_WAITING = 0.05
 class Backlog(msgspec.Struct, frozen=True):
     """How an open loop's queue went.
 
-    grew: it grew for the whole run, so that p99 is the length of the run. offered_req_s: requests that came a second.
-    waiting_at_end: requests without a first token when the last one came. wait_s: mean wait for the first token, in
-    seconds, in each quarter of the time in which requests came; None where nobody came.
+    grew: it grew for the whole run, so that p99 is the length of the run. offered_req_s: requests
+    that came a second. waiting_at_end: requests without a first token when the last one came.
+    wait_s: mean wait for the first token, in seconds, in each quarter of the time in which requests
+    came; None where nobody came.
     """
 
     grew: bool
@@ -43,7 +46,9 @@ class Backlog(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if not self.grew:
-            return f"the queue did not grow: {self.waiting_at_end} waited when the last request came"
+            return (
+                f"the queue did not grow: {self.waiting_at_end} waited when the last request came"
+            )
         first, last = self.wait_s[0], self.wait_s[-1]
         return (
             f"the queue grew for the whole run, from {first:.2f} to {last:.2f} s of waiting, and "
@@ -52,7 +57,8 @@ class Backlog(msgspec.Struct, frozen=True):
 
 
 def backlog_of(times: Iterable[RequestTimes]) -> Backlog | None:
-    """The backlog of a run whose requests came at times of their own; None if it is too short to tell.
+    """The backlog of a run whose requests came at times of their own; None if it is too short to
+    tell.
 
     Whoever never got a token counts as waiting until it ended, unless it was refused.
     """
@@ -64,11 +70,15 @@ def backlog_of(times: Iterable[RequestTimes]) -> Backlog | None:
     return backlog([came for came, _ in waits], [began for _, began in waits])
 
 
-def backlog(came: Sequence[float] | np.ndarray, began: Sequence[float] | np.ndarray) -> Backlog | None:
-    """As `backlog_of`, from when each request came and when its first token did [n] s, in any order.
+def backlog(
+    came: Sequence[float] | np.ndarray, began: Sequence[float] | np.ndarray
+) -> Backlog | None:
+    """As `backlog_of`, from when each request came and when its first token did [n] s, in any
+    order.
 
-    The numbers above were chosen on simulated queues of 8 and 32 servers: at 85 % load at most 2 % of runs of 256
-    requests are said to grow, at 130 % load at least 85 %; just above 100 % only long runs show it.
+    The numbers above were chosen on simulated queues of 8 and 32 servers: at 85 % load at most 2 %
+    of runs of 256 requests are said to grow, at 130 % load at least 85 %; just above 100 % only
+    long runs show it.
     """
     if len(came) < FEWEST:
         return None

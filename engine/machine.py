@@ -16,7 +16,8 @@ SYSCTL_S = 5.0
 
 @cache
 def cpu_name() -> str:
-    """The processor's name and the cores this process may use: "AMD EPYC (family 26, model 2), 2 cores"."""
+    """The processor's name and the cores this process may use: "AMD EPYC (family 26, model 2), 2
+    cores"."""
     cores = available_cores()
     return f"{processor_name()}, {cores} core{'' if cores == 1 else 's'}"
 
@@ -53,8 +54,9 @@ def fields_of(cpuinfo: str) -> dict[str, str]:
 
 
 def name_in(fields: Mapping[str, str]) -> str:
-    """The processor's name, with its family and model where the name holds no number (virtual machines hide it), and
-    with the maker's and the part's code on ARM, which has no name; empty if neither is there."""
+    """The processor's name, with its family and model where the name holds no number (virtual
+    machines hide it), and with the maker's and the part's code on ARM, which has no name; empty if
+    neither is there."""
     name = " ".join(fields.get("model name", "").split())
     if name:
         bare = not any(character.isdigit() for character in name)
@@ -70,7 +72,9 @@ def name_in(fields: Mapping[str, str]) -> str:
 def apple_name() -> str:
     command = ["sysctl", "-n", "machdep.cpu.brand_string"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SYSCTL_S, check=True)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=SYSCTL_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout.strip()

@@ -1,4 +1,5 @@
-"""Closed-loop throughput of the engine in this process, and where the time of its steps went.
+"""Closed-loop throughput of the engine's core called in this process, without HTTP, text or a client, and where the
+time of its steps went. What a served engine gives is measured by `jitney bench peers`.
 
     python docs/benchmarks/closed_loop.py [--model smollm2-135m] [--streams 32 8 1] [--json FILE]
 
@@ -14,12 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 
 import numpy as np
 
 from jitney.engine import LLM, SamplingParams
+from jitney.engine.machine import cpu_name
 from jitney.engine.types import EngineRequest
 
 PARTS = ("plan_s", "batch_s", "launch_s", "fetch_s", "commit_s")
@@ -77,7 +78,7 @@ def main() -> None:
     started = time.perf_counter()
     llm = LLM(args.model, prefix_cache=False, token_budget=args.token_budget)
     ready = time.perf_counter() - started
-    print(f"{args.model} {llm.info.dtype} on {platform.processor() or platform.machine()}, {os.cpu_count()} cores; "
+    print(f"in process: {args.model} {llm.info.dtype}, {llm.info.kernels} kernels on {cpu_name()}; "
           f"ready in {ready:.1f} s")
     results = {}
     closed_loop(llm, requests(8, 96, 8, spread=False), 8)  # warm caches
@@ -91,7 +92,8 @@ def main() -> None:
                                      for key, value in figures.items()))
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"model": args.model, "ready_s": ready, "load": os.getloadavg(), **results}, file, indent=1)
+            json.dump({"what": "the core called in process", "machine": cpu_name(), "kernels": llm.info.kernels,
+                       "model": args.model, "ready_s": ready, "load": os.getloadavg(), **results}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ KINDS = {
     "serve": "send traffic to an OpenAI-compatible endpoint, ours or another's, and time it",
     "policies": "static, dynamic and continuous batching on the same requests, in this process",
     "sweep": "throughput and latency over concurrency, rate or load, with the knee marked",
+    "peers": "this engine and others in turn on this machine, over HTTP, with one client",
     "step": "time of one step by rows, seats and context: the simulator's table",
     "device": "kernels, steps and engine on this accelerator, each beside its floor",
 }
