@@ -26,7 +26,17 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.ledger import ROW_KINDS, STEP_DTYPE
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulator import Ride
-from jitney.engine.workload import Arrival, Closed, Fixed, Poisson, Uniform, read_trace_lines, synthesise
+from jitney.engine.workload import (
+    Arrival,
+    Closed,
+    Conversations,
+    Fixed,
+    Poisson,
+    Uniform,
+    read_trace_lines,
+    repeated_tokens,
+    synthesise,
+)
 
 POLICIES = ("static", "dynamic", "continuous")
 
@@ -66,6 +76,22 @@ def test_all_policies_give_the_tokens_of_a_request_alone():
     for request, tokens in zip(requests, runs["continuous"].tokens, strict=True):
         alone = make_request("x", request.prompt, max_tokens=request.arrival.n_output, ignore_eos=True)
         assert tokens == solo(alone, 0, 0, eos=())
+
+
+def test_chat_turns_hit_the_prefix_cache_under_every_policy():
+    """Two conversations at a time on an engine that remembers: later turns find their system prompt and history."""
+    bench = make_bench(context=256, pages=257, seats=2)
+    talks = Conversations(n_shared=16, turns=Fixed(3), live=2)
+    arrivals = talks.requests(12, Fixed(4), Fixed(4), Closed(), 1)
+    requests = bench.requests(arrivals)
+    assert [len(request.prompt) for request in requests] == [a.n_prompt for a in arrivals]
+    runs = run_policies(bench, requests, concurrency=2)
+    assert differences(runs) == []
+    for run in runs.values():
+        computed = int(run.records["prefill"].sum())
+        sent = sum(a.n_prompt for a in arrivals)
+        assert computed < 0.6 * sent, "most of what was said before is not computed again"
+        assert computed >= sent - repeated_tokens(arrivals)
 
 
 def test_a_difference_is_found_where_it_begins():
