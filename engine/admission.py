@@ -11,6 +11,7 @@ from hashlib import blake2b
 from jitney.engine.config import EngineSection
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.pages import PagePool
+from jitney.engine.policies import Batches
 from jitney.engine.predict import OutputLengths
 from jitney.engine.prefix import root_key
 from jitney.engine.sequence import Sequence
@@ -24,8 +25,9 @@ class SchedulerLimits:
     """What the scheduler is held to; the defaults are the plainest engine, without any of the optional limits.
 
     context_length: tokens of one sequence, prompt included. policy, order: names in `engine.policies`. batch_size (0:
-    as many as there are seats), max_wait_ms: of the policies that batch. prefill_share: of the token budget, for prompt
-    rows while others decode. target_itl_ms, max_predicted_wait_s: 0 for none.
+    as many as there are seats): of the policies that batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0
+    for none. prefill_share: of the token budget, for prompt rows while others decode. target_itl_ms,
+    max_predicted_wait_s: 0 for none.
     """
 
     max_seats: int
@@ -35,6 +37,7 @@ class SchedulerLimits:
     policy: str = "continuous"
     batch_size: int = 0
     max_wait_ms: float = 200.0
+    static_timeout_ms: float = 0.0
     order: str = "fcfs"
     prefill_share: float = 1.0
     target_itl_ms: float = 0.0
@@ -51,6 +54,12 @@ class SchedulerLimits:
         """Sequences of a batch, of the policies that batch."""
         return self.batch_size or self.max_seats
 
+    @property
+    def batches(self) -> Batches:
+        """The batches of the policies that batch."""
+        timeout_s = self.static_timeout_ms / 1000 if self.static_timeout_ms else math.inf
+        return Batches(self.batch, self.max_wait_ms / 1000, timeout_s)
+
     def __post_init__(self) -> None:
         for name in ("max_seats", "max_waiting_requests", "max_waiting_tokens"):
             if getattr(self, name) < 1:
@@ -61,7 +70,7 @@ class SchedulerLimits:
             raise ConfigError(f"batch_size must be 1 to max_seats ({self.max_seats}), or 0 for all seats")
         if not 0 < self.prefill_share <= 1:
             raise ConfigError("prefill_share must be more than 0 and at most 1")
-        for name in ("max_wait_ms", "target_itl_ms", "max_predicted_wait_s"):
+        for name in ("max_wait_ms", "static_timeout_ms", "target_itl_ms", "max_predicted_wait_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be at least 0")
 

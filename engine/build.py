@@ -259,4 +259,6 @@ def describe(config: Config, source: ModelSource, device: Any, kernels: KernelSe
         prefix_cache=settings.prefix_cache, version=engine.__version__,
         max_waiting_requests=settings.max_waiting_requests, executables=len(runner.executables),
         compile_seconds=runner.compile_seconds, tensor_parallel=settings.tensor_parallel, proofs=proofs,
-        canary_every=settings.canary_every)
+        canary_every=settings.canary_every,
+        seat_buckets=tuple(bucket.seats for bucket in buckets.decode),
+        token_buckets=tuple(bucket.tokens for bucket in buckets.mixed))

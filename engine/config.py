@@ -75,12 +75,15 @@ class EngineSection(Section):
         "keep the pages of finished sequences for prompts that start alike"))
     policy: PolicyName = Field(default="continuous", description=(
         "when a waiting request may board: continuous whenever a seat is free; static a whole batch at a time, padded "
-        "to its longest prompt, all seats held until its last sequence is done, the next one once batch_size wait or "
-        "nobody has arrived for max_wait_ms; dynamic likewise, but the oldest waits at most max_wait_ms"))
+        "to its longest prompt, all seats held until its last sequence is done, the next one once batch_size wait; "
+        "dynamic likewise, but the oldest waits at most max_wait_ms"))
     batch_size: int = Field(default=0, ge=0, description=(
         "sequences of a batch under static and dynamic; 0: as many as max_seats"))
     max_wait_ms: float = Field(default=200.0, ge=0, description=(
-        "milliseconds that static and dynamic wait for a batch to fill, see policy"))
+        "milliseconds that the oldest waiting request waits for a batch to fill under dynamic"))
+    static_timeout_ms: float = Field(default=5000.0, gt=0, description=(
+        "milliseconds without an arrival after which static lets fewer than batch_size board, so that the last few of "
+        "a server need not wait for ever; comparisons of policies use none unless it is given"))
     order: OrderName = Field(default="fcfs", description=(
         "who boards first: fcfs by arrival; priority by the request's priority field, a level being worth 10 s of "
         "waiting; shortest by the answer's foreseen length, a token being worth 0.1 s; fair the API key, or without "

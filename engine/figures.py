@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -79,13 +79,15 @@ class Slo:
         return not (late_first or late_later)
 
 
-def summarise(times: Sequence[RequestTimes], *, records: np.ndarray | None, seats: int, seconds: float,
-              slo: Slo | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
+def summarise(times: Sequence[RequestTimes], *, records: np.ndarray | None, seconds: float, seats: int = 0,
+              seated_s: float | None = None, slo: Slo | None = None,
+              price_per_hour: float | None = None) -> dict[str, Any]:
     """All figures of a run that took `seconds`, ready for JSON; what cannot be known is None.
 
     Latencies and tokens are those of served requests; `finish` counts the others. records: [steps] STEP_DTYPE or None;
-    seats: 0 if unknown. Percentiles interpolate linearly between the sorted values. seat_fill: seat-seconds in which
-    a seat's sequence was generating over all seat-seconds (a seat that a policy holds for nobody does not count).
+    seats: 0 if unknown. seated_s: seconds that all sequences sat in seats, see `seated`; None if unknown. Percentiles
+    interpolate linearly between the sorted values. seat_fill: seated_s over all seat-seconds, so that neither a seat
+    that a policy holds for nobody counts, nor the time that a preempted sequence waits.
     """
     served = [t for t in times if t.served]
     n_prompt, n_output = sum(t.n_prompt for t in served), sum(t.n_output for t in served)
@@ -97,7 +99,7 @@ def summarise(times: Sequence[RequestTimes], *, records: np.ndarray | None, seat
         **latencies(served),
         "goodput_req_s": None if slo is None else _per(sum(slo.met_by(t) for t in times), seconds),
         "slo": None if slo is None else {"ttft_s": slo.ttft_s, "itl_s": slo.itl_s},
-        "seat_fill": seat_fill(times, seats, seconds),
+        "seat_fill": seat_fill(seated_s, seats, seconds),
         "price_per_hour": price_per_hour,
         "cost_per_million_tokens": cost_per_million(price_per_hour, seconds, n_output),
     }
@@ -133,10 +135,29 @@ def spread_of(values: np.ndarray) -> dict[str, float] | None:
         "mean": float(values.mean()), "max": float(values.max())}
 
 
-def seat_fill(times: Sequence[RequestTimes], seats: int, seconds: float) -> float | None:
-    """Share of seat-seconds in which sequences were generating; None if boarding times or seats are unknown."""
-    boarded = [t.finished - t.boarded for t in times if t.boarded is not None]
-    return sum(boarded) / (seats * seconds) if boarded and seats > 0 and seconds > 0 else None
+class Stay(Protocol):
+    """A sequence in a seat, from `start` to `end`, in seconds of one clock; end None: it sits there still."""
+
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float | None: ...
+
+
+def seated(stays: Iterable[Stay], since: float = -math.inf, until: float = math.inf) -> float:
+    """Seconds that the stays lasted, of those between two times alone; `until` must be finite if one lasts still."""
+    total = 0.0
+    for stay in stays:
+        end = until if stay.end is None else min(stay.end, until)
+        total += max(0.0, end - max(stay.start, since))
+    return total
+
+
+def seat_fill(seated_s: float | None, seats: int, seconds: float) -> float | None:
+    """Share of all seat-seconds that somebody sat; None if that or the number of seats is unknown."""
+    if seated_s is None or seats < 1 or seconds <= 0:
+        return None
+    return seated_s / (seats * seconds)
 
 
 def cost_per_million(price_per_hour: float | None, seconds: float, n_output: int) -> float | None:

@@ -75,6 +75,7 @@ class LLM:
         source = resolve(config.model.id, revision=config.model.revision or None, progress=report)
         self.tokenizer = load_tokenizer(source)
         self.core, self.info = build_engine(config, source, progress or (lambda news: None))
+        self.core.scheduler.more_to_come = False  # a call hands over all its prompts before the first step
         self._numbers = itertools.count()
         self._running: dict[str, Running] = {}
 

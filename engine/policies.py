@@ -5,6 +5,7 @@ The names below are the only list of policies and orders: the configuration and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, Protocol
 
@@ -25,7 +26,8 @@ TOKEN_S, LONGEST_S = 0.1, 60.0
 class Situation(NamedTuple):
     """What a policy may look at, between two steps. now, arrivals (of all who wait): seconds of the scheduler's clock.
 
-    busy_seats: seats with a sequence in them, or held by a batch.
+    busy_seats: seats with a sequence in them, or held by a batch. more_to_come: whether anybody can still come before
+    somebody who is here has ended; a server never knows better than that.
     """
 
     now: float
@@ -33,6 +35,7 @@ class Situation(NamedTuple):
     busy_seats: int
     waiting: int
     arrivals: Iterator[float]
+    more_to_come: bool = True
 
 
 class Policy(Protocol):
@@ -65,37 +68,56 @@ class Continuous:
         return situation.now
 
 
-class Static:
-    """One batch after the other, each of `size` sequences.
-
-    So that the last few need not wait for ever, fewer board once nobody has arrived for `wait_s` seconds.
-    """
+class Batching:
+    """One batch after the other, of `size` sequences; the next one boards when the last of this one has left."""
 
     holds = True
 
-    def __init__(self, size: int, wait_s: float):
-        self.size, self.wait_s = size, wait_s
+    def __init__(self, size: int):
+        self.size = size
 
     def boarders(self, situation: Situation) -> int:
-        if situation.busy_seats or self.boards_at(situation) > situation.now:
+        if self.boards_at(situation) > situation.now:
             return 0
         return min(self.size, situation.waiting)
 
     def boards_at(self, situation: Situation) -> float:
         if situation.busy_seats:
-            return float("inf")
-        return situation.now if situation.waiting >= self.size else self.counts_from(situation.arrivals) + self.wait_s
+            return math.inf
+        if situation.waiting >= self.size:
+            return situation.now
+        return self.gives_up_at(situation)
 
-    def counts_from(self, arrivals: Iterator[float]) -> float:
-        """The time from which on `wait_s` counts: the newest arrival."""
-        return max(arrivals)
+    def gives_up_at(self, situation: Situation) -> float:
+        """When fewer than a batch board, though more could come; inf: never."""
+        raise NotImplementedError
 
 
-class Dynamic(Static):
-    """As static, but the oldest waits at most `wait_s` seconds for the batch to fill."""
+class Static(Batching):
+    """A batch boards when `size` sequences wait for it, and not before.
 
-    def counts_from(self, arrivals: Iterator[float]) -> float:
-        return min(arrivals)
+    Fewer board where nobody else can come, and once nobody has come for `timeout_s` seconds (inf: never).
+    """
+
+    def __init__(self, size: int, timeout_s: float):
+        super().__init__(size)
+        self.timeout_s = timeout_s
+
+    def gives_up_at(self, situation: Situation) -> float:
+        if not situation.more_to_come:
+            return situation.now
+        return max(situation.arrivals) + self.timeout_s
+
+
+class Dynamic(Batching):
+    """A batch boards when `size` sequences wait for it, or when the oldest of them has waited `wait_s` seconds."""
+
+    def __init__(self, size: int, wait_s: float):
+        super().__init__(size)
+        self.wait_s = wait_s
+
+    def gives_up_at(self, situation: Situation) -> float:
+        return min(situation.arrivals) + self.wait_s
 
 
 def by_arrival(request: EngineRequest, expected: int) -> float:
@@ -131,16 +153,27 @@ class Order(NamedTuple):
     queue: Callable[[], WaitingQueue]
 
 
-POLICIES: dict[PolicyName, Callable[[int, float], Policy]] = {
-    "continuous": lambda size, wait_s: Continuous(), "static": Static, "dynamic": Dynamic}
+class Batches(NamedTuple):
+    """What the policies that batch are told. size: sequences of a batch. wait_s, timeout_s: of Dynamic, of Static."""
+
+    size: int
+    wait_s: float
+    timeout_s: float = math.inf
+
+
+POLICIES: dict[PolicyName, Callable[[Batches], Policy]] = {
+    "continuous": lambda batches: Continuous(),
+    "static": lambda batches: Static(batches.size, batches.timeout_s),
+    "dynamic": lambda batches: Dynamic(batches.size, batches.wait_s),
+}
 ORDERS: dict[OrderName, Order] = {
     "fcfs": Order(by_arrival, WaitingQueue), "priority": Order(by_priority, WaitingQueue),
     "shortest": Order(by_length, WaitingQueue), "fair": Order(by_arrival, FairQueue)}
 
 
-def make_policy(name: str, size: int, wait_s: float) -> Policy:
-    """The policy of that name for batches of `size` sequences; ConfigError lists the known ones."""
-    return _named(POLICIES, "policy", name)(size, wait_s)
+def make_policy(name: str, batches: Batches) -> Policy:
+    """The policy of that name; ConfigError lists the known ones."""
+    return _named(POLICIES, "policy", name)(batches)
 
 
 def make_order(name: str) -> Order:

@@ -55,8 +55,11 @@ class Recorder:
         self._writer.start()
 
     def ended(self, request: EngineRequest, n_output: int, finish: FinishReason, queue_s: float | None,
-              first_token: float | None) -> None:
-        """A sequence has just ended. first_token: when that came (clock), None if never. Never waits."""
+              first_token: float | None, n_cached: int = 0) -> None:
+        """A sequence has just ended. first_token: when that came (clock), None if never. Never waits.
+
+        n_cached: prompt tokens that were found in the prefix cache.
+        """
         if self._broken:
             return
         self._lines.put(TraceLine(
@@ -64,7 +67,7 @@ class Recorder:
             tenant=self._label(request.tenant), priority=request.priority, finish=finish,
             queue_s=None if queue_s is None else round(queue_s, DIGITS),
             ttft_s=None if first_token is None else round(first_token - request.arrival, DIGITS),
-            e2e_s=round(self.clock() - request.arrival, DIGITS)))
+            e2e_s=round(self.clock() - request.arrival, DIGITS), n_cached=n_cached))
 
     def _label(self, tenant: str) -> str:
         """A name that tells tenants apart and says nothing about them; the anonymous one stays so."""
@@ -100,6 +103,7 @@ class RecordedStream:
         self._tokens = dict.fromkeys(range(request.sampling.n), 0)  # of the sequences that are open
         self._first: dict[int, float] = {}
         self._queued: dict[int, float] = {}
+        self._cached: dict[int, int] = {}
         self._reasons: dict[int, FinishReason] = {}
 
     def __aiter__(self) -> AsyncIterator[SequenceOutput]:
@@ -136,6 +140,8 @@ class RecordedStream:
         if output.tokens:
             self._first.setdefault(index, self._recorder.clock())
             self._tokens[index] += len(output.tokens)
+        if output.cached_tokens:
+            self._cached.setdefault(index, output.cached_tokens)  # as found when it boarded first
         if output.queued_s is not None:
             self._queued[index] = output.queued_s
         if output.finish is not None:
@@ -147,7 +153,7 @@ class RecordedStream:
 
     def _end(self, index: int, finish: FinishReason) -> None:
         self._recorder.ended(self._request, self._tokens.pop(index), finish, self._queued.get(index),
-                             self._first.get(index))
+                             self._first.get(index), self._cached.get(index, 0))
 
 
 class RecordingClient:

@@ -39,7 +39,9 @@ class Scheduler:
                               f"{limits.max_seats} seats")
         self.limits, self.buckets, self.pool, self.clock = limits, buckets, pool, clock
         self.pace = Pace(buckets)
-        self._policy = make_policy(limits.policy, limits.batch, limits.max_wait_ms / 1000)
+        self._policy = make_policy(limits.policy, limits.batches)
+        #: Whether anybody can still come before somebody who is here has ended; written by whoever knows.
+        self.more_to_come = True
         order = make_order(limits.order)
         self.roster = Roster(limits, pool, order.queue(), holds=self._policy.holds)
         self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, self.roster.lengths)
@@ -229,7 +231,9 @@ class Scheduler:
     def _situation(self, now: float) -> Situation:
         roster = self.roster
         arrivals = (seq.request.arrival for seq in roster.queue.members())
-        return Situation(now, len(roster.free_seats), roster.batch, len(roster.queue), arrivals)
+        # Who is about to end may be followed by somebody: a closed loop's next request comes then.
+        more = self.more_to_come or bool(roster.leaving)
+        return Situation(now, len(roster.free_seats), roster.batch, len(roster.queue), arrivals, more)
 
     def _seat_next(self, draft: Draft, now: float) -> Sequence | None:
         """The head of the queue takes a seat; None if it cannot yet, and then it holds up those behind.

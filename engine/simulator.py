@@ -1,8 +1,9 @@
 """The engine on a virtual clock: the very same core, scheduler, policies, pages and ledger, and a device made of time.
 
 The device takes as long for a step as a step table says, the host as long as it was measured to; everything else is
-decided by the code that runs in production. Sequences end by length. Prompts are lengths only: the prefix cache is
-off, so nothing is shared, and a run of traffic that shares prompts is predicted as if it did not.
+decided by the code that runs in production. Sequences end by length. Prompts are lengths only, so the prefix cache is
+off; what a recorded engine found in it (`Arrival.n_cached`) is taken as found again, whatever the policy. The pages of
+such a hit are counted as the sequence's own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Series
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,14 +25,18 @@ from jitney.engine.conductor import Conductor, Ride
 from jitney.engine.config import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
-from jitney.engine.figures import QUANTILES, RequestTimes, Slo, summarise
+from jitney.engine.figures import QUANTILES, RequestTimes, Slo, seated, summarise
 from jitney.engine.ledger import STEP_DTYPE, Ledger
 from jitney.engine.pages import PagePool
-from jitney.engine.plan import Plan, StepResult
+from jitney.engine.plan import Draft, Plan, StepResult
 from jitney.engine.scheduler import Scheduler
+from jitney.engine.sequence import Sequence
 from jitney.engine.steptable import StepTimes, kind_of
 from jitney.engine.types import EngineRequest, SamplingParams
 from jitney.engine.workload import Arrival
+
+#: No request finds anything.
+NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +49,54 @@ class EngineShape:
     page_size: int = 16
 
     @classmethod
-    def of(cls, settings: EngineSection, *, context_length: int, pages: int, on_device: bool = False) -> EngineShape:
+    def of(cls, settings: EngineSection, *, context_length: int, pages: int, on_device: bool = False,
+           buckets: Buckets | None = None) -> EngineShape:
         """The engine that these settings describe; pages as in `EngineShape`, because settings may leave it to the
-        machine. on_device: on a GPU or TPU."""
+        machine. on_device: on a GPU or TPU. buckets: those of a running engine, where they are known."""
         shared = {f.name: getattr(settings, f.name) for f in fields(SchedulerLimits) if hasattr(settings, f.name)}
-        buckets = make_buckets(max_seats=settings.max_seats, token_budget=settings.token_budget,
-                               seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets,
-                               on_device=on_device)
+        if buckets is None:
+            buckets = make_buckets(max_seats=settings.max_seats, token_budget=settings.token_budget,
+                                   seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets,
+                                   on_device=on_device)
         return cls(SchedulerLimits(context_length=context_length, **shared), buckets, pages, settings.page_size)
 
-    def new_core(self, device: VirtualDevice) -> EngineCore:
-        """A core of this shape on a virtual device."""
+    def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
+        """The same engine under another policy; static_timeout_ms: None leaves it as it is."""
+        limits = replace(self.limits, policy=policy)
+        if static_timeout_ms is not None:
+            limits = replace(limits, static_timeout_ms=static_timeout_ms)
+        return replace(self, limits=limits)
+
+    def new_core(self, device: VirtualDevice, hits: Mapping[str, int] = NO_HITS) -> EngineCore:
+        """A core of this shape on a virtual device; hits: prompt tokens that requests find cached, by id."""
         pool = PagePool(self.pages, self.page_size, retain=False)
-        scheduler = Scheduler(self.limits, self.buckets, pool, device.clock)
+        if hits:
+            scheduler = RecordedHits(self.limits, self.buckets, pool, device.clock)
+            scheduler.hits = hits
+        else:
+            scheduler = Scheduler(self.limits, self.buckets, pool, device.clock)
         return EngineCore(scheduler, device, Ledger(), device.clock)
+
+
+class RecordedHits(Scheduler):
+    """A scheduler whose prefix cache is a list: each request finds as many tokens as it once did.
+
+    hits: request id -> prompt tokens; requests that are not named find none.
+    """
+
+    hits: Mapping[str, int] = NO_HITS
+
+    def _take_pages(self, seq: Sequence, draft: Draft) -> bool:
+        if not super()._take_pages(seq, draft):
+            return False
+        found = min(self.hits.get(seq.request.id, 0), seq.n_prompt - 1)  # the last token's logits are needed
+        start = found - found % self.pool.page_size
+        if start > seq.scheduled:
+            seq.scheduled = start
+            saved = max(0, start - seq.computed_high)
+            seq.cached_tokens += saved
+            draft.cached_tokens += saved
+        return True
 
 
 @dataclass(slots=True)
@@ -75,8 +116,8 @@ class Run:
 
     def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
         """The figures of `engine.figures.summarise`; inter-token waits are exact though no token's time is kept."""
-        figures = summarise(self.times, records=self.records, seats=self.seats, seconds=self.seconds, slo=slo,
-                            price_per_hour=price_per_hour)
+        figures = summarise(self.times, records=self.records, seats=self.seats, seconds=self.seconds,
+                            seated_s=seated(self.rides), slo=slo, price_per_hour=price_per_hour)
         return figures | {"itl_s": weighted_spread(self.gaps, self.gap_counts)}
 
 
@@ -133,14 +174,14 @@ class VirtualDevice:
         self.clock.now += host.after + host.after_per_row * rows
 
 
-def drawn(factors: Sequence[float], seed: int) -> Iterator[float]:
+def drawn(factors: Series[float], seed: int) -> Iterator[float]:
     """The factors in random order, and again in another: every run has its share of the rare ones."""
     rng = np.random.default_rng(seed)
     while True:
         yield from rng.permutation(factors).tolist()
 
 
-def simulate(arrivals: Sequence[Arrival], engine: EngineShape, table: StepTimes, *, concurrency: int | None = None,
+def simulate(arrivals: Series[Arrival], engine: EngineShape, table: StepTimes, *, concurrency: int | None = None,
              seed: int = 0, keep_tokens: bool = False) -> Run:
     """Run the arrivals (ascending in time) through the engine, as fast as Python goes.
 
@@ -152,7 +193,8 @@ def simulate(arrivals: Sequence[Arrival], engine: EngineShape, table: StepTimes,
         raise ConfigError("there is no request to simulate")
     book = Conductor(keep_tokens)
     device = VirtualDevice(table, book, seed)
-    core = engine.new_core(device)
+    hits = {str(number): arrival.n_cached for number, arrival in enumerate(arrivals) if arrival.n_cached}
+    core = engine.new_core(device, hits)
     with no_collection():
         records = drive(core, device, book, arrivals, concurrency)
     core.check()
@@ -162,7 +204,7 @@ def simulate(arrivals: Sequence[Arrival], engine: EngineShape, table: StepTimes,
                np.array(book.gaps), np.array(book.gap_counts, np.int64))
 
 
-def drive(core: EngineCore, device: VirtualDevice, book: Conductor, arrivals: Sequence[Arrival],
+def drive(core: EngineCore, device: VirtualDevice, book: Conductor, arrivals: Series[Arrival],
           concurrency: int | None) -> list[bytes]:
     """The loop of the core's process: take in who has come, step, hand out; returns the step records."""
     clock, records, limit = device.clock, [], concurrency or len(arrivals)
@@ -174,6 +216,7 @@ def drive(core: EngineCore, device: VirtualDevice, book: Conductor, arrivals: Se
             at = clock.now if concurrency else arrival.at
             core.add(request_of(book.enter(coming, arrival, at), arrival, at))
             coming += 1
+        core.scheduler.more_to_come = not concurrency and coming < total
         if not core.has_work:
             clock.now = arrivals[coming].at
             continue

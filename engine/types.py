@@ -213,6 +213,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     compile_seconds: float = 0.0
     tensor_parallel: int = 1
     weights: str = ""  # how matrices are kept: a dtype, a scheme, or several with their counts
+    seat_buckets: tuple[int, ...] = ()  # rows of the decode-only steps that programs were compiled for, ascending
+    token_buckets: tuple[int, ...] = ()  # rows of those with prompts
     proofs: list[KernelProof] = []  # of every kernel that is not the reference's own
     canary_every: int = 0  # one request in so many is computed again with the reference; 0: none
 

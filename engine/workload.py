@@ -19,7 +19,8 @@ class Arrival(msgspec.Struct, frozen=True):
 
     conversation: its number among the traffic's conversations, from 1; 0: it belongs to none, and its prompt begins
     like no other. Prompts of one conversation begin alike, the shorter is the start of the longer. n_shared: so many
-    first tokens of a conversation's prompts are those of every conversation (a system prompt).
+    first tokens of a conversation's prompts are those of every conversation (a system prompt). n_cached: prompt
+    tokens that a recorded engine found in its prefix cache.
     """
 
     at: float
@@ -29,11 +30,15 @@ class Arrival(msgspec.Struct, frozen=True):
     priority: int = 0
     conversation: int = 0
     n_shared: int = 0
+    n_cached: int = 0
 
 
 class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True,
-                rename={"at": "t", "n_prompt": "in", "n_output": "out", "n_shared": "shared"}):
-    """One line of a trace file. What follows `n_shared` was measured, and stands only in recordings (seconds)."""
+                rename={"at": "t", "n_prompt": "in", "n_output": "out", "n_shared": "shared", "n_cached": "cached"}):
+    """One line of a trace file. What follows `n_shared` was measured, and stands only in recordings (seconds).
+
+    n_cached: prompt tokens that were found in the prefix cache.
+    """
 
     at: float
     n_prompt: int
@@ -46,11 +51,19 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     ttft_s: float | None = None
     e2e_s: float | None = None
     finish: str | None = None
+    n_cached: int = 0
 
     @property
     def arrival(self) -> Arrival:
         return Arrival(
-            self.at, self.n_prompt, self.n_output, self.tenant, self.priority, self.conversation, self.n_shared
+            at=self.at,
+            n_prompt=self.n_prompt,
+            n_output=self.n_output,
+            tenant=self.tenant,
+            priority=self.priority,
+            conversation=self.conversation,
+            n_shared=self.n_shared,
+            n_cached=self.n_cached,
         )
 
 
@@ -80,6 +93,8 @@ def _read_line(row: bytes, where: str) -> TraceLine:
         raise ConfigError(f"{where}: conversation must be 0 or more, shared from 0 to in")
     if line.n_shared and not line.conversation:
         raise ConfigError(f"{where}: shared is for requests with a conversation above 0")
+    if not 0 <= line.n_cached <= line.n_prompt:
+        raise ConfigError(f"{where}: cached must be 0 to in")
     return line
 
 
@@ -99,6 +114,7 @@ def write_trace(path: str | Path, arrivals: Iterable[Arrival]) -> None:
             priority=a.priority,
             conversation=a.conversation,
             n_shared=a.n_shared,
+            n_cached=a.n_cached,
         )
         for a in arrivals
     )

@@ -29,7 +29,7 @@ FLOORS = {
     "jitney.engine.sharding": 2, "jitney.engine.program": 2,
     "jitney.engine.proving": 2, "jitney.engine.canary": 3,
     "jitney.engine.core": 3, "jitney.engine.build": 3, "jitney.engine.simulator": 3,
-    "jitney.engine.replay": 3,
+    "jitney.engine.replay": 3, "jitney.engine.accuracy": 3,
     "jitney.engine.client": 4, "jitney.engine.process": 4, "jitney.engine.process_link": 4,
     "jitney.engine.process_client": 4, "jitney.engine.recording": 4,
     "jitney.engine.llm": 5, "jitney.engine.api": 5, "jitney.dashboard": 5, "jitney.engine.bench": 6,

@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 
 from jitney.engine.accounts import Riders
+from jitney.engine.accuracy import MeasuredRun, RunNote
 from jitney.engine.admission import SchedulerLimits
 from jitney.engine.bench.text import arrival_ids
 from jitney.engine.conductor import LOOK_AGAIN_S, Conductor, Ride
 from jitney.engine.core import EngineCore, Runner
 from jitney.engine.errors import ConfigError
-from jitney.engine.figures import RequestTimes, Slo, summarise
+from jitney.engine.figures import RequestTimes, Slo, seated, summarise
 from jitney.engine.ledger import STEP_DTYPE, Ledger
 from jitney.engine.pages import PagePool
 from jitney.engine.plan import Plan, StepResult
 from jitney.engine.scheduler import Scheduler
+from jitney.engine.simulator import EngineShape
 from jitney.engine.types import EngineRequest, SamplingParams
 from jitney.engine.workload import Arrival
 
@@ -41,8 +43,8 @@ class Measured:
     """One run. times: in order of the requests, seconds of time.monotonic(); tokens: output ids of each request.
 
     records: [steps] STEP_DTYPE. rides: who sat where and when, first_token None if it came in another ride. started:
-    the zero of the arrivals' times. seconds: from the first arrival to the last end. limits: what the scheduler was
-    held to.
+    the zero of the arrivals' times. seconds: from the first arrival to the last end. shape: the engine that ran.
+    concurrency: requests that a closed loop kept open, 0: they came at their times.
     """
 
     times: list[RequestTimes]
@@ -52,12 +54,23 @@ class Measured:
     riders: Riders
     started: float
     seconds: float
-    limits: SchedulerLimits
+    shape: EngineShape
+    concurrency: int = 0
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """What the scheduler was held to."""
+        return self.shape.limits
+
+    @property
+    def as_measured(self) -> MeasuredRun:
+        """The run as the simulator compares it with a prediction."""
+        return MeasuredRun(self.times, self.records, self.rides, RunNote(self.shape, self.concurrency))
 
     def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
         """As `engine.figures.summarise`."""
-        return summarise(self.times, records=self.records, seats=self.limits.max_seats, seconds=self.seconds, slo=slo,
-                         price_per_hour=price_per_hour)
+        return summarise(self.times, records=self.records, seats=self.limits.max_seats, seconds=self.seconds,
+                         seated_s=seated(self.rides), slo=slo, price_per_hour=price_per_hour)
 
 
 class Watched:
@@ -96,6 +109,8 @@ class Bench:
         self._core, self._encode, self._sleep = core, encode, sleep
         self.clock = core.clock
         self.limits = core.scheduler.limits
+        pool = core.scheduler.pool
+        self.shape = EngineShape(self.limits, core.scheduler.buckets, pool.n_pages, pool.page_size)
 
     def requests(self, arrivals: Sequence[Arrival], seed: int = 0) -> list[Request]:
         """The arrivals with prompts of exactly their lengths. ConfigError if one does not fit the engine."""
@@ -133,7 +148,8 @@ class Bench:
         seconds = max(times.finished for times in book.times) - min(times.arrival for times in book.times)
         core.check()
         return Measured(book.times, tokens, np.frombuffer(b"".join(records), STEP_DTYPE),
-                        [Ride(*ride) for ride in book.rides], riders, started, seconds, core.scheduler.limits)
+                        [Ride(*ride) for ride in book.rides], riders, started, seconds,
+                        replace(self.shape, limits=core.scheduler.limits), concurrency)
 
     def _fresh(self, runner: Watched, requests: Sequence[Request], limits: dict[str, Any]) -> EngineCore:
         """A core as the engine's own, with other limits; nobody is refused for the length of the queue."""
@@ -153,6 +169,7 @@ class Bench:
                 at = clock() if concurrency else started + requests[coming].arrival.at
                 core.add(engine_request(book.enter(coming, requests[coming].arrival, at), requests[coming], at))
                 coming += 1
+            core.scheduler.more_to_come = not concurrency and coming < total
             if not core.has_work:
                 self._sleep(max(0.0, started + requests[coming].arrival.at - clock()))
                 continue

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from jitney.engine.accuracy import RunNote
 from jitney.engine.bench.offline import Measured
 from jitney.engine.errors import ConfigError
 from jitney.engine.figures import RequestTimes
@@ -30,11 +31,12 @@ def write_recording(path: str | Path, times: Iterable[RequestTimes], started: fl
 
 def write_records(path: str | Path, runs: Mapping[str, Measured]) -> None:
     """An .npz with records_<name> (STEP_DTYPE), times_<name>, rides_<name> (seconds since the run's start, NaN: never)
-    and limits_<name> (JSON) for each run."""
+    and note_<name> (`accuracy.RunNote` as JSON) for each run."""
     arrays = {}
     for name, run in runs.items():
+        note = RunNote(run.shape, run.concurrency)
         arrays |= {f"records_{name}": run.records, f"times_{name}": times_array(run), f"rides_{name}": rides_array(run),
-                   f"limits_{name}": np.array(msgspec.json.encode(run.limits).decode())}
+                   f"note_{name}": np.array(msgspec.json.encode(note).decode())}
     try:
         with open(path, "wb") as file:  # a name without .npz stays as it is
             np.savez_compressed(file, **arrays)

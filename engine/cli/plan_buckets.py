@@ -81,7 +81,7 @@ def seen_steps(known: argparse.Namespace, config: Config, present: Buckets) -> n
     every = Buckets(tuple(Bucket(rows, rows) for rows in range(1, seats + 1)),
                     tuple(Bucket(rows, seats) for rows in range(seats + 1, present.token_budget + 1)))
     shape = replace(shape_for(known, config, arrivals, table), buckets=every)
-    return simulate_policy(config.engine.policy, arrivals, shape, table, known).records
+    return simulate_policy(config.engine.policy, arrivals, shape, table, known, known.concurrency).records
 
 
 def show(proposal: Proposal, steps: int, budget: int) -> None:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jitney.engine.accuracy import COMPARED, errors, figure, measured_figures
+from jitney.engine.accuracy import (
+    COMPARED,
+    closed_concurrency,
+    errors,
+    figure,
+    measured_figures,
+    measured_times,
+    speed_error,
+    verdict,
+)
 from jitney.engine.cli.bench_flags import (
     add_report,
     add_traffic,
@@ -32,6 +41,10 @@ if TYPE_CHECKING:
     from jitney.engine.steptable import StepTimes
 
 POLICIES = "static,dynamic,continuous"
+#: What the table of errors across policies shows: the figures' names among COMPARED, and above their columns.
+CROSS_FIGURES = ("output_tok_s", "itl_p50_s", "ttft_p50_s", "ttft_p99_s", "e2e_p50_s", "e2e_p99_s")
+CROSS_HEADS = ("output tok/s", "ITL p50", "TTFT p50", "TTFT p99", "e2e p50", "e2e p99")
+CROSS_TITLE = "error of the prediction: learned from -> predicted"
 CAPS = ("max_waiting_requests", "max_waiting_tokens")
 NO_CAP = 2**31 - 1
 #: Settings that say how to run on a real machine.
@@ -52,12 +65,15 @@ def run(arguments: Sequence[str]) -> int:
     table = step_times(known, config)
     shape = shape_for(known, config, arrivals, table)
     options = {"slo": slo_from(known), "price_per_hour": known.price_per_hour}
-    measured = measured_figures(recording(known), **options)
+    lines = recording(known)
+    measured = measured_figures(lines, **options)
+    clients = known.concurrency or clients_of(known, lines)
     report: dict[str, Any] = {"source": source_of(table), "engine": describe(shape), "policies": {},
+                              "closed_loop": clients, "cached_tokens": sum(a.n_cached for a in arrivals),
                               "measured": {known.measured_policy: measured} if measured else {}, "errors": {}}
     for policy in policies_of(known):
-        report["policies"][policy] = timed_figures(lambda p=policy: simulate_policy(p, arrivals, shape, table, known),
-                                                   options)
+        report["policies"][policy] = timed_figures(
+            lambda p=policy: simulate_policy(p, arrivals, shape, table, known, clients), options)
     deliver(known, report)
     return 0
 
@@ -73,6 +89,8 @@ def deliver(known: argparse.Namespace, report: dict[str, Any]) -> None:
     """Work out the errors of what was also measured, print the tables and write the file."""
     report["errors"] = {policy: errors(figures, report["measured"][policy])
                         for policy, figures in report["policies"].items() if policy in report["measured"]}
+    report["verdict"] = verdict({policy: figures["output_tok_s"] for policy, figures in report["policies"].items()},
+                                {policy: speed_error(off) for policy, off in report["errors"].items()})
     if known.json:
         write_json(known.json, report)
     if known.json != "-":
@@ -93,8 +111,11 @@ def make_parser() -> Parser:
     add("--seats", type=int, metavar="N", help="the same as --max-seats")
     add("--measured", metavar="FILE", help="predict the runs in a file of jitney bench policies --records, each beside "
         "its measurement; step times are theirs unless said otherwise")
-    add("--calibrate-on", metavar="NAME", default="all", help="with --measured: the run whose steps tell how long "
-        "steps take; all: of all runs together; each: its own, if the machine's speed changed between them [all]")
+    add("--calibrate-on", metavar="NAME", default="", help="with --measured: the run whose steps tell how long "
+        "steps take; all: of all runs together; each: its own, if the machine's speed changed between them "
+        "[continuous]")
+    add("--open-loop", action="store_true", help="with --trace: let requests come at their recorded times even where "
+        "each followed the end of another, as clients do that wait for their answers")
     add("--measured-policy", metavar="NAME", default="continuous",
         help="the policy that --trace was recorded under, whose prediction is compared with it [continuous]")
     add_traffic(parser, requests=1000, arrivals="poisson")
@@ -116,9 +137,11 @@ def check_flags(known: argparse.Namespace) -> None:
     check_numbers(known, rate=1e-9, concurrency=0, count=1, seats=1)
     if known.measured and known.trace:
         raise ConfigError("--measured brings its own requests: give no --trace with it")
-    if known.calibrate_on != "all" and not (known.measured and not (known.table or known.records or known.chip)):
+    if known.calibrate_on and not (known.measured and not (known.table or known.records or known.chip)):
         raise ConfigError("--calibrate-on names a run of --measured whose own steps are used: give that, and no "
                           "--table, --records or --device")
+    if known.open_loop and not known.trace:
+        raise ConfigError("--open-loop is for --trace: made-up traffic is what --arrivals says")
     if not known.chip and (known.count, known.weight_format, known.kv) != (1, "bf16", "bf16"):
         raise ConfigError("--count, --weights and --kv describe a roofline: give --device with them")
     if known.seats and "max_seats" in vars(known):
@@ -136,6 +159,14 @@ def traffic(known: argparse.Namespace) -> list[Arrival]:
 def recording(known: argparse.Namespace) -> list[TraceLine]:
     """The lines of the trace, if it is simulated as it was recorded and can be compared."""
     return read_trace_lines(known.trace) if known.trace and known.rate is None and known.scale == 1 else []
+
+
+def clients_of(known: argparse.Namespace, lines: Sequence[TraceLine]) -> int:
+    """Clients that sent the recorded requests, each after its last answer; 0 if they came by themselves."""
+    times = measured_times(lines)
+    if known.open_loop or not times:
+        return 0
+    return closed_concurrency(times) or 0
 
 
 def step_times(known: argparse.Namespace, config: Config) -> StepTimes:
@@ -215,14 +246,15 @@ def pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int
 
 
 def simulate_policy(policy: str, arrivals: Sequence[Arrival], shape: EngineShape, table: StepTimes,
-                    known: argparse.Namespace) -> Run:
-    """One run; only the policy differs from those of the others."""
-    from dataclasses import replace
+                    known: argparse.Namespace, concurrency: int) -> Run:
+    """One run; only the policy differs from those of the others. Static waits for its batch unless told otherwise.
 
+    concurrency: requests that a closed loop keeps open; 0: they come at their times.
+    """
     from jitney.engine.simulator import simulate
 
-    limits = replace(shape.limits, policy=policy)
-    return simulate(arrivals, replace(shape, limits=limits), table, concurrency=known.concurrency or None,
+    timeout_ms = None if "static_timeout_ms" in vars(known) else 0.0
+    return simulate(arrivals, shape.under(policy, timeout_ms), table, concurrency=concurrency or None,
                     seed=known.seed)
 
 
@@ -246,12 +278,30 @@ def show(report: Mapping[str, Any]) -> None:
 
     console, policies = Console(), report["policies"]
     console.print(f"step times: {report['source']}", highlight=False)
+    if report.get("closed_loop"):
+        console.print(f"closed loop: {report['closed_loop']} requests are open at a time", highlight=False)
+    if report.get("cached_tokens"):
+        console.print(f"{report['cached_tokens']:,} prompt tokens are found cached, as recorded", highlight=False)
     rows = {name: [cell(name, figure(figures, name)) for figures in policies.values()] for name in COMPARED}
     console.print(table_of("predicted", list(policies), rows))
     for policy, off in report["errors"].items():
         pair = policies[policy], report["measured"][policy]
         rows = {name: [*(cell(name, figure(figures, name)) for figures in pair), f"{off[name]:+.1%}"] for name in off}
         console.print(table_of(f"{policy}: predicted and measured", ["predicted", "measured", "error"], rows))
+    if report.get("cross_errors"):
+        console.print(table_of(CROSS_TITLE, CROSS_HEADS, cross_rows(report["cross_errors"])))
+    if report.get("verdict"):
+        console.print(report["verdict"], highlight=False)
+
+
+def cross_rows(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, list[str]]:
+    """One row for each pair of a run learned from and a run predicted."""
+    rows: dict[str, list[str]] = {}
+    for source, predicted in cross.items():
+        for name, off in predicted.items():
+            cells = [f"{off[figure]:+.1%}" if figure in off else "" for figure in CROSS_FIGURES]
+            rows[f"{source} -> {name}"] = cells
+    return rows
 
 
 def table_of(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:

@@ -85,7 +85,7 @@ def test_whoever_reads_the_array_alone_gets_everybodys_tokens(policy: str, seed:
     """Random submits, aborts and steps with preemption, prefix hits and scored prompts, two steps always in flight."""
     rng, clock = random.Random(seed), FakeClock(tick=0.001)
     core = make_core(seats=4, pages=PAGES, page_size=PAGE_SIZE, budget=13, context=CONTEXT, policy=policy, clock=clock,
-                     batch_size=3, max_wait_ms=2000.0, device=PackedRunner)
+                     batch_size=3, static_timeout_ms=2000.0, device=PackedRunner)
     requests, outputs = random_events(core, clock, rng, 3000)
     assert_solo_tokens(requests, outputs)
     records = core.ledger.since(0)

@@ -13,6 +13,7 @@ import pytest
 from fakes import VOCAB, FakeClock, make_core, make_request, solo
 
 from jitney.engine.accounts import bill
+from jitney.engine.accuracy import read_runs
 from jitney.engine.bench.charts import held_seats, ledger_bars, seat_timeline
 from jitney.engine.bench.compare import at_load, capacity, differences, ratios, run_policies
 from jitney.engine.bench.offline import Bench, Measured
@@ -239,7 +240,10 @@ def test_recordings_and_records_come_back(tmp_path: Path):
     assert loaded["records_continuous"].dtype == STEP_DTYPE and len(loaded["records_continuous"]) == len(run.records)
     last = max(t.finished for t in run.times) - run.started
     assert loaded["times_continuous"]["finished"].max() == pytest.approx(last)
-    assert json.loads(str(loaded["limits_continuous"]))["policy"] == "continuous"
+    note = json.loads(str(loaded["note_continuous"]))
+    assert note["shape"]["limits"]["policy"] == "continuous" and note["shape"]["pages"] == 33
+    back = read_runs(tmp_path / "r.npz")["continuous"]
+    assert back.note.shape == run.shape and back.figures()["seat_fill"] == pytest.approx(run.figures()["seat_fill"])
     write_recording(tmp_path / "t.jsonl", run.times, run.started)
     lines = read_trace_lines(tmp_path / "t.jsonl")
     assert sorted(line.e2e_s or 0 for line in lines) == pytest.approx(sorted(t.e2e_s for t in run.times))

@@ -80,7 +80,8 @@ def test_10000_random_events_lose_nothing(retain: bool, policy: str, order: str,
     """Submit, abort, step, against a pool too small for all who sit, so that the scheduler also preempts."""
     rng, clock = random.Random(seed), FakeClock(tick=0.001)
     core = make_core(seats=4, pages=PAGES, page_size=PAGE_SIZE, budget=13, context=CONTEXT, retain=retain, order=order,
-                     policy=policy, batch_size=3, max_wait_ms=2000.0, prefill_share=0.5, target_itl_ms=2.0, clock=clock)
+                     policy=policy, batch_size=3, max_wait_ms=2000.0, static_timeout_ms=2000.0, prefill_share=0.5,
+                     target_itl_ms=2.0, clock=clock)
     requests, outputs = random_events(core, clock, rng, 10_000)
     assert core.scheduler.pool.used == 0 and not any(slot.state != "free" for slot in core.slots().slots)
     assert_solo_tokens(requests, outputs)
@@ -142,7 +143,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 class StaticMachine(CoreMachine):
-    limits: ClassVar = {"policy": "static", "order": "fair", "max_wait_ms": 20.0}
+    limits: ClassVar = {"policy": "static", "order": "fair", "static_timeout_ms": 20.0}
 
 
 class DynamicMachine(CoreMachine):

@@ -7,8 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from jitney.engine.figures import RequestTimes, Slo, spread, summarise
+from jitney.engine.conductor import Ride
+from jitney.engine.figures import RequestTimes, Slo, seated, spread, summarise
 from jitney.engine.ledger import STEP_DTYPE
+from jitney.engine.trips import Ride as TripRide
 
 
 def request(number: int, arrival: float, boarded: float | None, first: float | None, finished: float, n_output: int,
@@ -24,8 +26,18 @@ RUN = [
 ]
 
 
+#: Request 1 was preempted at 3 and boarded again at 5.
+STAYS = [Ride(0, 0, 0.0, 1.0, 3.0), Ride(1, 1, 1.0, 2.0, 3.0), Ride(1, 1, 5.0, None, 6.0), Ride(0, 2, 4.0, 4.5, 4.5)]
+
+
+def test_stays_are_cut_to_the_time_looked_at():
+    assert seated(STAYS) == 6.5 and seated(STAYS, 2.0, 5.5) == 1.0 + 1.0 + 0.5 + 0.5
+    assert seated([TripRide(0, 1, 4.0)], until=6.0) == 2.0, "who sits there still"
+
+
 def test_the_figures_of_four_requests():
-    figures = summarise(RUN, records=None, seats=2, seconds=8.0, slo=Slo(ttft_s=2.0, itl_s=1.0), price_per_hour=3.6)
+    figures = summarise(RUN, records=None, seats=2, seconds=8.0, seated_s=seated(STAYS), slo=Slo(ttft_s=2.0, itl_s=1.0),
+                        price_per_hour=3.6)
     assert (figures["requests"], figures["served"]) == (4, 3)
     assert figures["finish"] == {"length": 3, "http_429": 1}
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (30, 9)
@@ -37,7 +49,7 @@ def test_the_figures_of_four_requests():
     assert figures["itl_s"]["mean"] == pytest.approx((4 * 0.5 + 1 + 3) / 6) and figures["itl_s"]["max"] == 3.0
     assert figures["tpot_s"]["mean"] == pytest.approx((0.5 + 2.0) / 2)
     assert figures["goodput_req_s"] == 1 / 8  # request 1 is slow between tokens, request 2 late with its first
-    assert figures["seat_fill"] == pytest.approx((3.0 + 5.0 + 0.5) / 16)
+    assert figures["seat_fill"] == pytest.approx((3.0 + 2.0 + 1.0 + 0.5) / 16)
     assert figures["cost_per_million_tokens"] == pytest.approx(0.001 * 8 / 9 * 1e6)
     json.dumps(figures)
 

@@ -25,7 +25,7 @@ def steps_of(trip: Trip) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("core", [
-    {}, {"pages": 13}, {"policy": "static", "batch_size": 3, "max_wait_ms": 5.0},
+    {}, {"pages": 13}, {"policy": "static", "batch_size": 3, "static_timeout_ms": 5.0},
     {"policy": "dynamic", "batch_size": 4, "max_wait_ms": 2.0, "pages": 13},
 ], ids=["room", "tight", "static", "dynamic"])
 def test_the_journal_knows_what_the_core_knows(seed: int, core: dict[str, Any]):

@@ -20,7 +20,7 @@ from fakes import (
 )
 
 from jitney.engine.core import EngineCore
-from jitney.engine.policies import ORDERS, POLICIES, OrderName, PolicyName, Situation, make_policy
+from jitney.engine.policies import ORDERS, POLICIES, Batches, OrderName, PolicyName, Situation, make_policy
 from jitney.engine.types import SequenceOutput
 
 BATCHING = ("static", "dynamic")
@@ -31,7 +31,8 @@ def situation(now: float, arrivals: list[float], busy: int = 0) -> Situation:
 
 
 def run_on(core: EngineCore, clock: FakeClock, seconds: float = 0.01, steps: int = 5000) -> list[SequenceOutput]:
-    """Step until idle, each step taking `seconds`."""
+    """Step until idle, each step taking `seconds`; nobody else comes meanwhile."""
+    core.scheduler.more_to_come = False
     outputs: list[SequenceOutput] = []
     for _ in range(steps):
         if not core.has_work:
@@ -52,9 +53,9 @@ def test_the_names_stand_in_one_place():
 
 @pytest.mark.parametrize(("policy", "now", "arrivals", "busy", "boarders", "boards_at"), [
     ("continuous", 5.0, [4.0] * 3, 2, 6, 5.0),
-    ("static", 5.0, [4.0] * 3, 0, 0, 5.5),  # three of four, the newest 1 s ago, 1.5 s to wait
-    ("static", 5.0, [1.0, 2.0, 4.9], 0, 0, 6.4),
-    ("static", 5.5, [1.0, 4.0], 0, 2, 5.5),
+    ("static", 5.0, [4.0] * 3, 0, 0, 5.75),  # three of four, the newest 1 s ago, 1.75 s to wait
+    ("static", 5.0, [1.0, 2.0, 4.5], 0, 0, 6.25),
+    ("static", 5.75, [1.0, 4.0], 0, 2, 5.75),
     ("static", 5.0, [5.0] * 6, 0, 4, 5.0),
     ("static", 5.0, [1.0] * 6, 1, 0, float("inf")),
     ("dynamic", 5.0, [4.0, 4.9], 0, 0, 5.5),
@@ -63,7 +64,7 @@ def test_the_names_stand_in_one_place():
     ("dynamic", 9.0, [1.0] * 6, 3, 0, float("inf")),
 ])
 def test_who_may_board(policy: str, now: float, arrivals: list[float], busy: int, boarders: int, boards_at: float):
-    made = make_policy(policy, 4, 1.5)
+    made = make_policy(policy, Batches(4, wait_s=1.5, timeout_s=1.75))
     assert made.boarders(situation(now, arrivals, busy)) == boarders
     if boarders:
         assert made.boards_at(situation(now, arrivals, busy)) <= now
@@ -71,9 +72,20 @@ def test_who_may_board(policy: str, now: float, arrivals: list[float], busy: int
         assert made.boards_at(situation(now, arrivals, busy)) == boards_at
 
 
+def test_static_waits_for_its_number_unless_nobody_else_can_come():
+    """Nobody has come for an hour, and still three of four do not board; the end of the traffic is known to a bench."""
+    made = make_policy("static", Batches(4, wait_s=1.5))
+    assert made.boarders(situation(3605.0, [5.0] * 3)) == 0
+    assert made.boards_at(situation(3605.0, [5.0] * 3)) == float("inf")
+    last = situation(5.0, [5.0] * 3)._replace(more_to_come=False)
+    assert made.boarders(last) == 3 and made.boards_at(last) == 5.0
+    busy = situation(5.0, [5.0] * 3, busy=1)._replace(more_to_come=False)
+    assert made.boarders(busy) == 0, "not even the last few board beside a batch"
+
+
 def test_a_static_batch_drawn():
     """Prompts of 6, 2 and 3 tokens and 4, 2 and 3 outputs, batches of 3 in 4 seats, budget 12: 4 columns a step."""
-    core = make_core(seats=4, budget=12, eos=(), policy="static", batch_size=3, max_wait_ms=1000.0)
+    core = make_core(seats=4, budget=12, eos=(), policy="static", batch_size=3)
     plans = watch(core)
     for name, prompt, outputs in (("a", 6, 4), ("b", 2, 2), ("c", 3, 3), ("next", 2, 1)):
         core.add(make_request(name, [1] * prompt, max_tokens=outputs))
@@ -107,9 +119,9 @@ def test_the_next_batch_boards_when_the_last_seat_is_given_back(policy: str):
     assert [plan.number for plan in plans if plan.boarded] == [1, 7, 8], "b's last row is in step 6"
 
 
-def test_static_waits_for_the_batch_or_for_quiet():
+def test_a_static_server_waits_for_the_batch_or_for_quiet():
     clock = FakeClock()
-    core = make_core(seats=4, eos=(), policy="static", batch_size=3, max_wait_ms=500.0, clock=clock)
+    core = make_core(seats=4, eos=(), policy="static", batch_size=3, static_timeout_ms=500.0, clock=clock)
     plans = watch(core)
     for number in range(2):
         clock.now = 0.4 * number
@@ -139,7 +151,7 @@ def test_dynamic_waits_for_the_oldest_alone():
 
 def test_a_pause_ends_with_a_deadline():
     clock = FakeClock()
-    core = make_core(seats=2, policy="static", max_wait_ms=9000.0, clock=clock)
+    core = make_core(seats=2, policy="static", clock=clock)
     core.add(make_request("a", [1], deadline=2.0))
     assert core.pause_s == 2.0
     clock.now = 2.0
@@ -148,7 +160,7 @@ def test_a_pause_ends_with_a_deadline():
 
 def test_siblings_board_in_one_batch():
     clock = FakeClock()
-    core = make_core(seats=4, eos=(), policy="static", batch_size=3, max_wait_ms=1000.0, clock=clock)
+    core = make_core(seats=4, eos=(), policy="static", batch_size=3, clock=clock)
     plans = watch(core)
     request = make_request("a", [1, 2, 3], n=3, max_tokens=4, seed=5)
     core.add(request)
@@ -222,6 +234,7 @@ def test_the_same_tokens_under_every_policy(budget: int):
         while waiting or core.has_work:
             while waiting and waiting[0].arrival <= clock.now:
                 core.add(waiting.pop(0))
+            core.scheduler.more_to_come = bool(waiting)
             outputs += core.step().outputs
             clock.now += 0.01
             core.check()

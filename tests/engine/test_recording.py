@@ -55,12 +55,15 @@ def test_lines_carry_times_and_lengths(tmp_path: Path):
     first, second = request(5, 101.0, tenant="digest-b", priority=2), request(9, 100.5, tenant="digest-a")
     asyncio.run(play(first, recorder, clock, [(102.0, output(first, tokens=1, queued_s=0.25)),
                                               (103.5, output(first, tokens=3, finish="length"))]))
-    asyncio.run(play(second, recorder, clock, [(104.0, output(second, tokens=2, queued_s=3.0, finish="stop"))]))
+    asyncio.run(play(second, recorder, clock, [
+        (104.0, output(second, tokens=2, queued_s=3.0, cached_tokens=8, finish="stop"))]))
     recorder.close()
     assert read_trace_lines(tmp_path / "t.jsonl") == [
-        TraceLine(at=0.5, n_prompt=9, n_output=2, tenant="tenant-2", queue_s=3.0, ttft_s=3.5, e2e_s=3.5, finish="stop"),
+        TraceLine(at=0.5, n_prompt=9, n_output=2, tenant="tenant-2", queue_s=3.0, ttft_s=3.5, e2e_s=3.5, finish="stop",
+                  n_cached=8),
         TraceLine(at=1.0, n_prompt=5, n_output=4, tenant="tenant-1", priority=2, queue_s=0.25, ttft_s=1.0, e2e_s=2.5,
                   finish="length")]
+    assert [arrival.n_cached for arrival in read_trace(tmp_path / "t.jsonl")] == [8, 0]
     text = (tmp_path / "t.jsonl").read_text()
     assert "secret" not in text and "digest" not in text and "77" not in text
 

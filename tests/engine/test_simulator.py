@@ -95,12 +95,75 @@ def test_the_host_hides_behind_the_device_until_it_is_the_slower_one():
 def test_static_waits_for_all_and_holds_the_seats_by_hand():
     """Two board; C waits until both are done, though A's seat is free after its second token, and comes alone."""
     run = simulate([Arrival(0.0, 4, 2), Arrival(0.0, 4, 4), Arrival(0.0, 4, 2)],
-                   shape(policy="static", max_wait_ms=0.0), SECOND)
+                   shape(policy="static"), SECOND)
     (a, b, c) = times_of(run)
     assert (a, b) == ((0.0, 1.0, 2.0), (0.0, 1.0, 4.0))
     assert c[0] is not None and c[0] >= 3.0 and c[2] - c[0] >= 2.0
-    assert simulate([Arrival(0.0, 4, 2)], shape(policy="static", max_wait_ms=500.0), SECOND).times[0].boarded == (
-        pytest.approx(0.5))  # a batch that never fills does not wait for ever
+    assert simulate([Arrival(0.0, 4, 2)], shape(policy="static"), SECOND).times[0].boarded == 0.0, "nobody else comes"
+
+
+def test_static_dynamic_and_continuous_are_three_policies():
+    """Two seats, a second between arrivals, steps of a tenth: each at its own moment."""
+    arrivals = [Arrival(float(second), 4, 2) for second in range(4)]
+    tenth = StepTable.constant(0.1)
+    boarded = {policy: [t.boarded for t in simulate(arrivals, shape(policy=policy), tenth).times]
+               for policy in POLICIES}
+    assert boarded["static"] == [1.0, 1.0, 3.0, 3.0], "when there are two, and not before"
+    assert boarded["dynamic"] == pytest.approx([0.2, 1.2, 2.2, 3.2]), "after 200 ms"
+    assert boarded["continuous"] == [0.0, 1.0, 2.0, 3.0]
+    hurried = shape(policy="static", static_timeout_ms=500.0)
+    assert [t.boarded for t in simulate(arrivals, hurried, tenth).times] == pytest.approx([0.5, 1.5, 2.5, 3.0])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(size=st.integers(1, 5), count=st.integers(1, 40), seed=st.integers(0, 1000),
+       concurrency=st.sampled_from((None, 2, 7)))
+def test_static_boards_its_number_at_a_time(size: int, count: int, seed: int, concurrency: int | None):
+    """Every batch but the last is whole, and boards when the one before has left its seats."""
+    arrivals = synthesise(count, Uniform(1, 9), Uniform(1, 15), Poisson(0.5), seed)
+    run = simulate(arrivals, shape(seats=5, pages=80, policy="static", batch_size=size), SECOND,
+                   concurrency=concurrency)
+    batches: dict[float, list[Ride]] = {}
+    for ride in run.rides:
+        batches.setdefault(ride.start, []).append(ride)
+    in_turn = [batches[start] for start in sorted(batches)]
+    whole = min(size, concurrency or size)
+    assert [len(batch) for batch in in_turn[:-1]] == [whole] * (len(in_turn) - 1)
+    assert sum(map(len, in_turn)) == count and len(in_turn[-1]) <= whole
+    for before, after in pairwise(in_turn):
+        # The seats are given on while the last tokens are on their way: a step of a second at most.
+        assert max(ride.end for ride in before) <= after[0].start + 1.001
+
+
+def test_seats_in_use_are_counted_from_the_rides():
+    """Few pages: sequences are preempted and wait in the queue, which is nobody's seat."""
+    arrivals = synthesise(30, Uniform(4, 12), Uniform(15, 30), Poisson(2.0), 1)
+    run = simulate(arrivals, shape(seats=4, pages=15), SECOND)
+    assert run.records["preempted"].sum() > 10
+    busy = np.zeros(4)
+    for ride in run.rides:
+        busy[ride.seat] += ride.end - ride.start
+    figures = run.figures()
+    assert figures["seat_fill"] == pytest.approx(busy.sum() / (4 * run.seconds))
+    in_queue_too = sum(t.finished - t.boarded for t in run.times if t.boarded is not None) / (4 * run.seconds)
+    assert figures["seat_fill"] < 0.9 * in_queue_too and (busy <= run.seconds + 1e-9).all()
+
+
+def test_recorded_hits_are_found_again():
+    """Pages of 4: of a prompt of 12, of which 8 were found, 4 rows are computed; and never the whole of it."""
+    arrivals = [Arrival(0.0, 12, 2, n_cached=8), Arrival(10.0, 12, 2, n_cached=12), Arrival(20.0, 12, 2)]
+    for policy in POLICIES:
+        run = simulate(arrivals, shape(policy=policy), SECOND)
+        assert run.records["prefill"].sum() == 4 + 4 + 12, policy
+        assert run.records["cached_tokens"].sum() == 16
+        assert [t.n_output for t in run.times] == [2, 2, 2]
+
+
+def test_what_was_found_once_is_found_after_a_preemption():
+    arrivals = [Arrival(0.0, 12, 20, n_cached=8) for _ in range(6)]
+    run = simulate(arrivals, shape(seats=3, pages=15), SECOND)
+    assert run.records["preempted"].sum() > 0 and [t.n_output for t in run.times] == [20] * 6
+    assert run.records["prefill"].sum() == 6 * 4, "hits are counted once a request"
 
 
 class TimedRunner(FakeRunner):
@@ -144,6 +207,7 @@ def real_loop(arrivals: list[Arrival], engine: EngineShape) -> tuple[list[tuple]
             core.add(EngineRequest(
                 id=str(number), prompt=rng.integers(VOCAB, size=arrival.n_prompt).tolist(), arrival=arrival.at,
                 sampling=SamplingParams(temperature=0.0, max_tokens=arrival.n_output, ignore_eos=True)))
+        core.scheduler.more_to_come = bool(waiting)
         if core.has_work and not core.pause_s:
             core.step()
         else:
@@ -157,14 +221,15 @@ def test_the_steps_are_those_of_the_real_core(policy: str):
     rng = np.random.default_rng(1)
     arrivals = [Arrival(float(at), int(n), int(m)) for at, n, m in zip(
         np.cumsum(rng.integers(0, 128, 60)) / 64, rng.integers(1, 24, 60), rng.integers(1, 20, 60), strict=True)]
-    engine = shape(seats=4, budget=16, pages=17, context=64, policy=policy, max_wait_ms=1500.0)
+    engine = shape(seats=4, budget=16, pages=17, context=64, policy=policy, max_wait_ms=1500.0,
+                   static_timeout_ms=1500.0)
     diary: list[tuple] = []
     original = EngineShape.new_core
 
-    def watched(self: EngineShape, device) -> EngineCore:
+    def watched(self: EngineShape, device, hits) -> EngineCore:
         batch = device.batch
         device.batch = lambda plan: (diary.append(diary_of(plan)), batch(plan))[1]
-        return original(self, device)
+        return original(self, device, hits)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineShape, "new_core", watched)
