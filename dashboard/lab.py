@@ -23,10 +23,11 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.client import EngineClient
 from jitney.engine.config import EngineSection
 from jitney.engine.errors import RequestError
+from jitney.engine.figures import seated
 from jitney.engine.journal import KEEP_S, Journal
 from jitney.engine.policies import POLICIES
 from jitney.engine.process_link import NOT_FOR_THE_CORE
-from jitney.engine.replay import Job, Served
+from jitney.engine.replay import Engine, Job, Served
 from jitney.engine.trips import Trip
 from jitney.engine.workload import Arrival
 
@@ -35,8 +36,8 @@ LIMIT_S = 120.0
 #: Step records the times are learned from: the newest.
 MOST_RECORDS = 20_000
 #: Settings that an experiment may change.
-SETTINGS = ("max_seats", "token_budget", "pages", "batch_size", "max_wait_ms", "order", "prefill_share",
-            "target_itl_ms", "max_predicted_wait_s", "max_waiting_requests", "max_waiting_tokens")
+SETTINGS = ("max_seats", "token_budget", "pages", "batch_size", "max_wait_ms", "static_timeout_ms", "order",
+            "prefill_share", "target_itl_ms", "max_predicted_wait_s", "max_waiting_requests", "max_waiting_tokens")
 SERVED = ("stop", "length")
 
 
@@ -78,6 +79,7 @@ class Lab:
             return {}
         info = self.client.info
         told = {name: getattr(self.settings, name) for name in SETTINGS}
+        told["static_timeout_ms"] = None  # off, unless asked for: it is there for the tail of a server's traffic
         return told | ({"pages": info.pages} if info else {})
 
     def start(self, wish: Wish) -> None:
@@ -102,22 +104,26 @@ class Lab:
         info, journal, now = self.client.info, self.client.journal, time.monotonic()
         if self.settings is None or info is None:
             raise RequestError("the engine is not ready, so there is nothing to simulate", code="loading")
-        settings = checked(wish, self.settings)
+        check(wish, self.settings)
         start = max(now - 60 * wish.minutes, journal.kept_from)
-        trips = sorted((trip for trip in journal.ended(start) if trip.arrival >= start and trip.rides),
+        trips = sorted((trip for trip in [*journal.ended(start), *journal.open()] if trip.arrival >= start),
                        key=lambda trip: trip.arrival)
         records = journal.records.since(-1)[-MOST_RECORDS:]
-        if not trips or not len(records):
+        if not any(trip.finished is not None and trip.rides for trip in trips) or not len(records):
             raise RequestError("no request of that time has ended yet: there is no traffic to replay", param="minutes")
-        first, last = trips[0].arrival, max(trip.finished or 0.0 for trip in trips)
+        first = trips[0].arrival
+        last = max(now if trip.finished is None else trip.finished for trip in trips)
         window, _ = journal.records.between(first, last)
-        job = Job(arrivals=arrivals(trips, first, wish.speed), settings=settings, policies=wish.policies,
-                  context_length=info.context_length, pages=wish.settings.get("pages") or info.pages,
-                  records=npy(records), times=[served(trip) for trip in trips], seconds=last - first,
-                  window=npy(window), seats=info.seats, price_per_hour=wish.price_per_hour)
+        rides = journal.rides(first, last)
+        engine = Engine(self.settings.model_dump(mode="json"), info.context_length, info.pages, info.seat_buckets,
+                        info.token_buckets, on_device=info.platform != "cpu")
+        job = Job(arrivals=arrivals(trips, first), engine=engine, changes=wish.settings, policies=wish.policies,
+                  records=npy(records), times=[served(trip, last) for trip in trips], seconds=last - first,
+                  window=npy(window), seats=info.seats, seated_s=seated((ride for _, ride in rides), first, last),
+                  recorded=info.policy, speed=wish.speed, price_per_hour=wish.price_per_hour)
         frame = {"minutes": wish.minutes, "from": round(first, 4), "to": round(last, 4), "requests": len(trips),
+                 "counted": counted(trips), "on_board_before": len({t.number for t, _ in rides if t.arrival < first}),
                  "speed": wish.speed, "settings": wish.settings,
-                 # The simulator shares no prompts: these tokens it computes, the engine found them.
                  "cached_tokens": sum(trip.cached_tokens for trip in trips),
                  "measured": {"policy": info.policy, "seats": info.seats,
                               "rides": measured_rides(journal, first, last)}}
@@ -168,8 +174,8 @@ class Failed(Exception):
     """An experiment that brought nothing."""
 
 
-def checked(wish: Wish, settings: EngineSection) -> dict[str, Any]:
-    """The [engine] section with the wished changes. Raises RequestError naming the field."""
+def check(wish: Wish, settings: EngineSection) -> None:
+    """Raise RequestError naming the field unless the wish makes sense, beside the engine's own settings."""
     if not 0 < wish.minutes <= KEEP_S / 60:
         raise RequestError(f"minutes must be more than 0 and at most {KEEP_S / 60:g}", param="minutes")
     if not 0.1 <= wish.speed <= 10:
@@ -184,24 +190,58 @@ def checked(wish: Wish, settings: EngineSection) -> dict[str, Any]:
             raise RequestError(f"{name[:40]} cannot be changed here; known: {', '.join(SETTINGS)}", param="settings")
     plain = settings.model_dump(mode="python") | wish.settings
     try:
-        return EngineSection.model_validate(plain).model_dump(mode="json")
+        EngineSection.model_validate(plain)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "settings"
         raise RequestError(f"{name}: {first['msg'].removeprefix('Value error, ')}", param=name) from None
 
 
-def arrivals(trips: list[Trip], first: float, speed: float) -> list[Arrival]:
-    """The trips as traffic: who was cut short asks for as much as it got."""
+def arrivals(trips: list[Trip], first: float) -> list[Arrival]:
+    """The trips as traffic, in seconds since `first`; all of them, however they ended."""
     tenants: dict[str, str] = {}
-    return [Arrival((trip.arrival - first) / speed, trip.n_prompt, max(1, trip.n_output),
-                    tenants.setdefault(trip.tenant, str(len(tenants))), trip.priority) for trip in trips]
+    lengths = np.array(sorted(trip.n_output for trip in trips if trip.finish in SERVED), np.int64)
+    return [Arrival(trip.arrival - first, trip.n_prompt, wanted(trip, lengths),
+                    tenants.setdefault(trip.tenant, str(len(tenants))), trip.priority, trip.cached_tokens)
+            for trip in trips]
 
 
-def served(trip: Trip) -> Served:
-    """The trip as it went; only what clients got to the end counts as output."""
-    return Served(trip.number, trip.n_prompt, trip.n_output if trip.finish in SERVED else 0, trip.arrival, trip.seated,
-                  trip.first_token, trip.finished or 0.0, trip.finish)
+def wanted(trip: Trip, lengths: np.ndarray) -> int:
+    """How many tokens a trip asks for. lengths: of the answers that were given to the end, ascending.
+
+    Who was cut short asks for as much as it got. Whose answer nobody saw to its end (it runs or waits still, or was
+    refused, or left the queue) asks for as much as some answer that was longer than what it has so far.
+    """
+    if trip.finished is not None and trip.rides:
+        return max(1, trip.n_output)
+    longer = lengths[np.searchsorted(lengths, trip.n_output, "right"):]
+    most = trip.max_tokens or max(trip.n_output + 1, int(lengths[-1]) if len(lengths) else 1)
+    if not len(longer):
+        return max(1, min(most, trip.n_output + 1))
+    draw = np.random.default_rng(trip.number).integers(len(longer))  # the same trip asks for the same every time
+    return max(1, min(most, int(longer[draw])))
+
+
+def counted(trips: list[Trip]) -> dict[str, int]:
+    """How many of the trips are in which state at the end of the record. left: ended in the queue, but not refused."""
+    states = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
+    for trip in trips:
+        if trip.finished is None:
+            states["waiting" if trip.ride is None else "running"] += 1
+        elif trip.rides:
+            states["ended"] += 1
+        else:
+            states["refused" if trip.finish == "error" else "left"] += 1
+    return states
+
+
+def served(trip: Trip, end: float) -> Served:
+    """The trip as it went until `end`, where the record ends."""
+    finished, finish = trip.finished, trip.finish
+    if finished is None:
+        finished, finish = end, trip.state
+    return Served(trip.number, trip.n_prompt, trip.n_output, trip.arrival, trip.seated, trip.first_token, finished,
+                  finish)
 
 
 def measured_rides(journal: Journal, first: float, last: float) -> dict[str, list[Any]]:

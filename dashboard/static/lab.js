@@ -94,7 +94,8 @@ export class Lab {
     const {result} = news, names = Object.keys(result.policies);
     const figures = make("table", {id: "lab-figures", class: "compare"}), pictures = make("div", {class: "pictures"});
     $("lab-result").replaceChildren(
-      make("p", {class: "verdict"}, compared(result)), make("div", {class: "scroll wide"}, figures), pictures);
+      make("p", {class: "verdict"}, result.verdict || `${result.requests} requests were played again.`),
+      make("p", {class: "reading"}, basis(result)), make("div", {class: "scroll wide"}, figures), pictures);
     showFigures(figures, result, names);
     this.timelines = showTimelines(pictures, result, names);
   }
@@ -107,11 +108,16 @@ function orders(name, now) {
   return select;
 }
 
-/** What the comparison says, in one sentence. */
-function compared(result) {
-  const rate = ([name, run]) => [name, run.figures.output_tok_s], rates = Object.entries(result.policies).map(rate);
-  const [best, worst] = [rates.reduce((a, b) => b[1] > a[1] ? b : a), rates.reduce((a, b) => b[1] < a[1] ? b : a)];
-  if (rates.length < 2 || !worst[1]) return `${result.requests} requests were played again.`;
-  const ratio = (best[1] / worst[1]).toFixed(2);
-  return `On these ${result.requests} requests ${best[0]} batching makes ${ratio} times the tokens of ${worst[0]}.`;
+/** What the comparison rests on: whom it counts, how they come, and what is taken for granted. */
+function basis(result) {
+  const counted = Object.entries(result.counted ?? {}).filter(([, count]) => count);
+  const whom = counted.map(([state, count]) => `${count} ${state}`).join(", ");
+  const said = [`${result.requests} requests were played again${whom ? ` (when the record ended: ${whom})` : ""}.`];
+  if (result.closed_loop) said.push(
+    `They came as ${result.closed_loop} clients do that wait for each answer, and do so again.`);
+  else said.push("They come at their recorded times, however slow a policy is.");
+  if (result.cached_tokens) said.push(`${result.cached_tokens} prompt tokens are found cached, as they were.`);
+  if (result.on_board_before) said.push(
+    `${result.on_board_before} that were on board when the record begins are left out.`);
+  return said.join(" ");
 }
