@@ -224,7 +224,7 @@ def wanted(trip: Trip, lengths: np.ndarray) -> int:
 
 def counted(trips: list[Trip]) -> dict[str, int]:
     """How many of the trips are in which state at the end of the record. left: ended in the queue, but not refused."""
-    states = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
+    states: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
     for trip in trips:
         if trip.finished is None:
             states["waiting" if trip.ride is None else "running"] += 1

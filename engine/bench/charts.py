@@ -173,6 +173,27 @@ def waits_over(
     return {"data": traces, "layout": layout("Time to first token", x, "s", yaxis={"type": "log"})}
 
 
+def load_curve(simulated: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> Figure:
+    """p99 time to first token over the load, a line for each policy; open marks: its queue grows without bound.
+
+    simulated, measured: points of `cases.load_curve`; measured ones are drawn as crosses.
+    """
+    traces = []
+    for number, policy in enumerate(simulated[0]["policies"]):
+        found = [point["policies"][policy] for point in simulated]
+        line = _line(policy, [point["load"] for point in simulated], [one["ttft_p99_s"] or 0.0 for one in found],
+                     number)
+        symbols = ["circle-open" if (one["share_of_capacity"] or 0.0) >= 1 else "circle" for one in found]
+        traces.append(line | {"mode": "lines+markers", "marker": {"symbol": symbols, "size": 9}})
+        if measured:
+            seen = _line(f"{policy}, measured", [point["load"] for point in measured],
+                         [point["policies"][policy]["ttft_p99_s"] or 0.0 for point in measured], number)
+            colour = line["line"]["color"]
+            traces.append(seen | {"mode": "markers", "marker": {"symbol": "x", "size": 11, "color": colour}})
+    return {"data": traces, "layout": layout(
+        "p99 time to first token", "load, times what continuous batching can serve", "seconds", yaxis={"type": "log"})}
+
+
 def _line(name: str, x: Iterable[float], y: Iterable[float], number: int) -> dict[str, Any]:
     colour = POLICY_COLOURS.get(name, OTHER_COLOURS[number % len(OTHER_COLOURS)])
     return {"type": "scatter", "mode": "lines", "name": name, "x": [float(value) for value in x],

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from jitney.engine.bench.offline import Bench, Measured, Request
-from jitney.engine.workload import Arrival
 
 POLICIES = ("static", "dynamic", "continuous")
 #: What others report for in-flight batching over each of these, as (least, most) times the throughput; over dynamic
@@ -72,8 +69,8 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def capacity(bench: Bench, requests: Sequence[Request], seats: int,
-             watch: Watch = lambda policy, done, total: None) -> float:
-    """Requests a second that continuous batching serves when there is always a next one.
+             watch: Watch = lambda policy, done, total: None) -> tuple[float, Measured]:
+    """(requests a second that continuous batching serves when there is always a next one, the run that showed it).
 
     Measured on the first requests, four for each seat at most, as a closed loop with twice as many open as seats; only
     the time in which all seats could be busy counts.
@@ -83,9 +80,4 @@ def capacity(bench: Bench, requests: Sequence[Request], seats: int,
                     watch=lambda done, total: watch("capacity", done, total))
     ends = sorted(times.finished for times in run.times)
     full = max(1, len(ends) - 2 * seats)  # from then on the queue is empty and seats stay free
-    return full / max(1e-9, ends[full - 1] - run.started)
-
-
-def at_load(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Arrivals drawn at one request a second, for `rate` requests a second."""
-    return [msgspec.structs.replace(arrival, at=arrival.at / rate) for arrival in arrivals]
+    return full / max(1e-9, ends[full - 1] - run.started), run

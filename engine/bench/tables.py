@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jitney.engine.accounts import IDLE, Line
@@ -99,6 +99,44 @@ def ratio_table(ratios: Mapping[str, Mapping[str, Any]]) -> Table:
                      f"{published[0]:g}x to {published[1]:g}x" if published else "",
                      times(gains["ttft_s_p50"]), times(gains["ttft_s_p99"]), times(gains["e2e_s_p99"])])
     return Table(["continuous", "output tokens/s", "published claims", "TTFT p50 /", "TTFT p99 /", "e2e p99 /"], rows)
+
+
+#: What the table of errors across policies shows: the figures' names among `accuracy.COMPARED`, and their heads.
+CROSS_FIGURES = {"output_tok_s": "output tok/s", "itl_p50_s": "ITL p50", "ttft_p50_s": "TTFT p50",
+                 "ttft_p99_s": "TTFT p99", "e2e_p50_s": "e2e p50", "e2e_p99_s": "e2e p99"}
+CROSS_TITLE = "Error of the prediction: learned from -> predicted"
+CROSS_NOTE = ("Step times are learned from the steps of one run, another is simulated with them, and the error is that "
+              "of the simulated figure beside the measured one.")
+
+
+def cross_table(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
+    """One row for each pair of a run learned from and a run predicted."""
+    rows = []
+    for source, predicted in cross.items():
+        for name, off in predicted.items():
+            cells = [f"{off[figure]:+.1%}" if figure in off else "" for figure in CROSS_FIGURES]
+            rows.append([f"{source} -> {name}", *cells])
+    return Table(["", *CROSS_FIGURES.values()], rows)
+
+
+CURVE_NOTE = ("Load: times what continuous batching can serve. A wait in brackets is that of a queue that grows "
+              "without bound: it says how long the run was.")
+
+
+def curve_table(points: Sequence[Mapping[str, Any]]) -> Table:
+    """p99 time to first token of each policy, one row a load."""
+    policies = list(points[0]["policies"])
+    rows = []
+    for point in points:
+        cells = [curve_cell(point["policies"][policy]) for policy in policies]
+        rows.append([f"{point['load']:g}", f"{point['rate']:.3g}", *cells])
+    return Table(["load", "requests/s", *policies], rows)
+
+
+def curve_cell(found: Mapping[str, float | None]) -> str:
+    """The wait, in brackets if its queue grows without bound."""
+    wait, share_of_capacity = duration(found["ttft_p99_s"]), found["share_of_capacity"]
+    return f"({wait})" if share_of_capacity is not None and share_of_capacity >= 1 else wait
 
 
 def print_table(table: Table, title: str = "") -> None:

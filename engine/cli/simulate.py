@@ -41,10 +41,6 @@ if TYPE_CHECKING:
     from jitney.engine.steptable import StepTimes
 
 POLICIES = "static,dynamic,continuous"
-#: What the table of errors across policies shows: the figures' names among COMPARED, and above their columns.
-CROSS_FIGURES = ("output_tok_s", "itl_p50_s", "ttft_p50_s", "ttft_p99_s", "e2e_p50_s", "e2e_p99_s")
-CROSS_HEADS = ("output tok/s", "ITL p50", "TTFT p50", "TTFT p99", "e2e p50", "e2e p99")
-CROSS_TITLE = "error of the prediction: learned from -> predicted"
 CAPS = ("max_waiting_requests", "max_waiting_tokens")
 NO_CAP = 2**31 - 1
 #: Settings that say how to run on a real machine.
@@ -276,6 +272,8 @@ def show(report: Mapping[str, Any]) -> None:
     """The figures of all policies side by side, then each beside its measurement, if there is one."""
     from rich.console import Console
 
+    from jitney.engine.bench.tables import CROSS_TITLE, cross_table, print_table
+
     console, policies = Console(), report["policies"]
     console.print(f"step times: {report['source']}", highlight=False)
     if report.get("closed_loop"):
@@ -289,19 +287,9 @@ def show(report: Mapping[str, Any]) -> None:
         rows = {name: [*(cell(name, figure(figures, name)) for figures in pair), f"{off[name]:+.1%}"] for name in off}
         console.print(table_of(f"{policy}: predicted and measured", ["predicted", "measured", "error"], rows))
     if report.get("cross_errors"):
-        console.print(table_of(CROSS_TITLE, CROSS_HEADS, cross_rows(report["cross_errors"])))
+        print_table(cross_table(report["cross_errors"]), CROSS_TITLE)
     if report.get("verdict"):
         console.print(report["verdict"], highlight=False)
-
-
-def cross_rows(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, list[str]]:
-    """One row for each pair of a run learned from and a run predicted."""
-    rows: dict[str, list[str]] = {}
-    for source, predicted in cross.items():
-        for name, off in predicted.items():
-            cells = [f"{off[figure]:+.1%}" if figure in off else "" for figure in CROSS_FIGURES]
-            rows[f"{source} -> {name}"] = cells
-    return rows
 
 
 def table_of(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:

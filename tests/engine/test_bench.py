@@ -14,19 +14,37 @@ from fakes import VOCAB, FakeClock, make_core, make_request, solo
 
 from jitney.engine.accounts import bill
 from jitney.engine.accuracy import read_runs
+from jitney.engine.admission import SchedulerLimits
+from jitney.engine.bench.cases import (
+    CASES,
+    CURVE_LOADS,
+    Case,
+    at_load,
+    case_lines,
+    growing,
+    lengths_line,
+    lengths_of,
+    load_curve,
+    open_to_all,
+    simulated_capacity,
+)
 from jitney.engine.bench.charts import held_seats, ledger_bars, seat_timeline
-from jitney.engine.bench.compare import at_load, capacity, differences, ratios, run_policies
+from jitney.engine.bench.charts import load_curve as chart_of_loads
+from jitney.engine.bench.compare import capacity, differences, ratios, run_policies
 from jitney.engine.bench.offline import Bench, Measured
 from jitney.engine.bench.report import Section, Table, page
 from jitney.engine.bench.saved import write_recording, write_records
 from jitney.engine.bench.sweep import knee, knee_of
-from jitney.engine.bench.tables import figures_table, ledgers_table
+from jitney.engine.bench.tables import curve_table, figures_table, ledgers_table
 from jitney.engine.bench.text import prompt_ids, prose
+from jitney.engine.buckets import make_buckets
 from jitney.engine.cli import main
+from jitney.engine.cli.bench_policies import cases_of, draw, make_parser, set_rates, with_flags
 from jitney.engine.errors import ConfigError
 from jitney.engine.ledger import ROW_KINDS, STEP_DTYPE
 from jitney.engine.machine import cpu_name
-from jitney.engine.simulator import Ride
+from jitney.engine.simulator import EngineShape, Ride, simulate
+from jitney.engine.steptable import Curve, StepTable
 from jitney.engine.workload import (
     Arrival,
     Closed,
@@ -141,10 +159,85 @@ def test_a_request_that_cannot_fit_is_named_before_anything_runs():
 def test_capacity_is_what_full_seats_serve():
     bench = make_bench(seats=4)
     requests = bench.requests(synthesise(40, Fixed(4), Fixed(12), Closed(), 0))
-    rate = capacity(bench, requests, 4)
+    rate, measured = capacity(bench, requests, 4)
+    assert len(measured.times) == 16 and len(measured.records)
     saturated = bench.run(requests, concurrency=8).figures()["req_s"]
     assert rate == pytest.approx(saturated, rel=0.35)
     assert [a.at for a in at_load([Arrival(2.0, 1, 1), Arrival(6.0, 1, 1)], 4.0)] == [0.5, 1.5]
+
+
+TABLE = StepTable([Curve(1, 1, 0.006), Curve(4, 4, 0.01), Curve(16, 4, 0.02)])
+
+
+def flat_shape(policy: str = "continuous") -> EngineShape:
+    held_to = SchedulerLimits(4, 2048, policy=policy, max_waiting_requests=2)
+    return open_to_all(EngineShape(held_to, make_buckets(max_seats=4, token_budget=16), 2000))
+
+
+def test_what_a_policy_can_serve_is_where_its_queue_begins_to_grow():
+    """Lengths 4 to 40: below 0.9 of it the waits of a run four times as long are no longer, beyond 1.3 they are."""
+    arrivals = synthesise(400, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
+    able = {policy: simulated_capacity(arrivals, flat_shape(policy), TABLE) for policy in POLICIES}
+    assert able["static"] == pytest.approx(able["dynamic"]) and able["continuous"] > 1.3 * able["static"]
+    for policy in POLICIES:
+        waits = {}
+        for share in (0.7, 1.4):
+            for count in (400, 1600):
+                coming = at_load(synthesise(count, Fixed(4), Uniform(4, 40), Poisson(1.0), 1), share * able[policy])
+                run = simulate(coming, flat_shape(policy), TABLE)
+                waits[share, count] = run.figures()["queue_s"]["mean"]
+        assert waits[0.7, 1600] < 2 * waits[0.7, 400] and waits[1.4, 1600] > 3 * waits[1.4, 400], (policy, waits)
+    assert growing({"static": 1.2, "continuous": 0.99}) == ["static"]
+
+
+def test_the_curve_shows_each_policy_where_it_is_best():
+    arrivals = synthesise(600, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
+    points = load_curve(arrivals, flat_shape(), TABLE, POLICIES, (0.02, 0.3, 1.15))
+    low, middle, heavy = (point["policies"] for point in points)
+    assert low["continuous"]["ttft_p99_s"] < low["dynamic"]["ttft_p99_s"] < low["static"]["ttft_p99_s"], "all wait"
+    assert growing({policy: found["share_of_capacity"] for policy, found in middle.items()}) == []
+    assert set(growing({policy: found["share_of_capacity"] for policy, found in heavy.items()})) == set(POLICIES)
+    assert points[1]["rate"] == pytest.approx(0.3 / 1.15 * points[2]["rate"])
+    table = curve_table(points)
+    assert table.rows[2][2].startswith("(") and not table.rows[1][2].startswith("(")
+    drawn = chart_of_loads(points, points[1:2])
+    assert len(drawn["data"]) == 6 and drawn["data"][0]["marker"]["symbol"] == ["circle", "circle", "circle-open"]
+
+
+def test_lengths_are_said_with_the_share_at_the_cut():
+    told = lengths_of([50] * 57 + list(range(51, 93)) + [800])
+    assert told["share_at_least"] == 0.57 and told["median"] == 50 and told["most"] == 800
+    assert lengths_line("outputs", told) == ("outputs of 50 to 800 tokens, median 50, mean 67; 57% are exactly 50, 1% "
+                                             "exactly 800")
+    lines = case_lines({"what": "x", "differences": [], "lengths": {"prompts": told, "outputs": told},
+                        "share_of_capacity": {"static": 4.2, "continuous": 0.9}})
+    assert [line for line in lines if "grows without bound" in line] == [
+        "static: offered 4.20 times what it can serve, so its queue grows without bound: its waits are the length of "
+        "the run"]
+
+
+def test_without_flags_there_is_a_heavy_case_a_uniform_one_and_one_that_static_carries():
+    parser = make_parser()
+    cases = cases_of(parser.parse([]))
+    assert list(cases) == ["heavy", "uniform", "light"]
+    assert cases["uniform"][0].output == "50..800" and cases["light"][1] is CASES["light"]
+    assert CASES["light"].of == "static" and CASES["light"].load < 1
+    assert cases["heavy"][0].requests == CASES["heavy"].requests
+    assert [flags.requests for flags, _ in cases_of(parser.parse(["--requests", "7"])).values()] == [7, 7, 7]
+    assert list(cases_of(parser.parse(["--rate", "9"]))) == ["given"]
+    assert list(cases_of(parser.parse(["--cases", "light"]))) == ["light"]
+
+
+def test_each_case_is_offered_its_own_rate():
+    bench = make_bench(seats=4, pages=300, context=1000, budget=32)
+    flags = make_parser().parse(["--requests", "30", "--prompt", "2..9"])
+    heavy = draw(bench, with_flags(flags, output="4..40"), Case("4..40", 1.2, "continuous", 30, "x"))
+    light = draw(bench, with_flags(flags, output="4..40"), Case("4..40", 0.5, "static", 30, "x"))
+    set_rates(bench, {"heavy": heavy, "light": light}, TABLE, 10.0)
+    assert heavy.rate == 12.0
+    assert light.rate == pytest.approx(0.5 * simulated_capacity(light.arrivals, open_to_all(bench.shape).under(
+        "static"), TABLE))
+    assert [r.arrival.at for r in light.paced(2.0)] == pytest.approx([a.at / 2 for a in light.arrivals])
 
 
 def test_ratios_are_gains_of_continuous():
@@ -269,11 +362,18 @@ def test_the_command_compares_the_policies_on_a_real_engine(tmp_path: Path, caps
                    "--requests", "10", "--prompt", "4..12", "--output", "2..20", "--load", "1.2", "--warmup-s", "0",
                    "--json", str(out["p.json"]), "--html", str(out["p.html"]), "--records", str(out["p.npz"]),
                    "--traces", str(tmp_path / "t"), "--price-per-hour", "2", "--slo-ttft-ms", "1000",
+                   "--measure-loads", "0.5",
                    "--no-compilation-cache", "--platform", "cpu", "--kernels", "reference"])
     assert status == 0
     report = json.loads(out["p.json"].read_text())
-    assert list(report["policies"]) == list(POLICIES) and report["same_tokens"] is True
-    for figures in report["policies"].values():
+    assert list(report["cases"]) == ["given"]
+    case = report["cases"]["given"]
+    assert list(case["policies"]) == list(POLICIES) and case["same_tokens"] is True
+    assert set(case["cross_errors"]["continuous"]) == set(POLICIES)
+    assert set(case["share_of_capacity"]) == set(POLICIES) and len(report["load_curve"]) == len(CURVE_LOADS)
+    assert [point["load"] for point in report["measured_loads"]] == [0.5]
+    assert set(case["lengths"]["outputs"]) > {"median", "share_at_least"}
+    for figures in case["policies"].values():
         assert {"p50", "p90", "p99", "p999"} <= set(figures["ttft_s"]) and figures["output_tok_s"] > 0
         assert figures["served"] == 10 and figures["goodput_req_s"] > 0
         rows, ledger = figures["rows"], figures["ledger"]
@@ -282,19 +382,29 @@ def test_the_command_compares_the_policies_on_a_real_engine(tmp_path: Path, caps
         assert len(shares) == 10 and sum(share["rows"] for share in shares) == sum(rows.values()) - rows["padding"]
         busy = sum(ledger[kind]["seconds"] for kind in ROW_KINDS)
         assert sum(share["seconds"] for share in shares) + ledger["padding"]["seconds"] == pytest.approx(busy, abs=1e-8)
-    assert report["ratios"]["static"]["output_tok_s"] > 0 and report["traffic"]["requests"] == 10
-    assert len(read_page(out["p.html"].read_text()).charts) == 8
+    assert case["ratios"]["static"]["output_tok_s"] > 0 and case["traffic"]["requests"] == 10
+    assert case["limits"]["static"]["static_timeout_ms"] == 0
+    assert len(read_page(out["p.html"].read_text()).charts) == 9
     assert len(read_trace_lines(tmp_path / "t.static.jsonl")) == 10
-    shown = capsys.readouterr().out
-    assert "outputs 2 (" in shown and report["traffic"]["output_lengths"]["median"] > 2
-    assert {figures["backlog"] for figures in report["policies"].values()} == {None}, "ten requests tell nothing"
+    told = capsys.readouterr()
+    shown = told.out
+    assert "outputs 2 (" in shown and case["traffic"]["output_lengths"]["median"] > 2
+    assert {figures["backlog"] for figures in case["policies"].values()} == {None}, "ten requests tell nothing"
     assert cpu_name() in shown and cpu_name() in out["p.html"].read_text()
     assert "1.6x to 3.4x" in shown and "every request the same tokens" in shown and "Ledger" in shown
+    assert "continuous -> static" in shown and "% are exactly" in shown and "p99 time to first token over" in shown
+    assert "3 runs, about" in told.err and "minutes" in told.err
+    assert main(["simulate", "--measured", str(out["p.npz"])]) == 0
+    assert "dynamic -> continuous" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "complaint"), [
     (["policies", "--policies", "greedy"], "greedy is none of static, dynamic, continuous"),
     (["policies", "--concurrency", "4"], "--arrivals closed"),
+    (["policies", "--cases", "heavy,lighter"], "lighter is none of heavy, uniform, light"),
+    (["policies", "--cases", "light", "--rate", "3"], "give no --rate with it"),
+    (["policies", "--measure-loads", "0.5,x"], "--measure-loads"),
+    (["policies", "--measure-loads", "0.5", "--arrivals", "closed"], "traffic with a rate"),
     (["policies", "--output", "9..3"], "--output"),
     (["policies", "--requests", "0"], "--requests must be at least 1"),
     (["policies", "--json", "/nowhere/x.json"], "no such folder"),
