@@ -369,7 +369,7 @@ def print_case(case: str, found: Mapping[str, Any], runs: Mapping[str, Measured]
     from jitney.engine.bench import tables
 
     print(f"\n{case}")
-    for line in case_lines(found):
+    for line in (*case_lines(found), *queue_lines(found["policies"])):
         print(line)
     tables.print_table(tables.figures_table(found["policies"]))
     if found["ratios"]:
