@@ -29,7 +29,10 @@ PENALISED, BIASED, SCORED = 1, 2, 4
 
 
 class StepInputs(NamedTuple):
-    """One step's upload, int32 unless said otherwise. The sampler's, the last three, are None in a step without it."""
+    """One step's upload, int32 unless said otherwise.
+
+    floats and ints are None in a step without the sampler, the score fields also in one without prompt rows.
+    """
 
     tokens: Any  # [T] token ids; -1: read last_token of token_seats on the device
     token_seats: Any  # [T] seat each row belongs to
@@ -41,9 +44,11 @@ class StepInputs(NamedTuple):
     logit_rows: Any  # [S] which token row each logit row reads
     seats: Any  # [S] seat whose last_token a logit row sets; M = none
     page_table: Any  # [S, P]
-    scored: Any = None  # [S] token to score; -1: sample one
     floats: Any = None  # [S, FLOATS] float32 bits
     ints: Any = None  # [S, INTS]
+    score_count: Any = None  # [1] rows that bring prompt log-probabilities
+    score_rows: Any = None  # [T] which token rows those are; only the first score_count count
+    score_tokens: Any = None  # [T] the token that each of them is scored against
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class Layout:
     pages: int
     plain: bool
 
+    @property
+    def scores(self) -> bool:
+        """True where prompt rows can bring log-probabilities."""
+        return not self.plain and not self.bucket.decode_only
+
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Field name -> shape, in packing order: what each step writes anew, then what may stay from step to step."""
@@ -61,7 +71,9 @@ class Layout:
         shapes = {"tokens": (rows,), "token_seats": (rows,), "positions": (rows,), "write_rows": (rows,),
                   "kv_lens": (seqs,), "cu_q": (seqs + 1,), "counts": (3,), "logit_rows": (seqs,), "seats": (seqs,)}
         if not self.plain:
-            shapes |= {"scored": (seqs,), "floats": (seqs, FLOATS), "ints": (seqs, INTS)}
+            shapes |= {"floats": (seqs, FLOATS), "ints": (seqs, INTS)}
+        if self.scores:
+            shapes |= {"score_count": (1,), "score_rows": (rows,), "score_tokens": (rows,)}
         return shapes | {"page_table": (seqs, self.pages)}
 
     @cached_property
@@ -89,8 +101,7 @@ class Rows(msgspec.Struct):
     """Rows of a step while they are gathered, padding excluded; see StepInputs.
 
     tokens: -1 for decode rows: the host need not know yet what their seats sampled last. ends: cu_q. prompt_lens:
-    kv_lens of the prompts. logit_rows, seats, scored, owners: of the prompts' logit rows; the owner is the seat whose
-    sampling parameters hold, `seats` the one whose token is set, which is none for scored rows.
+    kv_lens of the prompts. logit_rows, seats: of the prompts' logit rows. score_rows, score_tokens: of all scored rows.
     """
 
     tokens: list[int]
@@ -101,8 +112,8 @@ class Rows(msgspec.Struct):
     ends: list[int]
     logit_rows: list[int]
     seats: list[int]
-    scored: list[int]
-    owners: list[int]
+    score_rows: list[int]
+    score_tokens: list[int]
 
 
 class Upload:
@@ -118,6 +129,8 @@ class Upload:
         self.table = self.words[layout.slices["page_table"]]
         if not layout.plain:
             self.floats, self.ints = (self.words[layout.slices[name]].cast("B") for name in ("floats", "ints"))
+        if layout.scores:
+            self.inputs = layout.split(self.packed)
         self.stamps: list[object] = [None] * layout.bucket.seats
         self.used = 0
 
@@ -183,7 +196,7 @@ class BatchBuilder:
         self.floats[seq.seat] = FLOATS_STRUCT.pack(
             0.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.repetition_penalty,
             params.presence_penalty, params.frequency_penalty)
-        looks = PENALISED * params.penalised | BIASED * params.biased | SCORED * params.scored
+        looks = PENALISED * params.penalised | BIASED * params.biased | SCORED * (params.logprobs is not None)
         self.ints[seq.seat] = INTS_STRUCT.pack(max(params.top_k, 0), seq.seed & 0xFFFFFFFFFFFFFFFF, looks)
 
     def feed(self, seq: Sequence) -> None:
@@ -222,11 +235,12 @@ class BatchBuilder:
                  *rows.ends, *[n_rows] * absent, n_decode, n_seqs, n_rows,
                  *range(n_decode), *rows.logit_rows, *[0] * no_logits,
                  *token_seats[:n_decode], *rows.seats, *[self.seats] * no_logits]
+        upload.pack_into(upload.words, 0, *words)
         if plain:
-            upload.pack_into(upload.words, 0, *words)
             return
-        upload.pack_into(upload.words, 0, *words, *[-1] * n_decode, *rows.scored, *[0] * no_logits)
-        owners = token_seats[:n_decode] + rows.owners
+        if not plan.bucket.decode_only:
+            self.fill_scores(rows, upload)
+        owners = token_seats[:n_decode] + rows.seats
         upload.floats[:] = b"".join([self.floats[seat] for seat in owners]) + bytes(4 * FLOATS * no_logits)
         upload.ints[:] = b"".join([self.ints[seat] for seat in owners]) + bytes(4 * INTS * no_logits)
 
@@ -243,15 +257,21 @@ class BatchBuilder:
         rows.prompt_lens.append(end)
         rows.ends.append(first + chunk.count)
         if chunk.scored:
-            rows.logit_rows += range(first, first + chunk.scored)
-            rows.seats += [self.seats] * chunk.scored
-            rows.scored += seq.tokens[start + 1 : start + 1 + chunk.scored]
-            rows.owners += [seq.seat] * chunk.scored
+            row, target = first + chunk.score_start - start, chunk.score_start + 1
+            rows.score_rows += range(row, row + chunk.scored)
+            rows.score_tokens += seq.tokens[target : target + chunk.scored]
         if chunk.sample:
             rows.logit_rows.append(first + chunk.count - 1)
             rows.seats.append(seq.seat)
-            rows.scored.append(-1)
-            rows.owners.append(seq.seat)
+
+    @staticmethod
+    def fill_scores(rows: Rows, upload: Upload) -> None:
+        """Which rows bring prompt log-probabilities; numbers behind them are of former steps and mean nothing."""
+        count = len(rows.score_rows)
+        upload.inputs.score_count[0] = count
+        if count:
+            upload.inputs.score_rows[:count] = rows.score_rows
+            upload.inputs.score_tokens[:count] = rows.score_tokens
 
     def copy_table(self, upload: Upload, number: int, seat: int) -> None:
         """Copy a seat's pages into a row of the upload; numbers behind them, of former owners, belong to no key."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from jitney.engine.errors import ErrorInfo
 from jitney.engine.pages import PagePool
 from jitney.engine.plan import Chunk, Plan, StepResult
+from jitney.engine.prompt_scores import PromptScores
 from jitney.engine.roster import Roster
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import FinishReason, SequenceOutput, TokenLogprobs
@@ -19,16 +21,18 @@ NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this reque
 class Committer:
     """The second half of the scheduler: `commit` a step's result to the sequences it was planned for."""
 
-    def __init__(self, roster: Roster, pool: PagePool):
-        self.roster, self.pool, self.counts = roster, pool, roster.queue.counts
+    def __init__(self, roster: Roster, pool: PagePool, scores: PromptScores):
+        self.roster, self.pool, self.scores, self.counts = roster, pool, scores, roster.queue.counts
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Give each chunk its logit rows; an exception over one sequence ends that sequence alone."""
-        n_decode, decoded = plan.n_decode, 0
+        n_decode, decoded, broken = plan.n_decode, 0, result.broken
         for row, chunk in enumerate(plan.chunks[:n_decode]):  # of one logit row each
             seq = chunk.seq
             if seq.finish is not None:
                 self._count_dropped(plan, chunk)
+                if result.tokens[row] < 0:
+                    self._withdraw(seq)
                 continue
             if chunk.recomputed:
                 plan.recomputed += 1
@@ -39,23 +43,39 @@ class Committer:
             except Exception:
                 self._drop(seq)
         plan.decode += decoded
-        row = n_decode
-        for chunk in plan.chunks[n_decode:]:
-            if chunk.seq.finish is not None:
-                self._count_dropped(plan, chunk)
-            else:
-                self._commit_prompt(plan, chunk, result, row, now)
+        row, scored = n_decode, 0
+        for number in range(n_decode, len(plan.chunks)):
+            chunk = plan.chunks[number]
+            entries = []
+            if chunk.scored and result.prompt_logprobs is not None:
+                entries = result.prompt_logprobs[scored : scored + chunk.scored]
+            finite = all_finite(entries) and not (broken is not None and broken[number])
+            if chunk.sample and result.tokens[row] < 0:
+                finite = False
+            self._commit_prompt(plan, chunk, result, row, entries, finite, now)
             row += chunk.logit_rows
+            scored += chunk.scored
 
-    def _commit_prompt(self, plan: Plan, chunk: Chunk, result: StepResult, row: int, now: float) -> None:
-        """Give a prompt chunk its logit rows, the first of which is `row`."""
+    def _commit_prompt(self, plan: Plan, chunk: Chunk, result: StepResult, row: int, entries: list[TokenLogprobs],
+                       finite: bool, now: float) -> None:
+        """Give a prompt chunk its logit row, if it has one, and the log-probabilities of its scored rows.
+
+        finite: whether all its rows are. An ended sequence's log-probabilities are its siblings' too.
+        """
         seq = chunk.seq
-        self._count_rows(plan, chunk)
+        ended = seq.finish is not None
+        if ended:
+            self._count_dropped(plan, chunk)
+        else:
+            self._count_rows(plan, chunk)
         try:
+            if not finite:
+                self._fail(seq)
+                return
             if chunk.scored:
-                self._score(seq, chunk, result, row)
-            if chunk.sample and seq.finish is None:
-                self._append(seq, result, row + chunk.scored, now)
+                self._score(seq, chunk, entries)
+            if chunk.sample and not ended:
+                self._append(seq, result, row, now)
         except Exception:
             self._drop(seq)
 
@@ -82,14 +102,14 @@ class Committer:
         plan.prefill += prefill
         plan.decode += chunk.count - chunk.recomputed - prefill
 
-    def _score(self, seq: Sequence, chunk: Chunk, result: StepResult, row: int) -> None:
+    def _score(self, seq: Sequence, chunk: Chunk, entries: list[TokenLogprobs]) -> None:
         """Keep the log-probabilities of the prompt tokens that follow the chunk's scored positions."""
-        rows = slice(row, row + chunk.scored)
-        if min(result.tokens[rows]) < 0:
-            self._fail(seq)
-            return
+        if len(entries) != chunk.scored:
+            raise ValueError("the step brought no log-probabilities of the prompt")
         most = seq.request.sampling.prompt_logprobs
-        seq.prompt_logprobs += [trimmed(entry, most) for entry in logprobs_of(result)[rows]]
+        seq.prompt_logprobs += [trimmed(entry, most) for entry in entries]
+        if seq.shares and self.pool.retain:
+            self.scores.keep(seq.keys, seq.prompt_logprobs, chunk.scored)
 
     def _append(self, seq: Sequence, result: StepResult, row: int, now: float) -> None:
         """One new token: append it, see whether it ends the sequence, emit both."""
@@ -124,13 +144,25 @@ class Committer:
             output.queued_s = max(0.0, seq.boarded_at - seq.request.arrival)
             output.prefill_s = max(0.0, now - seq.boarded_at)
         if seq.request.sampling.prompt_logprobs is not None:
+            if len(seq.prompt_logprobs) != seq.n_prompt:
+                raise ValueError("log-probabilities of the prompt are missing")
             output.prompt_logprobs = seq.prompt_logprobs
 
     def _fail(self, seq: Sequence) -> None:
-        """A row was not finite: end the sequence, and let nobody share the pages that may have caused it."""
-        self.pool.withdraw(seq.pages)
+        """A row was not finite: end the sequence if it still runs, and let nobody share its pages."""
+        self._withdraw(seq)
+        if seq.finish is None:
+            self.roster.end(seq, "error", NAN)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """Let nobody find any page that may hold, or have caused, a row that was not finite.
+
+        By name, because by now the pages themselves may be out of the sequence's hands: it was preempted, aborted, past
+        its deadline, or its last token was in flight when it left its seat.
+        """
+        self.pool.withdraw(seq.keys)
+        self.scores.drop(seq.keys)
         seq.shares = False
-        self.roster.end(seq, "error", NAN)
 
 
 def end_of(seq: Sequence, token: int) -> FinishReason | None:
@@ -145,6 +177,11 @@ def logprobs_of(result: StepResult) -> list[TokenLogprobs]:
     if result.logprobs is None:
         raise ValueError("the step brought no log-probabilities")
     return result.logprobs
+
+
+def all_finite(entries: list[TokenLogprobs]) -> bool:
+    """Whether every entry is of a row whose logits were finite."""
+    return not any([math.isnan(entry.logprob) for entry in entries])
 
 
 def trimmed(entry: TokenLogprobs, most: int | None) -> TokenLogprobs:

@@ -106,10 +106,17 @@ class PagePool:
             self._index[key] = page
             self._keys[page] = key
 
-    def withdraw(self, pages: Iterable[int]) -> None:
-        """Let no later prompt find these held pages: what they contain is not to be trusted."""
-        for page in pages:
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        """Let no later prompt find the pages of these names, held or cached: what they contain is not to be trusted."""
+        for key in keys:
+            page = self._index.get(key)
+            if page is None:
+                continue
             self._unpublish(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+                self._states[page] = FREE
 
     def release(self, pages: list[int]) -> None:
         """Drop one reference of each page; `pages` in the order of the sequence.

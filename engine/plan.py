@@ -22,9 +22,9 @@ class Chunk(msgspec.Struct, gc=False):
     """Rows [start, start + count) of one sequence in one step.
 
     A decode chunk has count 1; its token may still be on the device (position start >= len(seq.tokens)).
-    sample: the last row's logits choose the next token. scored: logit rows for prompt log-probabilities, namely the
-    chunk's positions start .. start + scored - 1, each scored against the following prompt token. recomputed: its first
-    rows that had been computed before a preemption.
+    sample: the last row's logits choose the next token. scored: its rows that bring prompt log-probabilities, namely
+    those of the positions score_start .. score_start + scored - 1, each scored against the following prompt token.
+    recomputed: its first rows that had been computed before a preemption.
     """
 
     seq: Sequence
@@ -34,6 +34,7 @@ class Chunk(msgspec.Struct, gc=False):
     sample: bool
     scored: int = 0
     recomputed: int = 0
+    score_start: int = 0
 
     @property
     def end(self) -> int:
@@ -41,7 +42,7 @@ class Chunk(msgspec.Struct, gc=False):
 
     @property
     def logit_rows(self) -> int:
-        return self.scored + self.sample
+        return int(self.sample)
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
@@ -128,12 +129,21 @@ class Plan(msgspec.Struct):
         n_decode = self.work.decode
         return n_decode + sum([chunk.logit_rows for chunk in self.chunks[n_decode:]])
 
+    @property
+    def scored_rows(self) -> int:
+        """Rows that bring prompt log-probabilities."""
+        return sum([chunk.scored for chunk in self.chunks[self.work.decode :]])
+
 
 class StepResult(msgspec.Struct):
-    """What a step brought: one entry per logit row in plan order (a chunk's scored rows first, then its sampled row).
+    """What a step brought, in plan order.
 
-    tokens: the sampled or scored ids, -1 for a row whose logits were not finite. logprobs: None if nobody asked.
+    tokens: the sampled ids, one per logit row; -1 for a row whose logits were not finite. logprobs: likewise, None if
+    nobody asked. prompt_logprobs: one entry per scored row. broken: per chunk, whether any of its rows was not finite,
+    with logits or without; None: no row was (of steps without prompt rows, the tokens tell).
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    broken: list[bool] | None = None

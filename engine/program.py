@@ -6,9 +6,10 @@ embed -> layers (write KV page, attend) -> rows that need logits -> sample -> la
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jitney.engine.batch import BatchBuilder, Layout
 from jitney.engine.buckets import Bucket
 from jitney.engine.models.config import ModelConfig
 from jitney.engine.models.llama import Llama
-from jitney.engine.sampling import Rows, SeatState, empty_state, greedy, sample
+from jitney.engine.sampling import Rows, SeatState, empty_state, greedy, sample, score_prompt, score_rows_at_once
 from jitney.engine.sharding import POOL, WHOLE, first_best, gather, widen
 from jitney.kernels.interface import AttentionMeta, Kernels
 
@@ -29,6 +30,9 @@ PAGE_CHUNK = 16
 #: to, XLA would compute products twice, the output head among them, to save temporaries: a decode step of 32 rows of an
 #: 8B model would touch 1.13 times the bytes that it must, not 1.07.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_disable_hlo_passes": "rematerialization"}}
+
+#: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
+type LogitsOf = Callable[[jax.Array], jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +96,21 @@ def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
                           for column, shape in zip(seats, shapes.seats, strict=True))))
 
 
+class StepOutput(NamedTuple):
+    """What a step brings to the host, beside the state that it replaces."""
+
+    sampled: Any  # int32 [S] of an all-greedy step, else `Sampled`
+    broken: Any = None  # bool [S]: sequences with a row that is not finite; None without prompt rows: tokens tell
+    scores: Any = None  # `Scores` of the scored prompt rows; None where there can be none
+
+
+def broken_sequences(hidden: jax.Array, cu_q: jax.Array) -> jax.Array:
+    """Sequences any of whose rows is not finite: hidden [T, E], cu_q int32 [S + 1] -> bool [S]."""
+    bad = ~jnp.all(jnp.isfinite(hidden), axis=-1)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad.astype(jnp.int32))])
+    return before[cu_q[1:]] > before[cu_q[:-1]]
+
+
 def meta_of(inputs: Any) -> AttentionMeta:
     """The attention's part of a step's upload."""
     return AttentionMeta(kv_lens=inputs.kv_lens, cu_q=inputs.cu_q, page_table=inputs.page_table,
@@ -116,33 +135,49 @@ class Program:
         """True when the step runs on several devices."""
         return self.mesh is not None and self.mesh.size > 1
 
-    def logits(self, leaves: list[jax.Array], kv: list[jax.Array], last_token: jax.Array,
-               inputs: Any) -> tuple[jax.Array, list[jax.Array]]:
-        """-> (float32 [S, V] of the rows that need logits, this device's columns of it if split; kv)."""
+    def forward(self, leaves: list[jax.Array], kv: list[jax.Array], last_token: jax.Array,
+                inputs: Any) -> tuple[LogitsOf, jax.Array, list[jax.Array]]:
+        """-> (from row numbers int32 [R] to their logits, float32 [R, V], this device's columns of them if split;
+        hidden [T, E]; kv)."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
         known = inputs.tokens >= 0
         tokens = jnp.where(known, inputs.tokens, jnp.maximum(last_token[inputs.token_seats], 0))
         hidden, kv = model(tokens, kv, meta_of(inputs), self.kernels)
-        return model.logits(hidden[inputs.logit_rows], self.kernels), kv
+
+        def logits_of(rows: jax.Array) -> jax.Array:
+            return model.logits(hidden[rows], self.kernels)
+
+        return logits_of, hidden, kv
 
     def plain(self, layout: Layout, leaves, kv, last_token, packed):
         """The all-greedy step: no sampler in it."""
         inputs = layout.split(packed)
-        logits, kv = self.logits(leaves, kv, last_token, inputs)
+        logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
+        logits = logits_of(inputs.logit_rows)
         tokens = greedy(logits)
         if self.split:
             tokens = first_best(jnp.max(logits, axis=-1), tokens, logits.shape[-1])
-        return kv, last_token.at[inputs.seats].set(tokens, mode="drop"), tokens
+        broken = None if layout.bucket.decode_only else broken_sequences(hidden, inputs.cu_q)
+        return kv, last_token.at[inputs.seats].set(tokens, mode="drop"), StepOutput(tokens, broken)
 
     def full(self, layout: Layout, leaves, kv, last_token, seats: SeatState, packed):
         """The step with every sampling option; split, every device samples from all logits, and alike."""
         inputs = layout.split(packed)
-        logits, kv = self.logits(leaves, kv, last_token, inputs)
+        logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
+
+        def whole_logits_of(rows: jax.Array) -> jax.Array:
+            return gather(logits_of(rows)) if self.split else logits_of(rows)
+
         floats = jax.lax.bitcast_convert_type(inputs.floats, jnp.float32)
-        rows = Rows(*floats.T, *inputs.ints.T, scored=inputs.scored, position=inputs.positions[inputs.logit_rows],
-                    seats=inputs.seats)
-        sampled, seats = sample(gather(logits) if self.split else logits, rows, seats, self.kernels.threshold)
-        return kv, last_token.at[inputs.seats].set(sampled.tokens, mode="drop"), seats, sampled
+        rows = Rows(*floats.T, *inputs.ints.T, position=inputs.positions[inputs.logit_rows], seats=inputs.seats)
+        logits = whole_logits_of(inputs.logit_rows)
+        sampled, seats = sample(logits, rows, seats, self.kernels.threshold)
+        last_token = last_token.at[inputs.seats].set(sampled.tokens, mode="drop")
+        if not layout.scores:
+            return kv, last_token, seats, StepOutput(sampled)
+        block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
+        scores = score_prompt(whole_logits_of, inputs.score_rows, inputs.score_tokens, inputs.score_count[0], block)
+        return kv, last_token, seats, StepOutput(sampled, broken_sequences(hidden, inputs.cu_q), scores)
 
     def lower(self, layout: Layout, leaves: list[Any], state: DeviceState) -> jax.stages.Lowered:
         """The step of one executable, for weights and state as arrays or shapes; all of the state is donated, so

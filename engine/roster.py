@@ -229,6 +229,8 @@ class Roster:
         group = self.groups[leader.request.id]
         if leader is group.leader:
             for sibling in group.held:
+                # Also what is known, and will be, of the prompt's log-probabilities: it is scored once.
+                sibling.prompt_logprobs, sibling.scored = leader.prompt_logprobs, leader.scored
                 sibling.keys = leader.keys[: leader.n_prompt // self.pool.page_size]
                 self.queue.push(sibling)
             self._n_held -= len(group.held)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jitney.engine.buckets import Bucket, Buckets
 from jitney.engine.models.llama import Llama
 from jitney.engine.plan import Plan, StepResult
-from jitney.engine.program import DeviceState, Program, StateSizes, allocate, compile_step, shape_on
+from jitney.engine.program import DeviceState, Program, StateSizes, StepOutput, allocate, compile_step, shape_on
 from jitney.engine.sampling import Sampled, SeatState, seat_row
 from jitney.engine.sharding import WHOLE
 from jitney.engine.types import TokenLogprobs
@@ -45,7 +45,8 @@ class Ticket(msgspec.Struct):
     """A launched step; `sampled` fills in on the device."""
 
     plan: Plan
-    sampled: Any  # int32 [S] for an all-greedy step, else Sampled
+    output: StepOutput
+    scored: int  # rows that bring prompt log-probabilities
 
 
 def board_seat(state: SeatState, seat: jax.Array, *row: jax.Array) -> SeatState:
@@ -156,31 +157,45 @@ class Runner:
             if params.penalised or params.biased:
                 row = seat_row(params, seq.tokens, seq.n_prompt, self.config.vocab_size, self.end_ids)
                 self.state.seats = self.board(self.state.seats, np.int32(seq.seat), *row)
-        sampled = self.run(plan.bucket, self.is_plain(plan.bucket, plan.plain), batch.packed)
-        for array in jax.tree.leaves(sampled):
+        output = self.run(plan.bucket, self.is_plain(plan.bucket, plan.plain), batch.packed)
+        scored = plan.scored_rows
+        for array in jax.tree.leaves(output if scored else output[:2]):
             array.copy_to_host_async()
-        return Ticket(plan, sampled)
+        return Ticket(plan, output, scored)
 
-    def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> Any:
+    def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> StepOutput:
         """One call of an executable; replaces the donated state."""
         state, executable = self.state, self.executables[bucket, plain]
         if plain:
-            state.kv, state.last_token, sampled = executable(self.leaves, state.kv, state.last_token, packed)
+            state.kv, state.last_token, output = executable(self.leaves, state.kv, state.last_token, packed)
         else:
-            state.kv, state.last_token, state.seats, sampled = executable(
+            state.kv, state.last_token, state.seats, output = executable(
                 self.leaves, state.kv, state.last_token, state.seats, packed)
-        return sampled
+        return output
 
     def fetch(self, ticket: Ticket) -> StepResult:
-        """Wait for a step's tokens; one entry per logit row in plan order."""
-        rows = ticket.plan.logit_rows
-        if not isinstance(ticket.sampled, Sampled):
-            return StepResult(tokens=np.asarray(ticket.sampled)[:rows].tolist(), logprobs=None)
-        tokens = np.asarray(ticket.sampled.tokens)[:rows].tolist()
-        if not any([chunk.scored or chunk.seq.logprobs is not None for chunk in ticket.plan.chunks]):
-            return StepResult(tokens=tokens, logprobs=None)
-        columns = (np.asarray(column)[:rows].tolist() for column in ticket.sampled[1:])
-        return StepResult(tokens=tokens, logprobs=[TokenLogprobs(*entry) for entry in zip(*columns, strict=True)])
+        """Wait for what a step brought."""
+        plan, (sampled, broken, scores) = ticket.plan, ticket.output
+        rows = plan.logit_rows
+        if isinstance(sampled, Sampled):
+            result = StepResult(tokens=np.asarray(sampled.tokens)[:rows].tolist())
+            if any([chunk.sample and chunk.seq.logprobs is not None for chunk in plan.chunks]):
+                result.logprobs = entries(sampled[1:], rows)
+        else:
+            result = StepResult(tokens=np.asarray(sampled)[:rows].tolist())
+        if broken is not None:
+            found = np.asarray(broken)[: len(plan.chunks)]
+            if found.any():
+                result.broken = found.tolist()
+        if ticket.scored:
+            result.prompt_logprobs = entries(scores, ticket.scored)
+        return result
+
+
+def entries(columns: Iterable[jax.Array], rows: int) -> list[TokenLogprobs]:
+    """The first `rows` entries of log-probabilities, most likely ids and theirs, each an array [R, ...]."""
+    lists = [np.asarray(column)[:rows].tolist() for column in columns]
+    return [TokenLogprobs(*entry) for entry in zip(*lists, strict=True)]
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ Axes: S logit rows, V vocabulary, M seats, B bias entries per seat.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,10 +18,13 @@ from jitney.engine.batch import BIASED, PENALISED, SCORED
 from jitney.engine.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
 from jitney.kernels.interface import Threshold
 
-#: Bit of a seat's token count that says "occurs in the prompt"; the bits below count the token in the output.
-IN_PROMPT = 1 << 14
+#: Bit of a seat's token count that says "occurs in the prompt"; the bits below count the token in the output. Longer
+#: than any context: no count reaches it.
+IN_PROMPT = 1 << 30
 #: Rows whose top-k and top-p end within this many candidates need no search over the vocabulary.
 CANDIDATES = 256
+#: Most bytes of the logits of prompt rows that are scored at a time.
+SCORE_BYTES = 64 << 20
 #: Lanes of the two-level inverse transform: sums of 128 tokens, then the tokens of one sum.
 LANES = 128
 
@@ -28,7 +32,7 @@ LANES = 128
 class SeatState(NamedTuple):
     """What sampling keeps per seat on the device; donated to every step that touches it."""
 
-    counts: jax.Array  # int16 [M, V]: IN_PROMPT bit and output count; maintained for penalised seats only
+    counts: jax.Array  # int32 [M, V]: IN_PROMPT bit and output count; maintained for penalised seats only
     bias_ids: jax.Array  # int32 [M, B]: token ids, V = unused
     bias_values: jax.Array  # float32 [M, B]
     bias_until: jax.Array  # int32 [M, B]: added while the sampled token's position is below this
@@ -37,7 +41,7 @@ class SeatState(NamedTuple):
 class Sampled(NamedTuple):
     """Result of one step, per logit row. token -1: the row's logits are not finite."""
 
-    tokens: jax.Array  # int32 [S] sampled, or the scored token
+    tokens: jax.Array  # int32 [S]
     logprobs: jax.Array  # float32 [S] of `tokens` under the model's own distribution
     top_ids: jax.Array  # int32 [S, MAX_LOGPROBS]
     top_logprobs: jax.Array  # float32 [S, MAX_LOGPROBS]
@@ -45,7 +49,7 @@ class Sampled(NamedTuple):
 
 def empty_state(seats: int, vocab: int) -> SeatState:
     """The state of seats nobody sits in."""
-    return SeatState(counts=jnp.zeros((seats, vocab), jnp.int16),
+    return SeatState(counts=jnp.zeros((seats, vocab), jnp.int32),
                      bias_ids=jnp.full((seats, MAX_BIAS), vocab, jnp.int32),
                      bias_values=jnp.zeros((seats, MAX_BIAS), jnp.float32),
                      bias_until=jnp.zeros((seats, MAX_BIAS), jnp.int32))
@@ -59,7 +63,7 @@ def seat_row(params: SamplingParams, tokens: list[int], n_prompt: int, vocab: in
     what was already streamed. end_ids are banned until min_tokens outputs exist.
     """
     prompt, output = np.asarray(tokens[:n_prompt], np.int64), np.asarray(tokens[n_prompt:], np.int64)
-    counts = np.minimum(np.bincount(output, minlength=vocab), IN_PROMPT - 1).astype(np.int16)
+    counts = np.bincount(output, minlength=vocab).astype(np.int32)
     counts[prompt] |= IN_PROMPT
     ids = np.full(MAX_BIAS, vocab, np.int32)
     values = np.zeros(MAX_BIAS, np.float32)
@@ -99,7 +103,6 @@ class Rows(NamedTuple):
     seed_low: jax.Array
     seed_high: jax.Array
     looks: jax.Array  # PENALISED, BIASED and SCORED bits
-    scored: jax.Array  # token to score, -1: sample one
     position: jax.Array  # of the row; the sampled token's own is one more
     seats: jax.Array  # M: none
 
@@ -113,11 +116,10 @@ def sample(logits: jax.Array, rows: Rows, state: SeatState,
     """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where it has one."""
     shaped = shape_logits(logits, rows, state)
     chosen = greedy(shaped)
-    by_chance = (rows.temperature > 0) & (rows.scored < 0) & (chosen >= 0)
+    by_chance = (rows.temperature > 0) & (chosen >= 0)
     cut = cut or threshold
-    chosen = jax.lax.cond(jnp.any(by_chance), lambda: jnp.where(by_chance, draw(shaped, rows, cut), chosen),
+    tokens = jax.lax.cond(jnp.any(by_chance), lambda: jnp.where(by_chance, draw(shaped, rows, cut), chosen),
                           lambda: chosen)
-    tokens = jnp.where((rows.scored >= 0) & (chosen >= 0), rows.scored, chosen)
     scores = jax.lax.cond(jnp.any(rows.looking(SCORED)), lambda: score(logits, tokens), lambda: no_scores(tokens))
     return Sampled(tokens, *scores), count_tokens(state, rows, tokens)
 
@@ -130,7 +132,7 @@ def shape_logits(logits: jax.Array, rows: Rows, state: SeatState) -> jax.Array:
 
 def count_tokens(state: SeatState, rows: Rows, tokens: jax.Array) -> SeatState:
     """Count the sampled tokens [S] of penalised seats."""
-    counted = rows.looking(PENALISED) & (rows.scored < 0) & (tokens >= 0)
+    counted = rows.looking(PENALISED) & (tokens >= 0)
     seats = jnp.where(counted, rows.seats, state.counts.shape[0])  # M: dropped
     counts = jax.lax.cond(jnp.any(counted), lambda c: c.at[seats, jnp.maximum(tokens, 0)].add(1, mode="drop"),
                           lambda c: c, state.counts)
@@ -252,7 +254,50 @@ def score(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, j
     best, ids = top(logits, min(MAX_LOGPROBS, logits.shape[-1]))
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
     room = ((0, 0), (0, MAX_LOGPROBS - best.shape[-1]))
-    return own - total, jnp.pad(ids, room), jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
+    own = jnp.where(jnp.isfinite(total), own - total, jnp.nan)
+    return own, jnp.pad(ids, room), jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of a step's scored prompt rows under the model's own distribution, in the order of
+    `StepInputs.score_rows`; zeros behind the last of them. NaN: the row's logits are not finite."""
+
+    logprobs: jax.Array  # float32 [T] of the tokens that follow
+    top_ids: jax.Array  # int32 [T, MAX_LOGPROBS]
+    top_logprobs: jax.Array  # float32 [T, MAX_LOGPROBS]
+
+
+def score_rows_at_once(rows: int, vocab: int) -> int:
+    """How many of `rows` scored rows have their logits computed at a time: a power of two, or all."""
+    most = max(1, SCORE_BYTES // (4 * vocab))
+    return min(rows, 1 << (most.bit_length() - 1))
+
+
+def score_prompt(logits_of: Callable[[jax.Array], jax.Array], rows: jax.Array, tokens: jax.Array, count: jax.Array,
+                 block: int) -> Scores:
+    """Score the first `count` of rows int32 [T], each against its entry of tokens int32 [T].
+
+    logits_of: row numbers int32 [block] -> their logits, float32 [block, V]. They are computed a block at a time, so
+    that a step without scored rows computes none, and the logits of a whole prompt never exist at once.
+    """
+    size = rows.shape[0]
+    spare = -size % block
+    rows, tokens = jnp.pad(rows, (0, spare)), jnp.pad(tokens, (0, spare))
+
+    def one_block(number: jax.Array, scores: Scores) -> Scores:
+        first = number * block
+        at = jax.lax.dynamic_slice(rows, (first,), (block,))
+        found = score(logits_of(at), jax.lax.dynamic_slice(tokens, (first,), (block,)))
+        return Scores(*(jax.lax.dynamic_update_slice(whole, part, (first, *[0] * (part.ndim - 1)))
+                        for whole, part in zip(scores, found, strict=True)))
+
+    def all_blocks() -> Scores:
+        return jax.lax.fori_loop(0, (count + block - 1) // block, one_block, Scores(*no_scores(rows)))
+
+    # XLA takes what does not change out of a loop, a copy of the output head among it: 90 ms of a step whose loop would
+    # not run once. It takes nothing out of a branch.
+    scores = jax.lax.cond(count > 0, all_blocks, lambda: Scores(*no_scores(rows)))
+    return Scores(*(column[:size] for column in scores))
 
 
 def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

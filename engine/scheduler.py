@@ -21,6 +21,7 @@ from jitney.engine.pages import PagePool
 from jitney.engine.plan import Chunk, Draft, Load, Plan, StepResult
 from jitney.engine.policies import Situation, make_order, make_policy
 from jitney.engine.prefix import publish, shareable_keys
+from jitney.engine.prompt_scores import PromptScores
 from jitney.engine.roster import Roster
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slot
@@ -47,7 +48,8 @@ class Scheduler:
         self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, self.roster.lengths)
         self._forecast = Forecast(limits, self.roster, self.pace, pool, batch=limits.batch if self._policy.holds else 0)
         self._prompt_rows = PromptRows(self.pace, limits.prefill_share, limits.target_itl_ms / 1000)
-        self._committer = Committer(self.roster, pool)
+        self._scores = PromptScores(pool.page_size)
+        self._committer = Committer(self.roster, pool, self._scores)
         self._arrivals = self._steps = 0
 
     @property
@@ -251,7 +253,7 @@ class Scheduler:
         """The next rows of a batch's prompts, as if each had been padded in front to the longest: all end in one step.
 
         Whoever has more rows left than the others goes first, alone; the rows that the others would compute meanwhile
-        are padding. If prompts are scored, a lack of logit rows can hold a sequence back, and then all wait for it.
+        are padding.
         """
         members = list(self.roster.prefilling)
         longest = max(len(seq.tokens) - seq.scheduled for seq in members)
@@ -267,7 +269,12 @@ class Scheduler:
         Each seated sequence is left one page to grow into; otherwise the newcomer would soon be preempted for it.
         """
         pool = self.pool
-        shared = [] if seq.must_score else pool.match(shareable_keys(seq, pool.page_size))
+        keys = shareable_keys(seq, pool.page_size)
+        if seq.must_score:
+            self._find_scores(seq, keys)
+            # The row before the first score that is missing brings it: it must be computed, hence its whole page.
+            keys = keys[: seq.scored // pool.page_size]
+        shared = pool.match(keys)
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
         if fresh + self.roster.n_seated > pool.available:
             pool.release(shared)
@@ -280,14 +287,27 @@ class Scheduler:
         draft.cached_tokens += found
         return True
 
+    def _find_scores(self, seq: Sequence, keys: list[bytes]) -> None:
+        """A prompt that is to be scored boards for the first time: take over what is known of its first pages."""
+        most = seq.request.sampling.prompt_logprobs
+        if seq.scored or most is None:
+            return
+        found = self._scores.find(keys, most)
+        if found:
+            seq.prompt_logprobs = found
+            seq.scored = len(found) - 1
+
     def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
         """At most `most` of the next known tokens, as the step can take them; the last one's logits are sampled."""
         start, known = seq.scheduled, len(seq.tokens)
-        count, scored = self._chunk_size(seq, draft, most)
+        count = min(known - start, most, draft.tokens_left)
         if count <= 0:
             return
         end = start + count
-        chunk = Chunk(seq, start, count, False, end == known, scored, max(0, min(end, seq.computed_high) - start))
+        # Positions before seq.scored have been scored: before a preemption, or by whoever had the same first pages.
+        scored = max(0, min(end, seq.n_prompt - 1) - seq.scored) if seq.must_score else 0
+        recomputed = max(0, min(end, seq.computed_high) - start)
+        chunk = Chunk(seq, start, count, False, end == known, scored, recomputed, seq.scored)
         draft.chunks.append(chunk)
         draft.rows += count
         draft.pairs += count * (start + end + 1) // 2
@@ -300,22 +320,10 @@ class Scheduler:
             seq.in_flight += 1
             self.roster.start_decoding(seq)
 
-    def _chunk_size(self, seq: Sequence, draft: Draft, most: int) -> tuple[int, int]:
-        """(rows, rows of them that are scored) of a sequence's next chunk."""
-        start, left = seq.scheduled, len(seq.tokens) - seq.scheduled
-        count = min(left, most, draft.tokens_left)
-        if not seq.must_score:
-            # Without a logit row for its last token a chunk stops before it.
-            return (count if count < left or draft.rows_left else count - 1), 0
-        if start < seq.scored:  # again after a preemption: these positions were scored before it
-            return min(count, seq.scored - start), 0
-        count = min(count, draft.rows_left)  # every row wants logits, the last prompt token's to sample from
-        return count, min(count, seq.n_prompt - 1 - start)
-
     def _thrifty(self, seq: Sequence, draft: Draft) -> int:
         """Rows of a prompt that are worth computing in this step rather than in the next."""
         count = min(len(seq.tokens) - seq.scheduled, draft.tokens_left)
-        if seq.must_score or not self._is_last(seq):
+        if not self._is_last(seq):
             return count
         return self.buckets.thrifty(draft.rows, count, draft.n_decode)
 

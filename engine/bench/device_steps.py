@@ -133,7 +133,7 @@ def time_step(bench: Bench, case: Case, sample_s: float) -> tuple[list[float], W
     runner = bench.runner
     plan = plan_of(case, 0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.is_plain(case.bucket, True)
-    if min(runner.fetch(Ticket(plan, runner.run(case.bucket, plain, packed))).tokens) < 0:
+    if min(runner.fetch(Ticket(plan, runner.run(case.bucket, plain, packed), 0)).tokens) < 0:
         raise RuntimeError("the step's logits are not finite")
     samples = repeated(lambda _: runner.run(case.bucket, plain, packed), None, sample_s)
     return samples, plan.work

@@ -43,7 +43,7 @@ def next_token(history: list[int], seed: int) -> int:
 
 def score(history: list[int], token: int) -> TokenLogprobs:
     """The fake model's log-probabilities of `token` after `history`: chosen, and five alternatives."""
-    mark = zlib.crc32(np.asarray([*history, token], np.int32).tobytes()) % 1000 / 100
+    mark = zlib.crc32(np.asarray([*history, token], np.int32).tobytes()) % 1000 / 128  # exact in float32
     return TokenLogprobs(-mark, [(token + i) % VOCAB for i in range(5)], [-mark - i for i in range(5)])
 
 
@@ -68,11 +68,13 @@ class Rows:
     tokens: list[int]  # -1: on the device
     pages: list[int]
     sample: bool
+    score_start: int
     targets: list[int]  # the prompt tokens that the scored rows are scored against
 
 
 class FakeRunner:
-    """Runs plans in order of launch. poisoned: request ids whose logits are not finite."""
+    """Runs plans in order of launch. poisoned: request ids whose logits are not finite; spoiled: those some of whose
+    rows, without logits, are not: (id, position)."""
 
     def __init__(self, n_pages: int, page_size: int, seats: int):
         self.page_size, self.compiles = page_size, 0
@@ -80,6 +82,7 @@ class FakeRunner:
         self.positions = np.full(n_pages * page_size, -1)
         self.last_token, self.seeds = [-1] * seats, [0] * seats
         self.poisoned: set[str] = set()
+        self.spoiled: set[tuple[str, int]] = set()
         self.rows_run = 0
         self._tickets: list[StepResult] = []
 
@@ -95,7 +98,9 @@ class FakeRunner:
             seq = chunk.seq
             known = seq.tokens[chunk.start : chunk.end]
             rows.append(Rows(seq.request.id, seq.seat, chunk.start, known or [-1], list(seq.pages), chunk.sample,
-                             seq.tokens[chunk.start + 1 : chunk.start + 1 + chunk.scored]))
+                             chunk.score_start,
+                             seq.tokens[chunk.score_start + 1 : chunk.score_start + 1 + chunk.scored]))
+            assert not chunk.scored or chunk.start <= chunk.score_start <= chunk.end - chunk.scored
             assert len(rows[-1].tokens) == chunk.count and (known or chunk.decode)
         return rows, {seq.seat: seq.seed for seq in plan.boarded}, plan
 
@@ -109,18 +114,20 @@ class FakeRunner:
         self._write(rows)
         tokens: list[int] = []
         entries: list[TokenLogprobs] = []
+        scores: list[TokenLogprobs] = []
+        broken: list[bool] = []
         for chunk in rows:
             history = self._read(chunk, *before) + chunk.tokens
             poisoned = chunk.request_id in self.poisoned
-            for i, target in enumerate(chunk.targets):
-                tokens.append(-1 if poisoned else target)
-                entries.append(score(history[: chunk.start + i + 1], target))
+            broken.append(any((chunk.request_id, chunk.start + i) in self.spoiled for i in range(len(chunk.tokens))))
+            for i, target in enumerate(chunk.targets, chunk.score_start + 1):
+                scores.append(score(history[:i], target))
             if chunk.sample:
                 token = next_token(history, self.seeds[chunk.seat])
                 self.last_token[chunk.seat] = token
                 tokens.append(-1 if poisoned else token)
                 entries.append(score(history, token))
-        result = StepResult(tokens, None if plan.plain else entries)
+        result = StepResult(tokens, None if plan.plain else entries, scores or None, broken if any(broken) else None)
         self._tickets.append(result)
         self.rows_run += plan.bucket.tokens
         return result

@@ -53,7 +53,9 @@ def logits(folder: str, devices: int, tokens: list[int], dtype: str = "float32",
     kv = allocate(sizes.shapes(model.config, KERNELS, mesh), model.config)
 
     def step(leaves: Any, kv: Any, last_token: Any, packed: Any) -> jax.Array:
-        found, _ = program.logits(leaves, kv, last_token, layout.split(packed))
+        inputs = layout.split(packed)
+        logits_of, _, _ = program.forward(leaves, kv, last_token, inputs)
+        found = logits_of(inputs.logit_rows)
         return gather(found) if mesh is not None else found
 
     args = leaves, kv.kv, kv.last_token, one_prompt(layout, tokens)

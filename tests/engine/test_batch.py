@@ -25,7 +25,7 @@ class PackedRunner(FakeRunner):
 
     def batch(self, plan: Plan) -> Any:
         super().batch(plan)  # for its assertions
-        wanted = [(chunk.seq.seat, chunk.logit_rows, chunk.seq.request.sampling) for chunk in plan.chunks]
+        wanted = [(chunk.seq.seat, chunk.sample, chunk.seq.request.sampling) for chunk in plan.chunks]
         return self.builder.layout(plan.bucket, False), self.builder.build(plan, False), wanted
 
     def launch(self, batch: Any) -> Any:
@@ -36,11 +36,12 @@ class PackedRunner(FakeRunner):
         layout, packed, wanted = ticket
         return self.run(layout, packed, wanted)
 
-    def run(self, layout: Layout, packed: np.ndarray, wanted: list[tuple[int, int, SamplingParams]]) -> StepResult:
+    def run(self, layout: Layout, packed: np.ndarray, wanted: list[tuple[int, bool, SamplingParams]]) -> StepResult:
         x, page = layout.split(packed), self.page_size
         n_decode, n_seqs, n_rows = x.counts
         owners = [seat for seat, _, _ in wanted]
-        params = [sampling for _, count, sampling in wanted for _ in range(count)]
+        params = [sampling for _, sample, sampling in wanted if sample]
+        samplers = [seat for seat, sample, _ in wanted if sample]
         assert n_seqs == len(owners) and x.cu_q[n_seqs] == n_rows and (x.cu_q[n_seqs:] == n_rows).all()
         assert (x.write_rows[n_rows:] == self.builder.pool_rows).all(), "padding writes nothing"
         assert not x.kv_lens[n_seqs:].any() and not x.page_table[n_seqs:].any()
@@ -55,29 +56,40 @@ class PackedRunner(FakeRunner):
             self.tokens[flat] = np.where(x.tokens[rows] < 0, self.last_token[seat], x.tokens[rows])
             self.positions[flat] = positions
         n = len(params)
-        assert not any(field[n:].any() for field in (x.ints, x.floats, x.scored))
+        assert not any(field[n:].any() for field in (x.ints, x.floats))
         assert (x.seats[n:] == len(self.seeds)).all()
         np.testing.assert_array_equal(x.floats[:n].view(np.float32), np.array(
             [(0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
               p.frequency_penalty) for p in params], np.float32).reshape(n, FLOATS))
         assert x.ints[:n, 0].tolist() == [max(p.top_k, 0) for p in params]
-        assert x.ints[:n, 3].tolist() == [PENALISED * p.penalised | BIASED * p.biased | SCORED * p.scored
-                                          for p in params]
-        result = StepResult([], [])
-        for i, (row, to_seat) in enumerate(zip(x.logit_rows[:n], x.seats[:n], strict=True)):
+        assert x.ints[:n, 3].tolist() == [
+            PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None) for p in params]
+
+        def history_of(row: int) -> list[int]:
+            """Tokens up to a row's own, read through the page table."""
             s = int(np.searchsorted(x.cu_q[1 : n_seqs + 1], row, "right"))
             last = x.kv_lens[s] - x.cu_q[s + 1] + row
+            assert x.positions[row] == last
             at = np.arange(last + 1)
             flat = x.page_table[s, at // page] * page + at % page
             np.testing.assert_array_equal(self.positions[flat], at)
-            history, target = self.tokens[flat].tolist(), int(x.scored[i])
-            assert x.positions[row] == last and to_seat == (owners[s] if target < 0 else len(self.seeds))
-            token = target if target >= 0 else next_token(history, int(x.ints[i, 1:3].copy().view(np.int64)[0]))
-            if target < 0:
-                self.last_token[to_seat] = token
-            result.tokens.append(token)
-            result.logprobs.append(score(history, token))  # pyright: ignore[reportOptionalMemberAccess]
-        return result
+            return self.tokens[flat].tolist()
+
+        assert x.seats[:n].tolist() == samplers
+        tokens: list[int] = []
+        entries = []
+        for i, row in enumerate(x.logit_rows[:n].tolist()):
+            history = history_of(row)
+            token = next_token(history, int(x.ints[i, 1:3].copy().view(np.int64)[0]))
+            self.last_token[samplers[i]] = token
+            tokens.append(token)
+            entries.append(score(history, token))
+        scores = []
+        if layout.scores:
+            count = int(x.score_count[0])
+            for row, target in zip(x.score_rows[:count].tolist(), x.score_tokens[:count].tolist(), strict=True):
+                scores.append(score(history_of(row), target))
+        return StepResult(tokens, entries, scores or None)
 
 
 @pytest.mark.parametrize(("policy", "seed"), [("continuous", 1), ("continuous", 2), ("static", 3)])
@@ -99,4 +111,5 @@ def test_fields_follow_one_another_without_a_gap():
         slices = list(layout.slices.values())
         assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])] and slices[-1].stop == layout.size
         assert list(layout.slices)[-1] == "page_table" and layout.size == (
-            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if plain else 8 * (1 + FLOATS + INTS)))
+            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if plain else 8 * (FLOATS + INTS) + 1 + 2 * 64))
+    assert not Layout(Bucket(8, 8), 12, False).scores, "a decode step has no prompt to score"

@@ -245,6 +245,75 @@ def test_pages_of_a_request_that_was_not_finite_are_not_shared():
     assert [out.cached_tokens for out in outputs] == [0, 0]
 
 
+def is_not_shared(core: EngineCore, prompt: list[int]) -> bool:
+    """Whether a later request finds no page of this prompt."""
+    core.check()
+    core.add(make_request("later", prompt, max_tokens=1))
+    outputs = core.run_until_idle()
+    assert tokens_of(outputs, "later") == solo(make_request("later", prompt, max_tokens=1), 0, 1, eos=())
+    return [out.cached_tokens for out in outputs if out.request_id == "later"] == [0]
+
+
+def test_a_nan_with_the_last_token_leaves_no_page():
+    """When its result comes the sequence has left its seat, and its pages, all published, are in the cache."""
+    core = make_core(eos=(), page_size=4)
+    prompt = [2] * 12
+    core.add(make_request("bad", prompt, max_tokens=3))
+    core.step()
+    core.step()
+    device_of(core).poisoned.add("bad")
+    outputs = core.run_until_idle()
+    assert code_of(ends_of(outputs)["bad", 0]) == "nan_logits"
+    assert is_not_shared(core, prompt)
+
+
+@pytest.mark.parametrize("way", ["abort", "deadline", "stop", "preempted", "length"])
+@pytest.mark.parametrize("kind", ["poisoned", "spoiled"])
+def test_a_nan_that_comes_after_the_end_leaves_no_page(way: str, kind: str):
+    """The request ends, or loses its seat, while the step that was not finite is on the device."""
+    clock = FakeClock()
+    core = make_core(eos=(), clock=clock, budget=16, prefill_share=1.0)
+    prompt = [2] * 12
+    if kind == "poisoned":
+        device_of(core).poisoned.add("bad")
+    device_of(core).spoiled.add(("bad", 5))
+    core.add(make_request("bad", prompt, max_tokens=1 if way == "length" else 8, deadline=1.0))
+    core.step()  # launched, its pages published
+    if way in ("abort", "stop"):
+        core.abort("bad", None, "stop" if way == "stop" else "abort")
+    elif way == "deadline":
+        clock.now = 2.0
+    elif way == "preempted":
+        core.scheduler.roster.preempt(next(iter(core.scheduler.roster.decoding)))
+    outputs = core.run_until_idle()
+    ends = ends_of(outputs)["bad", 0]
+    assert ends.finish == (way if way in ("abort", "deadline", "stop") else "error")
+    assert is_not_shared(core, prompt)
+
+
+def test_a_prompt_row_that_is_not_finite_ends_its_request():
+    """A row in the middle of a prompt, whose logits nobody takes; its neighbour goes on."""
+    core = make_core(eos=(), budget=16)
+    device_of(core).spoiled.add(("bad", 7))
+    requests = [make_request("bad", [3] * 30, max_tokens=6), make_request("good", [2] * 9, max_tokens=6)]
+    for request in requests:
+        core.add(request)
+    outputs = core.run_until_idle()
+    assert code_of(ends_of(outputs)["bad", 0]) == "nan_logits" and not tokens_of(outputs, "bad")
+    assert tokens_of(outputs, "good") == solo(requests[1], 0, 9, eos=())
+    assert is_not_shared(core, [3] * 30)
+
+
+def test_scores_of_a_prompt_that_was_not_finite_are_not_kept():
+    core = make_core(eos=(), budget=16)
+    prompt = [3] * 30
+    device_of(core).spoiled.add(("bad", 20))
+    for name in ("bad", "good"):
+        core.add(make_request(name, prompt, max_tokens=1, prompt_logprobs=1))
+        outputs = core.run_until_idle()
+    assert outputs[0].cached_tokens == 0 and len(outputs[0].prompt_logprobs or ()) == 30
+
+
 def test_an_exception_over_one_sequence_ends_that_one(caplog: pytest.LogCaptureFixture):
     core = make_core(eos=())
     fetch = core.runner.fetch

@@ -123,6 +123,60 @@ def test_logprobs_of_output_and_prompt_equal_the_dense_forward(llm, model):
         np.testing.assert_allclose(entry.top_logprobs, np.sort(expected[at])[::-1][:n], atol=1e-4)
 
 
+def same_scores(model: Llama, ids: list[int], entries: Any, most: int) -> None:
+    """Each token of a prompt given all before it, as the dense forward has it."""
+    expected = oracle_logprobs(model, ids)
+    assert entries[0] is None and len(entries) == len(ids)
+    for at, entry in enumerate(entries[1:]):
+        assert entry.logprob == pytest.approx(expected[at, ids[at + 1]], abs=1e-4)
+        np.testing.assert_allclose(entry.top_logprobs, np.sort(expected[at])[::-1][:most], atol=1e-4)
+
+
+def test_scored_prompts_equal_the_dense_forward_however_they_are_cut(llm, model):
+    """At the edges of chunks and pages, several in one step, beside decoding streams, and with prefix hits."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
+    base = prompt(500, 80)
+    prompts = [prompt(501 + n, n) for n in (1, 2, 63, 64, 65, 130)]
+    prompts += [base, base + prompt(510, 7), base[:48], base[:33] + prompt(511, 40)]
+    for _ in range(2):  # the second time from what is known
+        steps, before = llm.core.ledger.steps, llm.core.ledger.totals["prefill"]
+        answers = llm.generate([*prompts, prompt(520, 9)], [params] * len(prompts) + [GREEDY])
+        for ids, answer in zip(prompts, answers, strict=False):
+            same_scores(model, ids, answer.prompt_logprobs, 3)
+        rows = llm.core.ledger.totals["prefill"] - before
+    # Of each prompt of more than two pages, all but the last page that is known and what follows it.
+    assert rows < 250 and llm.core.ledger.steps - steps < 40
+
+
+def test_siblings_get_the_log_probabilities_of_their_prompt(llm, model):
+    ids = prompt(530, 70)
+    params = SamplingParams(n=4, temperature=1.0, max_tokens=2, prompt_logprobs=1)
+    same_scores(model, ids, llm.generate([ids], params)[0].prompt_logprobs, 1)
+
+
+def test_a_prompt_row_whose_logits_nobody_takes_must_be_finite(llm):
+    """An embedding that is not finite, read in the first chunk of three: the attention of later rows may or may not
+    carry it on. The pages are not shared once the weights are whole again."""
+    ids = [*prompt(540, 20), 401, *prompt(541, 120)]
+    runner = llm.core.runner
+    leaf = next(i for i, leaf in enumerate(runner.leaves) if leaf.shape == (VOCAB, 64))
+    embed = runner.leaves[leaf]
+    steps = llm.core.ledger.steps
+    runner.leaves[leaf] = embed.at[401].set(jnp.inf)
+    try:
+        bad, good = llm._request(ids, GREEDY), llm._request(prompt(542, 10), GREEDY)
+        llm.core.add(bad)
+        llm.core.add(good)
+        outputs = llm.core.run_until_idle()
+    finally:
+        runner.leaves[leaf] = embed
+    ends = {output.request_id: output for output in outputs if output.finish}
+    assert ends[bad.id].error.code == "nan_logits" and ends[good.id].finish == "length"
+    records = llm.core.ledger.since(steps)
+    assert records["prefill"].sum() + records["cancelled"].sum() < 140, "computed on though its first chunk was broken"
+    assert llm.generate([ids], GREEDY)[0].cached_tokens == 0
+
+
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, SPECIAL], ids=["greedy", "seeded", "special"])
 def test_alone_and_in_a_crowd_of_32(llm, params):
     prompts = [prompt(i, 3 + 5 * i) for i in range(32)]

@@ -103,13 +103,19 @@ def test_without_retention_only_living_owners_share():
     assert pool.match(keys) == [] and pool.n_free == 4
 
 
-def test_withdrawn_pages_are_not_found():
+@pytest.mark.parametrize("still_held", [True, False])
+def test_withdrawn_pages_are_not_found(still_held: bool):
+    """By name: nobody need hold them any more. One that was kept for its contents alone is free at once."""
     pool, keys = PagePool(5, 4), keys_of([1] * 8, 2)
     pages = held(pool, keys)
-    pool.withdraw(pages)
+    if not still_held:
+        pool.release(pages)
+    pool.withdraw([b"never published", *keys])
     assert pool.match(keys) == []
-    pool.release(pages)
-    assert pool.n_free == 4
+    if still_held:
+        pool.release(pages)
+    assert (pool.n_cached, pool.n_free) == (0, 4)
+    pool.check([])
 
 
 def test_keys_name_the_whole_prefix_and_the_owner():

@@ -206,7 +206,7 @@ def test_pages_run_out_in_a_batch():
     assert core.ledger.totals["preempted"] and core.ledger.closes()
 
 
-def test_prompts_that_are_scored_share_the_logit_rows_of_a_batch():
+def test_prompts_that_are_scored_are_one_batch_with_others():
     clock = FakeClock()
     core = make_core(seats=3, budget=16, eos=(), policy="static", clock=clock)
     prompts = {"a": [1, 2, 3, 4, 5, 6, 7], "b": [7, 8, 9, 1, 2], "c": [5, 5, 5, 6]}

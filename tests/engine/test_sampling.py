@@ -9,7 +9,20 @@ import numpy as np
 import pytest
 
 from jitney.engine.batch import BIASED, PENALISED, SCORED
-from jitney.engine.sampling import Rows, SeatState, empty_state, greedy, sample, seat_row, threshold, top
+from jitney.engine.sampling import (
+    IN_PROMPT,
+    Rows,
+    SeatState,
+    empty_state,
+    greedy,
+    sample,
+    score_prompt,
+    score_rows_at_once,
+    seat_row,
+    shape_logits,
+    threshold,
+    top,
+)
 from jitney.engine.types import MAX_LOGPROBS, SamplingParams
 
 VOCAB = 600
@@ -17,13 +30,13 @@ SEATS = 4
 run = jax.jit(sample)
 
 
-def rows_of(params: list[SamplingParams], seats: Sequence[int], *, seeds=None, positions=None, scored=None) -> Rows:
+def rows_of(params: list[SamplingParams], seats: Sequence[int], *, seeds=None, positions=None) -> Rows:
     """One row per entry, of these seats (SEATS: none)."""
     n = len(params)
     floats = [(0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
                p.frequency_penalty) for p in params]
     looks = [PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None) for p in params]
-    ints = [[p.top_k for p in params], seeds or [0] * n, [0] * n, looks, scored or [-1] * n, positions or [0] * n,
+    ints = [[p.top_k for p in params], seeds or [0] * n, [0] * n, looks, positions or [0] * n,
             seats]
     return Rows(*jnp.asarray(floats, jnp.float32).T, *jnp.asarray(ints, jnp.int32))
 
@@ -139,17 +152,68 @@ def test_bias_moves_and_min_tokens_bans_the_end_until_its_position():
     assert [token(end) for end in (10, 11, 12, 13)] == [11, 11, 11, 2]
 
 
-def test_scored_rows_return_the_given_token_and_exact_logprobs():
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Of each row, in float64."""
+    wide = logits.astype(np.float64)
+    return wide - np.log(np.exp(wide).sum(1, keepdims=True))
+
+
+def test_logprobs_of_sampled_rows_are_exact():
     logits = np.random.default_rng(2).normal(size=(2, VOCAB)).astype(np.float32)
     params = SamplingParams(temperature=1.0, logprobs=5)
-    result, _ = run(logits, rows_of([params, params], [SEATS, 1], scored=[42, -1]), empty_state(SEATS, VOCAB))
-    assert int(result.tokens[0]) == 42
-    wide = logits.astype(np.float64)
-    expected = wide - np.log(np.exp(wide).sum(1, keepdims=True))
-    assert result.logprobs[0] == pytest.approx(expected[0, 42], abs=1e-5)
+    result, _ = run(logits, rows_of([params, params], [SEATS, 1]), empty_state(SEATS, VOCAB))
+    expected = log_softmax(logits)
+    np.testing.assert_allclose(result.logprobs, expected[[0, 1], np.asarray(result.tokens)], atol=1e-5)
     order = np.argsort(-expected, axis=1)[:, :MAX_LOGPROBS]
     np.testing.assert_array_equal(result.top_ids, order)
     np.testing.assert_allclose(result.top_logprobs, np.take_along_axis(expected, order, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 10])
+def test_scored_rows_bring_exact_logprobs_block_by_block(count: int):
+    """Of 10 rows, four at a time: no row is left out or computed for nothing, whatever the count."""
+    logits = np.random.default_rng(2).normal(size=(12, VOCAB)).astype(np.float32)
+    logits[7] = np.nan
+    rows = np.array([3, 0, 11, 5, 4, 7, 8, 9, 1, 2], np.int32)
+    targets = np.random.default_rng(3).integers(0, VOCAB, 10).astype(np.int32)
+    computed: list[int] = []
+
+    def logits_of(at: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda numbers: computed.extend(numbers.tolist()), at)
+        return jnp.asarray(logits)[at]
+
+    found = score_prompt(logits_of, jnp.asarray(rows), jnp.asarray(targets), jnp.int32(count), 4)
+    jax.effects_barrier()
+    assert sorted(computed) == sorted([*rows, 0, 0][: -(-count // 4) * 4])
+    assert found.logprobs.shape == (10,) and found.top_ids.shape == (10, MAX_LOGPROBS)
+    expected = log_softmax(logits[rows])
+    np.testing.assert_allclose(found.logprobs[:count], expected[np.arange(count), targets[:count]], atol=1e-5)
+    finite = [i for i in range(count) if rows[i] != 7]
+    order = np.argsort(-expected, axis=1)[:, :MAX_LOGPROBS]
+    np.testing.assert_array_equal(np.asarray(found.top_ids)[finite], order[finite])
+    assert np.isnan(np.asarray(found.logprobs)[:count][rows[:count] == 7]).all()
+
+
+@pytest.mark.parametrize(("rows", "vocab", "block"), [(512, 49_152, 256), (512, 151_936, 64), (96, 49_152, 96),
+                                                      (8192, 128_256, 128), (64, 512, 64)])
+def test_logits_of_scored_rows_take_64_mib_at_most(rows: int, vocab: int, block: int):
+    assert score_rows_at_once(rows, vocab) == block and (block == rows or block * vocab * 4 <= 64 << 20)
+
+
+@pytest.mark.parametrize("count", [16_383, 16_384, 32_767, 32_768, 131_072])
+def test_penalties_of_a_token_repeated_without_end(count: int):
+    """Its count goes up by one at a time, in the state that a boarding seat gets and on the device; none overflows."""
+    params = SamplingParams(temperature=0, frequency_penalty=0.01, presence_penalty=1.0, repetition_penalty=2.0)
+    row = seat_row(params, [5] * (3 + count - 1), 3, VOCAB, ())
+    state = SeatState(*(column.at[1].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True)))
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[0, 5] = 9000.0
+    rows = rows_of([params], [1])
+    sampled, state = run(logits, rows, state)
+    assert int(sampled.tokens[0]) == 5
+    shaped = shape_logits(jnp.asarray(logits), rows, state)
+    np.testing.assert_allclose(shaped[0, 5], 4500.0 - 1.0 - 0.01 * count, rtol=1e-6)
+    assert int(state.counts[1, 5] & (IN_PROMPT - 1)) == count and int(state.counts[1, 5]) > IN_PROMPT
 
 
 def test_the_best_of_blocks_are_the_best_of_the_row():

@@ -24,9 +24,10 @@ from jitney.engine.admission import SchedulerLimits, sibling_seed
 from jitney.engine.buckets import make_buckets
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.pages import SHARED, PagePool
-from jitney.engine.plan import Draft, StepResult
+from jitney.engine.plan import StepResult
 from jitney.engine.scheduler import Scheduler
 from jitney.engine.sequence import Sequence
+from jitney.engine.types import SequenceOutput
 from jitney.engine.waiting import WaitingQueue
 
 
@@ -391,15 +392,6 @@ def test_a_prompt_above_the_token_cap_may_wait_alone():
     assert code_of(ends["b", 0]) == "queue_full"
 
 
-@pytest.mark.parametrize(("rows_left", "count"), [(0, 5), (1, 6)])
-def test_a_prompt_whose_last_row_finds_no_logit_row_stops_before_it(rows_left: int, count: int):
-    """Scored prompts may have taken all the logit rows of a step."""
-    scheduler = make_core().scheduler
-    seq, behind = (Sequence(make_request(name, [1] * 6), 0, 0, [1] * 6, 8) for name in "ab")
-    scheduler.roster.prefilling = {seq: None, behind: None}
-    assert scheduler._chunk_size(seq, Draft(tokens_left=10, rows_left=rows_left), 10) == (count, 0)
-
-
 @pytest.mark.parametrize("pages", [40, 11])
 def test_prompt_logprobs_are_scored_once_each(pages: int):
     """With 10 pages one of the two is preempted; entries are still one per prompt token, in order."""
@@ -416,14 +408,14 @@ def test_prompt_logprobs_are_scored_once_each(pages: int):
         assert [(entry.logprob, entry.top_ids) for entry in told[0][1:] if entry] == [
             (entry.logprob, entry.top_ids[:2]) for entry in wanted]
         assert tokens_of(outputs, name) == solo(make_request(name, prompt, max_tokens=16), 0, 99, ())
-    assert max(sum(chunk.logit_rows for chunk in plan.chunks) for plan in plans) == 4
+    assert max(sum(chunk.scored for chunk in plan.chunks) for plan in plans) > 10, "as many as the step has rows"
     assert sum(chunk.scored for plan in plans for chunk in plan.chunks) == 11 + 12
     assert (core.ledger.totals["preempted"] > 0) == (pages == 11)
 
 
 def test_preempted_while_its_prompt_is_scored():
-    """The second prompt has one logit row a step while the first outgrows the pool; no position is scored twice."""
-    core = make_core(seats=2, pages=10, budget=16, eos=())
+    """The second prompt has one row a step while the first outgrows the pool; no position is scored twice."""
+    core = make_core(seats=2, pages=10, budget=16, eos=(), prefill_share=0.07)
     plans = watch(core)
     core.add(make_request("old", [1, 2, 3], max_tokens=30))
     core.step()
@@ -436,6 +428,83 @@ def test_preempted_while_its_prompt_is_scored():
     told = next(out.prompt_logprobs for out in outputs if out.prompt_logprobs)
     assert [entry.logprob for entry in told[1:] if entry] == [
         score(prompt[: i + 1], token).logprob for i, token in enumerate(prompt[1:])]
+
+
+def scores_of(outputs: list[SequenceOutput], name: str, index: int = 0) -> list[tuple[float, list[int]] | None]:
+    """What a sequence was told of its prompt's tokens."""
+    told = [out.prompt_logprobs for out in outputs
+            if (out.request_id, out.index) == (name, index) and out.prompt_logprobs is not None]
+    assert len(told) == 1
+    return [entry and (entry.logprob, entry.top_ids) for entry in told[0]]
+
+
+def wanted_scores(prompt: list[int], most: int) -> list[tuple[float, list[int]] | None]:
+    """By the definition: each token given all before it."""
+    entries = [score(prompt[: i + 1], token) for i, token in enumerate(prompt[1:])]
+    return [None, *((entry.logprob, entry.top_ids[:most]) for entry in entries)]
+
+
+@pytest.mark.parametrize(("seats", "budget", "steps"), [(1, 512, 16), (32, 512, 16), (1, 64, 63)])
+def test_scored_prompts_take_rows_of_the_token_budget(seats: int, budget: int, steps: int):
+    """4,000 tokens, however few the seats."""
+    core = make_core(seats=seats, pages=260, page_size=16, budget=budget, context=4096, eos=())
+    plans = watch(core)
+    prompt = [(7 * i + i // 50) % 40 for i in range(4000)]
+    core.add(make_request("a", prompt, max_tokens=1, prompt_logprobs=1))
+    outputs = core.run_until_idle()
+    assert len(plans) <= steps
+    assert scores_of(outputs, "a")[:300] == wanted_scores(prompt[:300], 1)
+    assert len(scores_of(outputs, "a")) == 4000
+
+
+def test_a_scored_prefix_is_scored_and_computed_once():
+    """Of 48 tokens that were scored the last page is computed again: its last row scores the first other token."""
+    core = make_core(seats=2, pages=60, budget=64, eos=())
+    plans = watch(core)
+    start = [(3 * i) % 40 for i in range(50)]
+    counts = {}
+    for name, prompt in {"first": [*start, 1, 2], "second": [*start, 3, 4, 5], "same": [*start, 1, 2]}.items():
+        core.add(make_request(name, prompt, max_tokens=1, prompt_logprobs=2))
+        before = len(plans)
+        outputs = core.run_until_idle()
+        assert scores_of(outputs, name) == wanted_scores(prompt, 2)
+        chunks = [chunk for plan in plans[before:] for chunk in plan.chunks]
+        counts[name] = sum(chunk.count for chunk in chunks), sum(chunk.scored for chunk in chunks)
+    assert counts == {"first": (52, 51), "second": (53 - 44, 5), "same": (52 - 44, 4)}
+
+
+def test_what_is_known_of_a_prefix_serves_fewer_alternatives_only():
+    core = make_core(seats=2, pages=60, budget=64, eos=())
+    plans = watch(core)
+    prompt = [(3 * i) % 40 for i in range(30)]
+    rows = []
+    for number, most in enumerate((2, 4, 1, 0)):
+        core.add(make_request(f"r{number}", prompt, max_tokens=1, prompt_logprobs=most))
+        before = len(plans)
+        assert scores_of(core.run_until_idle(), f"r{number}") == wanted_scores(prompt, most)
+        rows.append(sum(chunk.count for plan in plans[before:] for chunk in plan.chunks))
+    assert rows == [30, 30, 30 - 24, 30 - 24]
+
+
+def test_siblings_have_their_prompt_scored_once():
+    core = make_core(seats=4, pages=60, budget=64, eos=())
+    plans = watch(core)
+    prompt = [(3 * i) % 40 for i in range(30)]
+    core.add(make_request("a", prompt, max_tokens=3, n=4, prompt_logprobs=2))
+    outputs = core.run_until_idle()
+    assert all(scores_of(outputs, "a", index) == wanted_scores(prompt, 2) for index in range(4))
+    assert sum(chunk.scored for plan in plans for chunk in plan.chunks) == 29
+
+
+def test_siblings_of_a_leader_that_left_have_its_scores():
+    """Aborted with its last prompt row on the device: what comes back is its siblings' all the same."""
+    core = make_core(seats=4, pages=60, budget=64, eos=())
+    prompt = [(3 * i) % 40 for i in range(30)]
+    core.add(make_request("a", prompt, max_tokens=3, n=2, prompt_logprobs=2))
+    core.step()
+    core.abort("a", 0)
+    outputs = core.run_until_idle()
+    assert scores_of(outputs, "a", 1) == wanted_scores(prompt, 2)
 
 
 def test_logprobs_come_with_their_tokens():
