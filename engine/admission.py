@@ -92,9 +92,7 @@ class Admission:
     def sequences(self, request: EngineRequest, number: int) -> list[Sequence]:
         """The n sequences of a request, or RequestError; nothing is registered yet. number: in order of arrival."""
         sampling = request.sampling
-        sampling.validate(self.vocab_size)
-        self._check_prompt(request.prompt)
-        max_tokens = self._max_tokens(request)
+        max_tokens = self.check(request)
         expected = self.lengths.expect(len(request.prompt), max_tokens)
         group = self.class_of(request, expected)
         # Sets that several sequences may have are one object, which stays in the host's caches.
@@ -107,6 +105,12 @@ class Admission:
                          rank=(group, number, index), expected=expected, plain=sampling.plain, stop_ids=stop_ids,
                          shares=self.pool.retain or sampling.n > 1, root=root)
                 for index in range(sampling.n)]
+
+    def check(self, request: EngineRequest) -> int:
+        """The most tokens the request may generate. Raises RequestError if it can never run here, however idle."""
+        request.sampling.validate(self.vocab_size)
+        self._check_prompt(request.prompt)
+        return self._max_tokens(request)
 
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from jitney.engine import wire
 from jitney.engine.config import Config
 from jitney.engine.detokenizer import TextStream
-from jitney.engine.errors import RequestError
+from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.platforms import prepare_platform
 from jitney.engine.settings import load_config
 from jitney.engine.tokenizer import load_tokenizer
@@ -23,7 +24,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """One of a request's n sequences. finish_reason: stop | length | abort; stop: the stop string found, if one was."""
+    """One of a request's n sequences. finish_reason: stop | length | error; stop: the stop string found, if one was."""
 
     index: int
     text: str = ""
@@ -35,12 +36,14 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt. cached_tokens: prompt tokens whose KV came from the prefix cache."""
+    """The answer to one prompt. cached_tokens: prompt tokens whose KV came from the prefix cache. error: why it failed
+    while it ran, if it did; the completions then end where they were."""
 
     prompt_ids: list[int]
     outputs: list[Completion]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
+    error: ErrorInfo | None = None
 
 
 @dataclass(slots=True)
@@ -84,22 +87,29 @@ class LLM:
         """Complete prompts (text, or token ids) together; one output per prompt, in order.
 
         params: one for all, or one each. Raises RequestError, before anything runs, for the first prompt or field that
-        cannot be served.
+        cannot be served. A request that fails while it runs has finish_reason "error", and the reason in its output's
+        `error`; the others are answered. Interrupted, it leaves nothing running.
         """
         batch = as_prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts but {len(each)} sampling params", param="params")
         requests = [self._request(self._ids(prompt), one) for prompt, one in zip(batch, each, strict=True)]
-        waiting = iter(requests)
         answers: list[RequestOutput] = []
-        for request in itertools.islice(waiting, self.info.max_waiting_requests):
-            answers.append(self._submit(request))
-        while self.core.has_work:
-            finished = sum(1 for _ in self._step())
-            for request in itertools.islice(waiting, finished):
-                answers.append(self._submit(request))
+        waiting = deque(requests)
+        try:
+            while waiting or self.core.has_work:
+                while waiting and self._may_submit(waiting[0]):
+                    answers.append(self._submit(waiting.popleft()))
+                list(self._step())
+        except BaseException:
+            self._abort([request.id for request in requests])
+            raise
         return answers
+
+    def _may_submit(self, request: EngineRequest) -> bool:
+        """Whether the request finds room to wait; alone it always does."""
+        return not self._running or self.core.scheduler.has_room(request)
 
     def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
              params: SamplingParams | None = None) -> list[RequestOutput]:
@@ -122,15 +132,14 @@ class LLM:
         try:
             while request.id in self._running:
                 list(self._step())
+                if answer.error is not None:
+                    raise RequestError.from_info(answer.error)
                 text = answer.outputs[0].text
                 if len(text) > sent:
                     yield text[sent:]
                     sent = len(text)
         finally:
-            if request.id in self._running:
-                self.core.abort(request.id, None, "abort")
-            while self.core.has_work and self._running.keys() <= {request.id}:
-                list(self._step())  # until the device is idle: a row past the end may still be on its way
+            self._abort([request.id])
 
     def close(self) -> None:
         """Let go of weights, pages and executables."""
@@ -140,11 +149,11 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _request(self, prompt: list[int], params: SamplingParams) -> EngineRequest:
-        """A checked request."""
-        params.validate(self.info.vocab_size)
-        if any(not 0 <= token < self.info.vocab_size for token in prompt):
-            raise RequestError(f"prompt token ids must be 0 to {self.info.vocab_size - 1}", param="prompt")
-        return EngineRequest(id=f"llm-{next(self._numbers)}", prompt=prompt, sampling=params, arrival=time.monotonic())
+        """A request that can run; RequestError if it cannot."""
+        request = EngineRequest(id=f"llm-{next(self._numbers)}", prompt=prompt, sampling=params,
+                                arrival=time.monotonic())
+        self.core.scheduler.check_request(request)
+        return request
 
     def _submit(self, request: EngineRequest) -> RequestOutput:
         params = request.sampling
@@ -156,16 +165,26 @@ class LLM:
         self.core.add(request)
         return answer
 
+    def _abort(self, ids: Sequence[str]) -> None:
+        """End these requests, those that still run, and step until the device is idle unless others run: a row past
+        the end may still be on its way."""
+        for request_id in ids:
+            if self._running.pop(request_id, None) is not None:
+                self.core.abort(request_id, None, "abort")
+        while self.core.has_work and not self._running:
+            list(self._step())
+
     def _step(self) -> Iterator[str]:
-        """Run one step; yield the ids of requests that it ended. Raises RequestError when one failed."""
+        """Run one step; yield the ids of requests that it ended."""
         for output in self.core.step().outputs:
             running = self._running.get(output.request_id)
             if running is None:
                 continue
             if output.error is not None:
-                del self._running[output.request_id]
-                raise RequestError.from_info(output.error)
-            self._take(running, output)
+                running.answer.error = output.error
+                running.answer.outputs[output.index].finish_reason = "error"
+            else:
+                self._take(running, output)
             if running.done:
                 del self._running[output.request_id]
                 yield output.request_id

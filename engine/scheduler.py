@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from jitney.engine.admission import Admission, SchedulerLimits
 from jitney.engine.buckets import Buckets
 from jitney.engine.commit import Committer
-from jitney.engine.errors import ConfigError
+from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.forecast import Forecast
 from jitney.engine.pace import Pace, PromptRows
 from jitney.engine.pages import PagePool
@@ -74,6 +74,19 @@ class Scheduler:
         sequences, now = self._admission.sequences(request, self._arrivals), self.clock()
         self._forecast.admit(sequences[0], now)
         self.roster.add(request, sequences, now)
+
+    def check_request(self, request: EngineRequest) -> None:
+        """Raise RequestError if a request can never run here, however idle the engine; `add` checks the same."""
+        self._admission.check(request)
+
+    def has_room(self, request: EngineRequest) -> bool:
+        """Whether a request that can run here may wait now."""
+        leader = self._admission.sequences(request, self._arrivals + 1)[0]
+        try:
+            self._forecast.admit(leader, self.clock())
+        except RequestError:
+            return False
+        return max(self.roster.backlog.excess(leader.n_prompt, len(self.roster.free_seats))) <= 0
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
         """End a request (index None) or one of its sequences now; unknown ids have ended already and are no error."""

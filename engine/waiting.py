@@ -93,9 +93,7 @@ class Backlog:
         Requests that find a free seat do not wait beyond the next step, so the caps count those beyond the free seats;
         one prompt larger than max_tokens may still wait alone. overflow: this one may wait up to twice the caps.
         """
-        times = 2 if overflow else 1
-        too_many = self.requests + 1 - free_seats - times * self.max_requests
-        too_long = self.tokens + tokens - times * self.max_tokens if self.requests else 0
+        too_many, too_long = self.excess(tokens, free_seats, 2 if overflow else 1)
         if too_many > 0 or too_long > 0:
             wait = self._seconds_until(too_many, too_long, now)
             what = "requests" if too_many > 0 else "prompt tokens"
@@ -103,6 +101,12 @@ class Backlog:
                                retry_after=wait)
         self.requests += 1
         self.tokens += tokens
+
+    def excess(self, tokens: int, free_seats: int, times: int = 1) -> tuple[int, int]:
+        """By how many (requests, prompt tokens) one more would exceed `times` the caps; not more than 0: it may wait."""
+        too_many = self.requests + 1 - free_seats - times * self.max_requests
+        too_long = self.tokens + tokens - times * self.max_tokens if self.requests else 0
+        return too_many, too_long
 
     def leave(self, tokens: int) -> None:
         """A request boarded or ended."""

@@ -30,10 +30,14 @@ def run(arguments: Sequence[str]) -> int:
     config, params = config_from(known), sampling_from(known, n=known.n)
     prompts = known.prompt or [sys.stdin.read()]
     llm = load_llm(config)
+    failed = None
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         for sequence in output.outputs:
             show(prompt, sequence, as_json=known.json)
+        failed = failed or output.error
     llm.close()
+    if failed is not None:
+        raise RequestError.from_info(failed)
     return 0
 
 

@@ -337,6 +337,57 @@ def test_the_default_model_equals_the_reference(smollm2, reference):
             np.testing.assert_allclose(done.logprobs[at].top_logprobs, top5["logprobs"], atol=2e-3)
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(llm):
+    """Of eleven, the last: the others are not left running."""
+    prompts = [prompt(700 + i, 20) for i in range(10)] + [prompt(710, 256)]
+    steps = llm.core.ledger.steps
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts, GREEDY)
+    assert (caught.value.info.code, caught.value.info.param) == ("context_length_exceeded", "prompt")
+    assert not llm.core.has_work and llm.core.ledger.steps == steps
+
+
+def test_more_prompts_than_may_wait_are_all_answered():
+    engine = LLM("tiny-random", **SETTINGS, max_waiting_requests=2, max_waiting_tokens=64)
+    prompts = [prompt(720 + i, 30 + i) for i in range(12)]
+    answers = engine.generate(prompts, GREEDY)
+    assert [len(answer.outputs[0].token_ids) for answer in answers] == [24] * 12
+
+
+def test_an_interrupted_generate_leaves_nothing_running(llm):
+    fetch, calls = llm.core.runner.fetch, itertools.count()
+
+    def interrupted(ticket):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return fetch(ticket)
+
+    expected = tokens_of(llm, [prompt(740, 9)], GREEDY)
+    llm.core.runner.fetch = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([prompt(730 + i, 20) for i in range(12)], GREEDY)
+    finally:
+        llm.core.runner.fetch = fetch
+    assert not llm.core.has_work
+    assert tokens_of(llm, [prompt(740, 9)], GREEDY) == expected
+
+
+def test_a_request_that_fails_while_it_runs_costs_nobody_elses_answer(llm):
+    prompts = [prompt(750 + i, 20) for i in range(3)]
+    expected = alone(llm, [prompts[0], prompts[2]], GREEDY)
+    leaf = next(i for i, leaf in enumerate(llm.core.runner.leaves) if leaf.shape == (VOCAB, 64))
+    embed = llm.core.runner.leaves[leaf]
+    llm.core.runner.leaves[leaf] = embed.at[402].set(jnp.nan)
+    try:
+        answers = llm.generate([prompts[0], [*prompts[1], 402], prompts[2]], GREEDY)
+    finally:
+        llm.core.runner.leaves[leaf] = embed
+    assert [answers[0].outputs[0].token_ids, answers[2].outputs[0].token_ids] == expected
+    assert answers[1].error is not None and answers[1].error.code == "nan_logits"
+    assert answers[1].outputs[0].finish_reason == "error"
+
+
 def test_token_ids_outside_the_vocabulary_are_refused(llm):
     with pytest.raises(RequestError, match="0 to 511"):
         llm.generate([[1, 512]], GREEDY)
