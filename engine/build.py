@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -38,6 +39,7 @@ from jitney.engine.sharding import make_mesh
 from jitney.engine.types import EngineInfo, KernelProof
 from jitney.engine.weights.load import describe_weights, load_model
 from jitney.engine.weights.quantising import choose_keeping, choose_kv_dtype, hold_factors
+from jitney.engine.weights.sampling_defaults import sampling_defaults
 from jitney.engine.weights.sources import ModelSource
 from jitney.kernels.select import KernelError, KernelSet, reference, select
 
@@ -55,6 +57,7 @@ Report = Callable[[wire.Progress], None]
 def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple[EngineCore, EngineInfo]:
     """Load, size, compile and warm up; reports weights and compile stages. Raises JitneyError in one line."""
     settings = config.engine
+    defaults = sampling_defaults(config.sampling, source)
     devices = start_jax(config)
     device, mesh = devices[0], make_mesh(devices) if len(devices) > 1 else None
     own = source.config.local(len(devices))
@@ -93,8 +96,9 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
     pool = PagePool(runner.n_pages, settings.page_size, retain=settings.prefix_cache)
     limits = SchedulerLimits.of(settings, context_length=context)
     scheduler = Scheduler(limits, buckets, pool, eos_ids=end_ids, vocab_size=source.config.vocab_size)
-    info = describe(config, source, device, kernels, context, dtype, kv_dtype, describe_weights(model), runner,
+    info = describe(config, source, device, kernels, context, dtype, kv_dtype, describe_weights(model, source), runner,
                     buckets, proofs)
+    info = msgspec.structs.replace(info, sampling_defaults=defaults)
     if alone is None:
         return EngineCore(scheduler, runner, Ledger()), info
     limit = LIMITS[jnp.dtype(dtype).name]

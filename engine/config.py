@@ -151,6 +151,39 @@ class EngineSection(Section):
         return self
 
 
+class SamplingSection(Section):
+    """[sampling]: how tokens are chosen for a request that does not say. -1: as generation_config says."""
+
+    generation_config: str = Field(default="auto", min_length=1, description=(
+        "where a model's own sampling defaults are read from: auto its generation_config.json or GGUF metadata; none "
+        "nowhere; or a path of such a JSON file"))
+    temperature: float = Field(default=-1.0, le=2.0, json_schema_extra={"name": "default_temperature"}, description=(
+        "temperature of a request that names none, 0 is greedy; -1: as generation_config says, else 1"))
+    top_p: float = Field(default=-1.0, le=1.0, json_schema_extra={"name": "default_top_p"}, description=(
+        "top_p of a request that names none; -1: as generation_config says, else 1"))
+    top_k: int = Field(default=-1, ge=-1, json_schema_extra={"name": "default_top_k"}, description=(
+        "top_k of a request that names none, 0 is off; -1: as generation_config says, else 0"))
+    min_p: float = Field(default=-1.0, le=1.0, json_schema_extra={"name": "default_min_p"}, description=(
+        "min_p of a request that names none; -1: as generation_config says, else 0"))
+    repetition_penalty: float = Field(default=-1.0, le=10.0, json_schema_extra={"name": "default_repetition_penalty"},
+                                      description=(
+        "repetition_penalty of a request that names none, 1 is off; -1: as generation_config says, else 1"))
+
+    @field_validator("temperature", "min_p")
+    @classmethod
+    def _from_zero(cls, value: float) -> float:
+        if value < 0 and value != -1:
+            raise ValueError("must be at least 0, or -1 for the model's own")
+        return value
+
+    @field_validator("top_p", "repetition_penalty")
+    @classmethod
+    def _above_zero(cls, value: float) -> float:
+        if value <= 0 and value != -1:
+            raise ValueError("must be more than 0, or -1 for the model's own")
+        return value
+
+
 class ServerSection(Section):
     """[server]: the HTTP endpoint and the life of its core process. Times in seconds, sizes in bytes."""
 
@@ -202,6 +235,7 @@ class Config(Section):
 
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
+    sampling: SamplingSection = SamplingSection()
     server: ServerSection = ServerSection()
 
 

@@ -86,12 +86,13 @@ class LLM:
                  params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
         """Complete prompts (text, or token ids) together; one output per prompt, in order.
 
-        params: one for all, or one each. Raises RequestError, before anything runs, for the first prompt or field that
-        cannot be served. A request that fails while it runs has finish_reason "error", and the reason in its output's
-        `error`; the others are answered. Interrupted, it leaves nothing running.
+        params: one for all, or one each; None: the model's own defaults (`default_params`). Raises RequestError, before
+        anything runs, for the first prompt or field that cannot be served. A request that fails while it runs has
+        finish_reason "error", and the reason in its output's `error`; the others are answered. Interrupted, it leaves
+        nothing running.
         """
         batch = as_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        each = list(params) if isinstance(params, Sequence) else [params or self.default_params()] * len(batch)
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts but {len(each)} sampling params", param="params")
         requests = [self._request(self._ids(prompt), one) for prompt, one in zip(batch, each, strict=True)]
@@ -111,6 +112,11 @@ class LLM:
         """Whether the request finds room to wait; alone it always does."""
         return not self._running or self.core.scheduler.has_room(request)
 
+    def default_params(self) -> SamplingParams:
+        """What the model recommends, as `generation_config` and the settings of [sampling] say. Parameters made by hand
+        are taken as they are: what they leave out has the defaults of SamplingParams."""
+        return SamplingParams(**self.info.sampling_defaults)  # pyright: ignore[reportArgumentType]
+
     def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
              params: SamplingParams | None = None) -> list[RequestOutput]:
         """Answer one conversation, or several; messages as in the chat completions API."""
@@ -123,7 +129,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one completion (n = 1) as it becomes certain; closing the iterator ends the request."""
-        params = params or SamplingParams()
+        params = params or self.default_params()
         if params.n != 1:
             raise RequestError("stream yields one sequence: n must be 1", param="n")
         request = self._request(self._ids(prompt), params)

@@ -21,6 +21,8 @@ MAX_LOGPROBS = 20
 #: Entries of logit_bias + stop ids held back by min_tokens that one seat can carry on the device.
 MAX_BIAS = 512
 MAX_N = 128
+#: Fields of SamplingParams that a model may bring its own defaults of.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -212,6 +214,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     executables: int = 0
     compile_seconds: float = 0.0
     tensor_parallel: int = 1
+    sampling_defaults: dict[str, float] = {}  # what a request gets that does not say; by field of SamplingParams
     weights: str = ""  # how matrices are kept: a dtype, a scheme, or several with their counts
     seat_buckets: tuple[int, ...] = ()  # rows of the decode-only steps that programs were compiled for, ascending
     token_buckets: tuple[int, ...] = ()  # rows of those with prompts

@@ -103,7 +103,7 @@ class Backlog:
         self.tokens += tokens
 
     def excess(self, tokens: int, free_seats: int, times: int = 1) -> tuple[int, int]:
-        """By how many (requests, prompt tokens) one more would exceed `times` the caps; not more than 0: it may wait."""
+        """By how many (requests, prompt tokens) one more would exceed `times` the caps; up to 0 it may wait."""
         too_many = self.requests + 1 - free_seats - times * self.max_requests
         too_long = self.tokens + tokens - times * self.max_tokens if self.requests else 0
         return too_many, too_long

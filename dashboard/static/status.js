@@ -95,6 +95,7 @@ export function showFacts(info) {
   const narrow = [["weights", info.weights], ["KV", info.kv_dtype]].filter(([, kept]) => kept && kept !== info.dtype);
   const facts = [["model", info.model], ["device", info.device], ["kernels", info.kernels, "minor"],
                  ...narrow.map(([name, kept]) => [name, kept, "minor"]),
+                 ...samplingFact(info.sampling_defaults),
                  ["policy", POLICY[info.policy] ?? info.policy], ["order", info.order, "minor"]];
   $("facts").replaceChildren(...facts.map(([name, value, kind = ""]) =>
     make("div", {class: kind}, make("dt", {}, name), make("dd", {}, value))));
@@ -121,6 +122,11 @@ function kernelsOut({kernels, proofs = []}) {
     error === null ? `${kernel} could not run${reason ? ` (${reason})` : ""}` : `${kernel} is off by ${error.toPrecision(2)}`);
   return `Kernels taken out: of the ${kernels} kernels ${told.join(", ")} on this machine. ` +
     "The slower reference serves in their place; answers are right.";
+}
+
+function samplingFact(defaults) {
+  const told = Object.entries(defaults ?? {}).map(([name, value]) => `${name} ${value}`);
+  return told.length ? [["sampling", told.join(", "), "minor"]] : [];
 }
 
 export function curlLine(model, keys) {

@@ -114,13 +114,14 @@ def _job(service: Service, body: GenerationBody, context: Context, prompts: list
 
 def _sampling(body: GenerationBody, info: EngineInfo, *, n: int, max_tokens: int | None,
               logprobs: int | None) -> SamplingParams:
-    """Sampling parameters, checked; a field that was not given keeps the engine's default."""
+    """Sampling parameters, checked; a field that was not given has the model's default, or the engine's."""
     given = {name: value for name in ("min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos",
                                       "repetition_penalty", "presence_penalty", "frequency_penalty",
                                       "include_stop_str_in_output", "skip_special_tokens")
              if (value := getattr(body, name)) is not None}
     params = SamplingParams(n=n, max_tokens=max_tokens, logit_bias=body.logit_bias, stop=body.stop, logprobs=logprobs,
-                            stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())), **given)
+                            stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
+                            **(info.sampling_defaults | given))
     params.validate(info.vocab_size)
     return params if params.top_k <= info.vocab_size else msgspec.structs.replace(params, top_k=info.vocab_size)
 

@@ -27,6 +27,7 @@ RUNNING = (
     "dtype",
     "weights",
     "kv_dtype",
+    "sampling_defaults",
 )
 
 

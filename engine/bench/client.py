@@ -45,10 +45,16 @@ class Target:
 
     def body(self, text: str, max_tokens: int, user: str = "") -> dict[str, Any]:
         """A greedy streaming request for exactly max_tokens tokens, as far as the endpoint lets one say so."""
-        said = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
-        return said | {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True,
-                       "stream_options": {"include_usage": True}} | dict.fromkeys(self.extras, True) | (
-                           {"user": user} if user else {})
+        said: dict[str, Any] = {"prompt": text}
+        if self.chat:
+            said = {"messages": [{"role": "user", "content": text}]}
+        said |= {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True,
+                 "stream_options": {"include_usage": True}} | dict.fromkeys(self.extras, True)
+        if self.extras:  # an endpoint that knows such fields may also have a penalty of its own as a default
+            said["repetition_penalty"] = 1.0
+        if user:
+            said["user"] = user
+        return said
 
 
 @dataclass(slots=True)

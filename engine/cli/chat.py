@@ -24,14 +24,15 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser("chat", "Talk to a model in the terminal. " + HELP)
     parser.add_argument("--system", metavar="TEXT", default="", help="instructions that precede the conversation")
     add_sampling(parser)
-    add_settings(parser, ("model", "engine"))
+    add_settings(parser, ("model", "engine", "sampling"))
     known = parser.parse(arguments)
-    config, params = config_from(known), sampling_from(known)
+    config = config_from(known)
+    sampling_from(known)  # a bad flag is told before anything is loaded
     llm = load_llm(config)
     if not llm.tokenizer.has_chat_template:
         raise ModelError(f"{config.model.id} has no chat template; use jitney generate")
     print(HELP, file=sys.stderr)
-    converse(llm, params, known.system)
+    converse(llm, sampling_from(known, 1, llm.info.sampling_defaults), known.system)
     llm.close()
     return 0
 

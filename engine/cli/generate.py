@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
@@ -16,6 +17,8 @@ from jitney.engine.types import SamplingParams
 if TYPE_CHECKING:
     from jitney.engine.llm import Completion
 
+NOTHING: Mapping[str, float] = MappingProxyType({})
+
 
 def run(arguments: Sequence[str]) -> int:
     """Print one text per prompt; exit status 0."""
@@ -25,11 +28,13 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per sequence and line")
     add_sampling(parser)
     parser.add_argument("--n", type=int, default=1, metavar="N", help="sequences per prompt [1]")
-    add_settings(parser, ("model", "engine"))
+    add_settings(parser, ("model", "engine", "sampling"))
     known = parser.parse(arguments)
-    config, params = config_from(known), sampling_from(known, n=known.n)
+    config = config_from(known)
+    sampling_from(known, n=known.n)  # a bad flag is told before anything is loaded
     prompts = known.prompt or [sys.stdin.read()]
     llm = load_llm(config)
+    params = sampling_from(known, known.n, llm.info.sampling_defaults)
     failed = None
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         for sequence in output.outputs:
@@ -55,19 +60,24 @@ def add_sampling(parser: Parser) -> None:
     """The sampling flags that `generate` and `chat` share."""
     add = parser.add_argument_group("sampling").add_argument
     add("--max-tokens", type=int, metavar="N", default=256, help="most tokens to generate [256]")
-    add("--temperature", type=float, metavar="X", default=0.7, help="0 is greedy [0.7]")
-    add("--top-p", type=float, metavar="X", default=1.0, help="keep the likeliest tokens up to this mass [1]")
-    add("--top-k", type=int, metavar="N", default=0, help="keep this many of the likeliest tokens; 0: all [0]")
-    add("--min-p", type=float, metavar="X", default=0.0, help="drop tokens below this share of the best [0]")
+    add("--temperature", type=float, metavar="X", help="0 is greedy [the model's own]")
+    add("--top-p", type=float, metavar="X", help="keep the likeliest tokens up to this mass [the model's own]")
+    add("--top-k", type=int, metavar="N", help="keep this many of the likeliest tokens; 0: all [the model's own]")
+    add("--min-p", type=float, metavar="X", help="drop tokens below this share of the best [the model's own]")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text")
     add("--stop", action="append", metavar="TEXT", default=[], help="end before this text; may be repeated")
 
 
-def sampling_from(known: argparse.Namespace, n: int = 1) -> SamplingParams:
-    """The parameters that the flags describe. Raises ConfigError naming the flag that is out of range."""
-    params = SamplingParams(
-        n=n, max_tokens=known.max_tokens, temperature=known.temperature, top_p=known.top_p, top_k=known.top_k,
-        min_p=known.min_p, seed=known.seed, stop=tuple(known.stop))
+def sampling_from(known: argparse.Namespace, n: int = 1, defaults: Mapping[str, float] = NOTHING) -> SamplingParams:
+    """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming the flag that is out of
+    range."""
+    values = dict(defaults)
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        given = getattr(known, name)
+        if given is not None:
+            values[name] = given
+    params = SamplingParams(n=n, max_tokens=known.max_tokens, seed=known.seed, stop=tuple(known.stop),
+                            **values)  # pyright: ignore[reportArgumentType]
     try:
         params.validate(vocab_size=1)  # the flags name no token
     except RequestError as error:

@@ -225,10 +225,26 @@ def random_tiny(config: ModelConfig, dtype: DType, keeping: Keeping, shares: Sha
     return assemble(config if shares is None else shares.own, dtype, arrays)
 
 
-def describe_weights(model: Llama) -> str:
-    """How the matrices are kept: a scheme, or dtype, or several of them with their counts."""
+def describe_weights(model: Llama, source: ModelSource | None = None) -> str:
+    """How the matrices are kept: a scheme, or dtype, or several of them with their counts. Where floats were made of a
+    GGUF file's blocks it says of which: in float32 they are exact, which is another model than the same rounded."""
     kinds = Counter(linear.kept.scheme if linear.scale is not None else str(linear.kept.kernel.dtype)
                     for linear in model.linears())
-    if len(kinds) == 1:
-        return next(iter(kinds))
-    return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())
+    if len(kinds) > 1:
+        return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())
+    kind = next(iter(kinds))
+    stored = "" if source is None else stored_blocks(source)
+    if not stored or kind not in ("float32", "bfloat16"):
+        return kind
+    return f"float32, not rounded, from {stored}" if kind == "float32" else f"bfloat16, rounded from {stored}"
+
+
+def stored_blocks(source: ModelSource) -> str:
+    """The commonest block format of a GGUF file's matrices, such as Q4_1; empty where they are floats."""
+    if source.kind != "gguf":
+        return ""
+    from gguf import GGMLQuantizationType
+
+    kinds = Counter(tensor.kind for tensor in GGUFFile(source.path).tensors.values() if len(tensor.shape) == 2)
+    name = GGMLQuantizationType(kinds.most_common(1)[0][0]).name if kinds else ""
+    return "" if name in ("F32", "F16", "BF16", "F64") else name

@@ -271,6 +271,17 @@ def test_null_means_not_given():
         assert client.requests[0].sampling.temperature == 1.0
 
 
+def test_a_field_that_is_not_given_has_the_models_default():
+    defaults = {"temperature": 0.2, "top_p": 0.9, "top_k": 30}
+    for path, body in ((COMPLETIONS, PROMPT), (CHATS, CHAT)):
+        client = FakeClient(sampling_defaults=defaults)
+        for fields, wanted in (({}, (0.2, 0.9, 30)), ({"temperature": None, "top_k": 0}, (0.2, 0.9, 0)),
+                               ({"temperature": 0, "top_p": 1}, (0.0, 1.0, 30))):
+            assert ask(path, body | fields, client).status == 200
+            sampling = client.requests[-1].sampling
+            assert (sampling.temperature, sampling.top_p, sampling.top_k) == wanted
+
+
 def test_truncation_keeps_the_end_of_the_prompt():
     client = FakeClient()
     fields = {"prompt": "abcdef", "truncate_prompt_tokens": 2, "echo": True}

@@ -274,7 +274,7 @@ def test_models_version_and_slots():
     told = run(call(app, "/version", method="GET")).json()
     assert list(told) == [
         "version", "platform", "device", "tensor_parallel", "kernels", "kernels_out", "dtype", "weights", "kv_dtype",
-        "kernel_proofs"]
+        "sampling_defaults", "kernel_proofs"]
     assert told["tensor_parallel"] == 1
     busy, free = run(call(app, "/slots", method="GET")).json()
     assert busy == {"id": 0, "is_processing": True, "state": "decode", "n_ctx": 256, "request_id": "r", "index": 0,

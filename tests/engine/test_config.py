@@ -18,6 +18,7 @@ from jitney.engine.config import (
     EngineSection,
     KernelsName,
     ModelSection,
+    SamplingSection,
     ServerSection,
     cache_dir,
     platform_environment,
@@ -148,7 +149,8 @@ def test_keys_are_not_printed():
 
 
 def test_every_field_has_its_own_flat_name_and_a_description():
-    fields = [field for part in (ModelSection, EngineSection, ServerSection) for field in part.model_fields.values()]
+    parts = (ModelSection, EngineSection, SamplingSection, ServerSection)
+    fields = [field for part in parts for field in part.model_fields.values()]
     assert [setting.field for setting in settings().values()] == fields
     assert all(field.description for field in fields)
 

@@ -325,6 +325,25 @@ def test_a_gguf_model_stays_in_4_bits_with_its_rows_in_order(tmp_path: Path):
     assert kept.layers[0].attention.qkv.lows is not None and kept.layers[0].attention.o.lows is None
 
 
+@pytest.mark.parametrize(("dtype", "said"), [(jnp.float32, "float32, not rounded, from Q4_1"),
+                                             (jnp.bfloat16, "bfloat16, rounded from Q4_1")])
+def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
+    """In float32 they are the file's own numbers; in bfloat16 those rounded: two models, a little apart."""
+    path = write_gguf(tmp_path / "m.gguf", {"q_proj": "Q4_1", "k_proj": "Q4_1", "v_proj": "Q4_1", "o_proj": "Q4_1",
+                                           "gate_proj": "Q4_1", "up_proj": "Q4_1", "down_proj": "Q8_0"})
+    source = resolve(str(path))
+    model = load_model(source, source.config, dtype, keeping=FLOATS)
+    assert describe_weights(model, source) == said and describe_weights(model) == str(jnp.dtype(dtype))
+    stored = GGUFFile(path).read("blk.1.ffn_gate.weight").T
+    np.testing.assert_array_equal(model.layers[1].mlp.gate_up.kept.kernel[:, :F], stored.astype(dtype))
+    assert describe_weights(load(path), source).startswith("int4")
+
+
+def test_floats_that_the_file_has_are_just_that(tmp_path: Path):
+    path = write_gguf(tmp_path / "m.gguf", {})
+    assert describe_weights(load(path, FLOATS), resolve(str(path))) == "float32"
+
+
 def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
     """A fused matrix with a piece in another format becomes floats as a whole; the others stay."""
     path = write_gguf(tmp_path / "m.gguf", {"q_proj": "Q4_0", "k_proj": "Q4_0", "v_proj": "Q8_0", "o_proj": "Q4_0",
