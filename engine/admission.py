@@ -12,7 +12,7 @@ from jitney.engine.config import EngineSection
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.pages import PagePool
 from jitney.engine.policies import Batches
-from jitney.engine.predict import OutputLengths
+from jitney.engine.predict import OutputLengths, kind_of
 from jitney.engine.prefix import root_key
 from jitney.engine.sequence import Sequence
 from jitney.engine.types import EngineRequest
@@ -93,7 +93,8 @@ class Admission:
         """The n sequences of a request, or RequestError; nothing is registered yet. number: in order of arrival."""
         sampling = request.sampling
         max_tokens = self.check(request)
-        expected = self.lengths.expect(len(request.prompt), max_tokens)
+        kind = kind_of(request.account, len(request.prompt), sampling.max_tokens)
+        expected = self.lengths.expect(kind, max_tokens)
         group = self.class_of(request, expected)
         # Sets that several sequences may have are one object, which stays in the host's caches.
         stop_ids = NOTHING if sampling.ignore_eos else self.eos_ids

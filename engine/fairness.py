@@ -61,9 +61,13 @@ class FairQueue(WaitingQueue):
             heappush(self._least, self._entry(account))
 
     def head(self) -> Sequence | None:
-        """Who boards next: the first of the tenant served least, or for once the one who has waited longest."""
-        if self._boardings % EVERY == EVERY - 1:
-            return super().head()
+        """Who boards next: whoever lost its seat, else the first of the tenant served least.
+
+        For once in EVERY boardings it is the one who has waited longest.
+        """
+        longest = super().head()
+        if longest is None or longest.preemptions or self._boardings % EVERY == EVERY - 1:
+            return longest
         account = self._first()
         return account.queue.head() if account else None
 

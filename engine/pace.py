@@ -101,6 +101,23 @@ class Pace:
         near = min(seen, key=lambda other: abs(other.tokens - bucket.tokens))
         return self._base(near) * bucket.tokens / near.tokens
 
+    def pays(self, sequences: int) -> bool:
+        """Whether one more beside so many decoding sequences gives more tokens a second; True where it is not known.
+
+        It gives fewer where it takes a larger bucket that is far from full.
+        """
+        now, then = (self._decode_bucket(count) for count in (sequences, sequences + 1))
+        self._take_in()
+        if now is then or now not in self._seen or then not in self._seen:
+            return True
+        return (sequences + 1) * self._typical(now) >= sequences * self._typical(then)
+
+    def _decode_bucket(self, sequences: int) -> Bucket:
+        return next(bucket for bucket in self.buckets.decode if sequences <= bucket.seats)
+
+    def _typical(self, bucket: Bucket) -> float:
+        return median([seconds for seconds, _ in self._seen[bucket]])
+
     def _base(self, bucket: Bucket) -> float:
         slope = self._slope.value
         return max(0.0, median([seconds - slope * pairs for seconds, pairs in self._seen[bucket]]))

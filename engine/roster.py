@@ -53,10 +53,13 @@ class Roster:
         self.prefilling: dict[Sequence, None] = {}
         self.decoding: dict[Sequence, None] = {}
         self.leaving: set[Sequence] = set()
+        self.stalled: dict[Sequence, None] = {}  # of those who wait: who lost its seat, in order of that
         self.kept: dict[int, Sequence] = {}
         self.released: list[int] = []
         self.lengths = OutputLengths()
         self.finished = 0
+        self.most_pages = 0  # that those who sit hold together if each gets as long as it may
+        self.departures = 0  # times that somebody gave back its seat and pages
         self._newcomers = False  # in `decoding`, not in their place yet
         self._n_held = 0  # siblings that wait for their leader's prompt
         self._deadlines: list[tuple[float, int, Group]] = []  # a heap of (when, arrival, whom), pruned lazily
@@ -74,6 +77,10 @@ class Roster:
     def n_ahead(self, newcomer: Sequence) -> int:
         """Sequences that should board before a newcomer: of the queue by its order, and all that are held back."""
         return self.queue.ahead(newcomer) + self._n_held
+
+    def most_of(self, seq: Sequence) -> int:
+        """Pages of a sequence that gets as long as it may; its last token needs no place."""
+        return self.pool.pages_for(seq.limit - 1)
 
     @property
     def batch(self) -> int:
@@ -135,8 +142,7 @@ class Roster:
         """Free all that an open sequence has, at once; the caller emits its one terminal output."""
         group = self.groups[seq.request.id]
         seq.finish = reason
-        if reason in ("stop", "length"):
-            self.lengths.observe(seq.n_prompt, seq.n_output)
+        self.lengths.observe(seq.kind, seq.passed, seq.n_output, by_itself=reason == "stop")
         self.finished += 1
         group.open.remove(seq)
         self._leave_place(seq, group)
@@ -157,6 +163,7 @@ class Roster:
             self._n_held -= 1
         else:
             self.queue.remove(seq)
+            self.stalled.pop(seq, None)
 
     def _close_group(self, group: Group) -> None:
         del self.groups[group.request.id]
@@ -169,14 +176,17 @@ class Roster:
     def seat(self, seq: Sequence, now: float) -> None:
         """The head of the queue boards, at the lowest free seat."""
         self.queue.board(seq)
+        self.stalled.pop(seq, None)
         group = self.groups[seq.request.id]
         if not group.boarded:
             group.boarded = True
             self.backlog.boarded(seq.n_prompt, now)
         if seq.boarded_at is None:
             seq.boarded_at = now
+        seq.sat_at, seq.sat_with = now, len(seq.tokens)
         seq.seat = heappop(self.free_seats)
         self.prefilling[seq] = None
+        self.most_pages += self.most_of(seq)
 
     def start_decoding(self, seq: Sequence) -> None:
         """All its known tokens are scheduled."""
@@ -196,18 +206,22 @@ class Roster:
         self._unseat(seq)
         self.leaving.add(seq)
 
-    def preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence, now: float) -> None:
         """Back to the front of the queue; its tokens stay, a token in flight still counts, its KV is recomputed."""
         self._unseat(seq)
         seq.computed_high = max(seq.computed_high, seq.scheduled)
         seq.scheduled = 0
         seq.preemptions += 1
+        seq.unseated_at = now
         self.queue.push(seq)
+        self.stalled[seq] = None
 
     def _unseat(self, seq: Sequence) -> None:
         if self.pool.retain:
             publish(seq, self.pool)
         self.pool.release(seq.pages)
+        self.most_pages -= self.most_of(seq)
+        self.departures += 1
         self.prefilling.pop(seq, None)
         self.decoding.pop(seq, None)
         if self.holds:
@@ -216,7 +230,7 @@ class Roster:
                 self._release_seats()
         else:
             heappush(self.free_seats, seq.seat)
-        seq.pages, seq.published, seq.seat = [], 0, -1
+        seq.pages, seq.published, seq.shared, seq.seat = [], 0, 0, -1
 
     def _release_seats(self) -> None:
         """The batch is over."""
@@ -265,7 +279,10 @@ class Roster:
                 all(len(seq.tokens) + seq.in_flight == seq.scheduled + 1 for seq in self.decoding),
             "who decodes is in order":
                 self._newcomers or sorted(self.decoding, key=BY_CONTEXT, reverse=True) == list(self.decoding),
+            "the most pages are those of who sits":
+                self.most_pages == sum(self.most_of(seq) for seq in seated),
             "the queue knows what it expects": self.queue.expected == sum(seq.expected for seq in self.queue.members()),
+            "who lost its seat waits": self.stalled.keys() <= self.queue.members(),
             "those held back are counted": self._n_held == sum(len(group.held) for group in groups),
             "the backlog is what waits": (self.backlog.requests, self.backlog.tokens) == (len(waiting), sum(waiting)),
         }

@@ -17,6 +17,7 @@ from jitney.engine.commit import Committer
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.forecast import Forecast
 from jitney.engine.pace import Pace, PromptRows
+from jitney.engine.page_demand import PageDemand
 from jitney.engine.pages import PagePool
 from jitney.engine.plan import Chunk, Draft, Load, Plan, StepResult
 from jitney.engine.policies import Situation, make_order, make_policy
@@ -28,6 +29,11 @@ from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slo
 from jitney.engine.work import Work
 
 __all__ = ["Scheduler", "SchedulerLimits"]
+
+#: Seconds after which one who lost its seat to a lack of pages takes another's.
+STALL_S = 1.2
+#: Seconds and tokens that a seat is good for before it can be taken so: no turn passes without progress.
+TURN_S, TURN_TOKENS = 1.0, 16
 
 
 class Scheduler:
@@ -48,6 +54,8 @@ class Scheduler:
         self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, self.roster.lengths)
         self._forecast = Forecast(limits, self.roster, self.pace, pool, batch=limits.batch if self._policy.holds else 0)
         self._prompt_rows = PromptRows(self.pace, limits.prefill_share, limits.target_itl_ms / 1000)
+        self._demand = PageDemand(pool, self.roster.lengths)
+        self._turned_away: tuple[Sequence | None, int] = None, 0  # for lack of pages: whom, after how many departures
         self._scores = PromptScores(pool.page_size)
         self._committer = Committer(self.roster, pool, self._scores)
         self._arrivals = self._steps = 0
@@ -141,7 +149,9 @@ class Scheduler:
 
     def _plan_in_flight(self, now: float) -> Draft:
         """Whoever decodes, then the prompts that have boarded, then whoever may board."""
-        draft = self._plan_decode()
+        relieved = self._relieve(now) if self.roster.stalled else []
+        draft = self._plan_decode(now)
+        draft.preempted += relieved
         if self.roster.prefilling or self.roster.queue:
             first = next(iter(self.roster.prefilling), None)
             draft.tokens_left = self._prompt_rows.most(draft.n_decode, first.scheduled if first else 0)
@@ -155,7 +165,7 @@ class Scheduler:
         if roster.prefilling:
             draft = Draft(self.buckets.token_budget, self.limits.max_seats)
         else:
-            draft = self._plan_decode()
+            draft = self._plan_decode(now)
             draft.reserved = max(0, roster.batch - draft.rows) if draft.rows else 0
         if not roster.n_seated:
             self._seat_batch(draft, now)
@@ -163,12 +173,12 @@ class Scheduler:
             self._plan_columns(draft)
         return draft
 
-    def _plan_decode(self) -> Draft:
+    def _plan_decode(self, now: float) -> Draft:
         """One row for each sequence that decodes, unless its last token is already in flight; long contexts first.
 
         Kernels that work in groups of rows then give short contexts to short ones' groups.
         """
-        rows, fed, preempted = self._decode_ready()
+        rows, fed, preempted = self._decode_ready(now)
         count, chunks, keys, plain = len(rows), [], 0, True
         for seq in rows:
             start = seq.scheduled
@@ -181,7 +191,7 @@ class Scheduler:
         return Draft(self.buckets.token_budget - count, self.limits.max_seats - count, count, chunks, count, plain,
                      fed=fed, preempted=preempted, keys=keys, longest=rows[0].scheduled if rows else 0)
 
-    def _decode_ready(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+    def _decode_ready(self, now: float) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """(decoding sequences with a page to write to, those of them that just got it, those preempted for it), long
         contexts first.
 
@@ -199,26 +209,45 @@ class Scheduler:
                 needy.append(seq)
         for seq in done:
             self.roster.leave_early(seq)
-        preempted = self._make_room(needy)
+        preempted = self._make_room(needy, now)
         if preempted:
             rows, needy = ([seq for seq in found if seq.seat >= 0] for found in (rows, needy))
         for seq, page in zip(needy, self.pool.allocate(len(needy)) or (), strict=True):
             seq.pages.append(page)
         return rows, needy, preempted
 
-    def _make_room(self, needy: list[Sequence]) -> list[Sequence]:
-        """Preempt the youngest of the last class until there is a page for each one that needs it; returns those.
+    def _make_room(self, needy: list[Sequence], now: float) -> list[Sequence]:
+        """Preempt by `sacrifice` until there is a page for each one that needs it; returns those.
 
-        The oldest of the first class is preempted last, and alone it fits the pool (checked at admission): so it always
-        goes on, and everybody becomes the oldest some day.
+        The last one in that order is never preempted, and alone it fits the pool (checked at admission): so it always
+        goes on. Whoever lost its seat boards before anybody new, so that everybody gets there some day.
         """
         preempted: list[Sequence] = []
         if len(needy) > self.pool.available:
-            ranked = sorted((*self.roster.decoding, *self.roster.prefilling), key=lambda seq: seq.rank)
+            ranked = sorted((*self.roster.decoding, *self.roster.prefilling), key=sacrifice)
             while sum(seq.seat >= 0 for seq in needy) > self.pool.available:
                 preempted.append(ranked.pop())
-                self.roster.preempt(preempted[-1])
+                self.roster.preempt(preempted[-1], now)
         return preempted
+
+    def _relieve(self, now: float) -> list[Sequence]:
+        """Preempt for whoever lost its seat longest ago, if that is too long ago; returns those.
+
+        In a pool full of answers that all have far to go nobody may leave for seconds: then they take turns.
+        """
+        head, roster = self.roster.queue.head(), self.roster
+        if head is None or not too_long_stalled(head, now):
+            return []
+        missing = self.pool.pages_for(len(head.tokens)) + roster.n_seated - self.pool.available
+        if missing <= 0:
+            return []
+        ready = [seq for seq in (*roster.decoding, *roster.prefilling)
+                 if had_its_turn(seq, now) and len(seq.pages) >= missing and seq.rank[0] >= head.rank[0]]
+        if not ready:
+            return []
+        other = min(ready, key=lambda seq: len(seq.pages))
+        roster.preempt(other, now)
+        return [other]
 
     def _plan_prefill(self, draft: Draft) -> None:
         """Go on with the prompts that have boarded, in that order."""
@@ -256,7 +285,7 @@ class Scheduler:
         Nor does one board whose token is in flight since its preemption: it would be sampled a second time.
         """
         seq = self.roster.queue.head()
-        if seq is None or seq.in_flight or not self._take_pages(seq, draft):
+        if seq is None or seq.in_flight or not self._take_pages(seq, draft, now):
             return None
         self.roster.seat(seq, now)
         draft.boarded.append(seq)
@@ -276,10 +305,11 @@ class Scheduler:
         computed = longest - max(len(seq.tokens) - seq.scheduled for seq in members)
         draft.reserved = max(0, self.roster.batch * computed - draft.rows)
 
-    def _take_pages(self, seq: Sequence, draft: Draft) -> bool:
+    def _take_pages(self, seq: Sequence, draft: Draft, now: float) -> bool:
         """Pages for all known tokens of a sequence, as many as possible shared; False if there are too few.
 
-        Each seated sequence is left one page to grow into; otherwise the newcomer would soon be preempted for it.
+        Each seated sequence is left one page to grow into, and pages should last until all have ended; otherwise the
+        newcomer would soon be preempted for them.
         """
         pool = self.pool
         keys = shareable_keys(seq, pool.page_size)
@@ -289,16 +319,34 @@ class Scheduler:
             keys = keys[: seq.scored // pool.page_size]
         shared = pool.match(keys)
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
-        if fresh + self.roster.n_seated > pool.available:
+        if fresh + self.roster.n_seated > pool.available or not self._pages_last(seq, fresh, now):
             pool.release(shared)
             return False
         seq.pages = shared + (pool.allocate(fresh) or [])
-        seq.published = len(shared)
+        seq.published = seq.shared = len(shared)
         seq.scheduled = start = len(shared) * pool.page_size
         found = max(0, min(start, seq.n_prompt) - seq.computed_high)
         seq.cached_tokens += found
         draft.cached_tokens += found
         return True
+
+    def _pages_last(self, seq: Sequence, fresh: int, now: float) -> bool:
+        """Whether the pool should last until the end of all who ride if a sequence, in need of fresh pages, rides too.
+
+        Certainly if it lasts though all get as long as they may, or if nobody else rides. Whoever was turned away is
+        not looked at again before somebody has left: those who go on only come to need more.
+        """
+        roster = self.roster
+        if not roster.n_seated or roster.most_pages + roster.most_of(seq) <= self.pool.capacity:
+            return True
+        if too_long_stalled(seq, now):
+            return True
+        if self._turned_away == (seq, roster.departures):
+            return False
+        if self.pace.pays(roster.n_seated) and self._demand.fits((*roster.prefilling, *roster.decoding), seq, fresh):
+            return True
+        self._turned_away = seq, roster.departures
+        return False
 
     def _find_scores(self, seq: Sequence, keys: list[bytes]) -> None:
         """A prompt that is to be scored boards for the first time: take over what is known of its first pages."""
@@ -363,3 +411,23 @@ class Scheduler:
         return Plan(self._steps, draft.chunks, bucket, draft.plain, work, draft.boarded, draft.fed, draft.preempted,
                     draft.cached_tokens, draft.reserved, load)
 
+
+
+def too_long_stalled(seq: Sequence, now: float) -> bool:
+    """Whether a waiting sequence lost its seat longer ago than a stream should stand still."""
+    return seq.preemptions > 0 and now - seq.unseated_at >= STALL_S
+
+
+def had_its_turn(seq: Sequence, now: float) -> bool:
+    """Whether a seated sequence may give way to one that has stood still for too long."""
+    return now - seq.sat_at >= TURN_S and len(seq.tokens) - seq.sat_with >= TURN_TOKENS
+
+
+def sacrifice(seq: Sequence) -> tuple[float, bool, int, int, int]:
+    """The order in which seated sequences keep their seats when pages run out, the last one loses it first.
+
+    The first class before the last; streams that began before those that did not, whose clients see no stall; then
+    those with most rows to compute again; then the oldest.
+    """
+    group, number, index = seq.rank
+    return group, seq.first_token_at is None, -seq.scheduled, number, index

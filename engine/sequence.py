@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jitney.engine.predict import Kind, kind_of
 from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 
 #: (class, number of the request, index of the sequence); the class is a number too, see `engine.policies.Order`.
@@ -30,10 +31,14 @@ class Sequence(Hot):
     while a step is launched before the one before is read). computed_high: highest `scheduled` that a preemption undid;
     rows below it that are computed again are "recomputed".
     seat: -1 while not seated. pages: physical pages in order, all layers. seed: resolved, int64.
+    sat_at, sat_with: when it took its seat the last time, and with how many known tokens.
+    unseated_at: when it lost its seat to a lack of pages.
     rank: (class, number, index), lower is served first and preempted last. expected: output tokens it was expected to
     generate when it came (admission). plain: see SamplingParams.plain.
     request_id, logprobs, n_prompt: copies from the request, which `commit` would else fetch from memory for each token.
     limit: tokens, prompt included, at which it ends by length. stop_ids: tokens that end it.
+    kind: the classes whose answers tell how long its own will be. passed: the bucket of lengths that it was last
+    counted in (`engine.predict`). shared: pages, from the first on, that others had computed when it boarded.
     shares: its pages may serve others, or itself after a preemption. root, keys: hash chain of its full pages.
     published: own pages offered to the prefix index. scored: prompt positions whose logits a launched step brings for
     prompt_logprobs.
@@ -54,10 +59,15 @@ class Sequence(Hot):
     boarded_at: float | None = None
     first_token_at: float | None = None
     preemptions: int = 0
+    sat_at: float = 0.0
+    sat_with: int = 0
+    unseated_at: float = 0.0
     rank: Rank = (0.0, 0, 0)
     expected: int = 0
     plain: bool = True
     stop_ids: frozenset[int] = frozenset()
+    passed: int = 0
+    shared: int = 0
     shares: bool = True
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)
@@ -68,11 +78,13 @@ class Sequence(Hot):
     logprobs: int | None = field(init=False)
     n_prompt: int = field(init=False)
     limit: int = field(init=False)
+    kind: Kind = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id, self.logprobs = self.request.id, self.request.sampling.logprobs
         self.n_prompt = len(self.request.prompt)
         self.limit = self.n_prompt + self.max_tokens
+        self.kind = kind_of(self.request.account, self.n_prompt, self.request.sampling.max_tokens)
 
     @property
     def n_output(self) -> int:

@@ -25,7 +25,7 @@ class WaitingQueue:
     counts = False
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, bool, int, int], int, Sequence]] = []
+        self._heap: list[tuple[tuple[float, bool, float, int], int, Sequence]] = []
         self._entries = count()  # keeps two entries of one sequence, the older one dead, from being compared
         self._waiting: set[Sequence] = set()
         self.expected = 0
@@ -36,7 +36,10 @@ class WaitingQueue:
     def push(self, seq: Sequence) -> None:
         """Enter the queue; a preempted sequence goes to the front of its class."""
         group, number, index = seq.rank
-        heappush(self._heap, ((group, not seq.preemptions, number, index), next(self._entries), seq))
+        place = (group, True, number, index)
+        if seq.preemptions:  # among these who lost its seat first
+            place = (group, False, seq.unseated_at, 0)
+        heappush(self._heap, (place, next(self._entries), seq))
         self._waiting.add(seq)
         self.expected += seq.expected
 

@@ -8,6 +8,7 @@ import pytest
 from filelock import FileLock
 
 from jitney.engine.errors import ModelError
+from jitney.engine.scheduler import Scheduler
 from jitney.engine.weights.sources import ModelSource, resolve
 
 
@@ -22,6 +23,12 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
             return resolve("smollm2-135m")
         except ModelError as error:
             pytest.skip(str(error))
+
+
+@pytest.fixture
+def rash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds pages for its prompt boards, whatever comes of it: for tests of what then must go right."""
+    monkeypatch.setattr(Scheduler, "_pages_last", lambda *_: True)
 
 
 @pytest.fixture(scope="session")

@@ -92,6 +92,7 @@ class PackedRunner(FakeRunner):
         return StepResult(tokens, entries, scores or None)
 
 
+@pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize(("policy", "seed"), [("continuous", 1), ("continuous", 2), ("static", 3)])
 def test_whoever_reads_the_array_alone_gets_everybodys_tokens(policy: str, seed: int):
     """Random submits, aborts and steps with preemption, prefix hits and scored prompts, two steps always in flight."""

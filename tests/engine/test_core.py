@@ -72,6 +72,7 @@ def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutp
                 assert end.finish in ("stop", "length") and got == want
 
 
+@pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize(("retain", "policy", "order", "seed"), [
     (True, "continuous", "fcfs", 1), (False, "continuous", "priority", 2), (True, "continuous", "shortest", 3),
     (True, "continuous", "fair", 4), (True, "static", "fcfs", 5), (False, "static", "fair", 6),

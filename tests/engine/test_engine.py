@@ -213,6 +213,7 @@ def test_neighbours_of_every_kind_change_nothing(llm):
     assert tokens_of(llm, prompts, kinds) == alone(llm, prompts, kinds)
 
 
+@pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize("settings", [
     {"max_seats": 4, "token_budget": 16, "seat_buckets": [4], "token_buckets": [16]},  # many chunks
     {"max_seats": 32, "token_budget": 600, "seat_buckets": [32], "token_buckets": [600]},  # all prompts in one chunk

@@ -50,6 +50,7 @@ def test_the_journal_knows_what_the_core_knows(seed: int, core: dict[str, Any]):
     assert watched.journal.boarded == sum(bool(trip.rides) for trip in trips.values())
 
 
+@pytest.mark.usefixtures("rash")
 def test_tight_runs_do_preempt():
     assert random_run(0, pages=13).core.ledger.totals["preempted"] > 0
 

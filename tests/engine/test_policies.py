@@ -193,6 +193,7 @@ def test_the_news_of_seats_given_back_follow_the_ends():
     assert told == [("seated", 0), ("seated", 1), ("end", "a"), ("end", "b"), ("released", 0), ("released", 1)]
 
 
+@pytest.mark.usefixtures("rash")
 def test_pages_run_out_in_a_batch():
     """Three of up to 18 positions on 8 pages of 4: who is preempted rides in the next batch, and has its tokens."""
     clock = FakeClock()

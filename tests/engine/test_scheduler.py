@@ -97,6 +97,7 @@ def test_nobody_starves():
     assert rows[:30] == [1] * 30
 
 
+@pytest.mark.usefixtures("rash")
 def test_no_livelock_when_each_needs_nearly_the_whole_pool():
     """10 requests of up to 41 positions on 11 pages of 4: at most one can finish at a time, and all do."""
     core = make_core(seats=4, pages=12, budget=16, context=42, eos=())
@@ -111,6 +112,7 @@ def test_no_livelock_when_each_needs_nearly_the_whole_pool():
     assert core.ledger.totals["decode"] == decoded and core.ledger.totals["prefill"] == 20
 
 
+@pytest.mark.usefixtures("rash")
 def test_preemption_takes_the_youngest_and_repeats_no_token():
     core = make_core(seats=2, pages=7, budget=16, eos=())
     plans = watch(core)
@@ -124,6 +126,7 @@ def test_preemption_takes_the_youngest_and_repeats_no_token():
         assert tokens_of(outputs, name) == solo(request, 0, 99, ())
 
 
+@pytest.mark.usefixtures("rash")
 def test_preemption_spares_the_class_served_first():
     core = make_core(seats=2, pages=7, budget=16, order="priority", eos=())
     plans = watch(core)
@@ -133,6 +136,7 @@ def test_preemption_spares_the_class_served_first():
     assert boarding_order(plans) == ["high", "low", "low"]
 
 
+@pytest.mark.usefixtures("rash")
 def test_the_preempted_go_before_those_who_never_boarded():
     core = make_core(seats=2, pages=7, budget=16, eos=())
     plans = watch(core)
@@ -142,6 +146,7 @@ def test_the_preempted_go_before_those_who_never_boarded():
     assert boarding_order(plans)[:4] == ["old", "young", "young", "fresh"]
 
 
+@pytest.mark.usefixtures("rash")
 def test_nobody_boards_while_its_token_is_in_flight():
     """Three plans without a commit: "young" is preempted, has room again, and must still wait for its token."""
     core = make_core(seats=2, pages=6, budget=16, eos=())
@@ -182,6 +187,7 @@ def test_the_preempted_stand_before_the_fresh_of_their_class_alone():
     assert order == [(0, 7, 0), (0, 4, 0), (0, 5, 1), (1, 9, 0)]
 
 
+@pytest.mark.usefixtures("rash")
 def test_rows_computed_again_are_recomputed_rows():
     """Prompt rows are prefill once; what preemption costs is counted apart (no prefix cache to soften it)."""
     core = make_core(seats=2, pages=7, budget=16, retain=False, eos=())
@@ -392,6 +398,7 @@ def test_a_prompt_above_the_token_cap_may_wait_alone():
     assert code_of(ends["b", 0]) == "queue_full"
 
 
+@pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize("pages", [40, 11])
 def test_prompt_logprobs_are_scored_once_each(pages: int):
     """With 10 pages one of the two is preempted; entries are still one per prompt token, in order."""
@@ -413,6 +420,7 @@ def test_prompt_logprobs_are_scored_once_each(pages: int):
     assert (core.ledger.totals["preempted"] > 0) == (pages == 11)
 
 
+@pytest.mark.usefixtures("rash")
 def test_preempted_while_its_prompt_is_scored():
     """The second prompt has one row a step while the first outgrows the pool; no position is scored twice."""
     core = make_core(seats=2, pages=10, budget=16, eos=(), prefill_share=0.07)

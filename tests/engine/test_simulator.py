@@ -215,6 +215,7 @@ def real_loop(arrivals: list[Arrival], engine: EngineShape) -> tuple[list[tuple]
     return runner.diary, core.ledger.since(0)
 
 
+@pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_steps_are_those_of_the_real_core(policy: str):
     """Plan by plan, row by row, with preemptions: 60 random requests at random times on 4 seats and few pages."""
@@ -281,6 +282,7 @@ def test_the_same_seed_gives_the_same_run():
     assert decode.mean() == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.usefixtures("rash")
 def test_token_waits_are_exact_without_keeping_tokens():
     arrivals = synthesise(60, Uniform(1, 30), Uniform(1, 20), Poisson(1.0), 3)
     kept = simulate(arrivals, shape(pages=17, context=64), SECOND, keep_tokens=True)
