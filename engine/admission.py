@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 
-from jitney.engine.config import EngineSection
+from jitney.engine.config import AUTO, EngineSection, Share
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.pages import PagePool
 from jitney.engine.policies import Batches
@@ -26,7 +26,7 @@ class SchedulerLimits:
 
     context_length: tokens of one sequence, prompt included. policy, order: names in `engine.policies`. batch_size (0:
     as many as there are seats): of the policies that batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0
-    for none. prefill_share: of the token budget, for prompt rows while others decode. target_itl_ms,
+    for none. prefill_share: of the token budget, for prompt rows while others decode, or AUTO. target_itl_ms,
     max_predicted_wait_s: 0 for none.
     """
 
@@ -39,7 +39,7 @@ class SchedulerLimits:
     max_wait_ms: float = 200.0
     static_timeout_ms: float = 0.0
     order: str = "fcfs"
-    prefill_share: float = 1.0
+    prefill_share: Share = 1.0
     target_itl_ms: float = 0.0
     max_predicted_wait_s: float = 0.0
 
@@ -68,8 +68,8 @@ class SchedulerLimits:
             raise ConfigError("context_length must be at least 2: one prompt token and one more")
         if not 0 <= self.batch_size <= self.max_seats:
             raise ConfigError(f"batch_size must be 1 to max_seats ({self.max_seats}), or 0 for all seats")
-        if not 0 < self.prefill_share <= 1:
-            raise ConfigError("prefill_share must be more than 0 and at most 1")
+        if self.prefill_share != AUTO and not 0 < self.prefill_share <= 1:
+            raise ConfigError(f"prefill_share must be more than 0 and at most 1, or {AUTO}")
         for name in ("max_wait_ms", "static_timeout_ms", "target_itl_ms", "max_predicted_wait_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be at least 0")

@@ -30,6 +30,23 @@ Sizes = Annotated[tuple[int, ...], BeforeValidator(_tuple_from_list)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]
 
 
+#: A share that is chosen from step to step.
+AUTO: Literal["auto"] = "auto"
+
+
+def _share(value: object) -> object:
+    """A number written as text, as flags and the environment have it, is a number."""
+    if isinstance(value, str) and value != AUTO:
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"must be a number or {AUTO}") from None
+    return value
+
+
+Share = float | Literal["auto"]
+
+
 class Section(BaseModel):
     """Base of the sections: unknown keys are errors, types are exact ("16" is not 16), values never change."""
 
@@ -88,9 +105,9 @@ class EngineSection(Section):
         "who boards first: fcfs by arrival; priority by the request's priority field, a level being worth 10 s of "
         "waiting; shortest by the answer's foreseen length, a token being worth 0.1 s; fair the API key, or without "
         "keys the user field, that got the fewest tokens"))
-    prefill_share: float = Field(default=0.25, gt=0, le=1, description=(
+    prefill_share: Annotated[Share, BeforeValidator(_share)] = Field(default=AUTO, description=(
         "most of token_budget that prompt rows may take in a step while others decode, so that a long prompt does not "
-        "stall them"))
+        "stall them; auto: the prompts that want rows over the sequences that decode, between a quarter and all"))
     target_itl_ms: float = Field(default=0.0, ge=0, description=(
         "time between tokens to keep for running streams, by smaller prompt chunks where measured step times ask for "
         "it; 0: no target"))
@@ -121,6 +138,15 @@ class EngineSection(Section):
         if not MIN_PAGE <= size <= MAX_PAGE or size & (size - 1):
             raise ValueError(f"must be a power of two from {MIN_PAGE} to {MAX_PAGE}")
         return size
+
+    @field_validator("prefill_share")
+    @classmethod
+    def _share_is_a_part(cls, share: Share) -> Share:
+        if share != AUTO and share <= 0:
+            raise ValueError(f"must be greater than 0, or {AUTO}")
+        if share != AUTO and share > 1:
+            raise ValueError(f"must be less than or equal to 1, or {AUTO}")
+        return share
 
     @field_validator("seat_buckets", "token_buckets")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jitney.engine.admission import SchedulerLimits
 from jitney.engine.errors import RequestError
-from jitney.engine.pace import Pace
+from jitney.engine.pace import Pace, PromptRows
 from jitney.engine.pages import PagePool
 from jitney.engine.prefix import shareable_keys
 from jitney.engine.roster import Roster
@@ -21,8 +21,10 @@ class Forecast:
     Steps until a newcomer boards are counted, each taken to last as long as recent ones did, prompt rows and all.
     """
 
-    def __init__(self, limits: SchedulerLimits, roster: Roster, pace: Pace, pool: PagePool, *, batch: int = 0):
-        self.limits, self.roster, self.pace, self.pool = limits, roster, pace, pool
+    def __init__(self, limits: SchedulerLimits, roster: Roster, prompt_rows: PromptRows, pool: PagePool, *,
+                 batch: int = 0):
+        self.limits, self.roster, self.prompt_rows, self.pool = limits, roster, prompt_rows, pool
+        self.pace: Pace = prompt_rows.pace
         self.batch = batch  # sequences per batch where seats are held; 0 where they are refilled at once
 
     def admit(self, leader: Sequence, now: float) -> None:
@@ -77,7 +79,9 @@ class Forecast:
 
     def _prompt_steps(self, ahead: int) -> float:
         """Steps that the prompts ahead take, at the most rows that they may have beside running streams."""
-        rows = self.limits.prefill_share * self.pace.buckets.token_budget
+        roster = self.roster
+        waiting = min(ahead + 1, self.limits.max_seats)
+        rows = self.prompt_rows.share_beside(len(roster.decoding), waiting) * self.pace.buckets.token_budget
         share = min(1.0, ahead / max(1, self.roster.n_waiting))
         return share * self.roster.backlog.tokens / max(1.0, rows)
 

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from statistics import median
 
 from jitney.engine.buckets import Bucket, Buckets
+from jitney.engine.config import Share
 
 #: Newest steps kept per bucket. Their median bears half of them being disturbed by something else.
 KEPT = 15
@@ -20,6 +21,8 @@ FEW_PAIRS = 10_000.0
 STRETCH = 1.15
 #: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt rows all the same.
 PATIENCE = 4
+#: Share AUTO: the least that prompts get, and how many different shares there are.
+LEAST_SHARE, LEVELS = 0.25, 16
 
 
 class Slope:
@@ -141,26 +144,41 @@ class PromptRows:
 
     A long prompt then passes in more, shorter steps, and the streams that run beside it notice less of it. A row far
     into a long prompt takes longer, so there are fewer of them in a step: see STRETCH. Share 1 is no limit.
+
+    Share AUTO goes by who waits for whom: a step with many prompt rows makes every stream wait, one with few makes
+    every prompt wait. It is the prompts that want rows over the streams that run, in LEVELS steps, between LEAST_SHARE
+    and 1. One long prompt beside many streams gets LEAST_SHARE; where prompts are most of the work, they pile up in
+    the seats until they get the whole budget, and no weights are read for a few rows at a time.
     """
 
-    def __init__(self, pace: Pace, share: float, target_itl_s: float):
+    def __init__(self, pace: Pace, share: Share, target_itl_s: float):
         self.pace, self.share, self.target_itl_s = pace, share, target_itl_s
         self._denied = 0
-        self._wanted = [self._most_wanted(decoding) for decoding in range(pace.buckets.seats + 1)]
+        self._wanted: dict[tuple[int, float], tuple[int, Bucket]] = {}  # by (decoding, share)
 
-    def most(self, decoding: int, start: int = 0) -> int:
+    def share_beside(self, decoding: int, prompts: int) -> float:
+        """Of the token budget for prompts, of which so many want rows, beside so many decoding sequences."""
+        if not isinstance(self.share, str):
+            return self.share
+        level = LEVELS * prompts // max(1, decoding)
+        return max(LEAST_SHARE, min(level, LEVELS) / LEVELS)
+
+    def most(self, decoding: int, start: int = 0, prompts: int = 1) -> int:
         """Prompt rows for a step of so many decoding sequences; to be asked once per step, while prompts want rows.
 
-        start: position of the first row, which tells what they attend to.
+        start: position of the first row, which tells what they attend to. prompts: how many prompts want rows now.
         """
         buckets = self.pace.buckets
         if not decoding:
             return buckets.token_budget
-        rows, bucket = self._wanted[decoding]
+        share = self.share_beside(decoding, prompts)
+        if (decoding, share) not in self._wanted:
+            self._wanted[decoding, share] = self._most_wanted(decoding, share)
+        rows, bucket = self._wanted[decoding, share]
         usual = self.pace.mixed(bucket)
         if usual is None:
             return min(rows, buckets.mixed[0].tokens - decoding) if self.target_itl_s else rows
-        limit = self._longest(usual)
+        limit = self._longest(usual, share)
         if self._timely(bucket, decoding, start, limit - usual) >= rows:  # as nearly always: no need to ask the others
             return rows
         timely = max(self._timely(other, decoding, start, limit - (self.pace.mixed(other) or 0.0))
@@ -170,22 +188,22 @@ class PromptRows:
             return 0 if self._denied else min(rows, buckets.mixed[0].tokens - decoding)
         return min(rows, max(timely, buckets.mixed[0].tokens // 8))
 
-    def _most_wanted(self, decoding: int) -> tuple[int, Bucket]:
+    def _most_wanted(self, decoding: int, share: float) -> tuple[int, Bucket]:
         """The share of prompt rows, and the bucket of the step; or as many rows as fill the next smaller bucket if that
         is at least half as many: no padding then."""
         buckets = self.pace.buckets
-        rows = min(buckets.token_budget - decoding, max(1, int(self.share * buckets.token_budget)))
+        rows = min(buckets.token_budget - decoding, max(1, int(share * buckets.token_budget)))
         lower = max((bucket.tokens for bucket in buckets.mixed if decoding < bucket.tokens <= decoding + rows),
                     default=decoding)
         if 2 * (lower - decoding) >= rows:
             rows = lower - decoding
         return rows, next(bucket for bucket in buckets.mixed if decoding + rows <= bucket.tokens)
 
-    def _longest(self, usual: float) -> float:
+    def _longest(self, usual: float, share: float) -> float:
         """Seconds that a step with prompt rows may take. usual: of one with all that may be, at the start of a prompt.
         """
         target = self.target_itl_s or math.inf
-        return min(target, STRETCH * usual) if self.share < 1 else target
+        return min(target, STRETCH * usual) if share < 1 else target
 
     def _timely(self, bucket: Bucket, decoding: int, start: int, left: float) -> int:
         """The most prompt rows from `start` that fit the bucket and can attend in the `left` seconds; 0 if left < 0.

@@ -52,8 +52,9 @@ class Scheduler:
         order = make_order(limits.order)
         self.roster = Roster(limits, pool, order.queue(), holds=self._policy.holds)
         self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, self.roster.lengths)
-        self._forecast = Forecast(limits, self.roster, self.pace, pool, batch=limits.batch if self._policy.holds else 0)
         self._prompt_rows = PromptRows(self.pace, limits.prefill_share, limits.target_itl_ms / 1000)
+        self._forecast = Forecast(limits, self.roster, self._prompt_rows, pool,
+                                  batch=limits.batch if self._policy.holds else 0)
         self._demand = PageDemand(pool, self.roster.lengths)
         self._turned_away: tuple[Sequence | None, int] = None, 0  # for lack of pages: whom, after how many departures
         self._scores = PromptScores(pool.page_size)
@@ -154,10 +155,15 @@ class Scheduler:
         draft.preempted += relieved
         if self.roster.prefilling or self.roster.queue:
             first = next(iter(self.roster.prefilling), None)
-            draft.tokens_left = self._prompt_rows.most(draft.n_decode, first.scheduled if first else 0)
+            draft.tokens_left = self._prompt_rows.most(draft.n_decode, first.scheduled if first else 0, self._prompts())
             self._plan_prefill(draft)
             self._plan_boarding(draft, now)
         return draft
+
+    def _prompts(self) -> int:
+        """Prompts that want rows in the next step: of those who sit, and of those for whom there is a seat."""
+        roster = self.roster
+        return len(roster.prefilling) + min(len(roster.queue), len(roster.free_seats))
 
     def _plan_batch(self, now: float) -> Draft:
         """One batch after the other: all board, all prompts are computed, all decode until the last is done."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -60,7 +60,8 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """The accepted words of a Literal field, else ()."""
-        return tuple(getattr(self.field.annotation, "__args__", ())) if self.kind is str else ()
+        annotation = self.field.annotation
+        return get_args(annotation) if self.kind is str and get_origin(annotation) is Literal else ()
 
     @property
     def _extra(self) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """What a long prompt does to the streams that run beside it: their inter-token times alone, and while it is read.
 
-    python docs/benchmarks/long_prompt.py [--model smollm2-135m] [--streams 16] [--prompt 4000] [--prefill-share 0.25]
+    python docs/benchmarks/long_prompt.py [--model smollm2-135m] [--streams 16] [--prompt 4000] [--prefill-share auto]
 
 All streams generate alone first; then a request with a long prompt and one output token arrives. Printed: median and
 p99 of the time between two tokens of a stream in both phases, the ratio of the p99s, and how long the prompt took.
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=4000)
-    parser.add_argument("--prefill-share", type=float, default=0.25)
+    parser.add_argument("--prefill-share", default="auto")
     parser.add_argument("--alone-steps", type=int, default=150)
     parser.add_argument("--runs", type=int, default=2, help="the first one also teaches the scheduler the step times")
     parser.add_argument("--json")
