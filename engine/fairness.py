@@ -18,17 +18,25 @@ from jitney.engine.waiting import SLACK, WaitingQueue
 #: Every so many boardings the one who has waited longest goes first, whoever was served least: tenants that keep
 #: coming up new, each served nothing yet, would otherwise go before an old one for ever.
 EVERY = 16
+#: One of so many seats is kept for tenants that have less than their share of them: else a tenant with few requests
+#: waits for another's long answer to end each time it comes.
+SEATS_PER_KEPT = 32
+#: A tenant is there until so many have boarded since it last did.
+RECENT = 64
 
 
 @dataclass(slots=True, eq=False)
 class Account:
     """One tenant. counter: tokens computed for it, lifted when it comes back. queue: its sequences that wait.
 
-    listed: it has its entry in the heap of tenants.
+    listed: it has its entry in the heap of tenants. seated: its sequences that have a seat. boarded: the number of the
+    boarding that was its last.
     """
 
     counter: int
     listed: bool = False
+    seated: int = 0
+    boarded: int = 0
     queue: WaitingQueue = field(default_factory=WaitingQueue)
 
 
@@ -71,6 +79,29 @@ class FairQueue(WaitingQueue):
         account = self._first()
         return account.queue.head() if account else None
 
+    def next_to_board(self, free_seats: int, seats: int) -> Sequence | None:
+        """The head, unless only kept seats are free and it may not have one: then whoever was served least and may."""
+        head = self.head()
+        if head is None or head.preemptions or free_seats > seats // SEATS_PER_KEPT:
+            return head
+        present = [account for account in self._accounts.values() if self._is_present(account)]
+        share = seats / max(1, len(present))
+        if len(present) < 2 or self._account(head).seated < share:
+            return head
+        small = [account for account in present if account.queue and account.seated < share]
+        if not small:
+            return None
+        return min(small, key=lambda account: account.counter).queue.head()
+
+    def _is_present(self, account: Account) -> bool:
+        """Whether a tenant sits, waits, or did so a short time ago."""
+        recently = account.boarded > 0 and self._boardings - account.boarded < RECENT
+        return bool(account.seated or account.queue) or recently
+
+    def left(self, seq: Sequence) -> None:
+        """A seat of its tenant is free again."""
+        self._account(seq).seated -= 1
+
     def remove(self, seq: Sequence) -> None:
         """Leave both queues."""
         super().remove(seq)
@@ -85,6 +116,9 @@ class FairQueue(WaitingQueue):
         self._boardings += 1
         if not seq.preemptions:
             self.charge(seq, seq.n_prompt - seq.cached_tokens)
+        account = self._account(seq)
+        account.seated += 1
+        account.boarded = self._boardings
         self.remove(seq)
 
     def charge(self, seq: Sequence, tokens: int) -> None:
@@ -122,7 +156,7 @@ class FairQueue(WaitingQueue):
         """Let go of tenants that would be lifted anyway when they come back: names may be as many as requests."""
         floor = self._floor()
         self._accounts = {name: account for name, account in self._accounts.items()
-                          if account.queue or account.counter > floor or account is self._last}
+                          if account.queue or account.seated or account.counter > floor or account is self._last}
         self._room = 2 * len(self._accounts) + SLACK
 
     def _entry(self, account: Account) -> tuple[int, int, int, Account]:

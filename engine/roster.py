@@ -221,6 +221,7 @@ class Roster:
             publish(seq, self.pool)
         self.pool.release(seq.pages)
         self.most_pages -= self.most_of(seq)
+        self.queue.left(seq)
         self.departures += 1
         self.prefilling.pop(seq, None)
         self.decoding.pop(seq, None)

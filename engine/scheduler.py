@@ -290,10 +290,14 @@ class Scheduler:
 
         Nor does one board whose token is in flight since its preemption: it would be sampled a second time.
         """
-        seq = self.roster.queue.head()
+        roster = self.roster
+        queue = roster.queue
+        seq = queue.head()
+        if not self._policy.holds:
+            seq = queue.next_to_board(len(roster.free_seats), self.limits.max_seats)
         if seq is None or seq.in_flight or not self._take_pages(seq, draft, now):
             return None
-        self.roster.seat(seq, now)
+        roster.seat(seq, now)
         draft.boarded.append(seq)
         return seq
 

@@ -50,6 +50,13 @@ class WaitingQueue:
             heappop(heap)
         return heap[0][2] if heap else None
 
+    def next_to_board(self, free_seats: int, seats: int) -> Sequence | None:
+        """Who takes a seat now, if anybody may, with so many of all seats free. Here the head; see `FairQueue`."""
+        return self.head()
+
+    def left(self, seq: Sequence) -> None:
+        """A seated sequence gave back its seat. Nobody keeps count here; `FairQueue` does."""
+
     def remove(self, seq: Sequence) -> None:
         """A waiting sequence boards, or has ended: its entry is skipped when it comes up."""
         self._waiting.remove(seq)
