@@ -173,6 +173,8 @@ class BatchBuilder:
             self.board(seq)
         for seq in plan.fed:
             self.feed(seq)
+        for seq in plan.dropped:
+            self.drop(seq)
         self.fill(plan, upload, plain)
         return upload.packed
 
@@ -205,6 +207,12 @@ class BatchBuilder:
         self.tables[seat * self.pages + self.known[seat]] = seq.pages[-1]
         self.known[seat] += 1
         self.stamps[seat] = object()
+
+    def drop(self, seq: Sequence) -> None:
+        """A seated sequence gave back its first pages: no kernel is to read what others write there."""
+        first = seq.seat * self.pages
+        self.tables[first : first + seq.dropped] = self.no_pages[: seq.dropped]
+        self.stamps[seq.seat] = object()
 
     def fill(self, plan: Plan, upload: Upload, plain: bool) -> None:
         """Tokens, positions, page tables, KV rows and logit rows of every chunk, and how to sample, padded."""

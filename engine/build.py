@@ -95,7 +95,8 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
         keep_freed_memory()
     pool = PagePool(runner.n_pages, settings.page_size, retain=settings.prefix_cache)
     limits = SchedulerLimits.of(settings, context_length=context)
-    scheduler = Scheduler(limits, buckets, pool, eos_ids=end_ids, vocab_size=source.config.vocab_size)
+    scheduler = Scheduler(limits, buckets, pool, eos_ids=end_ids, vocab_size=source.config.vocab_size,
+                          window=source.config.window)
     info = describe(config, source, device, kernels, context, dtype, kv_dtype, describe_weights(model, source), runner,
                     buckets, proofs)
     info = msgspec.structs.replace(info, sampling_defaults=defaults)

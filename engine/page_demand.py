@@ -7,6 +7,7 @@ independent chances, of which mean and variance are known, so that the same stat
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -23,10 +24,10 @@ TIMES, ENDS = 16, 32
 
 
 class PageDemand:
-    """Answers `fits`. lengths: what is known about answers. pool: where the pages are."""
+    """Answers `fits`. lengths: what is known about answers. most_each: pages of one at most while it decodes."""
 
-    def __init__(self, pool: PagePool, lengths: OutputLengths):
-        self.pool, self.lengths = pool, lengths
+    def __init__(self, pool: PagePool, lengths: OutputLengths, most_each: int = sys.maxsize):
+        self.pool, self.lengths, self.most_each = pool, lengths, most_each
 
     def fits(self, riders: Iterable[Sequence], newcomer: Sequence, fresh: int) -> bool:
         """Whether the pool should last if the newcomer, who needs `fresh` pages now, rides with the riders.
@@ -36,7 +37,7 @@ class PageDemand:
         groups: defaultdict[Outlook, list[list[int]]] = defaultdict(list)
         own = 0
         for seq in riders:
-            held = len(seq.pages) - seq.shared
+            held = len(seq.pages) - max(seq.shared, seq.dropped)
             own += held
             groups[self._outlook(seq)].append(self._row(seq, held))
         groups[self._outlook(newcomer)].append(self._row(newcomer, fresh))
@@ -69,7 +70,7 @@ class PageDemand:
         alive = np.minimum(outlook.reaches(n_output + times) / reached, 1.0)
         alive = np.where(times <= left, alive, 0.0)
         pages = np.ceil((positions + times) / self.pool.page_size) - shared
-        return alive, np.maximum(pages, held)
+        return alive, np.maximum(np.minimum(pages, self.most_each), held)
 
 
 def times_ahead(left: np.ndarray) -> np.ndarray:

@@ -119,11 +119,13 @@ class PagePool:
                 self._states[page] = FREE
 
     def release(self, pages: list[int]) -> None:
-        """Drop one reference of each page; `pages` in the order of the sequence.
+        """Drop one reference of each page; `pages` in the order of the sequence; the trash page belongs to nobody.
 
         The last page goes first, so that a chain is evicted from its tail: its head serves more prompts.
         """
         for page in reversed(pages):
+            if not page:
+                continue
             self._owners[page] -= 1
             if self._owners[page]:
                 self._states[page] = HELD if self._owners[page] == 1 else SHARED
@@ -167,6 +169,6 @@ class PagePool:
         if published != self._index or not parts[1] <= set(published.values()) or parts[0] & set(published.values()):
             raise RuntimeError("the prefix index and the pages disagree")
         if tables is not None:
-            owners = Counter(page for table in tables for page in table)
+            owners = Counter(page for table in tables for page in table if page)
             if any(owners[page] != count for page, count in enumerate(self._owners)):
                 raise RuntimeError("reference counts differ from the pages that sequences hold")

@@ -77,6 +77,7 @@ class Draft(msgspec.Struct):
     plain: bool = True
     boarded: list[Sequence] = []
     fed: list[Sequence] = []
+    dropped: list[Sequence] = []
     preempted: list[Sequence] = []
     cached_tokens: int = 0
     reserved: int = 0
@@ -87,7 +88,8 @@ class Draft(msgspec.Struct):
 
 class Plan(msgspec.Struct):
     """One step. chunks: decode rows first, then prefill chunks. boarded: sequences that took their seat in this plan.
-    fed: decoding sequences that got another page for it: the pages of a seated sequence change in no other way.
+    fed: decoding sequences that got another page for it. dropped: sequences that gave back pages behind the model's
+    window. The pages of a seated sequence change in no other way.
 
     reserved: padding rows that a batch wants beside its rows: its prompts are padded to the longest, its steps to its
     size. preempted: sequences that lost their seat to it.
@@ -103,6 +105,7 @@ class Plan(msgspec.Struct):
     work: Work
     boarded: list[Sequence] = []
     fed: list[Sequence] = []
+    dropped: list[Sequence] = []
     preempted: list[Sequence] = []
     cached_tokens: int = 0
     reserved: int = 0

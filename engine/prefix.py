@@ -54,6 +54,6 @@ def publish(seq: Sequence, pool: PagePool) -> None:
     if full <= seq.published:
         return
     extend_keys(seq.keys, seq.root, seq.tokens, pool.page_size, full)
-    for i in range(seq.published, full):
+    for i in range(max(seq.published, seq.dropped), full):
         pool.publish(seq.pages[i], seq.keys[i])
     seq.published = full

@@ -41,11 +41,13 @@ class Roster:
     leaving: its last token is in flight and it needs no row any more, so its seat and pages are already free.
     holds: seats are given back all at once, when nobody sits any more; until then `kept` says who left which. Siblings
     then do not wait for their leader's prompt either: they belong to one batch.
+    window: positions that the model's layers see at most, 0 for all; see `drop_behind`.
     released: seats that were kept and are free again, for whoever tells of it. outputs: those not handed out yet.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, queue: WaitingQueue, *, holds: bool = False):
-        self.limits, self.pool, self.holds = limits, pool, holds
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, queue: WaitingQueue, *, holds: bool = False,
+                 window: int = 0):
+        self.limits, self.pool, self.holds, self.window = limits, pool, holds, window
         self.groups: dict[str, Group] = {}
         self.queue = queue
         self.backlog = Backlog(limits.max_waiting_requests, limits.max_waiting_tokens)
@@ -79,8 +81,32 @@ class Roster:
         return self.queue.ahead(newcomer) + self._n_held
 
     def most_of(self, seq: Sequence) -> int:
-        """Pages of a sequence that gets as long as it may; its last token needs no place."""
-        return self.pool.pages_for(seq.limit - 1)
+        """Pages that a sequence holds at once if it gets as long as it may; its last token needs no place."""
+        pages_for = self.pool.pages_for
+        most = pages_for(seq.limit - 1)
+        if self.window:  # it boards with pages for all it has
+            most = min(most, max(pages_for(len(seq.tokens)), self.window_pages))
+        return most
+
+    @property
+    def window_pages(self) -> int:
+        """Pages that a decoding sequence holds at most in a model with a window: one is begun, one not yet dropped."""
+        return self.pool.pages_for(self.window) + 2
+
+    def drop_behind(self, seq: Sequence) -> bool:
+        """Give back the pages behind the window of a sequence's next row; True if there were any.
+
+        A page holds the positions of all layers, so all must have a window, and the largest counts. Its rows stay in
+        the prefix index while nobody needs the room.
+        """
+        behind = (seq.scheduled - self.window + 1) // self.pool.page_size
+        if behind <= seq.dropped:
+            return False
+        publish(seq, self.pool)
+        self.pool.release(seq.pages[seq.dropped : behind])
+        seq.pages[seq.dropped : behind] = [0] * (behind - seq.dropped)
+        seq.dropped = behind
+        return True
 
     @property
     def batch(self) -> int:
@@ -186,7 +212,8 @@ class Roster:
         seq.sat_at, seq.sat_with = now, len(seq.tokens)
         seq.seat = heappop(self.free_seats)
         self.prefilling[seq] = None
-        self.most_pages += self.most_of(seq)
+        seq.most_pages = self.most_of(seq)
+        self.most_pages += seq.most_pages
 
     def start_decoding(self, seq: Sequence) -> None:
         """All its known tokens are scheduled."""
@@ -220,7 +247,7 @@ class Roster:
         if self.pool.retain:
             publish(seq, self.pool)
         self.pool.release(seq.pages)
-        self.most_pages -= self.most_of(seq)
+        self.most_pages -= seq.most_pages
         self.queue.left(seq)
         self.departures += 1
         self.prefilling.pop(seq, None)
@@ -231,7 +258,7 @@ class Roster:
                 self._release_seats()
         else:
             heappush(self.free_seats, seq.seat)
-        seq.pages, seq.published, seq.shared, seq.seat = [], 0, 0, -1
+        seq.pages, seq.published, seq.shared, seq.dropped, seq.seat = [], 0, 0, 0, -1
 
     def _release_seats(self) -> None:
         """The batch is over."""
@@ -281,9 +308,11 @@ class Roster:
             "who decodes is in order":
                 self._newcomers or sorted(self.decoding, key=BY_CONTEXT, reverse=True) == list(self.decoding),
             "the most pages are those of who sits":
-                self.most_pages == sum(self.most_of(seq) for seq in seated),
+                self.most_pages == sum(seq.most_pages for seq in seated),
             "the queue knows what it expects": self.queue.expected == sum(seq.expected for seq in self.queue.members()),
             "who lost its seat waits": self.stalled.keys() <= self.queue.members(),
+            "pages behind the window are the trash page, and no others":
+                all(not any(seq.pages[: seq.dropped]) and all(seq.pages[seq.dropped :]) for seq in seated),
             "those held back are counted": self._n_held == sum(len(group.held) for group in groups),
             "the backlog is what waits": (self.backlog.requests, self.backlog.tokens) == (len(waiting), sum(waiting)),
         }
@@ -295,4 +324,4 @@ class Roster:
 def slot_of(seq: Sequence, seat: int, state: str) -> Slot:
     """A seat and who sits in it, or sat in it last."""
     return Slot(seat=seat, state=state, request_id=seq.request.id, index=seq.index, n_prompt=seq.n_prompt,
-                n_computed=seq.scheduled, n_output=seq.n_output, max_tokens=seq.max_tokens, pages=len(seq.pages))
+                n_computed=seq.scheduled, n_output=seq.n_output, max_tokens=seq.max_tokens, pages=seq.n_pages)

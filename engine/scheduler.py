@@ -37,10 +37,14 @@ TURN_S, TURN_TOKENS = 1.0, 16
 
 
 class Scheduler:
-    """Plans steps for the sequences of its roster. clock: seconds, for admission; plan and commit are told the time."""
+    """Plans steps for the sequences of its roster. clock: seconds, for admission; plan and commit are told the time.
+
+    window: positions that the model sees at most, if all its layers have a window, else 0.
+    """
 
     def __init__(self, limits: SchedulerLimits, buckets: Buckets, pool: PagePool,
-                 clock: Callable[[], float] = time.monotonic, eos_ids: Iterable[int] = (), vocab_size: int = 2**31 - 1):
+                 clock: Callable[[], float] = time.monotonic, eos_ids: Iterable[int] = (), vocab_size: int = 2**31 - 1,
+                 window: int = 0):
         if buckets.seats != limits.max_seats or buckets.token_budget <= limits.max_seats:
             raise ConfigError(f"buckets for {buckets.seats} seats and {buckets.token_budget} rows do not serve "
                               f"{limits.max_seats} seats")
@@ -50,12 +54,14 @@ class Scheduler:
         #: Whether anybody can still come before somebody who is here has ended; written by whoever knows.
         self.more_to_come = True
         order = make_order(limits.order)
-        self.roster = Roster(limits, pool, order.queue(), holds=self._policy.holds)
+        self.roster = Roster(limits, pool, order.queue(), holds=self._policy.holds, window=window)
         self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, self.roster.lengths)
         self._prompt_rows = PromptRows(self.pace, limits.prefill_share, limits.target_itl_ms / 1000)
         self._forecast = Forecast(limits, self.roster, self._prompt_rows, pool,
                                   batch=limits.batch if self._policy.holds else 0)
         self._demand = PageDemand(pool, self.roster.lengths)
+        if window:
+            self._demand.most_each = self.roster.window_pages
         self._turned_away: tuple[Sequence | None, int] = None, 0  # for lack of pages: whom, after how many departures
         self._scores = PromptScores(pool.page_size)
         self._committer = Committer(self.roster, pool, self._scores)
@@ -184,7 +190,7 @@ class Scheduler:
 
         Kernels that work in groups of rows then give short contexts to short ones' groups.
         """
-        rows, fed, preempted = self._decode_ready(now)
+        rows, fed, dropped, preempted = self._decode_ready(now)
         count, chunks, keys, plain = len(rows), [], 0, True
         for seq in rows:
             start = seq.scheduled
@@ -195,11 +201,11 @@ class Scheduler:
             if not seq.plain:
                 plain = False
         return Draft(self.buckets.token_budget - count, self.limits.max_seats - count, count, chunks, count, plain,
-                     fed=fed, preempted=preempted, keys=keys, longest=rows[0].scheduled if rows else 0)
+                     fed=fed, dropped=dropped, preempted=preempted, keys=keys, longest=rows[0].scheduled if rows else 0)
 
-    def _decode_ready(self, now: float) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """(decoding sequences with a page to write to, those of them that just got it, those preempted for it), long
-        contexts first.
+    def _decode_ready(self, now: float) -> tuple[list[Sequence], list[Sequence], list[Sequence], list[Sequence]]:
+        """(decoding sequences with a page to write to, those of them that just got it, those of these that gave back
+        pages behind the window, those preempted), long contexts first.
 
         Those whose last token is in flight leave.
         """
@@ -215,12 +221,13 @@ class Scheduler:
                 needy.append(seq)
         for seq in done:
             self.roster.leave_early(seq)
+        dropped = [seq for seq in needy if self.roster.drop_behind(seq)] if self.roster.window else []
         preempted = self._make_room(needy, now)
         if preempted:
-            rows, needy = ([seq for seq in found if seq.seat >= 0] for found in (rows, needy))
+            rows, needy, dropped = ([seq for seq in found if seq.seat >= 0] for found in (rows, needy, dropped))
         for seq, page in zip(needy, self.pool.allocate(len(needy)) or (), strict=True):
             seq.pages.append(page)
-        return rows, needy, preempted
+        return rows, needy, dropped, preempted
 
     def _make_room(self, needy: list[Sequence], now: float) -> list[Sequence]:
         """Preempt by `sacrifice` until there is a page for each one that needs it; returns those.
@@ -248,10 +255,10 @@ class Scheduler:
         if missing <= 0:
             return []
         ready = [seq for seq in (*roster.decoding, *roster.prefilling)
-                 if had_its_turn(seq, now) and len(seq.pages) >= missing and seq.rank[0] >= head.rank[0]]
+                 if had_its_turn(seq, now) and seq.n_pages >= missing and seq.rank[0] >= head.rank[0]]
         if not ready:
             return []
-        other = min(ready, key=lambda seq: len(seq.pages))
+        other = min(ready, key=lambda seq: seq.n_pages)
         roster.preempt(other, now)
         return [other]
 
@@ -370,6 +377,8 @@ class Scheduler:
 
     def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
         """At most `most` of the next known tokens, as the step can take them; the last one's logits are sampled."""
+        if self.roster.window and self.roster.drop_behind(seq):
+            draft.dropped.append(seq)
         start, known = seq.scheduled, len(seq.tokens)
         count = min(known - start, most, draft.tokens_left)
         if count <= 0:
@@ -418,8 +427,8 @@ class Scheduler:
                                      logit_rows=self.limits.max_seats - draft.rows_left)
         load = Load(roster.n_seated, self.pool.used, self.pool.n_cached, roster.n_waiting, roster.backlog.tokens)
         work = Work(draft.n_decode, draft.rows - draft.n_decode, draft.keys, draft.longest, draft.pairs)
-        return Plan(self._steps, draft.chunks, bucket, draft.plain, work, draft.boarded, draft.fed, draft.preempted,
-                    draft.cached_tokens, draft.reserved, load)
+        return Plan(self._steps, draft.chunks, bucket, draft.plain, work, draft.boarded, draft.fed, draft.dropped,
+                    draft.preempted, draft.cached_tokens, draft.reserved, load)
 
 
 

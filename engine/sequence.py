@@ -39,6 +39,8 @@ class Sequence(Hot):
     limit: tokens, prompt included, at which it ends by length. stop_ids: tokens that end it.
     kind: the classes whose answers tell how long its own will be. passed: the bucket of lengths that it was last
     counted in (`engine.predict`). shared: pages, from the first on, that others had computed when it boarded.
+    dropped: pages, from the first on, that lie behind the model's window and were given back; 0 in `pages`.
+    most_pages: that it holds at once if it gets as long as it may; set when it boards.
     shares: its pages may serve others, or itself after a preemption. root, keys: hash chain of its full pages.
     published: own pages offered to the prefix index. scored: prompt positions whose logits a launched step brings for
     prompt_logprobs.
@@ -68,6 +70,8 @@ class Sequence(Hot):
     stop_ids: frozenset[int] = frozenset()
     passed: int = 0
     shared: int = 0
+    dropped: int = 0
+    most_pages: int = 0
     shares: bool = True
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)
@@ -95,6 +99,11 @@ class Sequence(Hot):
     def must_score(self) -> bool:
         """True while prompt positions must still be computed for their log-probabilities, found in pages or not."""
         return self.request.sampling.prompt_logprobs is not None and self.scored < self.n_prompt - 1
+
+    @property
+    def n_pages(self) -> int:
+        """Pages it holds."""
+        return len(self.pages) - self.dropped
 
     @property
     def seated(self) -> bool:

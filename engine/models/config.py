@@ -103,6 +103,11 @@ class ModelConfig:
                 raise ModelError(f"special token id {token} lies outside the vocabulary of {self.vocab_size}")
 
     @property
+    def window(self) -> int:
+        """Positions that any layer sees at most, its own included; 0 where some layer sees all."""
+        return max(self.windows) if all(self.windows) else 0
+
+    @property
     def qkv_size(self) -> int:
         """Columns of the fused query, key and value projection: (H + 2K) * D."""
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim

@@ -7,7 +7,6 @@ the page table. A wrong page table, a page reused too early or a seat mixed up t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +75,9 @@ class FakeRunner:
     """Runs plans in order of launch. poisoned: request ids whose logits are not finite; spoiled: those some of whose
     rows, without logits, are not: (id, position)."""
 
+    #: Positions that a row sees; 0: all before it.
+    window = 0
+
     def __init__(self, n_pages: int, page_size: int, seats: int):
         self.page_size, self.compiles = page_size, 0
         self.tokens = np.full(n_pages * page_size, -1)
@@ -123,7 +125,7 @@ class FakeRunner:
             for i, target in enumerate(chunk.targets, chunk.score_start + 1):
                 scores.append(score(history[:i], target))
             if chunk.sample:
-                token = next_token(history, self.seeds[chunk.seat])
+                token = next_token(history[-self.window :], self.seeds[chunk.seat])
                 self.last_token[chunk.seat] = token
                 tokens.append(-1 if poisoned else token)
                 entries.append(score(history, token))
@@ -150,20 +152,22 @@ class FakeRunner:
                 self.tokens[flat], self.positions[flat] = token, position
 
     def _read(self, chunk: Rows, tokens: np.ndarray, positions: np.ndarray) -> list[int]:
-        flats = [self._flat(chunk, position) for position in range(chunk.start)]
-        assert positions[flats].tolist() == list(range(chunk.start)), "a page holds other positions than its owner's"
+        first = max(0, chunk.start - self.window + 1) if self.window else 0
+        flats = [self._flat(chunk, position) for position in range(first, chunk.start)]
+        wanted = list(range(first, chunk.start))
+        assert positions[flats].tolist() == wanted, "a page holds other positions than its owner's"
         return tokens[flats].tolist()
 
 
 def make_core(*, seats: int = 4, pages: int = 33, page_size: int = 4, budget: int = 16, context: int = 64,
               retain: bool = True, max_requests: int = 1000, max_tokens: int = 100_000,
               eos: tuple[int, ...] = (EOS,), clock: FakeClock | None = None,
-              device: Callable[[int, int, int], FakeRunner] = FakeRunner, **limits: Any) -> EngineCore:
+              device: type[FakeRunner] = FakeRunner, **limits: Any) -> EngineCore:
     """A core on a fake device; `pages` counts the trash page; limits: further fields of SchedulerLimits."""
     clock = clock or FakeClock()
     held_to = SchedulerLimits(seats, context, max_requests, max_tokens, **limits)
     scheduler = Scheduler(held_to, make_buckets(max_seats=seats, token_budget=budget),
-                          PagePool(pages, page_size, retain=retain), clock, eos, VOCAB)
+                          PagePool(pages, page_size, retain=retain), clock, eos, VOCAB, device.window)
     return EngineCore(scheduler, device(pages, page_size, seats), Ledger(), clock)
 
 

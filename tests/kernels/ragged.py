@@ -75,6 +75,8 @@ def make(case: Case, seed: int = 7) -> Batch:
     for s, (length, count) in enumerate(zip(lens, counts, strict=True)):
         used = -(-length // case.page)
         table[s, :used] = [next(free) for _ in range(used)]
+        if case.window:  # pages that no row sees any more belong to others: the table has the trash page there
+            table[s, : max(0, length - count - case.window + 1) // case.page] = 0
         at = np.arange(length - count, length)
         positions[cu_q[s] : cu_q[s + 1]] = at
         write_rows[cu_q[s] : cu_q[s + 1]] = table[s, at // case.page] * case.page + at % case.page
