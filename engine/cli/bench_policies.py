@@ -167,7 +167,7 @@ def cases_of(known: argparse.Namespace) -> dict[str, tuple[argparse.Namespace, C
     defaults = make_parser().parse([])
     told = [name for name in TRAFFIC_FLAGS if getattr(known, name) != getattr(defaults, name)]
     if known.cases is None and told:
-        return {GIVEN: (with_flags(known, requests=known.requests or DEFAULT_REQUESTS), None)}
+        return {GIVEN: (with_flags(known, requests=requests_of(known, DEFAULT_REQUESTS)), None)}
     if told and known.cases is not None:
         raise ConfigError(f"--cases has traffic of its own: give no --{told[0].replace('_', '-')} with it")
     names = words_of(known.cases) if known.cases is not None else list(CASES)
@@ -177,8 +177,12 @@ def cases_of(known: argparse.Namespace) -> dict[str, tuple[argparse.Namespace, C
     found = {}
     for name in names:
         case = CASES[name]
-        found[name] = with_flags(known, requests=known.requests or case.requests, output=case.output), case
+        found[name] = with_flags(known, requests=requests_of(known, case.requests), output=case.output), case
     return found
+
+
+def requests_of(known: argparse.Namespace, default: int) -> int:
+    return default if known.requests is None else known.requests
 
 
 def with_flags(known: argparse.Namespace, **changes: Any) -> argparse.Namespace:
