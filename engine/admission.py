@@ -37,11 +37,11 @@ class SchedulerLimits:
     policy: str = "continuous"
     batch_size: int = 0
     max_wait_ms: float = 200.0
-    static_timeout_ms: float = 0.0
     order: str = "fcfs"
     prefill_share: Share = 1.0
     target_itl_ms: float = 0.0
     max_predicted_wait_s: float = 0.0
+    static_timeout_ms: float = 0.0
 
     @classmethod
     def of(cls, settings: EngineSection, *, context_length: int) -> SchedulerLimits:

@@ -340,7 +340,8 @@ def test_limits_are_those_of_the_configuration():
     settings = EngineSection(max_seats=7, policy="dynamic", batch_size=3, max_wait_ms=5.0, order="fair",
                              target_itl_ms=9.0, max_predicted_wait_s=8.0, prefill_share=0.5, max_waiting_requests=11)
     limits = SchedulerLimits.of(settings, context_length=99)
-    assert limits == SchedulerLimits(7, 99, 11, settings.max_waiting_tokens, "dynamic", 3, 5.0, "fair", 0.5, 9.0, 8.0)
+    assert limits == SchedulerLimits(7, 99, 11, settings.max_waiting_tokens, "dynamic", 3, 5.0, "fair", 0.5, 9.0, 8.0,
+                                     static_timeout_ms=5000.0)
     assert limits.batch == 3 and SchedulerLimits(7, 99).batch == 7
 
 
