@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from jitney.engine import wire
 from jitney.engine.config import Config
 from jitney.engine.detokenizer import TextStream
@@ -115,7 +117,7 @@ class LLM:
     def default_params(self) -> SamplingParams:
         """What the model recommends, as `generation_config` and the settings of [sampling] say. Parameters made by hand
         are taken as they are: what they leave out has the defaults of SamplingParams."""
-        return SamplingParams(**self.info.sampling_defaults)  # pyright: ignore[reportArgumentType]
+        return msgspec.structs.replace(SamplingParams(), **self.info.sampling_defaults)
 
     def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
              params: SamplingParams | None = None) -> list[RequestOutput]:

@@ -214,7 +214,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     executables: int = 0
     compile_seconds: float = 0.0
     tensor_parallel: int = 1
-    sampling_defaults: dict[str, float] = {}  # what a request gets that does not say; by field of SamplingParams
+    sampling_defaults: dict[str, int | float] = {}  # what a request gets that does not say; by field of SamplingParams
     weights: str = ""  # how matrices are kept: a dtype, a scheme, or several with their counts
     seat_buckets: tuple[int, ...] = ()  # rows of the decode-only steps that programs were compiled for, ascending
     token_buckets: tuple[int, ...] = ()  # rows of those with prompts

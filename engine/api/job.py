@@ -120,8 +120,8 @@ def _sampling(body: GenerationBody, info: EngineInfo, *, n: int, max_tokens: int
                                       "include_stop_str_in_output", "skip_special_tokens")
              if (value := getattr(body, name)) is not None}
     params = SamplingParams(n=n, max_tokens=max_tokens, logit_bias=body.logit_bias, stop=body.stop, logprobs=logprobs,
-                            stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
-                            **(info.sampling_defaults | given))
+                            stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())))
+    params = msgspec.structs.replace(params, **(info.sampling_defaults | given))
     params.validate(info.vocab_size)
     return params if params.top_k <= info.vocab_size else msgspec.structs.replace(params, top_k=info.vocab_size)
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.errors import ConfigError, RequestError
@@ -76,8 +78,8 @@ def sampling_from(known: argparse.Namespace, n: int = 1, defaults: Mapping[str, 
         given = getattr(known, name)
         if given is not None:
             values[name] = given
-    params = SamplingParams(n=n, max_tokens=known.max_tokens, seed=known.seed, stop=tuple(known.stop),
-                            **values)  # pyright: ignore[reportArgumentType]
+    params = SamplingParams(n=n, max_tokens=known.max_tokens, seed=known.seed, stop=tuple(known.stop))
+    params = msgspec.structs.replace(params, **values)
     try:
         params.validate(vocab_size=1)  # the flags name no token
     except RequestError as error:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jitney.engine.config import SamplingSection
 from jitney.engine.errors import ConfigError, ModelError, RequestError
 from jitney.engine.types import SAMPLING_DEFAULTS, SamplingParams
@@ -23,7 +25,7 @@ log = logging.getLogger("jitney.core")
 HF_FILE = "generation_config.json"
 #: Temperature and top_p as the publisher of the built-in model recommends; its GGUF file does not say. The penalty is
 #: ours: in 4 bits, 14 of 48 answers ended in a loop without it, 2 with it.
-BUILT_IN: Mapping[str, Mapping[str, float]] = {
+BUILT_IN: Mapping[str, Mapping[str, int | float]] = {
     DEFAULT_MODEL: {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}}
 #: Our name -> the file's.
 HF_NAMES = {name: name for name in SAMPLING_DEFAULTS}
@@ -45,7 +47,7 @@ GGUF_OTHERS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def sampling_defaults(settings: SamplingSection, source: ModelSource) -> dict[str, float]:
+def sampling_defaults(settings: SamplingSection, source: ModelSource) -> dict[str, int | float]:
     """Field of `SamplingParams` -> its default for this model, for those that have one.
 
     Raises ConfigError naming the file and the field.
@@ -58,7 +60,7 @@ def sampling_defaults(settings: SamplingSection, source: ModelSource) -> dict[st
     return found
 
 
-def recommended(generation_config: str, source: ModelSource) -> dict[str, float]:
+def recommended(generation_config: str, source: ModelSource) -> dict[str, int | float]:
     """What the model's file says, or the one that is named instead."""
     if generation_config == "none":
         return {}
@@ -75,7 +77,7 @@ def recommended(generation_config: str, source: ModelSource) -> dict[str, float]
     return {}
 
 
-def from_path(path: Path) -> dict[str, float]:
+def from_path(path: Path) -> dict[str, int | float]:
     """Of a file in the form of `generation_config.json`, or of a folder with one."""
     file = path / HF_FILE if path.is_dir() else path
     try:
@@ -86,7 +88,7 @@ def from_path(path: Path) -> dict[str, float]:
 
 
 def from_values(values: Mapping[str, Any], file: str, names: Mapping[str, str],
-                others: Mapping[str, tuple[Any, ...]]) -> dict[str, float]:
+                others: Mapping[str, tuple[Any, ...]]) -> dict[str, int | float]:
     """The defaults among a file's values; what else they ask for goes to the log, once."""
     ignored = [name for name, neutral in others.items()
                if values.get(name) is not None and values[name] not in neutral]
@@ -97,7 +99,7 @@ def from_values(values: Mapping[str, Any], file: str, names: Mapping[str, str],
     return found
 
 
-def checked(name: str, value: object, file: str, key: str) -> float:
+def checked(name: str, value: object, file: str, key: str) -> int | float:
     """A value of the file; ConfigError if it is no number or out of range."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{file}: {key} must be a number, not {str(value)[:40]!r}")
@@ -106,7 +108,7 @@ def checked(name: str, value: object, file: str, key: str) -> float:
             raise ConfigError(f"{file}: {key} must be a whole number, not {value}")
         value = int(value)
     try:
-        SamplingParams(**{name: value}).validate(vocab_size=1)
+        msgspec.structs.replace(SamplingParams(), **{name: value}).validate(vocab_size=1)
     except RequestError as error:
         raise ConfigError(f"{file}: {str(error).replace(name, key, 1)}; mend it, or start with generation_config none"
                           ) from error

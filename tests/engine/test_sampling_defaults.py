@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
+import msgspec
 import pytest
+from journal_fakes import INFO
 
-from jitney.engine import LLM, SamplingParams
+from jitney.engine import LLM, SamplingParams, wire
 from jitney.engine.config import SamplingSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.models.config import tiny_config
@@ -33,6 +35,14 @@ def test_the_file_gives_the_defaults_and_settings_override_them(tmp_path: Path):
     assert sampling_defaults(override, source) == FILE | {"temperature": 0.0, "top_k": 0}
     assert sampling_defaults(SamplingSection(generation_config="none"), source) == {}
     assert sampling_defaults(SamplingSection(generation_config="none", top_p=0.5), source) == {"top_p": 0.5}
+
+
+def test_whole_numbers_stay_whole_between_processes(tmp_path: Path):
+    found = sampling_defaults(SamplingSection(), folder_with(tmp_path, {"top_k": 20.0, "temperature": 1}))
+    ready = wire.Ready(msgspec.structs.replace(INFO, sampling_defaults=found))
+    told = wire.decode_from_core(wire.encode(ready))
+    assert isinstance(told, wire.Ready) and type(told.info.sampling_defaults["top_k"]) is int
+    assert told.info.sampling_defaults == {"top_k": 20, "temperature": 1}
 
 
 def test_null_and_absent_values_are_not_given(tmp_path: Path):
