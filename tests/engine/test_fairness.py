@@ -346,7 +346,8 @@ def beside(rate_a: float) -> tuple[float, float]:
     coming = sorted((arrival for arrival in arrivals if arrival.at < last), key=lambda arrival: arrival.at)
     limits = SchedulerLimits(32, 4096, 10_000, 10**9, order="fair", prefill_share="auto")
     run = simulate(coming, EngineShape(limits, make_buckets(max_seats=32, token_budget=512), 8193), TABLE)
-    waits = [times.ttft_s for times in run.times if times.tenant == "b" and times.arrival > CALM_S]
+    waits = [times.ttft_s or 0.0 for times in run.times if times.tenant == "b" and times.arrival > CALM_S]
+    assert min(waits) > 0
     return float(np.percentile(waits, 99)), run.records["decode"].sum() / run.records["device_s"].sum()
 
 
