@@ -68,19 +68,31 @@ def reference() -> KernelSet:
 
 
 def native() -> KernelSet:
-    """Attention, norms and products compiled for this machine's CPU by Numba; the reference's for all else.
+    """Attention, norms and products, compiled from C++ for this CPU; the reference's for all else.
 
-    Raises KernelError on another platform, or where Numba cannot be imported.
+    The name says for which instructions: `native (avx512_bf16)`. Raises KernelError with the reason
+    on another platform, on a CPU they are not for, and where they are not compiled and no compiler
+    is.
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
+    from jitney.kernels.cpu import attention, library, norms, products
+
     try:
-        from jitney.kernels.cpu import attention, norms, products
-    except ImportError as error:
+        level = library.load().level
+    except library.NoLibrary as error:
         raise KernelError(f"kernels native cannot run here: {error}") from error
-    return replace(reference(), name="native", paged_attention=attention.paged_attention, attend=attention.attend,
-                   rms_norm=norms.rms_norm, arrange=products.arrange, matmul=products.matmul, gated=products.gated,
-                   project=products.project)
+    return replace(
+        reference(),
+        name=f"native ({level})",
+        paged_attention=attention.paged_attention,
+        attend=attention.attend,
+        rms_norm=norms.rms_norm,
+        arrange=products.arrange,
+        matmul=products.matmul,
+        gated=products.gated,
+        project=products.project,
+    )
 
 
 def triton() -> KernelSet:

@@ -199,7 +199,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         path = ROOT / name
         shutil.copytree(path, copy / name) if path.is_dir() else shutil.copy(path, copy)
     subprocess.run([sys.executable, "-P", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--wheel-dir", "dist", "."], cwd=copy, check=True, capture_output=True, timeout=120)
+                    "--wheel-dir", "dist", "."], cwd=copy, check=True, capture_output=True, timeout=600)  # it may compile
     (built,) = (copy / "dist").glob("jitney-*.whl")
     return zipfile.ZipFile(built)
 

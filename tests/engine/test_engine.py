@@ -17,7 +17,7 @@ from jitney.engine.errors import RequestError
 from jitney.engine.models.llama import Llama
 from jitney.engine.weights.load import load_model
 from jitney.engine.weights.sources import resolve
-from jitney.kernels.cpu.vectors import multiplies_pairs
+from jitney.kernels.cpu import library
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
@@ -186,7 +186,7 @@ def test_alone_and_in_a_crowd_of_32(llm, params):
     assert len({tuple(tokens) for tokens in crowd}) > 16
 
 
-@pytest.mark.skipif(not multiplies_pairs(), reason="this CPU multiplies no pairs of bfloat16")
+@pytest.mark.skipif(not library.load().arranges, reason="this CPU's weights are not arranged in pairs")
 def test_bfloat16_gives_the_same_answer_in_every_bucket():
     """Alone, in a crowd and in other chunks. A sum that was rounded elsewhere would move a log-probability by 1e-3; the
     last bit of it is XLA's, which adds up the vocabulary of fewer than 8 rows in another order."""

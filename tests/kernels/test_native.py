@@ -1,9 +1,5 @@
 """The kernels for CPUs against numpy: attention on ragged batches, small products, and the threads they share."""
 
-import ctypes
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,15 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numba import cfunc
-from numba.core import types
 from ragged import Case, attention, make, written
 
 from jitney.kernels import reference
-from jitney.kernels.cpu import code, norms, products
-from jitney.kernels.cpu.attention import paged_attention, register_tile
-from jitney.kernels.cpu.ffi import BLOCKS, TAKEN, blocks
-from jitney.kernels.cpu.vectors import multiplies_pairs
+from jitney.kernels.cpu import library, norms, products
+from jitney.kernels.cpu.attention import paged_attention
 from jitney.kernels.select import KernelError, select
 
 CASES = {
@@ -108,7 +100,7 @@ def test_other_products_are_xlas(x: tuple[int, ...], w: tuple[int, int]):
     np.testing.assert_array_equal(products.matmul(a, b), np.full((*x[:-1], w[1]), 64))
 
 
-PAIRS = pytest.mark.skipif(not multiplies_pairs(), reason="this CPU multiplies no pairs of bfloat16")
+PAIRS = pytest.mark.skipif(not library.load().arranges, reason="this CPU's weights are not arranged in pairs")
 
 
 def random_bf16(seed: int, *shape: int) -> jax.Array:
@@ -183,7 +175,7 @@ def test_norms_match_numpy_and_do_not_depend_on_the_number_of_rows(dtype: str, s
 def test_weights_stay_as_they_are_where_pairs_do_not_serve(monkeypatch):
     assert products.arrange(jnp.ones((8, 32))).shape == (8, 32)
     assert products.arrange(random_bf16(0, 8, 40)).shape == (8, 40)  # outputs that are no whole vectors
-    monkeypatch.setattr(products, "multiplies_pairs", lambda: False)
+    monkeypatch.setattr(library, "load", lambda: library.Library("avx512", False, False))
     assert products.arrange(random_bf16(0, 8, 32)).shape == (8, 32)
 
 
@@ -198,73 +190,13 @@ def test_calls_from_many_threads_share_the_blocks():
     table = jnp.asarray(np.random.default_rng(2).standard_normal((4096, 256)), jnp.float32)
     other = jax.jit(products.project)
     expected, projected = np.asarray(call(x, w)), np.asarray(other(x, table))
-    with ThreadPoolExecutor(BLOCKS + 8) as pool:
+    with ThreadPoolExecutor(72) as pool:
         results = list(pool.map(lambda i: np.asarray((call, other)[i % 2](x, (w, table)[i % 2])), range(600)))
     assert all((result == (expected, projected)[i % 2]).all() for i, result in enumerate(results))
-    assert not any(block[:, TAKEN].any() for block in blocks.values())
-
-
-def test_register_tiles_divide_their_columns():
-    for columns in range(1, 33):
-        rows, vectors = register_tile(columns)
-        assert columns % vectors == 0 and rows >= 1 and rows * vectors <= 24
 
 
 def test_selection(monkeypatch):
-    assert select("cpu").name == "native" and select("cpu", "reference").matmul is reference.matmul
+    assert select("cpu").name.startswith("native (") and select("cpu", "reference").matmul is reference.matmul
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(KernelError, match="kernels native are for CPUs; jax runs on gpu"):
         select("gpu", "native")
-
-
-def doubled():
-    @cfunc(types.int64(types.int64))
-    def double(x):
-        return 2 * x
-
-    return double
-
-
-def test_machine_code_is_kept_and_a_broken_file_is_not_trusted(tmp_path, monkeypatch):
-    """The second start compiles nothing; a file that was cut short is made again."""
-    monkeypatch.setattr(code, "kept_at", lambda name: tmp_path / "deeper" / f"{name}.o")
-    made = []
-
-    def make():
-        made.append(1)
-        return doubled()
-
-    def call(name: str) -> int:
-        return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(code.address_of(name, make))(21)
-
-    assert call("jitney_test_double") == 42 and len(made) == 1
-    assert call("jitney_test_double") == 42 and len(made) == 1
-    file = tmp_path / "deeper" / "jitney_test_double.o"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert call("jitney_test_double") == 42 and len(made) == 2
-    assert list(file.parent.iterdir()) == [file]
-
-
-def test_a_disk_that_cannot_keep_code_is_only_slower(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setattr(code, "kept_at", lambda name: tmp_path / "file" / f"{name}.o")
-    assert code.address_of("jitney_test_double_2", doubled)
-    assert "compiled kernels cannot be kept" in caplog.text
-
-
-SECOND_START = """
-import sys, jax, jax.numpy as jnp
-jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-from jitney.kernels.cpu import code, products
-if sys.argv[2] == "kept":
-    code.compiled = None  # nothing may be compiled
-print(float(jax.jit(products.matmul)(jnp.full((2, 64), 3.0), jnp.full((64, 640), 0.5)).sum()))
-"""
-
-
-def test_another_process_runs_the_kept_code(tmp_path):
-    for turn in ("made", "kept"):
-        done = subprocess.run([sys.executable, "-c", SECOND_START, str(tmp_path), turn], capture_output=True, text=True,
-                              env={**os.environ, "JAX_PLATFORMS": "cpu"}, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert float(done.stdout) == 2 * 640 * 64 * 1.5

@@ -1,0 +1,268 @@
+"""Compiles the CPU kernels: `python -m jitney.kernels.cpu.build [LEVEL ...]`, for this CPU if no
+level is named.
+
+The C++ sources in `native/` become one shared library for each instruction set level,
+`native/build/LEVEL.so`, with whatever compiler is there: $CXX, c++, g++, clang++, or the one that
+`pip install ziglang` brings. They need jaxlib's own header xla/ffi/api/ffi.h and nothing else. This
+module imports nothing but the standard library, so that the package's build can run it before
+anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+NATIVE = Path(__file__).parent / "native"
+BUILT = NATIVE / "build"
+#: No -ffast-math: NaN and infinity behave. No contraction: sums are fused where the source says so,
+#: in every compiler.
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-w",
+)
+#: Without the compiler's own runtime libraries a library runs beside whatever versions of them are
+#: loaded already.
+STATIC = ("-static-libstdc++", "-static-libgcc")
+#: What a library holds beside the digest of the sources it was made of.
+MARK = "jitney kernel sources "
+ADVICE = (
+    "install g++ or clang++, or pip install ziglang, then run: python -m jitney.kernels.cpu.build"
+)
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled here."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Instruction sets that a library is compiled for."""
+
+    name: str
+    march: str  # as GCC and Clang name the CPU
+    features: tuple[str, ...]  # that the CPU's name does not include
+    needs: frozenset[str]  # flags of /proc/cpuinfo
+
+
+V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+#: Greatest first.
+LEVELS = (
+    Level("avx512_bf16", "x86-64-v4", ("avx512bf16",), V4 | {"avx512_bf16"}),
+    Level("avx512", "x86-64-v4", (), V4),
+    Level("avx2", "x86-64-v3", (), V3),
+)
+
+
+def cpu_flags() -> frozenset[str]:
+    """What this CPU can do and its system lets it, as /proc/cpuinfo names it; empty where there is
+    no such file.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def levels_here() -> list[Level]:
+    """The levels that this CPU runs, greatest first. Raises BuildError with the reason if there is
+    none.
+    """
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise BuildError(
+            f"they are measured on Linux on x86-64 alone; this is {platform.system()} on "
+            f"{platform.machine()}"
+        )
+    flags = cpu_flags()
+    levels = [level for level in LEVELS if level.needs <= flags]
+    if not levels:
+        raise BuildError(f"this CPU lacks {', '.join(sorted(V3 - flags))}")
+    return levels
+
+
+def sources() -> list[Path]:
+    """The files that are compiled."""
+    return sorted(NATIVE.glob("*.cc"))
+
+
+def digest() -> str:
+    """Of the sources that lie here, and of how they are compiled."""
+    compiled_as = [FLAGS, *((level.march, level.features) for level in LEVELS)]
+    made_of = blake2b(repr(compiled_as).encode(), digest_size=16)
+    for source in [*sorted(NATIVE.glob("*.h")), *sources()]:
+        made_of.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return made_of.hexdigest()
+
+
+def library(level: Level) -> Path:
+    """Where the library of a level belongs."""
+    return BUILT / f"{level.name}.so"
+
+
+def is_current(path: Path) -> bool:
+    """Whether a library is there and made of the sources that lie here."""
+    try:
+        return f"{MARK}{digest()}".encode() in path.read_bytes()
+    except OSError:
+        return False
+
+
+def compilers() -> Iterator[list[str]]:
+    """Commands of the C++ compilers that are there, the one asked for first."""
+    wanted = os.environ.get("CXX")
+    for command in [wanted] if wanted else ["c++", "g++", "clang++"]:
+        words = shlex.split(command)
+        if shutil.which(words[0]):
+            yield words
+    if importlib.util.find_spec("ziglang") is not None:
+        yield [sys.executable, "-m", "ziglang", "c++"]
+
+
+def compiler() -> list[str]:
+    """The first of them; BuildError if there is none."""
+    for command in compilers():
+        return command
+    raise BuildError(f"there is no C++ compiler: {ADVICE}")
+
+
+def headers() -> Path:
+    """jaxlib's own headers; BuildError if it is not installed."""
+    found = importlib.util.find_spec("jaxlib")
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        include = Path(folder) / "include"
+        if (include / "xla" / "ffi" / "api" / "ffi.h").is_file():
+            return include
+    raise BuildError("jaxlib's headers are not installed here")
+
+
+def machine_flags(level: Level, command: Sequence[str]) -> list[str]:
+    """The level, as this compiler names it."""
+    if "ziglang" in command or Path(command[0]).name == "zig":
+        return [f"-mcpu={'+'.join((level.march.replace('-', '_'), *level.features))}"]
+    return [f"-march={level.march}", *(f"-m{feature}" for feature in level.features)]
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a compiler; BuildError with the line that says what is wrong if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return
+    lines = [
+        line for line in done.stderr.splitlines() if "error" in line
+    ] or done.stderr.splitlines()[-1:]
+    raise BuildError(
+        f"{shlex.join(command[:3])} ... failed: {lines[0] if lines else done.returncode}"
+    )
+
+
+def compile_level(
+    level: Level, target: Path, command: Sequence[str], extra: Sequence[str] = ()
+) -> None:
+    """Make `target`, a library of one level, with a compiler; BuildError if it cannot. extra: more
+    flags.
+    """
+    stated = f'-DJITNEY_SOURCES="{MARK}{digest()}"'
+    flags = [*FLAGS, *machine_flags(level, command), "-isystem", str(headers()), stated, *extra]
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources()]
+
+        def compile_one(source: Path, made: Path) -> None:
+            run([*command, *flags, "-c", str(source), "-o", str(made)])
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, sources(), objects))
+        linked = Path(folder) / target.name
+        link = [
+            *command,
+            "-shared",
+            "-s",
+            "-pthread",
+            *extra,
+            *map(str, objects),
+            "-o",
+            str(linked),
+        ]
+        try:
+            run([*link, *STATIC])
+        except BuildError:  # some systems have no static ones
+            run(link)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(linked, beside)
+        os.replace(beside, target)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Nobody else compiles into the same folder meanwhile."""
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with open(BUILT / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def build(levels: Iterable[Level]) -> list[Path]:
+    """Compile what is not current of these levels; their libraries. Raises BuildError with the
+    reason if it cannot.
+    """
+    made = []
+    try:
+        with alone():
+            for level in levels:
+                if not is_current(library(level)):
+                    compile_level(level, library(level), compiler())
+                made.append(library(level))
+    except OSError as error:
+        raise BuildError(f"{error.strerror}: {error.filename}") from error
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends with the reason if the kernels cannot be compiled."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "levels",
+        nargs="*",
+        metavar="LEVEL",
+        choices=[*(level.name for level in LEVELS), []],
+        help=f"{', '.join(level.name for level in LEVELS)}; this CPU's if none is named",
+    )
+    args = parser.parse_args(arguments)
+    try:
+        wanted = [level for level in LEVELS if level.name in args.levels] or levels_here()[:1]
+        for path in build(wanted):
+            print(path)
+    except BuildError as error:
+        sys.exit(f"the CPU kernels are not built: {error}")
+
+
+if __name__ == "__main__":
+    main()

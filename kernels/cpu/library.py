@@ -1,0 +1,104 @@
+"""The compiled kernels of this CPU: which library serves, and what its custom calls are named."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import jax
+
+from jitney.kernels.cpu import build
+from jitney.kernels.cpu.build import ADVICE, BuildError, Level
+
+log = logging.getLogger(__name__)
+
+#: The handlers that every library exports, each as `jitney_NAME`.
+HANDLERS = ("attention", "panels", "product", "project", "rms_norm")
+
+
+class NoLibrary(RuntimeError):
+    """No compiled kernels can run here; says why, and what to install."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A loaded library, its handlers registered with XLA."""
+
+    level: str
+    multiplies_pairs: bool  # of bfloat16, in one instruction
+    has_amx: (
+        bool  # the CPU multiplies whole tiles of bfloat16, which XLA uses and these kernels do not
+    )
+
+    def target(self, handler: str) -> str:
+        """The custom call of one of HANDLERS. Its name says the level, so that no program is
+        mistaken for another's.
+        """
+        return f"jitney_{handler}_{self.level}"
+
+    @property
+    def arranges(self) -> bool:
+        """Whether weights are laid out for these kernels: then every number of rows is theirs.
+
+        With AMX, XLA multiplies 16 rows and more 1.5 to 5 times as fast, so there row counts
+        choose.
+        """
+        return self.multiplies_pairs and not self.has_amx
+
+
+@cache
+def load() -> Library:
+    """The library for this CPU, compiled first if it is not there or made of other sources.
+
+    Raises NoLibrary.
+    """
+    try:
+        levels = build.levels_here()
+    except BuildError as error:
+        raise NoLibrary(str(error)) from error
+    return opened(available(levels))
+
+
+def available(levels: Sequence[Level]) -> Level:
+    """The greatest of some levels that has a current library, once the greatest of all has been
+    tried to compile.
+    """
+    first = levels[0]
+    if build.is_current(build.library(first)):
+        return first
+    try:
+        log.warning("compiling the CPU kernels (%s), once", first.name)
+        build.build([first])
+        return first
+    except BuildError as error:
+        for level in levels[1:]:
+            if build.is_current(build.library(level)):
+                log.warning("kernels for %s instead of %s: %s", level.name, first.name, error)
+                return level
+        state = "is made of other sources" if build.library(first).exists() else "is not built"
+        advice = "" if ADVICE in str(error) else f"; {ADVICE}"
+        raise NoLibrary(f"their library {state}, and {error}{advice}") from error
+
+
+def opened(level: Level) -> Library:
+    """The library of a level, with its handlers registered; NoLibrary if this system or this jaxlib
+    refuses it.
+    """
+    library = Library(level.name, "avx512_bf16" in level.needs, "amx_bf16" in build.cpu_flags())
+    try:
+        register(library, build.library(level))
+    except (OSError, AttributeError, RuntimeError) as error:
+        raise NoLibrary(f"their library cannot be loaded: {error}") from error
+    return library
+
+
+def register(library: Library, path: Path) -> None:
+    """Make the handlers of the file known to XLA under the library's names."""
+    code = ctypes.CDLL(str(path))
+    for handler in HANDLERS:
+        capsule = jax.ffi.pycapsule(getattr(code, f"jitney_{handler}"))
+        jax.ffi.register_ffi_target(library.target(handler), capsule, platform="cpu")

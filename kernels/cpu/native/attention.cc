@@ -1,0 +1,456 @@
+// Paged attention: flash attention (arXiv 2205.14135) over the pages as they lie.
+//
+// A decoding row goes through its keys and values once, kSpan positions at a time, as fast as
+// memory brings them; a block of prompt rows goes through them in chunks, turned and widened once
+// per chunk, with both products in registers. Nothing is computed for keys a row cannot see (but
+// the rest of a span or chunk), for absent sequences, or for padding. Axes as in
+// jitney/kernels/interface.py; G = H / K rows share a key head.
+#include <algorithm>
+#include <type_traits>
+
+#include "tasks.h"
+#include "tiles.h"
+
+namespace jitney {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr Index kSpan = 16;   // keys that a decoding row takes at a time
+constexpr Index kChunk = 96;  // keys per chunk of a prompt block
+constexpr Index kBlockRows = 96,
+                kScoreRows = 4;  // rows of a prompt block, all G heads counted, and of a score tile
+constexpr Index kSoftened = 4;   // rows that are softened at once
+constexpr float kHidden =
+    -1e30f;  // score of a key that a row must not see; finite, so that no row ends as NaN
+
+// One call.
+struct Call {
+  const void* q;              // [T, H, D]
+  const void* kv;             // [N, page, 2K, D]
+  const std::int32_t* lens;   // [S] tokens of each sequence
+  const std::int32_t* cu_q;   // [S + 1] first row of each sequence
+  const std::int32_t* table;  // [S, P] pages
+  void* o;                    // [T, H, D]
+  Index decoding, present;    // sequences with one row, which come first, and sequences in all
+  Index heads, kv_heads, size, page, table_width, window;
+  float factor;  // of a score, in powers of 2
+
+  Index group() const { return heads / kv_heads; }
+  Index width() const { return 2 * kv_heads * size; }  // elements of a position of the pool
+  Index block() const { return std::max<Index>(4, kBlockRows / group()); }  // prompt rows of a task
+  Index blocks_of(Index sequence) const {
+    return (cu_q[sequence + 1] - cu_q[sequence] + block() - 1) / block();
+  }
+};
+
+// The running softmax of one row.
+struct State {
+  float most;  // greatest score
+  float sum;   // of its weights
+};
+
+inline Index padded(Index count, Index to) { return (count + to - 1) / to * to; }
+
+// The elements of position `position` of a sequence, all heads.
+template <class Number>
+const Number* position_of(const Call& call, const std::int32_t* pages, Index position) {
+  const Index row = Index{pages[position / call.page]} * call.page + position % call.page;
+  return static_cast<const Number*>(call.kv) + row * call.width();
+}
+
+// Give the scores from `first` up to `last` no weight.
+inline void hide(float* scores, Index first, Index last) {
+  for (Index j = first; j < last; ++j) {
+    scores[j] = kHidden;
+  }
+}
+
+// kSoftened rows of kScores scores become weights, 2 ** ((score - greatest) * factor), written over
+// the scores, as Weight into the front of their row; what their sums [size] held is scaled down to
+// match, unless nothing was summed. A row's maximum and sum each end in a chain of exchanges within
+// one register: rows that stand side by side wait for theirs at the same time.
+template <class Weight, int kScores>
+void soften(float* scores, State* states, float* sums, Index size, float factor, bool first) {
+  constexpr int vectors = kScores / kLanes;
+  const Floats wide = splat(factor);
+  Floats most[kSoftened], shrink[kSoftened], totals[kSoftened];
+  for (int r = 0; r < kSoftened; ++r) {
+    Floats here = load(scores + r * kScores);
+    for (int v = 1; v < vectors; ++v) {
+      here = greater(here, load(scores + r * kScores + v * kLanes));
+    }
+    const Floats before = splat(states[r].most);
+    most[r] = greater(before, splat(greatest(here)));
+    shrink[r] = exp2_of_negative((before - most[r]) * wide);
+    totals[r] = Floats{};
+  }
+  for (int v = 0; v < vectors; ++v) {
+    for (int r = 0; r < kSoftened; ++r) {
+      float* row = scores + r * kScores;
+      const Floats weights = exp2_of_negative((load(row + v * kLanes) - most[r]) * wide);
+      totals[r] += weights;
+      store(weights, reinterpret_cast<Weight*>(row) + v * kLanes);
+    }
+  }
+  for (int r = 0; r < kSoftened; ++r) {
+    states[r].sum = total(totals[r]) + states[r].sum * shrink[r][0];
+    states[r].most = most[r][0];
+  }
+  if (first) {
+    return;
+  }
+  for (int r = 0; r < kSoftened; ++r) {
+    for (Index i = 0; i < size; i += kLanes) {
+      store(load(sums + r * size + i) * shrink[r], sums + r * size + i);
+    }
+  }
+}
+
+// How a dtype's decoding rows are multiplied: queries with keys, and weights with values.
+template <class Number, class Keys>
+struct Decoding {
+  using Query = typename Keys::Left;
+  using Key = typename Keys::Right;
+  using Values = std::conditional_t<std::is_same_v<Number, float>, Single, Widened>;
+
+  // Scores [H, kSpan] of all heads against kSpan keys; asks for the kSpan positions at `later`,
+  // unless there are none.
+  static void score(const Call& call, const Query* queries, const Number* keys, float* scores,
+                    const Number* later) {
+    constexpr Index per_word = sizeof(Key) / sizeof(Number);
+    const Index words = call.size / per_word, stride = call.width() / per_word;
+    const Index asked = padded(kSpan * call.width() * sizeof(Number) / call.heads, kLine);
+    for (Index head = 0; head < call.heads; ++head) {
+      const auto* key = reinterpret_cast<const Key*>(keys + 2 * (head / call.group()) * call.size);
+      for (Index j = 0; j < kSpan; j += kLanes) {
+        const Query* query = queries + head * words;
+        float* to = scores + head * kSpan + j;
+        // Straight code for the sizes that most models have.
+        if (words == 32) {
+          dots<Keys, 1, kLanes>(query, 0, key + j * stride, stride, to, 0, 32);
+        } else if (words == 64) {
+          dots<Keys, 1, kLanes>(query, 0, key + j * stride, stride, to, 0, 64);
+        } else {
+          dots<Keys, 1, kLanes>(query, 0, key + j * stride, stride, to, 0, words);
+        }
+      }
+      if (later != nullptr) {
+        prefetch_second(reinterpret_cast<const char*>(later) + head * asked, asked);
+      }
+    }
+  }
+
+  // sums [H, D] (+)= weights [H, kSpan] times the values of `count` positions.
+  static void sum_values(const Call& call, const float* weights, const Number* keys, float* sums,
+                         Index count, bool add) {
+    const Index vectors = vectors_for(1, call.size / kLanes), columns = vectors * kLanes;
+    Index heads = std::min(rows_for(vectors), call.group());
+    while (call.group() % heads != 0) {
+      --heads;
+    }
+    const auto multiply = tile_for<Values, 0>(heads, vectors);
+    for (Index head = 0; head < call.heads; head += heads) {
+      const Number* values = keys + (2 * (head / call.group()) + 1) * call.size;
+      for (Index column = 0; column < call.size; column += columns) {
+        multiply(weights + head * kSpan, kSpan, values + column, call.width(),
+                 sums + head * call.size + column, call.size, count, add);
+      }
+    }
+  }
+};
+
+// All heads of one decoding row, keys `first` to n_keys of the sequence with these pages.
+template <class Number, class Keys>
+void decode_row(const Call& call, Index row, const std::int32_t* pages, Index first, Index n_keys) {
+  using How = Decoding<Number, Keys>;
+  using Query = typename How::Query;
+  const Index size = call.size, width = call.width();
+  const Index rows =
+      padded(call.heads, kSoftened);  // heads that are not there fill the last kSoftened
+  const bool scattered = call.page % kSpan != 0;  // a span may lie in several pages: it is copied
+  const Index copy_floats = scattered ? kSpan * width * Index{sizeof(Number)} / 4 : 0;
+  float* queries = Scratch::mine().of(call.heads * size + rows * (size + kSpan + 2) + copy_floats);
+  float* sums = queries + call.heads * size;
+  float* scores = sums + rows * size;
+  State* states = reinterpret_cast<State*>(scores + rows * kSpan);
+  Number* copy = reinterpret_cast<Number*>(states + rows);
+  const Number* q = static_cast<const Number*>(call.q) + row * call.heads * size;
+  const Query* asking = reinterpret_cast<const Query*>(q);
+  if constexpr (sizeof(Query) != sizeof(Number) && std::is_same_v<Query, float>) {
+    copy_row(q, queries, call.heads * size);
+    asking = queries;
+  }
+  std::fill(states, states + rows, State{kHidden, 0.0f});
+  std::fill(scores + call.heads * kSpan, scores + rows * kSpan, kHidden);
+  std::fill(sums + call.heads * size, sums + rows * size, 0.0f);
+  const Index begin = first - first % kSpan;
+  if (!scattered) {
+    prefetch_second(position_of<Number>(call, pages, begin), kSpan * width * sizeof(Number));
+  }
+  for (Index start = begin; start < n_keys; start += kSpan) {
+    const Index count = std::min(kSpan, n_keys - start), next = start + kSpan;
+    const Number *keys = copy, *later = nullptr;
+    if (scattered) {
+      for (Index j = 0; j < kSpan; ++j) {
+        const Number* from = position_of<Number>(call, pages, start + std::min(j, count - 1));
+        std::memcpy(copy + j * width, from, width * sizeof(Number));
+      }
+    } else {
+      keys = position_of<Number>(call, pages, start);
+      later = next < n_keys ? position_of<Number>(call, pages, next) : nullptr;
+    }
+    How::score(call, asking, keys, scores, later);
+    if (count < kSpan || start < first) {
+      for (Index head = 0; head < call.heads; ++head) {
+        hide(scores + head * kSpan, count, kSpan);
+        hide(scores + head * kSpan, 0, first - start);
+      }
+    }
+    for (Index head = 0; head < rows; head += kSoftened) {
+      soften<float, kSpan>(scores + head * kSpan, states + head, sums + head * size, size,
+                           call.factor, start == begin);
+    }
+    How::sum_values(call, scores, keys, sums, count, start > begin);
+  }
+  Number* o = static_cast<Number*>(call.o) + row * call.heads * size;
+  for (Index head = 0; head < call.heads; ++head) {
+    copy_row(sums + head * size, o + head * size, size, 1.0f / states[head].sum);
+  }
+}
+
+// Whether a kind takes bfloat16 two by two.
+template <class Kind>
+constexpr bool kPaired = std::is_same_v<typename Kind::Left, Pair>;
+
+// How a dtype's prompt rows are multiplied. An element of a row of queries or keys, and of a column
+// of values, is one number, widened to float32, or, with Pairs, two neighbours in bfloat16: half
+// the instructions.
+template <class Number, class Kind>
+struct Prompting {
+  using Element = typename Kind::Left;
+  using Weight = std::conditional_t<kPaired<Kind>, Bfloat16, float>;
+  // What rows of keys are turned as: elements where they lie as such, numbers to be widened where
+  // not.
+  using Turned = std::conditional_t<kPaired<Kind>, Pair, Number>;
+  static constexpr Index kNumbers = kPaired<Kind> ? 2 : 1;  // of an element
+  static_assert(sizeof(Element) == 4);
+
+  // Keys of `count` positions, turned, [D / kNumbers, kChunk], and their values, [kChunk /
+  // kNumbers, D].
+  static void read(const Call& call, Index head, const std::int32_t* pages, Index start,
+                   Index count, float* keys, float* values) {
+    const Index elements = call.size / kNumbers, at = 2 * head * call.size;
+    for (Index j = 0; j < count; j += kLanes) {
+      const Turned* rows[kLanes];
+      for (Index lane = 0; lane < kLanes; ++lane) {
+        const Index position = start + std::min(j + lane, count - 1);
+        rows[lane] =
+            reinterpret_cast<const Turned*>(position_of<Number>(call, pages, position) + at);
+      }
+      for (Index column = 0; column < elements; column += kLanes) {
+        Floats square[kLanes];
+        repeat<kLanes>([&](auto lane) { square[lane] = load(rows[lane] + column); });
+        transpose(square);
+        repeat<kLanes>(
+            [&](auto lane) { store(square[lane], keys + (column + lane) * kChunk + j); });
+      }
+    }
+    for (Index j = 0; j < count; j += kNumbers) {
+      const Number* here = position_of<Number>(call, pages, start + j) + at + call.size;
+      if constexpr (kPaired<Kind>) {
+        const Number* next =
+            position_of<Number>(call, pages, start + std::min(j + 1, count - 1)) + at + call.size;
+        for (Index i = 0; i < call.size; i += kLanes) {
+          const Ints low = (as_ints(load(here + i)) >> 16) & 0xFFFF;
+          store(as_floats(low | as_ints(load(next + i))), values + j / 2 * call.size + i);
+        }
+      } else {
+        copy_row(here, values + j * call.size, call.size);
+      }
+    }
+  }
+
+  // C [rows, columns] (+)= A [rows, n] times B [n, columns], rows rounded up to whole tiles.
+  static void multiply(const float* a, Index lda, const float* b, Index ldb, float* c, Index ldc,
+                       Index rows, Index tall, Index columns, Index n, bool add) {
+    const Index vectors = vectors_for(tall, columns / kLanes);
+    const auto tile = tile_for<Kind, 0>(tall, vectors);
+    for (Index row = 0; row < rows; row += tall) {
+      for (Index column = 0; column < columns; column += vectors * kLanes) {
+        tile(reinterpret_cast<const Element*>(a + row * lda), lda,
+             reinterpret_cast<const Element*>(b + column), ldb, c + row * ldc + column, ldc, n,
+             add);
+      }
+    }
+  }
+};
+
+// `count` rows of a prompt from row `row` on, the first at `position`, the G heads of one key head.
+template <class Number, class Kind>
+void prompt_block(const Call& call, Index head, const std::int32_t* pages, Index row,
+                  Index position, Index count) {
+  using How = Prompting<Number, Kind>;
+  const Index group = call.group(), size = call.size, elements = size / How::kNumbers;
+  const Index tall = rows_for(vectors_for(1, size / kLanes));
+  const Index n_rows = count * group,
+              rows = padded(padded(call.block() * group, tall), kScoreRows) + kMostRows;
+  float* queries = Scratch::mine().of(rows * (2 * size + kChunk + 2) + 2 * kChunk * size);
+  float* sums = queries + rows * size;
+  float* scores = sums + rows * size;
+  float* keys = scores + rows * kChunk;
+  float* values = keys + kChunk * size;
+  State* states = reinterpret_cast<State*>(values + kChunk * size);
+  const Index at = (row * call.heads + head * group) * size, stride = call.heads * size;
+  for (Index t = 0; t < count; ++t) {
+    const Number* q = static_cast<const Number*>(call.q) + at + t * stride;
+    if constexpr (kPaired<Kind>) {
+      std::memcpy(queries + t * group * elements, q, group * size * sizeof(Number));
+    } else {
+      copy_row(q, queries + t * group * size, group * size);
+    }
+  }
+  std::fill(states, states + rows, State{kHidden, 0.0f});
+  // Chunks begin at the same positions for every block, so that a row's sums are the same bits in
+  // all of them.
+  const Index first =
+      call.window > 0 ? std::max<Index>(0, position + 1 - call.window) / kChunk * kChunk : 0;
+  for (Index start = first; start < position + count; start += kChunk) {
+    const Index seen = std::min(kChunk, position + count - start);
+    How::read(call, head, pages, start, seen, keys, values);
+    How::multiply(queries, elements, keys, kChunk, scores, kChunk, n_rows, kScoreRows, kChunk,
+                  elements, false);
+    for (Index r = 0; r < n_rows; ++r) {
+      const Index here = position + r / group - start;  // the row's own position within the chunk
+      hide(scores + r * kChunk, std::max<Index>(0, std::min(here + 1, seen)), kChunk);
+      if (call.window > 0) {
+        hide(scores + r * kChunk, 0, std::min(seen, here + 1 - call.window));
+      }
+    }
+    for (Index r = 0; r < n_rows; r += kSoftened) {
+      soften<typename How::Weight, kChunk>(scores + r * kChunk, states + r, sums + r * size, size,
+                                           call.factor, start == first);
+    }
+    How::multiply(scores, kChunk, values, size, sums, size, n_rows, tall, size,
+                  (seen + How::kNumbers - 1) / How::kNumbers, start > first);
+  }
+  Number* o = static_cast<Number*>(call.o) + at;
+  for (Index r = 0; r < n_rows; ++r) {
+    copy_row(sums + r * size, o + r / group * stride + r % group * size, size,
+             1.0f / states[r].sum);
+  }
+}
+
+// Blocks of prompt rows first, they are the largest; then a ticket for each decoding row.
+template <class Number, class Keys, class Kind>
+void run_ticket(const Call& call, Index ticket) {
+  for (Index sequence = call.decoding; sequence < call.present; ++sequence) {
+    const Index here = call.blocks_of(sequence) * call.kv_heads;
+    if (ticket >= here) {
+      ticket -= here;
+      continue;
+    }
+    const Index offset = ticket / call.kv_heads * call.block();
+    const Index row = call.cu_q[sequence], end = call.cu_q[sequence + 1];
+    const Index position = call.lens[sequence] - (end - row) + offset;
+    prompt_block<Number, Kind>(call, ticket % call.kv_heads,
+                               call.table + sequence * call.table_width, row + offset, position,
+                               std::min(call.block(), end - row - offset));
+    return;
+  }
+  const Index n_keys = call.lens[ticket],
+              first = call.window > 0 ? std::max<Index>(0, n_keys - call.window) : 0;
+  decode_row<Number, Keys>(call, call.cu_q[ticket], call.table + ticket * call.table_width, first,
+                           n_keys);
+}
+
+template <class Number, class Keys, class Kind>
+void run(ffi::ThreadPool& pool, const Call& call, Index rows, Index all_rows) {
+  const Index row_size = call.heads * call.size;
+  Number* o = static_cast<Number*>(call.o);
+  std::memset(o + rows * row_size, 0,
+              (all_rows - rows) * row_size * sizeof(Number));  // padding rows
+  Index tickets = call.decoding;
+  for (Index sequence = call.decoding; sequence < call.present; ++sequence) {
+    tickets += call.blocks_of(sequence) * call.kv_heads;
+  }
+  share(pool, tickets, all_rows,
+        [&](Index ticket) { run_ticket<Number, Keys, Kind>(call, ticket); });
+}
+
+// q [T, H, D], kv [N, page, 2K, D] of one dtype, kv_lens [S], cu_q [S + 1], table [S, P], counts
+// [3] -> o [T, H, D].
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
+                     ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> cu_q,
+                     ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> counts,
+                     ffi::Result<ffi::AnyBuffer> o, float scale, std::int64_t window) {
+  const auto qs = q.dimensions(), ks = kv.dimensions(), ts = table.dimensions(),
+             os = o->dimensions();
+  if (qs.size() != 3 || ks.size() != 4 || ts.size() != 2 || os.size() != 3 || qs[2] != ks[3] ||
+      os[0] != qs[0] || os[1] != qs[1] || os[2] != qs[2]) {
+    return refused("attention takes q [T, H, D] and a pool [N, page, 2K, D]");
+  }
+  if (qs[2] % 16 != 0 || ks[2] < 2 || ks[2] % 2 != 0 || qs[1] % (ks[2] / 2) != 0) {
+    return refused("a head is whole vectors of 16, and key heads divide the query heads");
+  }
+  const Index seqs = ts[0];
+  if (static_cast<Index>(kv_lens.element_count()) != seqs ||
+      static_cast<Index>(cu_q.element_count()) != seqs + 1 || counts.element_count() != 3) {
+    return refused("attention takes kv_lens [S], cu_q [S + 1], table [S, P] and counts [3]");
+  }
+  const std::int32_t* count = counts.typed_data();
+  if (count[0] < 0 || count[0] > count[1] || count[1] > seqs || count[2] < 0 || count[2] > qs[0]) {
+    return refused("counts say more sequences or rows than there are");
+  }
+  const Call call{q.untyped_data(),
+                  kv.untyped_data(),
+                  kv_lens.typed_data(),
+                  cu_q.typed_data(),
+                  table.typed_data(),
+                  o->untyped_data(),
+                  count[0],
+                  count[1],
+                  qs[1],
+                  ks[2] / 2,
+                  qs[2],
+                  ks[1],
+                  ts[1],
+                  window,
+                  scale * 1.44269504f};
+  const ffi::DataType dtype = q.element_type();
+  if (kv.element_type() != dtype || o->element_type() != dtype) {
+    return refused("q, the pool and the result of attention have one dtype");
+  }
+  if (dtype == ffi::DataType::F32) {
+    run<float, Single, Single>(pool, call, count[2], qs[0]);
+  } else if (dtype == ffi::DataType::BF16) {
+#if defined(__AVX512BF16__)
+    if (qs[2] % (2 * kLanes) == 0) {
+      run<Bfloat16, Pairs, Pairs>(pool, call, count[2], qs[0]);
+      return ffi::Error::Success();
+    }
+#endif
+    run<Bfloat16, Widened, Single>(pool, call, count[2], qs[0]);
+  } else {
+    return refused("attention takes float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jitney
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_attention, jitney::attention,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<std::int64_t>("window"));
+#pragma GCC visibility pop

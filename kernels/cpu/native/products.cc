@@ -1,0 +1,282 @@
+// Products with weights; axes as in jitney/kernels/cpu/products.py.
+#include <algorithm>
+#include <cmath>
+
+#include "tasks.h"
+#include "tiles.h"
+
+namespace jitney {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Rows of a panel, of weights and of a table that are asked for ahead of the one being multiplied.
+constexpr int kPanelAhead = 24, kWeightsAhead = 48, kTableAhead = 16;
+// Pairs of rows of a panel, and rows of x, that one task takes at a time: what they need (400 KB
+// and less than 300) stays in the second-level cache.
+constexpr Index kDepth = 1024, kChunk = 128;
+// Rows of a table per task.
+constexpr Index kStripe = 512;
+
+// to = silu(sums[:count]) * sums[count:], rounded to bfloat16.
+void gate_row(const float* sums, Bfloat16* to, Index count) {
+  const Floats one = splat(1.0f);
+  for (Index i = 0; i < count; i += kLanes) {
+    const Floats gate = load(sums + i), up = load(sums + count + i);
+    const Floats size = greater(-gate, gate);
+    const Floats power =
+        exp2_of_negative(size * splat(-1.44269504f));  // exp(-|gate|), which never overflows
+    const Floats share = (gate >= Floats{}) ? one : power;
+    store(gate * share / (one + power) * up, to + i);
+  }
+}
+
+#if defined(__AVX512BF16__)
+struct Panels {
+  const Pair* x;  // [rows, pairs]
+  const Pair* w;  // [panels, pairs, columns]
+  Index rows, panels, pairs, columns;
+};
+
+// The sums of up to kChunk rows from `first` on with one panel, [kChunk + tall, columns]; rows of
+// tile i begin at i * tall. The last tile overlaps the one before where the rows do not divide: it
+// computes the same bits again. The panel that is expected next is asked for meanwhile.
+void multiply_panel(const Panels& of, Index panel, Index first, Index tall, float* sums) {
+  const Index vectors = of.columns / kLanes, rows = std::min(kChunk, of.rows - first);
+  const Index tiles = (rows + tall - 1) / tall;
+  const auto opening = tile_for<Pairs, kPanelAhead>(tall, vectors);
+  const auto following = tile_for<Pairs, 0>(tall, vectors);
+  const Pair* here = of.w + panel * of.pairs * of.columns;
+  const Pair* next = of.w + (panel + threads()) % of.panels * of.pairs * of.columns;
+  for (Index start = 0; start < of.pairs; start += kDepth) {
+    const Index deep = std::min(kDepth, of.pairs - start);
+    const Index share = deep * of.columns / tiles;
+    for (Index i = 0; i < tiles; ++i) {
+      const Index row = std::min(first + i * tall, of.rows - tall);
+      const auto multiply = i == 0 ? opening : following;
+      multiply(of.x + row * of.pairs + start, of.pairs, here + start * of.columns, of.columns,
+               sums + i * tall * of.columns, of.columns, deep, start > 0);
+      if (tiles > 1) {
+        prefetch_second(next + start * of.columns + i * share, share * sizeof(Pair));
+      }
+    }
+  }
+}
+#endif
+
+// x bfloat16 [T, I], w bfloat16 [P, I / 2, C, 2] -> y [T, P * C] in float32 or bfloat16, or, gated,
+// [T, P * C / 2].
+ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                  ffi::Result<ffi::AnyBuffer> y, bool gated) {
+  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
+  if (!kMultipliesPairs) {
+    return refused("panels are for CPUs that multiply pairs of bfloat16");
+  }
+  if (xs.size() != 2 || ws.size() != 4 || ys.size() != 2 || xs[1] != 2 * ws[1] || ws[3] != 2 ||
+      ys[0] != xs[0] || ys[1] * (gated ? 2 : 1) != ws[0] * ws[2]) {
+    return refused("panels take x [T, I] and w [P, I / 2, C, 2]");
+  }
+  const ffi::DataType kind = y->element_type();
+  const bool narrow = kind == ffi::DataType::BF16;
+  if (x.element_type() != ffi::DataType::BF16 || w.element_type() != ffi::DataType::BF16 ||
+      !(narrow || (kind == ffi::DataType::F32 && !gated))) {
+    return refused("panels multiply bfloat16 into float32 or bfloat16");
+  }
+  if (ws[2] % (gated ? 2 * kLanes : kLanes) != 0 || ws[2] > kLanes * kMostVectors) {
+    return refused("a panel has 1 to 6 whole vectors of columns");
+  }
+#if defined(__AVX512BF16__)
+  const Panels of{static_cast<const Pair*>(x.untyped_data()),
+                  static_cast<const Pair*>(w.untyped_data()),
+                  xs[0],
+                  ws[0],
+                  ws[1],
+                  ws[2]};
+  void* out = y->untyped_data();
+  const Index chunks = (of.rows + kChunk - 1) / kChunk;
+  const Index tall = std::min(of.rows, rows_for(of.columns / kLanes));
+  const Index width = gated ? of.columns / 2 : of.columns;
+  share(pool, of.panels * chunks, of.rows, [&, tall](Index ticket) {
+    const Index panel = ticket % of.panels, first = ticket / of.panels * kChunk;
+    float* sums = Scratch::mine().of((kChunk + tall) * of.columns);
+    multiply_panel(of, panel, first, tall, sums);
+    const Index tiles = (std::min(kChunk, of.rows - first) + tall - 1) / tall;
+    for (Index i = 0; i < tiles; ++i) {
+      const Index row = std::min(first + i * tall, of.rows - tall);
+      for (Index r = 0; r < tall; ++r) {
+        const float* from = sums + (i * tall + r) * of.columns;
+        const Index at = ((row + r) * of.panels + panel) * width;
+        if (gated) {
+          gate_row(from, static_cast<Bfloat16*>(out) + at, width);
+        } else if (narrow) {
+          copy_row(from, static_cast<Bfloat16*>(out) + at, width);
+        } else {
+          copy_row(from, static_cast<float*>(out) + at, width);
+        }
+      }
+    }
+  });
+#else
+  (void)pool;
+#endif
+  return ffi::Error::Success();
+}
+
+// Two runs of columns a thread, each a multiple of its tile's width.
+template <class Kind>
+void multiply_runs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
+                   ffi::AnyBuffer& y) {
+  const Index rows = x.dimensions()[0], depth = w.dimensions()[0], outs = w.dimensions()[1];
+  const auto* left = static_cast<const typename Kind::Left*>(x.untyped_data());
+  const auto* right = static_cast<const typename Kind::Right*>(w.untyped_data());
+  auto* to = static_cast<float*>(y.untyped_data());
+  const Index vectors = vectors_for(rows, outs / kLanes), width = vectors * kLanes;
+  const auto multiply = tile_for<Kind, kWeightsAhead>(rows, vectors);
+  const Index runs = 2 * threads();
+  const Index run = (outs / width + runs - 1) / runs * width;
+  share(pool, (outs + run - 1) / run, rows, [=](Index ticket) {
+    const Index end = std::min(outs, (ticket + 1) * run);
+    for (Index column = ticket * run; column < end; column += width) {
+      multiply(left, depth, right + column, outs, to + column, outs, depth, false);
+    }
+  });
+}
+
+// x float32 [T, I], T at most 8, w float32 or bfloat16 [I, O] -> y float32 [T, O].
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::Result<ffi::AnyBuffer> y) {
+  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
+  if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || xs[1] != ws[0] || ys[0] != xs[0] ||
+      ys[1] != ws[1]) {
+    return refused("a product takes x [T, I] and w [I, O]");
+  }
+  if (xs[0] < 1 || xs[0] > kMostRows || ws[1] % kLanes != 0) {
+    return refused("a product takes 1 to 8 rows, and whole vectors of columns");
+  }
+  if (x.element_type() != ffi::DataType::F32 || y->element_type() != ffi::DataType::F32) {
+    return refused("x and the product are float32");
+  }
+  if (w.element_type() == ffi::DataType::F32) {
+    multiply_runs<Single>(pool, x, w, *y);
+  } else if (w.element_type() == ffi::DataType::BF16) {
+    multiply_runs<Widened>(pool, x, w, *y);
+  } else {
+    return refused("weights are float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
+// Rows of x, at most kLanes of them and a power of two, times kLanes rows of a table.
+template <class Kind, int kRows, int kAhead>
+void table_block(const typename Kind::Left* x, const typename Kind::Right* table, Index size,
+                 float* to, Index words) {
+  constexpr int others = kLanes / kRows;
+  for (int j = 0; j < kLanes; j += others) {
+    dots<Kind, kRows, others, kAhead>(x, size, table + j * size, size, to + j, words, size);
+  }
+}
+
+// All rows of x times kLanes rows of a table, which the first rows ask for ahead.
+template <class Kind>
+void table_rows(const typename Kind::Left* x, Index rows, const typename Kind::Right* table,
+                Index size, float* to, Index words) {
+  Index row = 0;
+  const auto left = [&] { return x + row * size; };
+  const auto out = [&] { return to + row * words; };
+  if (rows == 1) {
+    table_block<Kind, 1, kTableAhead>(left(), table, size, out(), words);
+    return;
+  }
+  if (rows < 4) {
+    table_block<Kind, 2, kTableAhead>(left(), table, size, out(), words);
+    row = 2;
+  } else {
+    table_block<Kind, 4, kTableAhead>(left(), table, size, out(), words);
+    row = 4;
+  }
+  for (; rows - row >= 4; row += 4) {
+    table_block<Kind, 4, 0>(left(), table, size, out(), words);
+  }
+  if (rows - row >= 2) {
+    table_block<Kind, 2, 0>(left(), table, size, out(), words);
+    row += 2;
+  }
+  if (rows - row == 1) {
+    table_block<Kind, 1, 0>(left(), table, size, out(), words);
+  }
+}
+
+// A task has a stripe of the table. `size` counts elements of the kind.
+template <class Kind>
+void project_stripes(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& table,
+                     ffi::AnyBuffer& y, Index size) {
+  const Index rows = x.dimensions()[0], words = table.dimensions()[0];
+  const auto* left = static_cast<const typename Kind::Left*>(x.untyped_data());
+  const auto* right = static_cast<const typename Kind::Right*>(table.untyped_data());
+  auto* to = static_cast<float*>(y.untyped_data());
+  share(pool, (words + kStripe - 1) / kStripe, rows, [=](Index ticket) {
+    const Index end = std::min(words, (ticket + 1) * kStripe);
+    for (Index word = ticket * kStripe; word < end; word += kLanes) {
+      table_rows<Kind>(left, rows, right + word * size, size, to + word, words);
+    }
+  });
+}
+
+// x [T, E] float32, or bfloat16 where the CPU multiplies pairs, table [V, E] float32 or bfloat16 ->
+// y float32 [T, V].
+ffi::Error project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer table,
+                   ffi::Result<ffi::AnyBuffer> y) {
+  const auto xs = x.dimensions(), ts = table.dimensions(), ys = y->dimensions();
+  if (xs.size() != 2 || ts.size() != 2 || ys.size() != 2 || xs[1] != ts[1] || ys[0] != xs[0] ||
+      ys[1] != ts[0]) {
+    return refused("a projection takes x [T, E] and a table [V, E]");
+  }
+  const ffi::DataType of_x = x.element_type(), of_table = table.element_type();
+  const bool pairs =
+      of_x == ffi::DataType::BF16 && of_table == ffi::DataType::BF16 && kMultipliesPairs;
+  if (ts[0] % kLanes != 0 || ts[1] % (pairs ? 2 * kLanes : kLanes) != 0) {
+    return refused("a table has whole vectors of rows and of columns");
+  }
+  if (y->element_type() != ffi::DataType::F32) {
+    return refused("a projection is float32");
+  }
+  if (pairs) {
+#if defined(__AVX512BF16__)
+    project_stripes<Pairs>(pool, x, table, *y, ts[1] / 2);
+#endif
+  } else if (of_x == ffi::DataType::F32 && of_table == ffi::DataType::F32) {
+    project_stripes<Single>(pool, x, table, *y, ts[1]);
+  } else if (of_x == ffi::DataType::F32 && of_table == ffi::DataType::BF16) {
+    project_stripes<Widened>(pool, x, table, *y, ts[1]);
+  } else {
+    return refused("a projection takes float32, and bfloat16 where the CPU multiplies pairs of it");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jitney
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_panels, jitney::panels,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<bool>("gated"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_product, jitney::product,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_project, jitney::project,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>());
+#pragma GCC visibility pop

@@ -1,0 +1,182 @@
+// Calls cut into tasks that share XLA's own threads.
+//
+// XLA's pool is asked for helpers, and the calling thread works too, so a call never waits for a
+// helper that has not started. Tasks are drawn as tickets, downwards, from a block of permanent
+// memory: a helper that comes late finds none left, or draws one of the newer call that has the
+// block by then, and reads what to do only after it has drawn. So nobody touches the frame of a
+// call that has ended: a call ends when every ticket that was drawn is done.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <thread>
+
+#include <sched.h>
+
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jitney {
+
+// One call's tickets. A block serves one call at a time, of whatever kernel.
+struct alignas(kLine) Block {
+  std::atomic<std::int64_t> left{0};  // tickets not drawn yet; anything below 1 is none
+  alignas(kLine) std::atomic<std::int64_t> done{0};  // tasks done
+  std::atomic<bool> taken{false};                    // by a call
+  std::atomic<bool> lingers{false};                  // helpers stay a while after this call
+  // Written before `left` is, read only by those who drew a ticket.
+  std::int64_t tickets = 0;
+  const void* frame = nullptr;
+  void (*run)(const void* frame, std::int64_t ticket) = nullptr;
+};
+
+constexpr int kBlocks = 64;
+// How long a helper looks for more work before it leaves. Waking a thread takes 50 us, a product of
+// a few rows as long: a helper that left at once would come too late each time. It lingers only
+// after calls of so few rows that the next product is one of ours too: XLA's own products want the
+// threads.
+constexpr std::chrono::microseconds kPatience{100};
+constexpr std::int64_t kLingeringRows = 8;
+// Looks at a counter before a thread that waits for it lets others run.
+constexpr int kSpins = 2000;
+
+struct Board {
+  Block blocks[kBlocks];
+  alignas(kLine) std::atomic<Block*> newest{nullptr};   // the block that was published last
+  alignas(kLine) std::atomic<std::int64_t> present{0};  // helpers that run or are asked for
+};
+
+inline Board board;
+
+// Threads this process may run at once.
+inline std::int64_t threads() {
+  static const std::int64_t count = [] {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) {
+      return static_cast<std::int64_t>(CPU_COUNT(&allowed));
+    }
+    return static_cast<std::int64_t>(std::thread::hardware_concurrency());
+  }();
+  return count;
+}
+
+// Draw tickets of a block and do their tasks until none is left.
+inline void work(Block* block) {
+  for (;;) {
+    const std::int64_t left = block->left.fetch_sub(1);
+    if (left <= 0) {
+      return;
+    }
+    block->run(block->frame, block->tickets - left);
+    block->done.fetch_add(1);
+  }
+}
+
+// What XLA's pool runs for us: tasks of the newest call, as long as there are some and for a while
+// longer.
+inline void help() {
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point leave = Clock::now();
+  for (;;) {
+    Block* block = board.newest.load();
+    if (block->left.load() > 0) {
+      work(block);
+      leave = Clock::now();
+      if (block->lingers.load()) {
+        leave += kPatience;
+      }
+    } else if (Clock::now() >= leave) {
+      break;
+    } else {
+      _mm_pause();
+    }
+  }
+  board.present.fetch_sub(1);
+}
+
+// A block nobody uses, or none.
+inline Block* take_block() {
+  for (Block& block : board.blocks) {
+    if (!block.taken.exchange(true)) {
+      return &block;
+    }
+  }
+  return nullptr;
+}
+
+// task(0) to task(tickets - 1), in any order and on any threads; returns when all are done.
+template <class Task>
+void share(xla::ffi::ThreadPool& pool, std::int64_t tickets, std::int64_t rows, const Task& task) {
+  const std::int64_t helpers = threads() - 1;
+  Block* block = tickets > 1 && helpers > 0 ? take_block() : nullptr;
+  if (block == nullptr) {
+    for (std::int64_t ticket = 0; ticket < tickets; ++ticket) {
+      task(ticket);
+    }
+    return;
+  }
+  block->tickets = tickets;
+  block->frame = &task;
+  block->run = [](const void* frame, std::int64_t ticket) {
+    (*static_cast<const Task*>(frame))(ticket);
+  };
+  block->lingers.store(rows <= kLingeringRows);
+  block->done.store(0);
+  block->left.store(tickets);  // publishes all of it
+  board.newest.store(block);
+  const std::int64_t wanted = helpers < tickets - 1 ? helpers : tickets - 1;
+  const std::int64_t missing = wanted - board.present.load();
+  if (missing > 0) {
+    board.present.fetch_add(missing);
+    for (std::int64_t i = 0; i < missing; ++i) {
+      pool.Schedule([] { help(); });
+    }
+  }
+  work(block);
+  for (int spins = 0; block->done.load() < tickets; ++spins) {
+    if (spins < kSpins) {
+      _mm_pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+  block->taken.store(false);
+}
+
+// Memory of one thread, aligned for vectors, that grows to what a task asks for and is kept for the
+// next.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { ::operator delete(memory_, std::align_val_t{kLine}); }
+
+  // At least `floats` float32, which hold whatever was left there; valid until the next call on
+  // this thread.
+  float* of(std::int64_t floats) {
+    if (floats > size_) {
+      ::operator delete(memory_, std::align_val_t{kLine});
+      memory_ = static_cast<float*>(::operator new(4 * floats, std::align_val_t{kLine}));
+      std::memset(memory_, 0, 4 * floats);
+      size_ = floats;
+    }
+    return memory_;
+  }
+
+  static Scratch& mine() {
+    thread_local Scratch scratch;
+    return scratch;
+  }
+
+ private:
+  float* memory_ = nullptr;
+  std::int64_t size_ = 0;
+};
+
+inline xla::ffi::Error refused(const char* why) {
+  return xla::ffi::Error(xla::ffi::ErrorCode::kInvalidArgument, why);
+}
+
+}  // namespace jitney

@@ -1,0 +1,151 @@
+// Small products whose sums all stand in registers: what every product and attention here is made
+// of.
+//
+// A `Kind` says what is multiplied: `Left` and `Right` are the element types of A and B, and a sum
+// takes one element of each at a time, in the order of the inputs, whatever the shape of the tile
+// it stands in. So with pairs, where nothing is left over, a row's result is the same bits alone
+// and among any number of rows. Strides count elements.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <utility>
+
+#include "vectors.h"
+
+namespace jitney {
+
+using Index = std::ptrdiff_t;
+
+// float32 times float32.
+struct Single {
+  using Left = float;
+  using Right = float;
+  static Floats repeated(const float* from) { return splat(*from); }
+  static Floats add(Floats x, Floats y, Floats sum) { return multiply_add(x, y, sum); }
+};
+
+// float32 times bfloat16, which is widened on its way.
+struct Widened {
+  using Left = float;
+  using Right = Bfloat16;
+  static Floats repeated(const float* from) { return splat(*from); }
+  static Floats add(Floats x, Floats y, Floats sum) { return multiply_add(x, y, sum); }
+};
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16 times pairs of bfloat16: two products an element.
+struct Pairs {
+  using Left = Pair;
+  using Right = Pair;
+  static Floats repeated(const Pair* from) {
+    return as_floats(Ints{} + static_cast<std::int32_t>(from->bits));
+  }
+  static Floats add(Floats x, Floats y, Floats sum) { return multiply_add_pairs(x, y, sum); }
+};
+#endif
+
+// C [kRows, kLanes * kVectors] (+)= A [kRows, n] times B [n, kLanes * kVectors], C float32. Rows of
+// B are asked for kAhead early; 0: not, where the hardware foresees them.
+template <class Kind, int kRows, int kVectors, int kAhead>
+void tile(const typename Kind::Left* a, Index lda, const typename Kind::Right* b, Index ldb,
+          float* c, Index ldc, Index n, bool add) {
+  Floats sums[kRows][kVectors];
+  repeat<kRows>([&](auto r) {
+    repeat<kVectors>([&](auto v) { sums[r][v] = add ? load(c + r * ldc + v * kLanes) : Floats{}; });
+  });
+  for (Index k = 0; k < n; ++k) {
+    const typename Kind::Right* row = b + k * ldb;
+    if constexpr (kAhead > 0) {
+      prefetch_near(row + kAhead * ldb, kVectors * kLanes * sizeof *row);
+    }
+    Floats right[kVectors];
+    repeat<kVectors>([&](auto v) { right[v] = load(row + v * kLanes); });
+    repeat<kRows>([&](auto r) {
+      const Floats left = Kind::repeated(a + r * lda + k);
+      repeat<kVectors>([&](auto v) { sums[r][v] = Kind::add(left, right[v], sums[r][v]); });
+    });
+  }
+  repeat<kRows>([&](auto r) {
+    repeat<kVectors>([&](auto v) { store(sums[r][v], c + r * ldc + v * kLanes); });
+  });
+}
+
+template <class Kind>
+using Tile = void (*)(const typename Kind::Left*, Index, const typename Kind::Right*, Index, float*,
+                      Index, Index, bool);
+
+// Tiles have up to so many rows and vectors, as far as their sums fit the registers.
+constexpr int kMostRows = 8, kMostVectors = kLanes == 16 ? 6 : 3;
+
+template <class Kind, int kAhead, int kShape>
+constexpr Tile<Kind> tile_of_shape() {
+  constexpr int rows = kShape / kMostVectors + 1, vectors = kShape % kMostVectors + 1;
+  if constexpr (rows * vectors <= kSums) {
+    return tile<Kind, rows, vectors, kAhead>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class Kind, int kAhead, std::size_t... kShape>
+constexpr std::array<Tile<Kind>, sizeof...(kShape)> tiles_of(std::index_sequence<kShape...>) {
+  return {tile_of_shape<Kind, kAhead, int(kShape)>()...};
+}
+
+// The tile of so many rows and vectors, at most kSums in all.
+template <class Kind, int kAhead>
+Tile<Kind> tile_for(Index rows, Index vectors) {
+  static constexpr auto tiles =
+      tiles_of<Kind, kAhead>(std::make_index_sequence<kMostRows * kMostVectors>{});
+  return tiles[(rows - 1) * kMostVectors + vectors - 1];
+}
+
+// The most vectors of a tile of so many rows that divide a row of `columns` vectors; at least 1.
+inline Index vectors_for(Index rows, Index columns) {
+  Index vectors = 1;
+  for (Index wider = 2; wider <= kMostVectors && rows * wider <= kSums; ++wider) {
+    if (columns % wider == 0) {
+      vectors = wider;
+    }
+  }
+  return vectors;
+}
+
+// The most rows of a tile of so many vectors.
+inline Index rows_for(Index vectors) {
+  return kSums / vectors < kMostRows ? kSums / vectors : kMostRows;
+}
+
+// out[r, j] = sum of A[r, :] * B[j, :] over `size` elements, a multiple of kLanes. kRows * kOthers
+// = kLanes. The rows that lie kAhead after those of B are asked for meanwhile; 0: not.
+template <class Kind, int kRows, int kOthers, int kAhead = 0>
+__attribute__((always_inline)) inline void dots(const typename Kind::Left* a, Index lda,
+                                                const typename Kind::Right* b, Index ldb,
+                                                float* out, Index ldo, Index size) {
+  static_assert(kRows * kOthers == kLanes);
+  Floats sums[kLanes];
+  repeat<kLanes>([&](auto i) { sums[i] = Floats{}; });
+  for (Index i = 0; i < size; i += kLanes) {
+    Floats right[kOthers];
+    repeat<kOthers>([&](auto j) {
+      right[j] = load(b + j * ldb + i);
+      if constexpr (kAhead > 0) {
+        __builtin_prefetch(b + (j + kAhead) * ldb + i, 0, 3);
+      }
+    });
+    repeat<kRows>([&](auto r) {
+      const Floats left = load(a + r * lda + i);
+      repeat<kOthers>([&](auto j) {
+        sums[r * kOthers + j] = Kind::add(left, right[j], sums[r * kOthers + j]);
+      });
+    });
+  }
+  const Floats totals = total_of_each(sums);
+  for (int r = 0; r < kRows; ++r) {
+    std::memcpy(out + r * ldo, reinterpret_cast<const char*>(&totals) + 4 * r * kOthers,
+                4 * kOthers);
+  }
+}
+
+}  // namespace jitney

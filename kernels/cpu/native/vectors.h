@@ -1,0 +1,280 @@
+// Vectors of float32 as wide as a register of the instruction set that this file is compiled for:
+// AVX-512 or AVX2.
+//
+// Arithmetic is written with the operators that GCC and Clang give vector types; instructions that
+// have no operator are named here and nowhere else. Nothing is contracted behind our back
+// (-ffp-contract=off): a product and a sum are fused exactly where `multiply_add` says so.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace jitney {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int kLanes = 16;
+// Registers that hold the sums of a product's tile; the rest hold what is multiplied.
+constexpr int kSums = 24;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int kLanes = 8;
+constexpr int kSums = 12;
+#else
+#error "these kernels need AVX2 and FMA (x86-64-v3) or more"
+#endif
+
+// Whether one instruction multiplies and adds pairs of bfloat16.
+#if defined(__AVX512BF16__)
+constexpr bool kMultipliesPairs = true;
+#else
+constexpr bool kMultipliesPairs = false;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+constexpr int kLine = 64;  // bytes of a cache line
+
+// Straight code: body(0) to body(kCount - 1), each with its number as a constant. A loop over
+// vectors of an array would keep GCC from holding them in registers.
+template <class Body, int... kNumber>
+__attribute__((always_inline)) inline void repeat(std::integer_sequence<int, kNumber...>,
+                                                  const Body& body) {
+  (body(std::integral_constant<int, kNumber>{}), ...);
+}
+
+template <int kCount, class Body>
+__attribute__((always_inline)) inline void repeat(const Body& body) {
+  repeat(std::make_integer_sequence<int, kCount>{}, body);
+}
+
+struct Bfloat16 {
+  std::uint16_t bits;
+};
+
+// Two neighbouring bfloat16, the first in the lower half.
+struct Pair {
+  std::uint32_t bits;
+};
+
+inline Floats splat(float number) { return Floats{} + number; }
+
+inline Floats as_floats(Ints bits) { return reinterpret_cast<Floats>(bits); }
+
+inline Ints as_ints(Floats numbers) { return reinterpret_cast<Ints>(numbers); }
+
+// kLanes elements from an address of any alignment, as float32. A pair is loaded as its 32 bits.
+inline Floats load(const float* from) {
+  Floats numbers;
+  std::memcpy(&numbers, from, sizeof numbers);
+  return numbers;
+}
+
+inline Floats load(const Pair* from) {
+  Floats bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return bits;
+}
+
+inline Floats load(const Bfloat16* from) {
+#if defined(__AVX512F__)
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return as_floats((Ints)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+#else
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return as_floats((Ints)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+#endif
+}
+
+inline void store(Floats numbers, float* to) { std::memcpy(to, &numbers, sizeof numbers); }
+
+// Rounds to nearest, ties to even; a NaN stays one. With avx512_bf16 numbers below 1e-38 become 0.
+inline void store(Floats numbers, Bfloat16* to) {
+#if defined(__AVX512BF16__)
+  const __m512bh narrow_pairs =
+      (__m512bh)_mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh((__m512)numbers));
+  const __m256i narrow = _mm512_castsi512_si256((__m512i)narrow_pairs);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
+#else
+  const Ints bits = as_ints(numbers);
+  const Ints upper = (bits >> 16) & 0xFFFF;
+  const Ints rounded = ((bits + 0x7FFF + (upper & 1)) >> 16) & 0xFFFF;
+  const Ints chosen = (numbers != numbers) ? (upper | 0x40) : rounded;
+#if defined(__AVX512F__)
+  const __m256i narrow = _mm512_cvtepi32_epi16((__m512i)chosen);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
+#else
+  const __m256i packed = _mm256_packus_epi32((__m256i)chosen, (__m256i)chosen);
+  const __m256i in_order = _mm256_permute4x64_epi64(packed, 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(in_order));
+#endif
+#endif
+}
+
+// x * y + z, rounded once.
+inline Floats multiply_add(Floats x, Floats y, Floats z) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#else
+  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#endif
+}
+
+#if defined(__AVX512BF16__)
+// z + the products of kLanes pairs of bfloat16.
+inline Floats multiply_add_pairs(Floats x, Floats y, Floats z) {
+  return (Floats)_mm512_dpbf16_ps((__m512)z, (__m512bh)(__m512i)as_ints(x),
+                                  (__m512bh)(__m512i)as_ints(y));
+}
+#endif
+
+// The greater of each two; the second where either is a NaN.
+inline Floats greater(Floats x, Floats y) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+  return (Floats)_mm256_max_ps((__m256)x, (__m256)y);
+#endif
+}
+
+// Elements of two vectors by constant number: 0 to kLanes - 1 from the first, the rest from the
+// second.
+template <int... kPicked>
+inline Floats pick(Floats x, Floats y) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, y, kPicked...);
+#else
+  return __builtin_shuffle(x, y, Ints{kPicked...});
+#endif
+}
+
+// Half of what two vectors exchange when element j of each pairs up with element j ^ apart: those
+// that stay.
+template <int kApart, std::size_t... kLane>
+inline Floats kept(Floats x, Floats y, std::index_sequence<kLane...>) {
+  return pick<((kLane & kApart) ? kLanes + (int(kLane) ^ kApart) : int(kLane))...>(x, y);
+}
+
+// The other half: those that are turned.
+template <int kApart, std::size_t... kLane>
+inline Floats turned(Floats x, Floats y, std::index_sequence<kLane...>) {
+  return pick<((kLane & kApart) ? kLanes + int(kLane) : int(kLane) | kApart)...>(x, y);
+}
+
+using AllLanes = std::make_index_sequence<kLanes>;
+
+// One round of `transpose`, for vectors that lie kApart from each other.
+template <int kApart>
+inline void exchange(Floats* square) {
+  repeat<kLanes>([&](auto r) {
+    if constexpr ((r & kApart) == 0) {
+      const Floats upper = square[r], lower = square[r + kApart];
+      square[r] = kept<kApart>(upper, lower, AllLanes{});
+      square[r + kApart] = turned<kApart>(upper, lower, AllLanes{});
+    }
+  });
+}
+
+// Turns kLanes vectors of kLanes elements about their diagonal.
+inline void transpose(Floats* square) {
+  exchange<1>(square);
+  exchange<2>(square);
+  exchange<4>(square);
+  if constexpr (kLanes == 16) {
+    exchange<8>(square);
+  }
+}
+
+template <int kApart>
+inline void add_halves(Floats* sums) {
+  repeat<kApart>([&](auto i) {
+    const Floats first = sums[i], second = sums[i + kApart];
+    sums[i] = kept<kApart>(first, second, AllLanes{}) + turned<kApart>(first, second, AllLanes{});
+  });
+}
+
+// One vector of the totals of kLanes vectors, each total added up in the same order. Overwrites its
+// argument.
+inline Floats total_of_each(Floats* sums) {
+  if constexpr (kLanes == 16) {
+    add_halves<8>(sums);
+  }
+  add_halves<4>(sums);
+  add_halves<2>(sums);
+  add_halves<1>(sums);
+  return sums[0];
+}
+
+// The lanes of one vector added up, always in the same order.
+inline float total(Floats numbers) {
+#if defined(__AVX512F__)
+  const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)numbers, 1));
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)numbers), upper);
+#else
+  const __m256 eight = (__m256)numbers;
+#endif
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// The greatest lane of a vector.
+inline float greatest(Floats numbers) {
+#if defined(__AVX512F__)
+  const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)numbers, 1));
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256((__m512)numbers), upper);
+#else
+  const __m256 eight = (__m256)numbers;
+#endif
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+// 2**x for x <= 0; under -126 it is 2**-126, which no sum of at least 1 notices. A NaN stays one.
+inline Floats exp2_of_negative(Floats x) {
+  x = greater(splat(-126.0f), x);
+  // Added to a number this great, the rest is rounded to a whole number, which stands in the lowest
+  // bits.
+  const Floats great = splat(12582912.0f);  // 1.5 * 2**23
+  const Floats rounded = x + great;
+  const Floats rest = x - (rounded - great);
+  // 2**f on [-0.5, 0.5], near-minimax; relative error under 2e-7.
+  Floats series = splat(1.5353362e-4f);
+  series = multiply_add(series, rest, splat(1.3398874e-3f));
+  series = multiply_add(series, rest, splat(9.6184370e-3f));
+  series = multiply_add(series, rest, splat(5.5503324e-2f));
+  series = multiply_add(series, rest, splat(2.4022648e-1f));
+  series = multiply_add(series, rest, splat(6.9314720e-1f));
+  series = multiply_add(series, rest, splat(1.0f));
+  const Ints power = (as_ints(rounded) << 23) + (127 << 23);
+  return series * as_floats(power);
+}
+
+// Ask for `bytes` of memory that will be read soon: into the nearest cache, or into the second one.
+inline void prefetch_near(const void* from, std::ptrdiff_t bytes) {
+  for (std::ptrdiff_t at = 0; at < bytes; at += kLine) {
+    __builtin_prefetch(static_cast<const char*>(from) + at, 0, 3);
+  }
+}
+
+inline void prefetch_second(const void* from, std::ptrdiff_t bytes) {
+  for (std::ptrdiff_t at = 0; at < bytes; at += kLine) {
+    __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
+  }
+}
+
+// to = from * factor over `count` elements, a multiple of kLanes.
+template <class From, class To>
+inline void copy_row(const From* from, To* to, std::ptrdiff_t count, float factor = 1.0f) {
+  const Floats wide = splat(factor);
+  for (std::ptrdiff_t i = 0; i < count; i += kLanes) {
+    store(load(from + i) * wide, to + i);
+  }
+}
+
+}  // namespace jitney

@@ -1,0 +1,103 @@
+"""How pip builds this package: setuptools, and the CPU kernels compiled ahead of time.
+
+A wheel carries a library for every instruction set level, an editable install one for the CPU at
+hand. Their header comes from jaxlib, which is asked for as a build requirement, and a compiler from
+`ziglang` where the system has none. A package whose kernels cannot be compiled installs all the
+same: then the reference runs, and says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import (  # noqa: F401  (hooks that stay as they are)
+    build_sdist,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+ROOT = Path(__file__).parents[2]
+Settings = dict[str, Any] | None
+
+
+def build_module() -> ModuleType:
+    """`jitney.kernels.cpu.build`, which cannot be imported by its name yet."""
+    spec = importlib.util.spec_from_file_location(
+        "jitney_kernels_build", Path(__file__).parent / "build.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def requirements() -> list[str]:
+    """What compiling needs besides setuptools: jaxlib as the package asks for jax, and a compiler
+    if there is none.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    jax = next(line for line in project["dependencies"] if line.startswith("jax>"))
+    needed = [f"jaxlib{jax.removeprefix('jax')}"]
+    if next(build_module().compilers(), None) is None:
+        needed.append("ziglang>=0.14")
+    return needed
+
+
+def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *requirements()]
+
+
+def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
+    return [*build_meta.get_requires_for_build_editable(config_settings), *requirements()]
+
+
+def compile_kernels(every_level: bool) -> bool:
+    """Compile them; False, with a line that says why, if none could be."""
+    build = build_module()
+    made = []
+    try:
+        levels = build.LEVELS if every_level else build.levels_here()[:1]
+    except build.BuildError as error:
+        print(f"the CPU kernels are not compiled: {error}", file=sys.stderr)
+        return False
+    for level in levels:
+        try:
+            made += build.build([level])
+        except build.BuildError as error:
+            print(f"the CPU kernels are not compiled for {level.name}: {error}", file=sys.stderr)
+    return bool(made)
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    """A wheel for this platform with every library that compiled, for any platform if none did."""
+    settings = dict(config_settings or {})
+    if (
+        platform.system() == "Linux"
+        and platform.machine() == "x86_64"
+        and compile_kernels(every_level=True)
+    ):
+        name = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        settings["--build-option"] = ["--plat-name", name]
+    return build_meta.build_wheel(wheel_directory, settings, metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    """An editable install, with the library for this CPU beside its sources."""
+    compile_kernels(every_level=False)
+    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)

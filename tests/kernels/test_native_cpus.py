@@ -1,0 +1,169 @@
+"""The CPU kernels compiled for other CPUs, and run against float64 where this one can: no machine
+but this is needed.
+
+The suite does it for the instruction set levels that ship; `JITNEY_TEST_COMPILE=1` for every CPU
+named here, and once more with the compiler's address and undefined behaviour checks.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import native_checks
+import pytest
+
+from jitney.kernels.cpu import build, library
+
+WHOLE = os.environ.get("JITNEY_TEST_COMPILE") == "1"
+#: As GCC and Clang name them; the first three have no AVX-512.
+CPUS = [
+    "haswell",
+    "znver2",
+    "znver3",
+    "alderlake",
+    "skylake-avx512",
+    "cascadelake",
+    "icelake-server",
+    "rocketlake",
+    "tigerlake",
+    "cooperlake",
+    "sapphirerapids",
+    "znver4",
+    "znver5",
+]
+#: Macros of instruction sets that a compiler may choose by itself, and their flag in /proc/cpuinfo
+#: if named otherwise.
+CHOSEN = re.compile(r"__(AVX\w*|FMA|FMA4|BMI2?|F16C|LZCNT|MOVBE|ADX|GFNI|VAES|VPCLMULQDQ|XOP)__")
+FLAG = {
+    "lzcnt": "abm",
+    "avx512vp2intersect": "avx512_vp2intersect",
+    "avx512bf16": "avx512_bf16",
+    "avxvnni": "avx_vnni",
+    "avx512vnni": "avx512_vnni",
+    "avx512vbmi2": "avx512_vbmi2",
+    "avx512bitalg": "avx512_bitalg",
+    "avx512vpopcntdq": "avx512_vpopcntdq",
+    "avx512fp16": "avx512_fp16",
+}
+
+
+def compiler() -> list[str]:
+    command = next(build.compilers(), None)
+    if command is None:
+        pytest.skip("no C++ compiler")
+    return command
+
+
+def level_of(cpu: str) -> build.Level:
+    """What a compiler makes of a CPU's name, as a level."""
+    level = build.Level(cpu, cpu, (), frozenset())
+    done = subprocess.run(
+        [
+            *compiler(),
+            *build.machine_flags(level, compiler()),
+            "-dM",
+            "-E",
+            "-x",
+            "c++",
+            "/dev/null",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        pytest.skip(f"this compiler does not know {cpu}")
+    macros = [found.group(1).lower() for found in CHOSEN.finditer(done.stdout)]
+    return build.Level(cpu, cpu, (), frozenset(FLAG.get(name, name) for name in macros))
+
+
+@pytest.fixture(scope="module", params=[level.name for level in build.LEVELS])
+def shipped(request) -> library.Library:
+    """One of the libraries that ship, compiled if it is not there yet."""
+    level = next(level for level in build.LEVELS if level.name == request.param)
+    if not level.needs <= build.cpu_flags():
+        pytest.skip(f"this CPU does not run {level.name}")
+    compiler()
+    (path,) = build.build([level])
+    return native_checks.use(path, f"checked_{level.name}", "avx512_bf16" in level.needs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "heads", native_checks.LAYOUTS, ids=lambda heads: "-".join(map(str, heads))
+)
+def test_attention_of_every_level_matches_float64(shipped, monkeypatch, heads, dtype):
+    monkeypatch.setattr(library, "load", lambda: shipped)
+    native_checks.check_attention(heads, dtype)
+    native_checks.check_attention(heads, dtype, window=24)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_odd_pages_and_heads_of_every_level_match_float64(shipped, monkeypatch, dtype):
+    """Pages that no span of keys divides, and a head that is no whole number of pairs of
+    vectors.
+    """
+    monkeypatch.setattr(library, "load", lambda: shipped)
+    native_checks.check_attention((9, 3, 64), dtype, page=8)
+    native_checks.check_attention((6, 2, 80), dtype, window=40, page=24)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_and_norms_of_every_level_match_float64(shipped, monkeypatch, dtype):
+    monkeypatch.setattr(library, "load", lambda: shipped)
+    native_checks.check_rest(dtype)
+
+
+@pytest.mark.skipif(not WHOLE, reason="half a minute a CPU: JITNEY_TEST_COMPILE=1")
+@pytest.mark.parametrize("cpu", CPUS)
+def test_kernels_compiled_for_a_named_cpu_match_float64(cpu, tmp_path):
+    level = level_of(cpu)
+    path = tmp_path / f"{cpu}.so"
+    build.compile_level(level, path, compiler())
+    missing = level.needs - build.cpu_flags()
+    if missing:
+        pytest.skip(f"compiled; this CPU cannot run it, it lacks {', '.join(sorted(missing))}")
+    checked(path, cpu, "avx512_bf16" in level.needs)
+
+
+@pytest.mark.skipif(not WHOLE, reason="a minute: JITNEY_TEST_COMPILE=1")
+def test_kernels_touch_no_memory_but_their_own(tmp_path):
+    """Under the address and undefined behaviour sanitizers; a report ends the process."""
+    command = compiler()
+    level = build.levels_here()[0]
+    path = tmp_path / "sanitized.so"
+    flags = [
+        "-fsanitize=address,undefined",
+        "-fno-sanitize=vptr",
+        "-fno-sanitize-recover=all",
+        "-shared-libasan",
+    ]
+    if "clang" not in command[0]:
+        flags.pop()
+    build.compile_level(level, path, command, flags)
+    runtime = subprocess.run(
+        [*command, "-print-file-name=libasan.so"], capture_output=True, text=True
+    ).stdout.strip()
+    checked(
+        path,
+        "sanitized",
+        "avx512_bf16" in level.needs,
+        LD_PRELOAD=runtime,
+        ASAN_OPTIONS="detect_leaks=0",
+    )
+
+
+def checked(path: Path, name: str, pairs: bool, **environment: str) -> None:
+    """Every check, in a process of its own."""
+    here = Path(native_checks.__file__)
+    done = subprocess.run(
+        [sys.executable, here, path, name, *(["pairs"] if pairs else [])],
+        text=True,
+        capture_output=True,
+        timeout=500,
+        cwd=here.parent,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == f"{name}: right\n"
