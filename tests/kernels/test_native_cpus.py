@@ -37,6 +37,7 @@ CPUS = [
 #: if named otherwise.
 CHOSEN = re.compile(r"__(AVX\w*|FMA|FMA4|BMI2?|F16C|LZCNT|MOVBE|ADX|GFNI|VAES|VPCLMULQDQ|XOP)__")
 FLAG = {
+    "bmi": "bmi1",
     "lzcnt": "abm",
     "avx512vp2intersect": "avx512_vp2intersect",
     "avx512bf16": "avx512_bf16",
