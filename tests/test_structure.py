@@ -198,8 +198,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
         path = ROOT / name
         shutil.copytree(path, copy / name) if path.is_dir() else shutil.copy(path, copy)
+    # Kernels that are not compiled yet take their minutes.
     subprocess.run([sys.executable, "-P", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--wheel-dir", "dist", "."], cwd=copy, check=True, capture_output=True, timeout=600)  # it may compile
+                    "--wheel-dir", "dist", "."], cwd=copy, check=True, capture_output=True, timeout=600)
     (built,) = (copy / "dist").glob("jitney-*.whl")
     return zipfile.ZipFile(built)
 
