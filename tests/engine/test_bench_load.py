@@ -356,19 +356,19 @@ OURS = (b'{"version":"0.9","platform":"cpu","device":"Some CPU 9, 4 cores","tens
 
 
 def test_a_sweep_over_loads_says_where_the_queue_grew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with in_background(overloaded(80.0, OURS)) as url:
-        words = ["bench", "sweep", "--url", url, "--prompt", "20", "--output", "3", "--loads", "0.3,2",
+    with in_background(overloaded(40.0, OURS)) as url:
+        words = ["bench", "sweep", "--url", url, "--prompt", "20", "--output", "3", "--loads", "0.3,6",
                  "--requests", "64", "--warmup", "0", "--html", str(tmp_path / "l.html")]
         assert main([*words, "--json", str(tmp_path / "l.json")]) == 0
     shown = capsys.readouterr().out
     report = json.loads((tmp_path / "l.json").read_text())
-    assert 40 < report["capacity_req_s"] <= 85
+    assert 8 < report["capacity_req_s"] <= 43
     low, high = report["points"]
-    assert (low["load"], high["load"]) == (0.3, 2.0)
+    assert (low["load"], high["load"]) == (0.3, 6.0)
     assert low["rate"] == pytest.approx(0.3 * report["capacity_req_s"])
     assert low["figures"]["backlog"]["grew"] is False and high["figures"]["backlog"]["grew"] is True
     assert high["ttft_p99_s"] > 3 * low["ttft_p99_s"]
-    assert "load 2: the queue grew for the whole run" in shown and "p99 is the length of the run" in shown
+    assert "load 6: the queue grew for the whole run" in shown and "p99 is the length of the run" in shown
     assert "load 0.3: the queue" not in shown and "p99 of 64 requests is nearly the slowest" in shown
     assert "native kernels on Some CPU 9, 4 cores (cpu)" in shown
     assert report["engine"]["device"] == "Some CPU 9, 4 cores"
