@@ -86,8 +86,8 @@ class RecordedHits(Scheduler):
 
     hits: Mapping[str, int] = NO_HITS
 
-    def _take_pages(self, seq: Sequence, draft: Draft) -> bool:
-        if not super()._take_pages(seq, draft):
+    def _take_pages(self, seq: Sequence, draft: Draft, now: float) -> bool:
+        if not super()._take_pages(seq, draft, now):
             return False
         found = min(self.hits.get(seq.request.id, 0), seq.n_prompt - 1)  # the last token's logits are needed
         start = found - found % self.pool.page_size

@@ -161,7 +161,7 @@ def offline(known: argparse.Namespace, axis: str, values: Sequence[float]) -> di
     most = None
     if axis == "load":
         with progress() as watch:
-            most = capacity(bench, first, config.engine.max_seats, watch)
+            most, _ = capacity(bench, first, config.engine.max_seats, watch)
 
     def measure(value: float, watch: Watch) -> dict[str, Any]:
         scaled = value * (most or 1.0)

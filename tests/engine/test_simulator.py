@@ -135,6 +135,7 @@ def test_static_boards_its_number_at_a_time(size: int, count: int, seed: int, co
         assert max(ride.end for ride in before) <= after[0].start + 1.001
 
 
+@pytest.mark.usefixtures("rash")
 def test_seats_in_use_are_counted_from_the_rides():
     """Few pages: sequences are preempted and wait in the queue, which is nobody's seat."""
     arrivals = synthesise(30, Uniform(4, 12), Uniform(15, 30), Poisson(2.0), 1)
