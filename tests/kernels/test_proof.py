@@ -94,7 +94,7 @@ def test_the_reference_needs_no_proof():
 
 def test_the_native_kernels_pass_here():
     kernels = select("cpu", "auto")
-    if kernels.name != "native":
+    if not kernels.name.startswith("native"):
         pytest.skip("native kernels do not run on this CPU")
     served = replace(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
     assert not errors(kernels, served)
