@@ -201,9 +201,18 @@ def arrivals(trips: list[Trip], first: float) -> list[Arrival]:
     """The trips as traffic, in seconds since `first`; all of them, however they ended."""
     tenants: dict[str, str] = {}
     lengths = np.array(sorted(trip.n_output for trip in trips if trip.finish in SERVED), np.int64)
-    return [Arrival(trip.arrival - first, trip.n_prompt, wanted(trip, lengths),
-                    tenants.setdefault(trip.tenant, str(len(tenants))), trip.priority, trip.cached_tokens)
-            for trip in trips]
+    found = []
+    for trip in trips:
+        tenant = tenants.setdefault(trip.tenant, str(len(tenants)))
+        found.append(Arrival(
+            at=trip.arrival - first,
+            n_prompt=trip.n_prompt,
+            n_output=wanted(trip, lengths),
+            tenant=tenant,
+            priority=trip.priority,
+            n_cached=trip.cached_tokens,
+        ))
+    return found
 
 
 def wanted(trip: Trip, lengths: np.ndarray) -> int:

@@ -89,7 +89,10 @@ class Measured:
     def job(self, part: str, seconds: float) -> Job:
         """What a part is told; what was found first holds for all."""
         page = self.plan.page_size or (16 if self.shape == TINY else 64)
-        dtype, kernels = (self.about.dtype, self.about.kernels) if self.about else (self.plan.dtype, self.plan.kernels)
+        dtype, kernels = self.plan.dtype, self.plan.kernels
+        if self.about:
+            dtype = self.about.dtype
+            kernels = self.about.kernels.partition(" ")[0]  # without the instructions: native (avx2)
         shape = self.plan.shape if part == "floors" else self.shape
         return Job(part=part, shape=shape, dtype=dtype, kernels=kernels, page_size=page, seconds=seconds,
                    floors=self.floors, against=self.plan.against, platform=self.plan.platform)

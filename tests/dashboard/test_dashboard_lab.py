@@ -110,6 +110,7 @@ def work_of(client: FakeClient, wish: Wish) -> tuple[dict, dict]:
     return frame, work(job)
 
 
+@pytest.mark.usefixtures("rash")
 def test_everybody_is_counted():
     client = interrupted_client()
     frame, found = work_of(client, Wish())

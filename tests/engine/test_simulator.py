@@ -160,6 +160,7 @@ def test_recorded_hits_are_found_again():
         assert [t.n_output for t in run.times] == [2, 2, 2]
 
 
+@pytest.mark.usefixtures("rash")
 def test_what_was_found_once_is_found_after_a_preemption():
     arrivals = [Arrival(0.0, 12, 20, n_cached=8) for _ in range(6)]
     run = simulate(arrivals, shape(seats=3, pages=15), SECOND)

@@ -226,7 +226,7 @@ def sampled_tokens() -> dict[str, Any]:
     n, vocab = 24, 700
     none = np.zeros(n)
     floats = rng.uniform(0.5, 2.0, n), rng.choice([1.0, 0.95, 0.6], n), none, none, none, none
-    ints = rng.choice([0, 3, 40, 400], n), np.arange(n), none, none, np.full(n, -1), none, np.full(n, 4)
+    ints = rng.choice([0, 3, 40, 400], n), np.arange(n), none, none, none, np.full(n, 4)
     rows = Rows(*(jnp.asarray(column, jnp.float32) for column in floats),
                 *(jnp.asarray(column, jnp.int32) for column in ints))
     logits = rng.standard_normal((n, vocab), np.float32) * 2
