@@ -17,7 +17,7 @@ from jitney.engine.errors import RequestError
 from jitney.engine.models.llama import Llama
 from jitney.engine.weights.load import load_model
 from jitney.engine.weights.sources import resolve
-from jitney.kernels.cpu import library
+from jitney.kernels.cpu import build, library
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
@@ -186,7 +186,7 @@ def test_alone_and_in_a_crowd_of_32(llm, params):
     assert len({tuple(tokens) for tokens in crowd}) > 16
 
 
-@pytest.mark.skipif(not library.load().arranges, reason="this CPU's weights are not arranged in pairs")
+@pytest.mark.skipif(not library.arranges_here(), reason="this CPU's weights are not arranged in pairs")
 def test_bfloat16_gives_the_same_answer_in_every_bucket():
     """Alone, in a crowd and in other chunks. A sum that was rounded elsewhere would move a log-probability by 1e-3; the
     last bit of it is XLA's, which adds up the vocabulary of fewer than 8 rows in another order."""
@@ -320,10 +320,24 @@ def test_bad_parameters_name_their_field(llm, bad, param):
     assert caught.value.info.param == param
 
 
-def test_the_default_model_equals_the_reference(smollm2, reference):
-    """All continuations in one batch, token for token unless the reference's own best two were within 1e-3."""
+@pytest.mark.parametrize("kernels", ["reference", *(level.name for level in build.LEVELS)])
+def test_the_default_model_equals_the_reference(smollm2, reference, kernels, monkeypatch):
+    """All continuations in one batch, token for token unless the reference's own best two were within 1e-3.
+
+    With every kernel set that this CPU runs: docs/benchmarks/greedy_reference.py does it for other CPUs' names too.
+    """
+    name = "reference"
+    if kernels != name:
+        level = next(level for level in build.LEVELS if level.name == kernels)
+        if not level.needs <= build.cpu_flags() or next(build.compilers(), None) is None:
+            pytest.skip(f"no library for {kernels} here")
+        build.build([level])
+        loaded = library.opened(level)
+        monkeypatch.setattr(library, "load", lambda: loaded)
+        name = "native"
     engine = LLM("smollm2-135m", dtype="float32", max_seats=8, token_budget=64, context=256, seat_buckets=[8],
-                 token_buckets=[64], pages=200)
+                 token_buckets=[64], pages=200, kernels=name)
+    assert engine.info.kernels == ("reference" if name == "reference" else f"native ({kernels})")
     runner: Any = engine.core.runner
     runner.leaves = [leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves]  # as the reference's
     params = [SamplingParams(temperature=0, max_tokens=len(item["output_ids"]), ignore_eos=True, logprobs=5)

@@ -1,0 +1,104 @@
+"""The default model's greedy answers in float32, beside those that transformers gave, with every kernel set
+that runs on this CPU and with the CPU kernels compiled for other CPUs by name.
+
+    python docs/benchmarks/greedy_reference.py [CPU ...]
+
+Weights are rounded to bfloat16 first, as the reference's were (tests/data/smollm2_greedy.json). An
+answer is equal if it is so token for token, up to a token at which the reference's own best two were
+within 1e-3. A CPU whose instructions this one lacks is compiled for and not run. Half a minute a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from jitney.engine import LLM, SamplingParams
+from jitney.engine.machine import cpu_name
+from jitney.kernels.cpu import build, library
+
+TESTS = Path(__file__).parents[2] / "tests"
+TIE = 1e-3
+
+
+def answers(kernels: str) -> tuple[int, int, float]:
+    """(equal answers, all answers, largest distance of a top-5 log-probability) of one kernel set."""
+    items = json.loads((TESTS / "data" / "smollm2_greedy.json").read_text())["items"]
+    llm = LLM("smollm2-135m", dtype="float32", max_seats=8, token_budget=64, context=256,
+              seat_buckets=[8], token_buckets=[64], pages=200, kernels=kernels)
+    runner = llm.core.runner
+    runner.leaves = [leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves]
+    params = [
+        SamplingParams(temperature=0, max_tokens=len(item["output_ids"]), ignore_eos=True, logprobs=5)
+        for item in items
+    ]
+    outputs = llm.generate([item["prompt_ids"] for item in items], params)
+    llm.close()
+    equal = 0
+    apart = 0.0
+    for item, output in zip(items, outputs, strict=True):
+        done = output.outputs[0]
+        assert done.logprobs is not None
+        same = True
+        for at, (token, top5) in enumerate(zip(done.token_ids, item["top5"], strict=True)):
+            wanted = top5["logprobs"]
+            if token != item["output_ids"][at]:
+                same = wanted[0] - wanted[1] < TIE
+                break
+            found = done.logprobs[at].top_logprobs
+            apart = max(apart, float(np.max(np.abs(np.subtract(found, wanted)))))
+        equal += same
+    return equal, len(items), apart
+
+
+def report(name: str, kernels: str) -> None:
+    equal, count, apart = answers(kernels)
+    print(f"{name:<28} {equal} of {count} equal, log-probabilities within {apart:.1e}", flush=True)
+
+
+def compiled_for(cpu: str) -> tuple[library.Library | None, str]:
+    """The kernels compiled for a CPU's name, and why they cannot run here if so."""
+    sys.path[:0] = [str(TESTS / "kernels")]
+    from test_native_cpus import level_of
+
+    level = level_of(cpu)
+    path = Path(tempfile.mkdtemp()) / f"{cpu}.so"
+    build.compile_level(level, path, build.compiler())
+    missing = sorted(level.needs - build.cpu_flags())
+    if missing:
+        return None, f"compiled; this CPU lacks {', '.join(missing)}"
+    made = library.Library(cpu, "avx512_bf16" in level.needs, has_amx=False)
+    library.register(made, path)
+    return made, ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cpus", nargs="*", metavar="CPU", help="names as g++ -march takes them")
+    args = parser.parse_args()
+    compiler = subprocess.run([*build.compiler(), "--version"], capture_output=True, text=True)
+    print(f"{cpu_name()}; {compiler.stdout.splitlines()[0]}")
+    report("reference", "reference")
+    for level in build.levels_here():
+        build.build([level])
+        loaded = library.opened(level)
+        library.load = lambda loaded=loaded: loaded
+        report(f"native ({level.name})", "native")
+    for cpu in args.cpus:
+        made, why_not = compiled_for(cpu)
+        if made is None:
+            print(f"{cpu:<28} {why_not}", flush=True)
+            continue
+        library.load = lambda made=made: made
+        report(f"native, for {cpu}", "native")
+
+
+if __name__ == "__main__":
+    main()
