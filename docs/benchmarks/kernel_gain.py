@@ -1,0 +1,67 @@
+"""What each kernel of a set gives: closed loops with the whole set, and with each kernel in turn replaced
+by the reference's.
+
+    python docs/benchmarks/kernel_gain.py [--model smollm2-135m] [--repeats 2]
+
+Ratios below 1 are what taking a kernel out costs. Sets take turns, and medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+from closed_loop import closed_loop, requests
+
+from jitney.engine import LLM, build
+from jitney.engine.machine import cpu_name
+from jitney.kernels.proof import FIELDS, without
+from jitney.kernels.select import KernelSet, reference, select
+
+#: Streams and lengths of the loops; the last one reads prompts.
+STREAMS = (32, 8, 1)
+
+
+def measured(model: str, kernels: KernelSet) -> dict[str, float]:
+    """Output tokens a second by streams, and prompt tokens a second."""
+    build.select = lambda platform, name="auto": kernels
+    llm = LLM(model, prefix_cache=False, max_seats=32)
+    found: dict[str, float] = {}
+    for streams in STREAMS:
+        work = requests(16 if streams == 1 else 64, 96, 64, spread=True)
+        loop: dict[str, Any] = closed_loop(llm, work, streams)
+        found[f"{streams} streams"] = loop["output_tok_s"]
+    loop = closed_loop(llm, requests(24, 512, 1, spread=False), 8)
+    found["prompts of 512"] = loop["prompt_tok_s"]
+    llm.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args()
+    whole = select("cpu")
+    plain = reference()
+    groups = [
+        name
+        for name, fields in FIELDS.items()
+        if any(getattr(whole, field) is not getattr(plain, field) for field in fields)
+    ]
+    sets = {"all of them": whole} | {f"without {name}": without(whole, [name]) for name in groups}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in sets}
+    for _ in range(args.repeats):
+        for name, kernels in sets.items():
+            runs[name].append(measured(args.model, kernels))
+    print(f"{whole.name} kernels, {args.model} on {cpu_name()}")
+    best = {work: median(run[work] for run in runs["all of them"]) for work in runs["all of them"][0]}
+    print(f"{'all of them':<20}" + "".join(f"{work}: {value:6.0f}     " for work, value in best.items()))
+    for name in list(sets)[1:]:
+        ratios = {work: median(run[work] for run in runs[name]) / value for work, value in best.items()}
+        print(f"{name:<20}" + "".join(f"{work}: {ratio:6.2f}     " for work, ratio in ratios.items()))
+
+
+if __name__ == "__main__":
+    main()
