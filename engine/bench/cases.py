@@ -32,8 +32,8 @@ NO_CAP = 2**31 - 1
 class Case:
     """One kind of traffic. output: lengths as the flag writes them, None: the preset's.
 
-    load: times what `of`, a policy, can serve. requests: how many by default, so that all cases together take less than
-    a quarter of an hour on two CPU cores.
+    load: times what `of`, a policy, can serve. requests: how many by default, so that all cases together take some 17
+    minutes on two CPU cores.
     """
 
     output: str | None
