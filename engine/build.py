@@ -111,14 +111,14 @@ def core_alone(config: Config, model: Llama, context: int, kv_dtype: Any, mesh: 
     own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are arranged
     longest = min(context, MOST_TOKENS)
     page_size = config.engine.page_size
-    pages = -(-longest // page_size) + 1
+    n_pages = -(-longest // page_size) + 2  # the trash page, and one to grow into
     buckets = make_buckets(max_seats=1, token_budget=CANARY_ROWS, token_sizes=(CANARY_ROWS,))
     end_ids = tuple(model.config.eos_ids)
-    runner = Runner(own, buckets, reference(), n_pages=pages + 1, page_size=page_size, context_length=longest,
+    runner = Runner(own, buckets, reference(), n_pages=n_pages, page_size=page_size, context_length=longest,
                     kv_dtype=kv_dtype, end_ids=end_ids, mesh=mesh)
     runner.compile()
     limits = SchedulerLimits(max_seats=1, context_length=longest)
-    pool = PagePool(pages + 1, page_size, retain=False)
+    pool = PagePool(n_pages, page_size, retain=False)
     scheduler = Scheduler(limits, buckets, pool, eos_ids=end_ids, vocab_size=model.config.vocab_size)
     return EngineCore(scheduler, runner, Ledger())
 

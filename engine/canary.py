@@ -74,7 +74,8 @@ class CanaryCore(EngineCore):
             return request
         sampling = request.sampling
         longest = len(request.prompt) + (sampling.max_tokens or MOST_TOKENS)
-        if sampling.n != 1 or longest > self.alone.scheduler.limits.context_length:
+        # Scoring it takes room for one token more.
+        if sampling.n != 1 or longest >= self.alone.scheduler.limits.context_length:
             return request
         told = sampling.logprobs is not None
         self._watched[request.id] = Watched(request, told)

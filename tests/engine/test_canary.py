@@ -34,6 +34,7 @@ def findings(reports: list[StepReport]) -> list[CanaryFinding]:
 
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=8, temperature=1.5, seed=3, ignore_eos=True)
 
 
@@ -84,7 +85,7 @@ def test_what_is_aborted_or_refused_is_not_computed_again():
     llm = LLM("tiny-random", canary_every=1, **SMALL)
     core = llm.core
     assert isinstance(core, CanaryCore)
-    core.add(EngineRequest(id="gone", prompt=[1, 2], sampling=replace_tokens(50), arrival=0.0))
+    core.add(EngineRequest(id="gone", prompt=[1, 2], sampling=LONG, arrival=0.0))
     core.add(EngineRequest(id="bad", prompt=[10**6], sampling=GREEDY, arrival=0.0))
     core.step()
     core.abort("gone")
@@ -96,8 +97,12 @@ def test_what_is_aborted_or_refused_is_not_computed_again():
     llm.close()
 
 
-def replace_tokens(count: int) -> SamplingParams:
-    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+def test_an_answer_that_fills_the_context_is_left_alone():
+    """Scoring it would need room for one token more; refused, it would count as wrong."""
+    llm = LLM("tiny-random", canary_every=1, context=32, **SMALL)
+    assert not findings(served(llm, [[1] * 24], GREEDY))
+    llm = LLM("tiny-random", canary_every=1, context=32, **SMALL)
+    assert [one.right for one in findings(served(llm, [[1] * 23], GREEDY))] == [True]
 
 
 def test_counters_metrics_and_page_count_what_was_found():
