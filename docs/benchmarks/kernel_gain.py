@@ -1,7 +1,7 @@
 """What each kernel of a set gives: closed loops with the whole set, and with each kernel in turn replaced
 by the reference's.
 
-    python docs/benchmarks/kernel_gain.py [--model smollm2-135m] [--repeats 2]
+    python docs/benchmarks/kernel_gain.py [--model smollm2-135m] [--repeats 2] [--kernels norm head]
 
 Ratios below 1 are what taking a kernel out costs. Sets take turns, and medians are printed.
 """
@@ -42,13 +42,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--kernels", nargs="+", default=list(FIELDS), choices=list(FIELDS))
     args = parser.parse_args()
     whole = select("cpu")
     plain = reference()
     groups = [
         name
         for name, fields in FIELDS.items()
-        if any(getattr(whole, field) is not getattr(plain, field) for field in fields)
+        if name in args.kernels and any(getattr(whole, field) is not getattr(plain, field) for field in fields)
     ]
     sets = {"all of them": whole} | {f"without {name}": without(whole, [name]) for name in groups}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sets}
