@@ -69,7 +69,7 @@ test-compile: export JITNEY_TPU_PLUGIN := build/tpu
 test-compile: export JITNEY_COMPILED := build/compiled
 test-compile: $(DEV) build/cuda build/tpu
 	@rm -rf $(JITNEY_COMPILED)
-	@$(BIN)/python -m pytest tests/kernels/test_triton_compiled.py tests/kernels/test_pallas_compiled.py \
+	@$(BIN)/python -m pytest tests/kernels/triton_gpu/test_triton_compiled.py tests/kernels/pallas_tpu/test_pallas_compiled.py \
 	  tests/compiled $(ARGS)
 	@$(BIN)/python docs/benchmarks/compiled_programs.py
 

@@ -13,19 +13,19 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from jitney.dashboard import frames, report, stories, timeline
+from jitney.dashboard import report, request_detail, sse, timeline
+from jitney.dashboard.auth import Guard, LiveFeed
 from jitney.dashboard.feed import Feed
-from jitney.dashboard.front import HANDLERS, Front, read_body, read_json, to_json
-from jitney.dashboard.guard import Guard, LiveFeed
 from jitney.dashboard.lab import Lab, Wish
-from jitney.dashboard.looks import page_cells
 from jitney.dashboard.queries import seconds, whole, word
+from jitney.dashboard.routes import HANDLERS, Front, read_body, read_json, to_json
+from jitney.dashboard.snapshot import page_cells
 from jitney.engine.api.errors import HttpError
-from jitney.engine.client import EngineClient
-from jitney.engine.config import EngineSection
+from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
-from jitney.engine.journal import KEEP_S
-from jitney.engine.trips import Trip
+from jitney.engine.process.client import EngineClient
+from jitney.engine.telemetry.history import KEEP_S
+from jitney.engine.telemetry.request_record import Trip
 from jitney.engine.types import MAX_N
 
 #: Token ids to text.
@@ -65,13 +65,13 @@ class Dashboard(Front):
     async def slots(self, request: Request) -> Response:
         """Seats and pages as they are now, in the key frame's form. RequestError while there is no engine."""
         slots = await self.client.slots()
-        cells = frames.pages(page_cells(slots.page_states)) if slots.page_states else None
-        return to_json({"t": time.monotonic(), "seats": frames.slots(slots.slots), "pages": cells})
+        cells = sse.pages(page_cells(slots.page_states)) if slots.page_states else None
+        return to_json({"t": time.monotonic(), "seats": sse.slots(slots.slots), "pages": cells})
 
     async def frames(self, request: Request) -> Response:
-        """Step records after step `from` up to step `to` (default: all that are kept), at most `frames.MAX_RECORDS`."""
+        """Step records after step `from` up to step `to` (default: all that are kept), at most `sse.MAX_RECORDS`."""
         after, until = whole(request, "from", -1), whole(request, "to", 2**62)
-        return to_json(frames.record_columns(*self.client.journal.records.steps(after, until), time.monotonic()))
+        return to_json(sse.record_columns(*self.client.journal.records.steps(after, until), time.monotonic()))
 
     async def timeline(self, request: Request) -> Response:
         """Bins and rides between two times, see `timeline.timeline`."""
@@ -93,17 +93,17 @@ class Dashboard(Front):
         return timeline.window(self.client.journal, seconds(request, "from", end - 60), end, now)
 
     async def requests(self, request: Request) -> Response:
-        """Sequences, the newest first, see `stories.listing`."""
-        return to_json(stories.listing(
-            self.client.journal, word(request, "state", stories.STATES), whole(request, "limit", 100, 1, 1000),
+        """Sequences, the newest first, see `request_detail.listing`."""
+        return to_json(request_detail.listing(
+            self.client.journal, word(request, "state", request_detail.STATES), whole(request, "limit", 100, 1, 1000),
             whole(request, "cursor", 2**53, 0), time.monotonic()))
 
     async def request(self, request: Request) -> Response:
-        """The story of one sequence, see `stories.story`. 404 when it is not known, or not any more."""
+        """The story of one sequence, see `request_detail.story`. 404 when it is not known, or not any more."""
         trip = self.client.journal.trip(request.path_params["id"], whole(request, "index", 0, 0, MAX_N))
         if trip is None:
             raise HttpError(404, "no such request, or it ended too long ago", code="not_found")
-        return to_json(stories.story(self.client.journal, trip, time.monotonic()) | {"text": await self._text(trip)})
+        return to_json(request_detail.story(self.client.journal, trip, time.monotonic()) | {"text": await self._text(trip)})
 
     async def _text(self, trip: Trip) -> dict[str, str] | None:
         """Prompt and answer, if they may be shown."""

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jitney.dashboard import frames, latency
-from jitney.dashboard.looks import Look, PageCells, page_cells, scalars, seat_columns
+from jitney.dashboard import latency, sse
 from jitney.dashboard.notes import Notes
+from jitney.dashboard.snapshot import Look, PageCells, page_cells, scalars, seat_columns
 from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
-from jitney.engine.client import EngineClient
 from jitney.engine.errors import RequestError
+from jitney.engine.process.client import EngineClient
 from jitney.engine.types import EngineInfo
 
 log = logging.getLogger("jitney.dashboard")
@@ -39,7 +39,7 @@ RECENT_S, HISTOGRAM_S, RENEW_S = 30.0, 60.0, 1.0
 class Feed:
     """The live feed of one engine; lives on one asyncio loop.
 
-    hz: frames a second while there is a viewer. keys, text: told to the page (see `frames.hello`).
+    hz: frames a second while there is a viewer. keys, text: told to the page (see `sse.hello`).
     """
 
     def __init__(self, client: EngineClient, *, hz: float = 10.0, keys: bool = False, text: bool = False,
@@ -100,7 +100,7 @@ class Feed:
         return Viewer([self._hello(), self._key()])
 
     def _hello(self) -> bytes:
-        return frames.hello(self.client.info, run=self.run, hz=self.hz, key_s=KEY_S, keys=self._keys, text=self._text,
+        return sse.hello(self.client.info, run=self.run, hz=self.hz, key_s=KEY_S, keys=self._keys, text=self._text,
                             t=time.monotonic(), wall=time.time())
 
     async def _sample(self) -> None:
@@ -112,7 +112,7 @@ class Feed:
         except Exception:
             log.exception("the page's feed failed")
         for viewer in self._viewers:
-            viewer.close(frames.bye(reason))
+            viewer.close(sse.bye(reason))
 
     def tell_hello(self) -> None:
         """Another engine runs than the viewers know of."""
@@ -122,14 +122,14 @@ class Feed:
     def tell(self, look: Look, records: np.ndarray, *, with_key: bool) -> None:
         """Send a look: what happened, notes, and a key frame or what changed; nothing if nothing did."""
         before, found = self._last, None
-        if before is not None and not with_key and frames.follows(before, look):
-            found = frames.delta(before, look)
-            if frames.quiet(found) and look.t - before.t < HEARTBEAT_S and before.n_life == look.n_life:
+        if before is not None and not with_key and sse.follows(before, look):
+            found = sse.delta(before, look)
+            if sse.quiet(found) and look.t - before.t < HEARTBEAT_S and before.n_life == look.n_life:
                 return
         extra = self._news(before, look, records)
         self._frames += 1
         self._last, self._last_key = look, b""
-        last = self._key() if found is None else frames.event("d", found, self._id())
+        last = self._key() if found is None else sse.event("d", found, self._id())
         self._recent.append((self._id(), [*extra, last]))
         self._broadcast(extra, last)
 
@@ -137,9 +137,9 @@ class Feed:
         """Life events and notes since the look before."""
         notes = self._notes.compare(look, records)
         look.notes = list(self._notes.kept)
-        news = [frames.event("note", note) for note in notes]
+        news = [sse.event("note", note) for note in notes]
         if before is not None and (happened := self.client.journal.life_since(before.n_life)):
-            news.insert(0, frames.life(happened, look.n_life - len(happened)))
+            news.insert(0, sse.life(happened, look.n_life - len(happened)))
         return news
 
     def _broadcast(self, extra: list[bytes], last: bytes) -> None:
@@ -159,7 +159,7 @@ class Feed:
         if not self._last_key:
             assert self._last is not None
             info = self.client.info
-            self._last_key = frames.key(self._last, info.page_size if info else 1, self._id())
+            self._last_key = sse.key(self._last, info.page_size if info else 1, self._id())
         return self._last_key
 
 

@@ -20,16 +20,16 @@ from pydantic import ValidationError
 
 from jitney.dashboard.timeline import ride_columns
 from jitney.engine.api.errors import HttpError
-from jitney.engine.client import EngineClient
-from jitney.engine.config import EngineSection
+from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
-from jitney.engine.figures import seated
-from jitney.engine.journal import KEEP_S, Journal
-from jitney.engine.policies import POLICIES
-from jitney.engine.process_link import NOT_FOR_THE_CORE
-from jitney.engine.replay import Engine, Job, Served
-from jitney.engine.trips import Trip
-from jitney.engine.workload import Arrival
+from jitney.engine.process.client import EngineClient
+from jitney.engine.process.link import NOT_FOR_THE_CORE
+from jitney.engine.scheduler.policies import POLICIES
+from jitney.engine.simulation.replay import Engine, Job, Served
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.history import KEEP_S, Journal
+from jitney.engine.telemetry.request_record import Trip
+from jitney.engine.telemetry.summary import seated
 
 #: Seconds that all policies of one experiment may take together.
 LIMIT_S = 120.0
@@ -148,7 +148,7 @@ class Lab:
         """The worker's result. Raises Failed; leaving early ends the process."""
         environ = {name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "jitney.engine.replay", stdin=asyncio.subprocess.PIPE,
+            sys.executable, "-P", "-m", "jitney.engine.simulation.replay", stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE, env=environ, limit=1 << 26)
         assert process.stdin is not None and process.stdout is not None  # asked for above
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.journal import Journal
+from jitney.engine.telemetry.history import Journal
 
 #: Upper bounds in seconds of the histograms.
 LONG_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)

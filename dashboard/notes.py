@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jitney.dashboard.looks import Look
+from jitney.dashboard.snapshot import Look
 
 #: Preemptions and refusals are counted over so many seconds, and told of again after so many.
 WINDOW_S, QUIET_S = 5.0, 30.0

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jitney.dashboard import frames
+from jitney.dashboard import sse
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
 
@@ -16,7 +16,7 @@ log = logging.getLogger("jitney.dashboard")
 _HELLO, _KEY, _BYE = b"event: hello", b"event: key", b"event: bye"
 #: Most events kept since the newest key frame; more than come between two of them.
 KEPT = 512
-ENDED = frames.bye("the engine's feed ended")
+ENDED = sse.bye("the engine's feed ended")
 
 
 class Relay:
@@ -64,7 +64,7 @@ class Relay:
                 for event in events:
                     self._take(event + b"\n\n")
         except Unreachable as error:
-            last = frames.bye(str(error))
+            last = sse.bye(str(error))
         except Exception:
             log.exception("the feed of %s could not be passed on", self.engine.url)
         self._forget()

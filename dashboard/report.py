@@ -14,9 +14,9 @@ import msgspec
 
 from jitney.dashboard import latency, timeline
 from jitney.dashboard.assets import PLOTLY
-from jitney.dashboard.stories import Steps, causes
-from jitney.engine.client import EngineClient
-from jitney.engine.journal import Journal
+from jitney.dashboard.request_detail import Steps, causes
+from jitney.engine.process.client import EngineClient
+from jitney.engine.telemetry.history import Journal
 
 BINS = 240
 #: Most stays drawn in the seat timeline, and requests in the table.

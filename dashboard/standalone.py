@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route, Router
 
-from jitney.dashboard.front import HANDLERS, Front, read_body, to_json
-from jitney.dashboard.guard import Guard, LiveFeed
+from jitney.dashboard.auth import Guard, LiveFeed
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
+from jitney.dashboard.routes import HANDLERS, Front, read_body, to_json
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.middleware import Heads
 from jitney.engine.api.settings import ServerSettings

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from jitney.dashboard import latency
-from jitney.engine.journal import KEEP_S, Journal
-from jitney.engine.ledger import ROW_KINDS
-from jitney.engine.trips import Ride, Trip
+from jitney.engine.records import ROW_KINDS
+from jitney.engine.telemetry.history import KEEP_S, Journal
+from jitney.engine.telemetry.request_record import Ride, Trip
 
 MAX_BINS = 600
 MAX_RIDES = 20_000

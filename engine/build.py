@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,31 @@ import msgspec
 from flax import nnx
 from jax.sharding import Mesh
 
-from jitney import engine
-from jitney.engine import wire
-from jitney.engine.buckets import Buckets, make_buckets
+from jitney.engine import messages
 from jitney.engine.canary import LIMITS, MOST_TOKENS, CanaryCore
-from jitney.engine.config import Config, EngineSection, compilation_cache_dir
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
+from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.config.platforms import DEVICE_PLATFORMS, INSTALL
+from jitney.engine.config.schema import Config, EngineSection, compilation_cache_dir
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
-from jitney.engine.ledger import Ledger
+from jitney.engine.executor.memory import GIB, claim_memory, free_bytes, in_one_line, likely_temp_bytes, page_count
+from jitney.engine.executor.program import StateSizes
+from jitney.engine.executor.proving import proven, served_by
+from jitney.engine.executor.runner import Runner
+from jitney.engine.loading.load import describe_weights, load_model
+from jitney.engine.loading.quantising import choose_keeping, choose_kv_dtype, hold_factors
 from jitney.engine.machine import cpu_name
-from jitney.engine.memory import GIB, claim_memory, free_bytes, in_one_line, likely_temp_bytes, page_count
-from jitney.engine.models.config import ModelConfig
 from jitney.engine.models.llama import Llama
-from jitney.engine.pages import PagePool
-from jitney.engine.platforms import DEVICE_PLATFORMS, INSTALL
-from jitney.engine.program import StateSizes
-from jitney.engine.proving import proven, served_by
-from jitney.engine.runner import Runner
-from jitney.engine.scheduler import Scheduler, SchedulerLimits
-from jitney.engine.sharding import make_mesh
+from jitney.engine.models.sharding import make_mesh
+from jitney.engine.records import Ledger
+from jitney.engine.scheduler.buckets import Buckets, make_buckets
+from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.scheduler import Scheduler, SchedulerLimits
 from jitney.engine.types import EngineInfo, KernelProof
-from jitney.engine.weights.load import describe_weights, load_model
-from jitney.engine.weights.quantising import choose_keeping, choose_kv_dtype, hold_factors
-from jitney.engine.weights.sampling_defaults import sampling_defaults
-from jitney.engine.weights.sources import ModelSource
-from jitney.kernels.select import KernelError, KernelSet, reference, select
+from jitney.kernels.interface import KernelError, KernelSet
+from jitney.kernels.select import reference, select
 
 log = logging.getLogger("jitney.core")
 
@@ -51,7 +52,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 ENOUGH = 0.97
 #: Most rows of a step of the canary's core: more would hold up the steps that serve.
 CANARY_ROWS = 64
-Report = Callable[[wire.Progress], None]
+Report = Callable[[messages.Progress], None]
 
 
 def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple[EngineCore, EngineInfo]:
@@ -66,14 +67,14 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
     kernels = choose_kernels(device.platform, settings.kernels)
     with in_one_line("loading weights"):
         model = load_model(source, source.config, dtype, lambda stage, done, total, detail: progress(
-            wire.Progress(stage, done, total, detail)), mesh=mesh,
+            messages.Progress(stage, done, total, detail)), mesh=mesh,
             keeping=choose_keeping(config.model.weights, device.platform, kernels))
     if settings.kv_dtype != "auto":
         hold_factors(model, source, kv_dtype, mesh)
     context = choose_context(config.model.context, source.config)
     buckets = buckets_for(settings, device.platform, kernels)
     page = StateSizes(settings.max_seats, 1, settings.page_size, context, kv_dtype)
-    progress(wire.Progress("proof", 0, 1, kernels.name))
+    progress(messages.Progress("proof", 0, 1, kernels.name))
     kernels, proofs = proven(kernels, served_by(model, own, page, buckets, dtype), named=settings.kernels != "auto")
     buckets = buckets_for(settings, device.platform, kernels)
     alone = None
@@ -90,7 +91,7 @@ def build_engine(config: Config, source: ModelSource, progress: Report) -> tuple
 
     runner = sized_runner(config, own, context, devices, buckets, page.pool_bytes(own, kernels), make_runner)
     with in_one_line("making the KV pool"):
-        runner.compile(lambda done, total, what: progress(wire.Progress("compile", done, total, what)))
+        runner.compile(lambda done, total, what: progress(messages.Progress("compile", done, total, what)))
     if device.platform == "cpu":
         keep_freed_memory()
     pool = PagePool(runner.n_pages, settings.page_size, retain=settings.prefix_cache)
@@ -261,7 +262,7 @@ def describe(config: Config, source: ModelSource, device: Any, kernels: KernelSe
         pages=runner.n_pages - 1, page_size=settings.page_size, token_budget=buckets.token_budget,
         policy=settings.policy, order=settings.order, kernels=kernels.name, platform=device.platform,
         device=f"{count}{chip}", dtype=str(dtype), weights=weights, kv_dtype=str(kv_dtype),
-        prefix_cache=settings.prefix_cache, version=engine.__version__,
+        prefix_cache=settings.prefix_cache, version=version("jitney"),
         max_waiting_requests=settings.max_waiting_requests, executables=len(runner.executables),
         compile_seconds=runner.compile_seconds, tensor_parallel=settings.tensor_parallel, proofs=proofs,
         canary_every=settings.canary_every,

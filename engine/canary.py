@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from jitney.engine.core import EngineCore
+from jitney.engine.messages import CanaryFinding, StepReport
 from jitney.engine.types import EngineRequest, FinishReason, SamplingParams, SequenceOutput
-from jitney.engine.wire import CanaryFinding, StepReport
 
 log = logging.getLogger("jitney.core")
 

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 import msgspec
 
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.ledger import Ledger
-from jitney.engine.news import life_of, prompt_rows, released_at
-from jitney.engine.plan import Plan, StepResult
-from jitney.engine.scheduler import Scheduler
+from jitney.engine.messages import AskSlots, Life, PromptRows, Slots, StepReport
+from jitney.engine.records import Ledger
+from jitney.engine.scheduler.plan import Plan, StepResult
+from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutput
-from jitney.engine.wire import AskSlots, PromptRows, Slots, StepReport
 
 
 class Runner(Protocol):
@@ -177,3 +176,26 @@ class EngineCore:
         self.scheduler.check()
         if not self.ledger.closes():
             raise RuntimeError("the ledger does not close")
+
+
+def life_of(plan: Plan, started: float) -> list[Life]:
+    """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to who kept count."""
+    return [*(Life("preempted", seq.request.id, seq.index, -1, plan.number, started, seq.n_prompt, seq.n_output)
+              for seq in plan.preempted),
+            *(Life("seated", seq.request.id, seq.index, seq.seat, plan.number, started, seq.n_prompt, seq.n_output)
+              for seq in plan.boarded)]
+
+
+def released_at(seats: list[int], step: int, t: float) -> list[Life]:
+    """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
+    return [Life("released", "", 0, seat, step, t, 0, 0) for seat in seats]
+
+
+def prompt_rows(plan: Plan) -> list[PromptRows]:
+    """The prompt chunks of a plan, which come after its decode rows."""
+    rows = []
+    for chunk in reversed(plan.chunks):
+        if chunk.decode:
+            break
+        rows.append(PromptRows(chunk.seq.request.id, chunk.seq.index, chunk.start, chunk.count, chunk.recomputed))
+    return rows[::-1]

@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
-from jitney.engine import wire
-from jitney.engine.config import Config
-from jitney.engine.detokenizer import TextStream
+from jitney.engine import messages
+from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.config.layers import load_config
+from jitney.engine.config.platforms import prepare_platform
+from jitney.engine.config.schema import Config
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.platforms import prepare_platform
-from jitney.engine.settings import load_config
-from jitney.engine.tokenizer import load_tokenizer
+from jitney.engine.text.detokenizer import TextStream
+from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
-from jitney.engine.weights.sources import resolve
 
 Prompt = str | Sequence[int]
 
@@ -75,7 +75,7 @@ class LLM:
         start_jax(config)  # before the model is fetched: a platform that does not start needs none
 
         def report(stage: str, done: int, total: int, detail: str) -> None:
-            (progress or (lambda news: None))(wire.Progress(stage, done, total, detail))
+            (progress or (lambda news: None))(messages.Progress(stage, done, total, detail))
 
         source = resolve(config.model.id, revision=config.model.revision or None, progress=report)
         self.tokenizer = load_tokenizer(source)

@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens None means: up to the end of the context. temperature 0 is greedy. top_k 0 (or -1) and top_p 1 are off.
     seed None draws one at random. logprobs None: none; 0: the chosen token's; n: also the n most likely (n <= 20).
     prompt_logprobs likewise for the prompt's own tokens. stop strings are found by the text half
-    (`jitney.engine.detokenizer`); stop_token_ids by the core.
+    (`jitney.engine.text.detokenizer`); stop_token_ids by the core.
     """
 
     n: int = 1

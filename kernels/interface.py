@@ -1,4 +1,4 @@
-"""The one signature of attention for all platforms, stated once.
+"""What a kernel set is: the one signature of each kernel for all platforms, stated once.
 
 Axes: T token rows, S sequences in the step, P pages per sequence, H query heads, K KV heads, D head dim, N pages in the
 pool. Page 0 of every pool is the trash page: padding reads it and nothing else owns it.
@@ -6,6 +6,7 @@ pool. Page 0 of every pool is the trash page: padding reads it and nothing else 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -151,3 +152,36 @@ class Kernels(Protocol):
     def pool_shape(self) -> PoolShape | None: ...
     @property
     def matmul_int4(self) -> Int4Matmul: ...
+
+
+class KernelError(ValueError):
+    """A named kernel set does not exist or cannot run here."""
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    """A named implementation of every kernel the step calls.
+
+    `paged_attention` writes and attends; where a set has `rotate_and_write`, a model leaves norm and rotation to it,
+    then calls `attend`.
+    """
+
+    name: str
+    paged_attention: PagedAttention
+    rotate_and_write: RotateAndWrite | None  # None: the model norms and rotates, and XLA fuses it well enough
+    attend: Attend
+    matmul_int4: Int4Matmul
+    threshold: Threshold | None  # None: the sampler's own search does better on this platform
+    rms_norm: RMSNorm
+    arrange: Arrange | None  # None: weights stay [I, O]
+    matmul: Matmul
+    gated: Gated
+    project: Project
+    pool_shape: PoolShape | None = None  # None: [N, page, 2K, D]
+
+    @property
+    def keeps_int4(self) -> bool:
+        """False where an int4 product writes the weights out as floats first."""
+        from jitney.kernels.int4 import matmul_int4
+
+        return self.matmul_int4 is not matmul_int4

@@ -26,9 +26,8 @@ import numpy as np
 
 from jitney.kernels import definitions
 from jitney.kernels.int4 import Int4, matmul_int4
-from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.scales import limit_of
-from jitney.kernels.select import KernelSet
 from jitney.kernels.select import reference as reference_set
 
 log = logging.getLogger(__name__)

@@ -3,59 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import jax
 
-from jitney.kernels.int4 import Int4Matmul
-from jitney.kernels.interface import (
-    Arrange,
-    Attend,
-    Gated,
-    Matmul,
-    PagedAttention,
-    PoolShape,
-    Project,
-    RMSNorm,
-    RotateAndWrite,
-    Threshold,
-)
+from jitney.kernels.interface import KernelError, KernelSet
 
 log = logging.getLogger(__name__)
-
-
-class KernelError(ValueError):
-    """A named kernel set does not exist or cannot run here."""
-
-
-@dataclass(frozen=True)
-class KernelSet:
-    """A named implementation of every kernel the step calls.
-
-    `paged_attention` writes and attends; where a set has `rotate_and_write`, a model leaves norm and rotation to it,
-    then calls `attend`.
-    """
-
-    name: str
-    paged_attention: PagedAttention
-    rotate_and_write: RotateAndWrite | None  # None: the model norms and rotates, and XLA fuses it well enough
-    attend: Attend
-    matmul_int4: Int4Matmul
-    threshold: Threshold | None  # None: the sampler's own search does better on this platform
-    rms_norm: RMSNorm
-    arrange: Arrange | None  # None: weights stay [I, O]
-    matmul: Matmul
-    gated: Gated
-    project: Project
-    pool_shape: PoolShape | None = None  # None: [N, page, 2K, D]
-
-    @property
-    def keeps_int4(self) -> bool:
-        """False where an int4 product writes the weights out as floats first."""
-        from jitney.kernels.int4 import matmul_int4
-
-        return self.matmul_int4 is not matmul_int4
 
 
 def reference() -> KernelSet:
@@ -112,8 +67,8 @@ def triton_for(sm: int) -> KernelSet:
         compat.jax_triton()
     except ImportError as error:
         raise KernelError(f"kernels triton cannot run here: {error}") from error
-    from jitney.kernels.triton_launch import JaxTriton
-    from jitney.kernels.triton_set import TritonKernels
+    from jitney.kernels.triton_gpu.kernel_set import TritonKernels
+    from jitney.kernels.triton_gpu.launch import JaxTriton
 
     kernels = TritonKernels(JaxTriton(sm))
     return replace(reference(), name="triton", paged_attention=kernels.paged_attention, attend=kernels.attend,
@@ -149,8 +104,8 @@ def pallas_jax() -> KernelSet:
 @cache
 def pallas_set() -> KernelSet:
     """What `pallas` chooses, also on a machine that has no TPU; always the same object."""
-    from jitney.kernels.pallas_layout import pool_shape
-    from jitney.kernels.pallas_set import PallasKernels
+    from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
+    from jitney.kernels.pallas_tpu.layout import pool_shape
 
     kernels = PallasKernels()
     return replace(reference(), name="pallas", paged_attention=kernels.paged_attention, attend=kernels.attend,
@@ -160,7 +115,7 @@ def pallas_set() -> KernelSet:
 @cache
 def pallas_jax_set() -> KernelSet:
     """What `pallas_jax` chooses, also on a machine that has no TPU; always the same object."""
-    from jitney.kernels import pallas_jax as kernels
+    from jitney.kernels.pallas_tpu import jax_kernel as kernels
 
     return replace(reference(), name="pallas-jax", paged_attention=kernels.paged_attention, attend=kernels.attend,
                    pool_shape=kernels.pool_shape)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.errors import ModelError
-from jitney.engine.scheduler import Scheduler
-from jitney.engine.weights.sources import ModelSource, resolve
+from jitney.engine.scheduler.scheduler import Scheduler
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "tests" / "compiled"))
-from matrix import GPUS, TPUS, Spec, every_spec, facts  # noqa: E402
+sys.path.insert(0, str(HERE.parents[1] / "tests" / "support"))
+from compiled_specs import GPUS, TPUS, Spec, every_spec, facts  # noqa: E402
 
 HEADER = """# The compiled programs
 
@@ -27,7 +27,7 @@ compiled by XLA for a device that was not there, from shapes alone, and its inst
   gathers and scatters by rows, our own kernels by what they are documented to touch. **floor**: weights once, keys and
   values read once and written once. **over**: touched / floor.
 - **temporaries**, and **graphs**: CUDA graphs that the step is; nothing lies outside of them.
-- **us**: floor, touched bytes and operations over the data sheet's bandwidth and bf16 rate (`engine/devices.py`).
+- **us**: floor, touched bytes and operations over the data sheet's bandwidth and bf16 rate (`engine/simulation/devices.py`).
 - The mixed steps carry 63 decoding sequences and a prompt of 449 rows.
 """
 COLUMNS = ("step", "context", "floor GiB", "touched GiB", "over", "GFLOP", "us: floor", "touched", "operations",

@@ -22,16 +22,16 @@ import uvicorn
 
 from jitney.dashboard import create_dashboard
 from jitney.engine import core as core_module
-from jitney.engine import wire
+from jitney.engine import messages
 from jitney.engine.api import ServerSettings
-from jitney.engine.buckets import make_buckets
-from jitney.engine.client import EngineCounters
 from jitney.engine.core import EngineCore
-from jitney.engine.journal import Journal
-from jitney.engine.ledger import Ledger
-from jitney.engine.pages import PagePool
-from jitney.engine.plan import Plan, StepResult
-from jitney.engine.scheduler import Scheduler, SchedulerLimits
+from jitney.engine.process.client import EngineCounters
+from jitney.engine.records import Ledger
+from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.plan import Plan, StepResult
+from jitney.engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from jitney.engine.telemetry.history import Journal
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams
 
 STEP_S = 0.01
@@ -92,13 +92,13 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
     core_module.life_of = timed(core_module.life_of, telling)
     core_module.prompt_rows = timed(core_module.prompt_rows, telling)
     core._answer = timed(core._answer, asking)
-    step, encode_news = timed(core.step, whole), timed(wire.encode, telling)
+    step, encode_news = timed(core.step, whole), timed(messages.encode, telling)
     for number in range(steps):
         if number % round(0.5 / STEP_S) == 0:
-            core.ask(wire.AskSlots(number, seats=False))  # the feed asks for the pages twice a second
+            core.ask(messages.AskSlots(number, seats=False))  # the feed asks for the pages twice a second
         report = step()
-        encode_news(wire.StepReport([], b"", report.life, report.chunks))
-        reports.append(wire.encode(report))
+        encode_news(messages.StepReport([], b"", report.life, report.chunks))
+        reports.append(messages.encode(report))
     per_step = {"host half of a step": whole[0], "news of life and prompts": telling[0], "page states": asking[0]}
     for name, spent in per_step.items():
         print(f"core, {name}: {1e6 * spent / steps:8.1f} us a step = {100 * spent / steps / STEP_S:.3f} % of "
@@ -126,8 +126,8 @@ async def play(client: Any, reports: list[bytes], seconds: float) -> float:
     started, due, at = time.process_time(), time.monotonic(), 0
     end = due + seconds
     while time.monotonic() < end and at < len(reports):
-        report = wire.decode_from_core(reports[at])
-        assert isinstance(report, wire.StepReport)
+        report = messages.decode_from_core(reports[at])
+        assert isinstance(report, messages.StepReport)
         if (record := client.journal.take(report)) is not None:
             client.counters.observe_step(record)
         at, due = at + 1, due + STEP_S

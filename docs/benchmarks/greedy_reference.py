@@ -65,7 +65,7 @@ def report(name: str, kernels: str) -> None:
 
 def compiled_for(cpu: str) -> tuple[library.Library | None, str]:
     """The kernels compiled for a CPU's name, and why they cannot run here if so."""
-    sys.path[:0] = [str(TESTS / "kernels")]
+    sys.path[:0] = [str(TESTS / "support")]
     from test_native_cpus import level_of
 
     level = level_of(cpu)

@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from jitney.engine import LLM
-from jitney.engine.admission import SchedulerLimits
-from jitney.engine.batch import BatchBuilder
-from jitney.engine.buckets import make_buckets
 from jitney.engine.core import EngineCore
-from jitney.engine.ledger import Ledger
-from jitney.engine.pages import PagePool
-from jitney.engine.plan import Plan, StepResult
-from jitney.engine.scheduler import Scheduler
+from jitney.engine.executor.inputs import BatchBuilder
+from jitney.engine.records import Ledger
+from jitney.engine.scheduler.admission import SchedulerLimits
+from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.plan import Plan, StepResult
+from jitney.engine.scheduler.scheduler import Scheduler
 
 SEATS, PAGE, PAGES = 32, 16, 4000
 #: Words that all threads together read, and write, between two of the host's parts.

@@ -16,8 +16,9 @@ from closed_loop import closed_loop, requests
 
 from jitney.engine import LLM, build
 from jitney.engine.machine import cpu_name
+from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import FIELDS, without
-from jitney.kernels.select import KernelSet, reference, select
+from jitney.kernels.select import reference, select
 
 #: Streams and lengths of the loops; the last one reads prompts.
 STREAMS = (32, 8, 1)

@@ -21,11 +21,11 @@ from playwright.sync_api import Page, sync_playwright
 
 from jitney.dashboard import create_dashboard
 from jitney.engine.api import ServerSettings
-from jitney.engine.client import EngineCounters
-from jitney.engine.journal import Journal
-from jitney.engine.ledger import STEP_DTYPE
+from jitney.engine.messages import Life, StepReport
+from jitney.engine.process.client import EngineCounters
+from jitney.engine.records import STEP_DTYPE
+from jitney.engine.telemetry.history import Journal
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, SequenceOutput
-from jitney.engine.wire import Life, StepReport
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
              "--disable-background-networking", "--disable-component-update", "--disable-sync",

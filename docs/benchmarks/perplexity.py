@@ -27,14 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jitney.engine.models import schemes
-from jitney.engine.models.calibration import PAGE, one_prompt
+from jitney.engine.checkpoints.sources import ModelSource, resolve
+from jitney.engine.loading.calibration import PAGE, one_prompt
+from jitney.engine.loading.load import Keeping, describe_weights, load_model
+from jitney.engine.loading.quantising import hold_factors
+from jitney.engine.models import quantization
 from jitney.engine.models.llama import Llama
-from jitney.engine.tokenizer import load_tokenizer
-from jitney.engine.weights.load import Keeping, describe_weights, load_model
-from jitney.engine.weights.quantising import hold_factors
-from jitney.engine.weights.sources import ModelSource, resolve
-from jitney.kernels.select import KernelSet, select
+from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.kernels.interface import KernelSet
+from jitney.kernels.select import select
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "tests" / "data" / "accuracy.txt"
@@ -107,7 +108,7 @@ def load(source: ModelSource, case: Case, dtype: Any) -> Llama:
     keeping = {"stored": Keeping("plain", frozenset({"int4", "int8", "fp8"}))}.get(case.weights, Keeping(case.weights))
     model = load_model(source, source.config, dtype, keeping=keeping)
     if case.kv != "auto":
-        hold_factors(model, source, schemes.KV_TYPES[case.kv])
+        hold_factors(model, source, quantization.KV_TYPES[case.kv])
     return model
 
 
@@ -115,14 +116,14 @@ def grouped(source: ModelSource, case: Case, dtype: Any) -> Llama:
     """int4 in groups of the row's size, where loading would choose the largest that fits."""
     model = load_model(source, source.config, jnp.float32)
     for linear in model.linears():
-        linear.hold(schemes.keep(linear.kept.kernel, scheme="int4", dtype=dtype, group=case.group))
+        linear.hold(quantization.keep(linear.kept.kernel, scheme="int4", dtype=dtype, group=case.group))
     return model
 
 
 def measure(case: Case, model: Llama, tokens: list[int], kernels: KernelSet,
             first: list[np.ndarray]) -> tuple[Result, list[np.ndarray]]:
     """The row's figures. first: log-probabilities [T - 1, V] of the first row in parts, empty for that row itself."""
-    hidden = read(model, tokens, schemes.KV_TYPES.get(case.kv, model.embed[...].dtype), kernels)
+    hidden = read(model, tokens, quantization.KV_TYPES.get(case.kv, model.embed[...].dtype), kernels)
     targets, parts = np.asarray(tokens[1:]), []
     loss = divergence = same = 0.0
     for index, start in enumerate(range(0, len(targets), ROWS)):

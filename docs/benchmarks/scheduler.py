@@ -21,12 +21,12 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from jitney.engine.admission import SchedulerLimits
-from jitney.engine.buckets import make_buckets
-from jitney.engine.pages import PagePool
-from jitney.engine.plan import StepResult
-from jitney.engine.policies import ORDERS, POLICIES
-from jitney.engine.scheduler import Scheduler
+from jitney.engine.scheduler.admission import SchedulerLimits
+from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.plan import StepResult
+from jitney.engine.scheduler.policies import ORDERS, POLICIES
+from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineRequest, SamplingParams
 
 PAGE, PROMPT = 16, 16

@@ -1,4 +1,4 @@
-"""Measures tile sizes of attention on the NVIDIA GPU at hand, and prints rows for `kernels/triton_configs.py`.
+"""Measures tile sizes of attention on the NVIDIA GPU at hand, and prints rows for `kernels/triton_gpu/configs.py`.
 
 python docs/benchmarks/triton_configs.py [--dims 64 128 256] [--groups 4 32] [--pages 16 128] [--quick]
 
@@ -23,9 +23,9 @@ import numpy as np
 
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import compute_capability
-from jitney.kernels.triton_configs import PROCESSORS, Decode, Prompt, attention_config, generation
-from jitney.kernels.triton_launch import JaxTriton
-from jitney.kernels.triton_set import TritonKernels
+from jitney.kernels.triton_gpu.configs import PROCESSORS, Decode, Prompt, attention_config, generation
+from jitney.kernels.triton_gpu.kernel_set import TritonKernels
+from jitney.kernels.triton_gpu.launch import JaxTriton
 
 KEY_HEADS, REPEATS, ROUNDS = 8, 20, 5
 

@@ -19,10 +19,10 @@ from jitney.engine.api.middleware import Bodies, Edge, Heads, Keys
 from jitney.engine.api.ops import ops_routes
 from jitney.engine.api.service import Service, context_of
 from jitney.engine.api.settings import ServerSettings
-from jitney.engine.client import EngineClient
+from jitney.engine.process.client import EngineClient
 
 if TYPE_CHECKING:
-    from jitney.engine.tokenizer import Tokenizer
+    from jitney.engine.text.tokenizer import Tokenizer
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: ServerSettings, model_name: str,

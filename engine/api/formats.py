@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from jitney.engine.api.generation import Choice, Piece, Run, Token
-from jitney.engine.detokenizer import TokenBytes
+from jitney.engine.text.detokenizer import TokenBytes
 
 DONE = b"data: [DONE]\n\n"
 #: JSON has no minus infinity; OpenAI writes this for a token that cannot be chosen.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from jitney.engine.api.errors import from_output
 from jitney.engine.api.job import Job, Prompt
 from jitney.engine.api.service import Context, Service
-from jitney.engine.detokenizer import TextStream, TokenBytes
+from jitney.engine.text.detokenizer import TextStream, TokenBytes
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
 #: An output of the n-th engine request, or why there will be no more.

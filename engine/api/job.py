@@ -17,7 +17,7 @@ from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, in_range
 
 if TYPE_CHECKING:
-    from jitney.engine.tokenizer import Tokenizer
+    from jitney.engine.text.tokenizer import Tokenizer
 
 #: max_tokens of a completion that names none, as OpenAI has it; a chat may go on to the end of the context.
 COMPLETION_TOKENS = 16

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from jitney.engine import client as engine
+from jitney.engine.process import client as engine
 
 if TYPE_CHECKING:
     from jitney.engine.api.service import Service

@@ -15,12 +15,12 @@ from starlette.types import Scope
 from jitney.engine.api.metrics import Metrics
 from jitney.engine.api.quotas import Quotas
 from jitney.engine.api.settings import ServerSettings
-from jitney.engine.client import EngineClient
 from jitney.engine.errors import RequestError
+from jitney.engine.process.client import EngineClient
 from jitney.engine.types import EngineInfo
 
 if TYPE_CHECKING:
-    from jitney.engine.tokenizer import Tokenizer
+    from jitney.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

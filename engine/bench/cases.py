@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jitney.engine.simulator import EngineShape, simulate
-from jitney.engine.steptable import StepTimes
-from jitney.engine.workload import Arrival
+from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.step_table import StepTimes
+from jitney.engine.simulation.workload import Arrival
 
 UNIFORM = "50..800"
 #: Loads of the curve, as shares of what continuous batching can serve.

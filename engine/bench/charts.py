@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.accounts import IDLE, Line
-from jitney.engine.figures import RequestTimes
-from jitney.engine.ledger import ROW_KINDS
-from jitney.engine.simulator import Ride
+from jitney.engine.records import ROW_KINDS
+from jitney.engine.simulation.simulator import Ride
+from jitney.engine.telemetry.cost import IDLE, Line
+from jitney.engine.telemetry.summary import RequestTimes
 
 Figure = dict[str, Any]
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from jitney.engine.bench.client import Answer
-from jitney.engine.figures import RequestTimes, spread
-from jitney.engine.workload import Arrival
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.summary import RequestTimes, spread
 
 #: How often the event loop is asked whether it is late, seconds.
 LAG_EVERY_S = 0.02

@@ -6,8 +6,8 @@ import re
 
 import httpx
 
-from jitney.engine.accounts import IDLE, NANO, SPLIT_ORDER, Line
-from jitney.engine.ledger import ROW_KINDS
+from jitney.engine.records import ROW_KINDS
+from jitney.engine.telemetry.cost import IDLE, NANO, SPLIT_ORDER, Line
 
 SAMPLE = re.compile(r"^(jitney_\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|\+Inf)$")
 LABEL = re.compile(r'(\w+)="([^"]*)"')

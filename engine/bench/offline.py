@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.accounts import Riders
-from jitney.engine.accuracy import MeasuredRun, RunNote
-from jitney.engine.admission import SchedulerLimits
 from jitney.engine.bench.text import arrival_ids
-from jitney.engine.conductor import LOOK_AGAIN_S, Conductor, Ride
 from jitney.engine.core import EngineCore, Runner
 from jitney.engine.errors import ConfigError
-from jitney.engine.figures import RequestTimes, Slo, seated, summarise
-from jitney.engine.ledger import STEP_DTYPE, Ledger
-from jitney.engine.pages import PagePool
-from jitney.engine.plan import Plan, StepResult
-from jitney.engine.scheduler import Scheduler
-from jitney.engine.simulator import EngineShape
+from jitney.engine.records import STEP_DTYPE, Ledger
+from jitney.engine.scheduler.admission import SchedulerLimits
+from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.plan import Plan, StepResult
+from jitney.engine.scheduler.scheduler import Scheduler
+from jitney.engine.simulation.accuracy import MeasuredRun, RunNote
+from jitney.engine.simulation.run_log import LOOK_AGAIN_S, Conductor, Ride
+from jitney.engine.simulation.simulator import EngineShape
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.cost import Riders
+from jitney.engine.telemetry.summary import RequestTimes, Slo, seated, summarise
 from jitney.engine.types import EngineRequest, SamplingParams
-from jitney.engine.workload import Arrival
 
 #: Told how many requests have ended, of how many.
 Watch = Callable[[int, int], None]
@@ -68,7 +68,7 @@ class Measured:
         return MeasuredRun(self.times, self.records, self.rides, RunNote(self.shape, self.concurrency))
 
     def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
-        """As `engine.figures.summarise`."""
+        """As `engine.telemetry.summary.summarise`."""
         return summarise(self.times, records=self.records, seats=self.limits.max_seats, seconds=self.seconds,
                          seated_s=seated(self.rides), slo=slo, price_per_hour=price_per_hour)
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import httpx
 
-from jitney.engine.accounts import Line
 from jitney.engine.bench.client import Target, ask, first_model, open_client, probe
 from jitney.engine.bench.load import Load, Watch, run_load
 from jitney.engine.bench.metrics import bill_between, queue_mean, read_metrics
 from jitney.engine.bench.text import arrival_prose, prose
 from jitney.engine.errors import JitneyError
-from jitney.engine.workload import Arrival
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.cost import Line
 
 #: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the longest prompt has,
 #: but no more than this.

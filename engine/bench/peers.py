@@ -32,9 +32,9 @@ from jitney.engine.bench.load import Load, run_load
 from jitney.engine.bench.online import read_about
 from jitney.engine.bench.text import prompt_ids
 from jitney.engine.errors import JitneyError
-from jitney.engine.figures import spread_of, summarise, token_gaps
 from jitney.engine.machine import cpu_name
-from jitney.engine.workload import Arrival, Closed, Fixed, LengthSummary, LogNormal, synthesise
+from jitney.engine.simulation.workload import Arrival, Closed, Fixed, LengthSummary, LogNormal, synthesise
+from jitney.engine.telemetry.summary import spread_of, summarise, token_gaps
 
 #: Log-normal lengths around 96 and 64 tokens.
 PROMPTS, OUTPUTS = LogNormal(96, 0.5, 4, 384), LogNormal(64, 0.5, 4, 256)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.accounts import bill
 from jitney.engine.bench import charts, tables
 from jitney.engine.bench.cases import case_lines
 from jitney.engine.bench.offline import Measured
 from jitney.engine.bench.report import Section, write_report
+from jitney.engine.telemetry.cost import bill
 
 
 def write_page(path: str, report: Mapping[str, Any], runs: Mapping[str, Mapping[str, Measured]],

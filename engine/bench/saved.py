@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from jitney.engine.accuracy import RunNote
 from jitney.engine.bench.offline import Measured
 from jitney.engine.errors import ConfigError
-from jitney.engine.figures import RequestTimes
-from jitney.engine.workload import TraceLine
+from jitney.engine.simulation.accuracy import RunNote
+from jitney.engine.simulation.workload import TraceLine
+from jitney.engine.telemetry.summary import RequestTimes
 
 TIMES_DTYPE = np.dtype([("request", "i8"), ("n_prompt", "i4"), ("n_output", "i4"), ("arrival", "f8"),
                         ("boarded", "f8"), ("first_token", "f8"), ("finished", "f8")])

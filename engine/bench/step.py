@@ -18,21 +18,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from jitney.engine.buckets import Bucket, Buckets
 from jitney.engine.core import EngineCore
-from jitney.engine.devices import Accelerator
 from jitney.engine.errors import ConfigError
-from jitney.engine.plan import Chunk, Plan
-from jitney.engine.roofline import Assumptions, ModelCost, Roofline
-from jitney.engine.sequence import Sequence as Seq
-from jitney.engine.steptable import HostTimes, Point, StepTable, host_times, kind_of, noise_factors
+from jitney.engine.scheduler.buckets import Bucket, Buckets
+from jitney.engine.scheduler.plan import Chunk, Plan, Work, work_of
+from jitney.engine.scheduler.sequence import Sequence as Seq
+from jitney.engine.simulation.devices import Accelerator
+from jitney.engine.simulation.roofline import Assumptions, ModelCost, Roofline
+from jitney.engine.simulation.step_table import HostTimes, Point, StepTable, host_times, kind_of, noise_factors
 from jitney.engine.types import EngineRequest, SamplingParams
-from jitney.engine.work import Work, work_of
 
 if TYPE_CHECKING:
+    from jitney.engine.checkpoints.model_config import ModelConfig
+    from jitney.engine.executor.runner import Runner
     from jitney.engine.llm import LLM
-    from jitney.engine.models.config import ModelConfig
-    from jitney.engine.runner import Runner
 
 #: Contexts of decode rows, where the engine's context and its pages allow them.
 CONTEXTS = (64, 384, 1024)

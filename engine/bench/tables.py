@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jitney.engine.accounts import IDLE, Line
 from jitney.engine.bench.report import Table
-from jitney.engine.ledger import ROW_KINDS
+from jitney.engine.records import ROW_KINDS
+from jitney.engine.telemetry.cost import IDLE, Line
 
 QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
 LATENCIES = {"ttft_s": "time to first token", "itl_s": "between tokens", "tpot_s": "per later token",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jitney.engine.workload import Arrival
+from jitney.engine.simulation.workload import Arrival
 
 ADJECTIVES = ("old", "quiet", "bright", "narrow", "patient", "heavy", "early", "distant", "gentle", "broken", "hidden",
               "open", "careful", "golden", "silent", "proud", "simple", "strange", "warm", "empty", "green", "clever")

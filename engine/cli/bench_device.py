@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from jitney.engine.bench.device import PARTS, Plan, check_parts, measure
-from jitney.engine.bench.device_report import goal_table, write
-from jitney.engine.bench.device_rows import NAMES
+from jitney.engine.bench.device.report import goal_table, write
+from jitney.engine.bench.device.rows import NAMES
+from jitney.engine.bench.device.run import PARTS, Plan, check_parts, measure
 from jitney.engine.cli.bench_flags import check_numbers
 from jitney.engine.cli.flags import Parser
-from jitney.engine.config import EngineSection, KernelsName, platform_environment
+from jitney.engine.config.platforms import check_platform
+from jitney.engine.config.schema import EngineSection, KernelsName, platform_environment
 from jitney.engine.errors import ConfigError
-from jitney.engine.platforms import check_platform
 
 #: Where a checkout keeps measurements.
 RESULTS = Path("docs/benchmarks")

@@ -13,8 +13,7 @@ import msgspec
 
 from jitney.engine.cli.flags import Parser
 from jitney.engine.errors import ConfigError
-from jitney.engine.figures import Slo
-from jitney.engine.workload import (
+from jitney.engine.simulation.workload import (
     PATTERNS,
     WORKLOADS,
     Arrival,
@@ -26,6 +25,7 @@ from jitney.engine.workload import (
     read_trace,
     repeated_tokens,
 )
+from jitney.engine.telemetry.summary import Slo
 
 
 def add_traffic(parser: Parser, *, requests: int, arrivals: str, told: str = "") -> None:

@@ -168,8 +168,8 @@ def peers_of(known: argparse.Namespace) -> list[Peer]:
 
 def encoder(model: str) -> Encode:
     """How the model's text becomes ids."""
-    from jitney.engine.tokenizer import load_tokenizer
-    from jitney.engine.weights.sources import resolve
+    from jitney.engine.checkpoints.sources import resolve
+    from jitney.engine.text.tokenizer import load_tokenizer
 
     return load_tokenizer(resolve(model)).encode
 

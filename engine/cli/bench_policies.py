@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jitney.engine.accounts import as_json, bill
-from jitney.engine.accuracy import cross_errors
-from jitney.engine.backlog import Backlog, backlog_of
 from jitney.engine.bench.cases import (
     CASES,
     CURVE_REQUESTS,
@@ -45,11 +42,14 @@ from jitney.engine.cli.bench_flags import (
 )
 from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import Parser, add_settings, config_from
-from jitney.engine.config import Config
+from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulator import simulate
-from jitney.engine.steptable import StepTable
-from jitney.engine.workload import Arrival
+from jitney.engine.simulation.accuracy import cross_errors
+from jitney.engine.simulation.simulator import simulate
+from jitney.engine.simulation.step_table import StepTable
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.backlog import Backlog, backlog_of
+from jitney.engine.telemetry.cost import as_json, bill
 
 if TYPE_CHECKING:
     from jitney.engine.types import EngineInfo

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jitney.engine.accounts import as_json
-from jitney.engine.backlog import Backlog, backlog_of
 from jitney.engine.bench.client import EXTRA_FIELDS, Target
 from jitney.engine.bench.online import EngineAbout, Online, measure
 from jitney.engine.cli.bench_flags import (
@@ -29,9 +27,11 @@ from jitney.engine.cli.bench_flags import (
 )
 from jitney.engine.cli.flags import Parser
 from jitney.engine.errors import ConfigError
-from jitney.engine.figures import summarise
 from jitney.engine.machine import cpu_name
-from jitney.engine.workload import Arrival
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.backlog import Backlog, backlog_of
+from jitney.engine.telemetry.cost import as_json
+from jitney.engine.telemetry.summary import summarise
 
 if TYPE_CHECKING:
     from jitney.engine.bench.report import Section

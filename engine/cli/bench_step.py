@@ -21,7 +21,7 @@ def run(arguments: Sequence[str]) -> int:
     check_numbers(known, repeats=1, seconds=0)
     check_writable(known, "json")
     from jitney.engine.bench.step import measure
-    from jitney.engine.weights.sources import resolve
+    from jitney.engine.checkpoints.sources import resolve
 
     config = config_from(known)
     llm = load_llm(config)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jitney.engine.backlog import Backlog, backlog_of
 from jitney.engine.bench.sweep import knee_of, point_of
 from jitney.engine.cli.bench_flags import (
     add_report,
@@ -26,9 +25,10 @@ from jitney.engine.cli.bench_flags import (
 from jitney.engine.cli.bench_serve import ENOUGH_FOR_P99, add_target, target_from
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.errors import ConfigError
-from jitney.engine.figures import RequestTimes, summarise
 from jitney.engine.machine import cpu_name
-from jitney.engine.workload import Arrival
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.backlog import Backlog, backlog_of
+from jitney.engine.telemetry.summary import RequestTimes, summarise
 
 if TYPE_CHECKING:
     from jitney.engine.bench.online import EngineAbout

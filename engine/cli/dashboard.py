@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from jitney.engine.cli.flags import Parser
 from jitney.engine.cli.keys import add_key_flag, engine_key
 from jitney.engine.cli.listen import base_url, listen
+from jitney.engine.config.layers import NOTHING, load_config
 from jitney.engine.errors import ConfigError
-from jitney.engine.settings import NOTHING, load_config
 
 if TYPE_CHECKING:
     import uvicorn

@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Protocol
 
 from jitney.engine.cli.flags import interactive
-from jitney.engine.config import Config
-from jitney.engine.wire import Progress
+from jitney.engine.config.schema import Config
+from jitney.engine.messages import Progress
 
 if TYPE_CHECKING:
     from jitney.engine.llm import LLM

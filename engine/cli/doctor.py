@@ -15,11 +15,11 @@ from pathlib import Path
 
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import listen
-from jitney.engine.config import Config, cache_dir, compilation_cache_dir, platform_environment
+from jitney.engine.config.platforms import check_platform
+from jitney.engine.config.schema import Config, cache_dir, compilation_cache_dir, platform_environment
 from jitney.engine.errors import JitneyError
-from jitney.engine.memory import claim_memory
-from jitney.engine.platforms import check_platform
-from jitney.engine.process import refuse_open_folder
+from jitney.engine.executor.memory import claim_memory
+from jitney.engine.process.main import refuse_open_folder
 from jitney.engine.types import KernelProof
 
 PACKAGES = ("jitney", "jax", "jaxlib", "flax", "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu",
@@ -138,7 +138,7 @@ def model(config: Config) -> Iterator[Finding]:
 
 def split(config: Config) -> Iterator[Finding]:
     """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its weights."""
-    from jitney.engine.weights.sources import is_repository, resolve
+    from jitney.engine.checkpoints.sources import is_repository, resolve
 
     if not is_repository(config.model.id):
         own = resolve(config.model.id).config.local(config.engine.tensor_parallel)
@@ -147,7 +147,7 @@ def split(config: Config) -> Iterator[Finding]:
 
 def is_here(name: str, revision: str) -> bool:
     """True when running the model needs no network. Raises ModelError if there can be no such model."""
-    from jitney.engine.weights.sources import DEFAULT_MODEL, is_repository, resolve
+    from jitney.engine.checkpoints.sources import DEFAULT_MODEL, is_repository, resolve
 
     if name == DEFAULT_MODEL:
         return any((cache_dir() / "models").glob(f"{DEFAULT_MODEL}*.gguf"))

@@ -8,8 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jitney.engine.config import Config
-from jitney.engine.settings import Setting, load_config, settings
+from jitney.engine.config.layers import Setting, load_config, settings
+from jitney.engine.config.schema import Config
 
 
 class Parser(argparse.ArgumentParser):

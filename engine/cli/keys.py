@@ -6,7 +6,7 @@ import argparse
 import os
 
 from jitney.engine.cli.listen import read_keys
-from jitney.engine.config import ServerSection
+from jitney.engine.config.schema import ServerSection
 
 ENV = "JITNEY_ENGINE_KEY"
 

@@ -8,7 +8,7 @@ import socket
 import stat
 from pathlib import Path
 
-from jitney.engine.config import ServerSection
+from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import ConfigError
 
 REASONS = {

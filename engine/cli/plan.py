@@ -9,11 +9,11 @@ import msgspec
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, slo_from, write_json
 from jitney.engine.cli.flags import Parser
-from jitney.engine.devices import DEVICES, find_device
 from jitney.engine.errors import ConfigError
-from jitney.engine.figures import Slo
-from jitney.engine.planner import TTFT_QUANTILE, UTILISATION, Demand, Operating, Sizing, plan
-from jitney.engine.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
+from jitney.engine.simulation.devices import DEVICES, find_device
+from jitney.engine.simulation.planner import TTFT_QUANTILE, UTILISATION, Demand, Operating, Sizing, plan
+from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
+from jitney.engine.telemetry.summary import Slo
 
 WEIGHTS, KV = ("bf16", "fp8", "int8", "int4"), ("bf16", "fp8", "int8")
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.buckets import Bucket, Buckets, make_buckets
 from jitney.engine.cli.bench_flags import add_traffic, check_numbers, write_json
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.simulate import (
@@ -21,9 +20,10 @@ from jitney.engine.cli.simulate import (
     step_times,
     traffic,
 )
-from jitney.engine.config import Config
+from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
-from jitney.engine.tuner import DECODE_EXECUTABLES, Proposal, propose, seen_in
+from jitney.engine.scheduler.buckets import Bucket, Buckets, make_buckets
+from jitney.engine.simulation.bucket_tuner import DECODE_EXECUTABLES, Proposal, propose, seen_in
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import base_url, listen, read_keys
-from jitney.engine.config import Config
-from jitney.engine.platforms import check_platform
-from jitney.engine.settings import to_toml
-from jitney.engine.wire import Progress
+from jitney.engine.config.layers import to_toml
+from jitney.engine.config.platforms import check_platform
+from jitney.engine.config.schema import Config
+from jitney.engine.messages import Progress
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
     from jitney.engine.api.settings import ServerSettings
-    from jitney.engine.client import EngineClient
-    from jitney.engine.tokenizer import Tokenizer
+    from jitney.engine.checkpoints.sources import ModelSource
+    from jitney.engine.process.client import EngineClient
+    from jitney.engine.text.tokenizer import Tokenizer
     from jitney.engine.types import EngineInfo
-    from jitney.engine.weights.sources import ModelSource
 
 log = logging.getLogger("jitney")
 
@@ -66,8 +66,8 @@ class Server:
     """One run of `jitney serve`: the parts, and the order in which they come and go."""
 
     def __init__(self, config: Config, keys: tuple[str, ...], bound: socket.socket, display: Display):
-        from jitney.engine.process_client import ProcessClient
-        from jitney.engine.recording import Recorder, recording
+        from jitney.engine.process.supervisor import ProcessClient
+        from jitney.engine.process.trace_recorder import Recorder, recording
 
         self.config = config
         self.bound = bound
@@ -184,14 +184,14 @@ def web_server(config: Config, settings: ServerSettings, app: Starlette) -> uvic
 
 def find_model(config: Config, display: Display) -> ModelSource:
     """The model's files, fetched if need be. Raises ModelError."""
-    from jitney.engine.weights.sources import resolve
+    from jitney.engine.checkpoints.sources import resolve
 
     return resolve(config.model.id, revision=config.model.revision or None,
                    progress=lambda *news: display.progress(Progress(*news)))
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
-    from jitney.engine.tokenizer import load_tokenizer
+    from jitney.engine.text.tokenizer import load_tokenizer
 
     return load_tokenizer(source)
 

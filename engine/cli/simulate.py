@@ -10,16 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jitney.engine.accuracy import (
-    COMPARED,
-    closed_concurrency,
-    errors,
-    figure,
-    measured_figures,
-    measured_times,
-    speed_error,
-    verdict,
-)
 from jitney.engine.cli.bench_flags import (
     add_report,
     add_traffic,
@@ -30,15 +20,25 @@ from jitney.engine.cli.bench_flags import (
     write_json,
 )
 from jitney.engine.cli.flags import Parser, add_settings, config_from
-from jitney.engine.config import Config
+from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
-from jitney.engine.workload import Arrival, TraceLine, read_trace_lines
+from jitney.engine.simulation.accuracy import (
+    COMPARED,
+    closed_concurrency,
+    errors,
+    figure,
+    measured_figures,
+    measured_times,
+    speed_error,
+    verdict,
+)
+from jitney.engine.simulation.workload import Arrival, TraceLine, read_trace_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jitney.engine.simulator import EngineShape, Run
-    from jitney.engine.steptable import StepTimes
+    from jitney.engine.simulation.simulator import EngineShape, Run
+    from jitney.engine.simulation.step_table import StepTimes
 
 POLICIES = "static,dynamic,continuous"
 CAPS = ("max_waiting_requests", "max_waiting_tokens")
@@ -167,7 +167,7 @@ def clients_of(known: argparse.Namespace, lines: Sequence[TraceLine]) -> int:
 
 def step_times(known: argparse.Namespace, config: Config) -> StepTimes:
     """The step times that one of --table, --records and --device asks for."""
-    from jitney.engine.steptable import StepTable
+    from jitney.engine.simulation.step_table import StepTable
 
     makers: dict[str, Callable[[str], StepTimes]] = {
         "table": StepTable.load,
@@ -182,8 +182,8 @@ def step_times(known: argparse.Namespace, config: Config) -> StepTimes:
 
 
 def roofline(known: argparse.Namespace, config: Config) -> StepTimes:
-    from jitney.engine.devices import find_device
-    from jitney.engine.roofline import ModelCost, Roofline, find_shape
+    from jitney.engine.simulation.devices import find_device
+    from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
 
     return Roofline(ModelCost(find_shape(config.model.id), known.weight_format, known.kv), find_device(known.chip),
                     known.count)
@@ -213,8 +213,8 @@ def shape_for(known: argparse.Namespace, config: Config, arrivals: Sequence[Arri
     """The engine of the settings. What they leave open is chosen so that it does not interfere: the context holds the
     longest request, pages suffice for every seat (or fill the device's memory), and the caps on waiting requests are
     off unless given."""
-    from jitney.engine.roofline import Roofline
-    from jitney.engine.simulator import EngineShape
+    from jitney.engine.simulation.roofline import Roofline
+    from jitney.engine.simulation.simulator import EngineShape
 
     changes: dict[str, Any] = {cap: NO_CAP for cap in CAPS if cap not in vars(known)}
     if known.seats:
@@ -229,7 +229,7 @@ def shape_for(known: argparse.Namespace, config: Config, arrivals: Sequence[Arri
 
 def pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int:
     """Pages, the trash page included, when no setting says how many."""
-    from jitney.engine.roofline import Roofline
+    from jitney.engine.simulation.roofline import Roofline
 
     wanted = seats * -(-context // page_size) + 1
     if not isinstance(table, Roofline):
@@ -247,7 +247,7 @@ def simulate_policy(policy: str, arrivals: Sequence[Arrival], shape: EngineShape
 
     concurrency: requests that a closed loop keeps open; 0: they come at their times.
     """
-    from jitney.engine.simulator import simulate
+    from jitney.engine.simulation.simulator import simulate
 
     timeout_ms = None if "static_timeout_ms" in vars(known) else 0.0
     return simulate(arrivals, shape.under(policy, timeout_ms), table, concurrency=concurrency or None,
@@ -261,7 +261,7 @@ def describe(shape: EngineShape) -> dict[str, Any]:
 
 
 def source_of(table: StepTimes) -> str:
-    from jitney.engine.roofline import Roofline
+    from jitney.engine.simulation.roofline import Roofline
 
     if isinstance(table, Roofline):
         return f"roofline of {table.count} x {table.device.name}, {table.cost.weights} weights, {table.cost.kv} KV"

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jitney.engine.accuracy import MeasuredRun, cross_errors, read_runs
 from jitney.engine.cli.bench_flags import slo_from
 from jitney.engine.cli.simulate import deliver, describe, policies_of, source_of, step_times, timed_figures
-from jitney.engine.config import Config
+from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
+from jitney.engine.simulation.accuracy import MeasuredRun, cross_errors, read_runs
 
 if TYPE_CHECKING:
-    from jitney.engine.steptable import StepTimes
+    from jitney.engine.simulation.step_table import StepTimes
 
 
 def run_measured(known: argparse.Namespace, config: Config) -> int:
@@ -47,7 +47,7 @@ def of_the_runs(known: argparse.Namespace) -> bool:
 
 def calibrated(known: argparse.Namespace, config: Config, runs: Mapping[str, MeasuredRun]) -> dict[str, StepTimes]:
     """The step times to predict each run with: what the flags ask for, else those of the runs themselves."""
-    from jitney.engine.steptable import StepTable
+    from jitney.engine.simulation.step_table import StepTable
 
     if not of_the_runs(known):
         return dict.fromkeys(runs, step_times(known, config))

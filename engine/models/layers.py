@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jitney.engine.models.config import ModelConfig, RopeScaling
-from jitney.engine.models.schemes import Kept, product
-from jitney.engine.sharding import total
+from jitney.engine.checkpoints.model_config import ModelConfig, RopeScaling
+from jitney.engine.models.quantization import Kept, product
+from jitney.engine.models.sharding import total
 from jitney.kernels.interface import Arrange, Kernels
 from jitney.kernels.reference import gate
 
@@ -28,7 +28,7 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) 
 
 
 class Linear(nnx.Module):
-    """A matrix [I, O] in one of the schemes of `jitney.engine.models.schemes`, and bias [O] or None.
+    """A matrix [I, O] in one of the schemes of `jitney.engine.models.quantization`, and bias [O] or None.
 
     kernel, scale, zeros, lows: the arrays of `Kept`. Random ones are plain until `hold` replaces them. summed: the
     inputs are split over devices, and so the products are summed over them (in x's dtype) before the bias.

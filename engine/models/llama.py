@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jitney.engine.models.config import ModelConfig
+from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.layers import MLP, DType, Linear, RMSNorm, normal, rotary, rotate
-from jitney.engine.models.schemes import KV_TYPES, keep
-from jitney.engine.sharding import lookup
+from jitney.engine.models.quantization import KV_TYPES, keep
+from jitney.engine.models.sharding import lookup
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
 from jitney.kernels.scales import LIMITS
 

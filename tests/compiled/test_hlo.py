@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from costs import Load, kernel_cost
+from compiled_specs import Spec, every_spec
 from hlo import Array, arrays_of, parse
-from matrix import Spec, every_spec
-from traffic import account
+from kernel_costs import Load, kernel_cost
+from memory_traffic import account
+from places import DATA
 
 STEP = """
 HloModule step, is_scheduled=true, input_output_alias={ {0}: (2, {}, may-alias) }
@@ -168,5 +167,5 @@ def test_programs_have_names_of_their_own_and_targets_their_configurations():
     specs = list(every_spec())
     assert len({str(spec) for spec in specs}) == len(specs)
     assert str(Spec("h100", "qwen3-8b", 512, 64, plain=False)) == "h100 qwen3-8b bf16 mixed-512 sampled"
-    data = Path(__file__).parents[1] / "data"
+    data = DATA
     assert all((data / f"{name}.txtpb").exists() for name in ("h100", "a100", "l4"))

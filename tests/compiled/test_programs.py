@@ -6,7 +6,7 @@ Needs the compilers' plugins: `make test-compile` fetches them and sets JITNEY_C
 from __future__ import annotations
 
 import pytest
-from matrix import GPUS, Spec, every_spec, facts
+from compiled_specs import GPUS, Spec, every_spec, facts
 
 #: Bytes touched over the least that a step must touch (in a mixed one activations count), and MiB of temporaries.
 MOST, DECODE_MIB, OTHER_MIB = {"decode": 1.2, "mixed": 2.0}, 64, 256

@@ -12,9 +12,9 @@ import pytest
 from api_fakes import FakeClient
 from page_browser import ARGUMENTS, CHROMIUM, watched
 
-from jitney.engine.ledger import STEP_DTYPE
+from jitney.engine.messages import Life, PromptRows, Slots, StepReport
+from jitney.engine.records import STEP_DTYPE
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, Slot
-from jitney.engine.wire import Life, PromptRows, Slots, StepReport
 
 #: A request id that would be seen at once if it were taken for markup.
 MARKUP = "<img src=x onerror=alert(1)>"

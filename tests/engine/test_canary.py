@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from api_fakes import FakeClient, call, make_app, run
-from test_proving import SMALL, choose, wrong_set
+from wrong_kernels import SMALL, choose, wrong_set
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.canary import CanaryCore
-from jitney.engine.client import EngineCounters
+from jitney.engine.messages import CanaryFinding, StepReport
+from jitney.engine.process.client import EngineCounters
 from jitney.engine.types import EngineRequest
-from jitney.engine.wire import CanaryFinding, StepReport
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
 
@@ -49,7 +49,7 @@ def test_right_answers_are_found_right(params: SamplingParams):
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
 def test_wrong_answers_are_found_wrong(params: SamplingParams, monkeypatch: pytest.MonkeyPatch):
     choose(monkeypatch, wrong_set())
-    monkeypatch.setattr("jitney.engine.proving.prove", lambda kernels, asked: ())
+    monkeypatch.setattr("jitney.engine.executor.proving.prove", lambda kernels, asked: ())
     llm = LLM("tiny-random", canary_every=1, **SMALL)
     found = findings(served(llm, PROMPTS, params))
     assert len(found) == len(PROMPTS)

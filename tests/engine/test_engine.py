@@ -4,24 +4,20 @@ The oracle is a forward pass over the whole sequence with dense attention: no pa
 """
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import VOCAB, oracle_logprobs, prompt
 
 from jitney.engine import LLM, SamplingParams
+from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import RequestError
+from jitney.engine.loading.load import load_model
 from jitney.engine.models.llama import Llama
-from jitney.engine.weights.load import load_model
-from jitney.engine.weights.sources import resolve
 from jitney.kernels.cpu import build, library
-from jitney.kernels.interface import AttentionMeta
-from jitney.kernels.select import select
 
-VOCAB = 512
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=24, ignore_eos=True)
 SPECIAL = SamplingParams(temperature=0.8, seed=5, top_k=50, repetition_penalty=1.3, frequency_penalty=0.2,
@@ -31,40 +27,12 @@ SETTINGS = {"dtype": "float32", "max_seats": 8, "token_budget": 64, "context": 2
             "token_buckets": [64]}
 
 
-def dense(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
-    """Causal attention within one sequence; q [T, H, D]."""
-    group = q.shape[1] // k.shape[1]
-    scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(k, group, 1)) * scale
-    at = meta.positions
-    seen = at[None, :] <= at[:, None]
-    if window:
-        seen &= at[None, :] > at[:, None] - window
-    p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("hts,shd->thd", p, jnp.repeat(v, group, 1)), kv
 
 
-DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense)
 
 
-@jax.jit
-def whole_logits(model: Llama, tokens: jax.Array) -> jax.Array:
-    """tokens int32 [T] -> float32 [T, V]."""
-    positions = jnp.arange(tokens.shape[0])
-    none = jnp.zeros(0, jnp.int32)
-    meta = AttentionMeta(none, none, none, none, positions, none)
-    hidden, _ = model(tokens, [jnp.zeros(0)] * model.config.n_layers, meta, DENSE)
-    return model.logits(hidden, DENSE)
 
 
-def oracle_logprobs(model: Llama, tokens: list[int]) -> np.ndarray:
-    """Log-probabilities of the next token at every position, [T, V]; padded so that few shapes compile."""
-    padded = np.zeros(-(-len(tokens) // 64) * 64, np.int32)
-    padded[: len(tokens)] = tokens
-    return np.asarray(jax.nn.log_softmax(whole_logits(model, padded)))[: len(tokens)]
-
-
-def prompt(i: int, length: int) -> list[int]:
-    return np.random.default_rng(i).integers(0, 256, length).tolist()
 
 
 @pytest.fixture(scope="module")

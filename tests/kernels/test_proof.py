@@ -12,9 +12,10 @@ import pytest
 from ragged import Case, attention, make
 
 from jitney.kernels import definitions, proof, reference
-from jitney.kernels.pallas_set import PallasKernels
-from jitney.kernels.select import KernelSet, select
+from jitney.kernels.interface import KernelSet
+from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.select import reference as reference_set
+from jitney.kernels.select import select
 
 #: The default model's heads and page, fewer numbers elsewhere.
 SERVED = proof.Served(
@@ -252,7 +253,7 @@ def test_weights_of_four_bits_are_proved_too():
 
 
 def test_the_cut_of_top_k_and_top_p_is_proved():
-    from jitney.engine.sampling import threshold
+    from jitney.engine.executor.sampling import threshold
 
     def ignores_p(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
         return threshold(scaled, top_k, jnp.ones_like(top_p))

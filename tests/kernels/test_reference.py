@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from ragged import Case, attention, make, written
 
+from jitney.kernels.interface import KernelError
 from jitney.kernels.reference import paged_attention, rotate_and_write, write_kv
-from jitney.kernels.select import KernelError, select
+from jitney.kernels.select import select
 
 CASES = {
     "decode, three query heads a key head": Case((9, 3, 64), (5, 100, 200, 33)),

@@ -1,0 +1,155 @@
+"""The report of `jitney bench device`: one JSON file, and one Markdown page with every figure beside its floor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jitney.engine.bench.device.rows import GOALS, Goal, Row, goal_values
+from jitney.engine.bench.device.run import PARTS, Measured
+from jitney.engine.errors import ConfigError
+
+VERDICTS = {None: "", True: "met", False: "**missed**"}
+HEAD = ("what", "case", "by", "time", "floor", "fraction", "spread", "error", "")
+
+
+def slug(found: Measured) -> str:
+    """device_<its name>_<shape>: of both files."""
+    device = found.about.device if found.about else "unknown"
+    return "_".join(["device", re.sub(r"[^a-z0-9.]+", "_", device.lower()).strip("_"), found.shape])
+
+
+def write(found: Measured, folder: Path) -> tuple[Path, Path]:
+    """Write both files, each whole or not at all. ConfigError if the folder cannot be written to."""
+    report = report_of(found)
+    files = folder / f"{slug(found)}.json", folder / f"{slug(found)}.md"
+    for file, text in zip(files, (json.dumps(report, indent=1), markdown(found)), strict=True):
+        try:
+            draft = file.with_suffix(f"{file.suffix}.part")
+            draft.write_text(text + "\n", encoding="utf-8")
+            draft.replace(file)
+        except OSError as error:
+            raise ConfigError(f"--out-dir {folder}: {error.strerror or error}") from None
+    return files
+
+
+def report_of(found: Measured) -> dict[str, Any]:
+    """Everything, as plain data."""
+    plain = msgspec.to_builtins
+    return {"about": plain(found.about), "shape": found.shape, "page_size": found.job("floors", 0.0).page_size,
+            "floors": plain(found.floors), "goals": goals(found),
+            "rows": [{**plain(row), "fraction": row.fraction} for row in found.rows],
+            "seconds": found.seconds, "budget_s": found.plan.seconds}
+
+
+def goals(found: Measured) -> list[dict[str, Any]]:
+    """Each goal with the worst value that counts for it, and whether all of them keep its limits; met None: not
+    measured."""
+    judged = []
+    for key, goal in GOALS.items():
+        values = goal_values(found.rows, key) if found.real else []
+        worst = (max if goal.most else min)(values) if values else None
+        judged.append({"goal": key, "what": goal.what, "first": goal.first, "then": goal.then, "worst": worst,
+                       "counted": len(values), "met_first": goal.met(values, goal.first) if values else None,
+                       "met_then": goal.met(values, goal.then) if values else None})
+    return judged
+
+
+def markdown(found: Measured) -> str:
+    """The page."""
+    return "\n".join([*opening(found), "", *goal_table(found), "", *row_tables(found)])
+
+
+def opening(found: Measured) -> Iterator[str]:
+    """What was measured, on what, and how to read it."""
+    about, floors = found.about, found.floors
+    yield f"# jitney bench device: {found.shape} on {about.device if about else 'unknown'}"
+    yield ""
+    if about is None or floors is None:
+        yield "The device could not be measured."
+        return
+    if not found.real:
+        yield ("A tiny shape: it shows that everything runs and says nothing about a device. Its working sets lie in "
+               "caches, so fractions may pass 100 %.")
+        yield ""
+    yield (f"{about.platform}, {about.kernels} kernels, {about.dtype}"
+           + (f", {about.memory / 2**30:.1f} GiB for jax" if about.memory else "")
+           + f"; {', '.join(f'{name} {version}' for name, version in about.versions.items())}.")
+    yield (f"Floors, measured in this run: copy {floors.copy_bytes_s / 1e9:,.1f} GB/s (read + written), products "
+           f"{floors.product_flops_s / 1e12:,.2f} TFLOP/s, one launch of many in a row {1e6 * floors.launch_s:.1f} us.")
+    yield ("A floor is the larger of least bytes over the first and least operations over the second; the fraction is "
+           "floor over time. Times are medians; spread is (most - least) / median; error is the distance from the "
+           "reference kernels, norm over norm.")
+    yield f"{found.seconds:.0f} s of {found.plan.seconds:.0f} were used."
+
+
+def goal_table(found: Measured) -> Iterator[str]:
+    """Goals beside the worst that was measured."""
+    yield "| goal | first | then | measured (worst) | figures | first | then |"
+    yield "|---|---|---|---|---|---|---|"
+    for row, goal in zip(goals(found), GOALS.values(), strict=True):
+        worst = "not measured" if row["worst"] is None else number(goal, row["worst"])
+        cells = [goal.what, bound(goal, goal.first), bound(goal, goal.then), worst, str(row["counted"]),
+                 VERDICTS[row["met_first"]], VERDICTS[row["met_then"]]]
+        yield f"| {' | '.join(cells)} |"
+
+
+def number(goal: Goal, value: float) -> str:
+    """A ratio as such, a share in percent."""
+    return f"{value:.2f}x" if goal is GOALS["peer"] else f"{value:.1%}"
+
+
+def bound(goal: Goal, limit: float) -> str:
+    return ("< " if goal.most else ">= ") + number(goal, limit)
+
+
+def row_tables(found: Measured) -> Iterator[str]:
+    """A table a part, in the order of the run."""
+    for part, what in PARTS.items():
+        rows = [row for row in found.rows if row.part == part]
+        if not rows:
+            continue
+        yield f"## {part}: {what}"
+        yield ""
+        yield f"| {' | '.join(HEAD)} |"
+        yield f"|{'---|' * len(HEAD)}"
+        yield from (f"| {' | '.join(cells(row))} |" for row in rows)
+        yield ""
+
+
+def cells(row: Row) -> list[str]:
+    """One row of a table."""
+    def percent(value: float | None) -> str:
+        return "" if value is None else f"{value:.1%}"
+
+    spread = None if not row.seconds or row.repeats < 2 else ((row.most or 0.0) - (row.least or 0.0)) / row.seconds
+    error = "" if row.error is None else f"{row.error:.1e}"
+    floor = "" if row.floor_s is None else f"{duration(row.floor_s)} ({row.bound})"
+    return [row.name, row.case, row.by, "" if row.seconds is None else duration(row.seconds), floor,
+            percent(row.fraction), percent(spread), error, row.note or ", ".join(figures(row))]
+
+
+def duration(seconds: float) -> str:
+    """With a unit that suits."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3f} {name}"
+    return f"{seconds / 1e-6:.1f} us"
+
+
+def figures(row: Row) -> Iterator[str]:
+    """What else was read off."""
+    for name, value in row.figures.items():
+        if name == "share":
+            yield f"{value:.2%} of the step"
+        elif name.endswith("_s") and name[:-2] in ("tokens", "requests"):
+            yield f"{value:,.1f} {name[:-2]}/s"
+        elif name.endswith("_s"):
+            yield f"{name[:-2]} {duration(value)}"
+        else:
+            yield f"{value:,.0f} {name}"

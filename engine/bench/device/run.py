@@ -1,0 +1,232 @@
+"""`jitney bench device`: every part in a process of its own, in the order of what matters most, until the time is up.
+
+The report is written anew after every row, so that a lease that ends early leaves what was measured.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import msgspec
+
+from jitney.engine.bench.device.rows import TINY, About, Floors, Job, Row
+from jitney.engine.bench.device.worker import OURS, PEERS, Line
+from jitney.engine.errors import ConfigError, JitneyError
+
+#: In the order of what matters most: the goals first, then the peer that one goal names.
+PARTS = {
+    "floors": "copy bandwidth, product rate, launches",
+    "steps": "whole decode steps of 1 to 32 seats, short contexts",
+    "attention": "decode, prompt and mixed attention",
+    "loop": "the engine in a closed loop, and its host gap",
+    "transformers": "transformers' continuous batching on the same batch of requests",
+    "graphs": "decode steps again, without CUDA graphs",
+    "prefill": "steps of one prompt, 512 to 8,192 rows",
+    "contexts": "decode steps of up to 256 seats and 32k contexts",
+    "quantised": "decode steps with weights in fp8, int8 and int4",
+    "products": "products with weights in each scheme",
+    "write": "norm, rotation and write of keys and values",
+    "sampling": "top-p threshold over the vocabulary",
+    "torch": "attention and compiled decode steps in PyTorch",
+}
+#: What must be in the environment of a part; it is added to what is there.
+ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
+#: A part may go on with the case that it is at for so long after its time, before its process is ended.
+GRACE_S = 90.0
+Report = dict[str, Any]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure. shape "": by the device; seconds: for everything."""
+
+    shape: str = ""
+    dtype: str = "auto"
+    kernels: str = "auto"
+    against: str = ""
+    platform: str = "auto"
+    page_size: int = 0
+    only: tuple[str, ...] = ()
+    seconds: float = 1800.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def parts(self) -> Iterator[str]:
+        """The parts in order; floors are always measured."""
+        return (part for part in PARTS if not self.only or part in self.only or part == "floors")
+
+
+@dataclass(slots=True)
+class Measured:
+    """What has been found so far."""
+
+    plan: Plan
+    about: About | None = None
+    floors: Floors | None = None
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def shape(self) -> str:
+        """The shape that is measured: what was asked for, else by the device."""
+        return self.plan.shape or (TINY if self.about is None or self.about.platform == "cpu" else "llama-3.1-8b")
+
+    @property
+    def real(self) -> bool:
+        """Whether goals are judged: not on a shape that only shows that all of it runs."""
+        return self.shape != TINY
+
+    def job(self, part: str, seconds: float) -> Job:
+        """What a part is told; what was found first holds for all."""
+        page = self.plan.page_size or (16 if self.shape == TINY else 64)
+        dtype, kernels = self.plan.dtype, self.plan.kernels
+        if self.about:
+            dtype = self.about.dtype
+            kernels = self.about.kernels.partition(" ")[0]  # without the instructions: native (avx2)
+        shape = self.plan.shape if part == "floors" else self.shape
+        return Job(part=part, shape=shape, dtype=dtype, kernels=kernels, page_size=page, seconds=seconds,
+                   floors=self.floors, against=self.plan.against, platform=self.plan.platform)
+
+
+def measure(plan: Plan, save: Callable[[Measured], None], tell: Tell,
+            start: Callable[[Job, Mapping[str, str]], Iterator[Line]] | None = None) -> Measured:
+    """Run the parts; `save` is called after every row, `tell` with a line of news. start: runs a job, in a process of
+    its own by default. Raises JitneyError if the floors cannot be measured, ConfigError for a shape too large."""
+    started, found = time.monotonic(), Measured(plan)
+    for part in plan.parts():
+        left = plan.seconds - (time.monotonic() - started)
+        for line in lines_of(found, part, left, start or run_apart):
+            take(found, line, tell)
+            found.seconds = time.monotonic() - started
+            save(found)
+        if part == "floors":
+            check(found, tell)
+    return found
+
+
+def lines_of(found: Measured, part: str, left: float,
+             start: Callable[[Job, Mapping[str, str]], Iterator[Line]]) -> Iterator[Line]:
+    """What a part says; a row why it says nothing, if it was not begun."""
+    why = unfit(found, part, left)
+    if why:
+        yield Line(row=Row(part=part, name=PARTS[part], case="all", by="", note=why))
+        return
+    yield from start(found.job(part, left), {**found.plan.environment, **extended(ENVIRONMENT.get(part, {}))})
+
+
+def unfit(found: Measured, part: str, left: float) -> str:
+    """Why a part is not begun; empty if it is."""
+    if part == "graphs" and found.about is not None and found.about.platform not in ("gpu", "cuda"):
+        return f"not run: CUDA graphs are of NVIDIA GPUs, this is {found.about.platform}"
+    return "not run: the time was up" if left <= 0 and part != "floors" else ""
+
+
+def extended(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Variables with what the environment already says in front."""
+    return {name: " ".join(filter(None, (os.environ.get(name, ""), text))) for name, text in wanted.items()}
+
+
+def take(found: Measured, line: Line, tell: Tell) -> None:
+    """Keep what a line says, and tell it."""
+    if line.about is not None:
+        found.about = line.about
+        tell(f"{line.about.device}: {line.about.kernels} kernels, {line.about.dtype}")
+    if line.floors is not None:
+        found.floors = line.floors
+        tell(f"copy {line.floors.copy_bytes_s / 1e9:,.1f} GB/s, products {line.floors.product_flops_s / 1e12:,.2f} "
+             f"TFLOP/s, a launch {1e6 * line.floors.launch_s:.1f} us")
+    if line.row is not None:
+        found.rows.append(line.row)
+        tell(f"{line.row.part}: {line.row.name}, {line.row.case}: {outcome(line.row)}")
+
+
+def outcome(row: Row) -> str:
+    """A row in a few words."""
+    if row.seconds is None:
+        return row.note
+    share = "" if row.fraction is None else f", {row.fraction:.0%} of the floor's rate"
+    return f"{1e3 * row.seconds:.3f} ms{share}"
+
+
+def check(found: Measured, tell: Tell) -> None:
+    """Say on what this runs; refuse a shape that a CPU cannot be asked for."""
+    if found.about is None or found.floors is None:
+        raise JitneyError("the device could not be measured: see the messages above, and jitney doctor")
+    if found.about.platform == "cpu":
+        if found.real:
+            raise ConfigError(f"--shape {found.shape} needs a GPU or TPU, and jax finds none here: leave it out for "
+                              "the tiny shape")
+        tell("no GPU or TPU here: the tiny shape on the CPU shows that everything runs, not how fast a device is")
+
+
+def run_apart(job: Job, environment: Mapping[str, str]) -> Iterator[Line]:
+    """A job in a process of its own. What it says last on standard error becomes a row's note if it dies."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen([sys.executable, "-m", "jitney.engine.bench.device.worker"],
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                                   env={**os.environ, **environment})
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(BrokenPipeError):  # it died at once: its status says so
+            process.stdin.write(msgspec.json.encode(job))
+            process.stdin.close()
+        try:
+            yield from read_lines(process.stdout, job.seconds + GRACE_S)
+            status = process.wait(GRACE_S)
+            why = "" if status == 0 else f"failed: the process ended with status {status}: {last_line(errors)}"
+        except (TimeoutError, subprocess.TimeoutExpired):
+            why = "not finished: the time was up"
+        finally:
+            process.kill()
+            process.wait()
+        if why:
+            yield Line(row=Row(part=job.part, name=PARTS[job.part], case="the rest", by="", note=why))
+
+
+def read_lines(stream: IO[bytes], seconds: float) -> Iterator[Line]:
+    """The lines until the stream ends; TimeoutError if that takes longer."""
+    lines: queue.Queue[bytes] = queue.Queue()
+
+    def read() -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(b"")
+
+    threading.Thread(target=read, daemon=True).start()
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            text = lines.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError from None
+        if not text:
+            return
+        if text.startswith(b"{"):  # a library may print what it likes
+            yield msgspec.json.decode(text, type=Line)
+
+
+def last_line(errors: IO[bytes]) -> str:
+    """The last thing said, shortened."""
+    errors.seek(0)
+    said = errors.read().decode(errors="replace").strip().splitlines()
+    return said[-1][:200] if said else "nothing said"
+
+
+def check_parts(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, which must be parts; ConfigError lists them."""
+    for name in names:
+        if name not in PARTS:
+            raise ConfigError(f"--only: unknown part {name!r}; known: {', '.join(PARTS)}")
+    return tuple(names)
+
+
+assert set(PARTS) == {"floors", *OURS, *PEERS}

@@ -1,0 +1,103 @@
+"""How device work is timed: long calls, many of them in flight, one wait at the end.
+
+A call holds enough repeats of the work, each fed by the one before, that launching it costs little beside it; the next
+call is launched while the last one runs, so launches are hidden rather than subtracted. Inputs rotate among copies
+that together exceed the device's cache, and are random: zeros can run faster than data.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jitney.engine.bench.device.rows import Floors, Job, Sizes
+
+REPEATS = 7
+#: Device seconds that one call should take at least, by its floor, and repeats of the work that it may hold.
+CALL_S, MOST_UNROLLED = 1e-3, 16
+#: Copies of the inputs that are rotated at most.
+MOST_COPIES = 8
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one run of the work."""
+
+    samples: list[float]
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `Row` that tell it."""
+        return {"seconds": median(self.samples), "least": min(self.samples), "most": max(self.samples),
+                "repeats": len(self.samples)}
+
+
+def timed(step: Step, carry: Any, copies: Sequence[Any], *, floor_s: float, sample_s: float) -> Timing:
+    """Time carry = step(carry, one of the copies), the repeats chained through `carry`, which is donated."""
+    unrolled = max(len(copies), min(MOST_UNROLLED, math.ceil(CALL_S / max(floor_s, 1e-9))))
+
+    def program(carry: Any, copies: Sequence[Any]) -> Any:
+        for turn in range(unrolled):
+            carry = step(carry, copies[turn % len(copies)])
+        return carry
+
+    call = jax.jit(program, donate_argnums=0).lower(carry, copies).compile()
+    return Timing([spent / unrolled for spent in repeated(lambda carry: call(carry, copies), carry, sample_s)])
+
+
+def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[float]:
+    """Seconds of one call, REPEATS times: as many calls in flight as make up `sample_s`, then one wait."""
+    carry = jax.block_until_ready(call(carry))
+    started = time.perf_counter()
+    carry = jax.block_until_ready(call(carry))
+    calls = max(2, math.ceil(sample_s / max(time.perf_counter() - started, 1e-7)))
+    samples = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        for _ in range(calls):
+            carry = call(carry)
+        jax.block_until_ready(carry)
+        samples.append((time.perf_counter() - started) / calls)
+    return samples
+
+
+def measure_floors(sizes: Sizes, dtype: Any) -> Floors:
+    """Copying, multiplying and launching, as fast as this device does them."""
+    key = jax.random.key(0)
+    words = jax.random.normal(key, (sizes.copy_bytes // 4,), jnp.float32)
+    copying = repeated(jax.jit(lambda x: x + 1, donate_argnums=0), words, sizes.sample_s)
+    side = sizes.product_side
+    # Entries of variance 1 / side: a chain of products neither vanishes nor overflows.
+    a, b = (jax.random.normal(k, (side, side), dtype) / jnp.sqrt(side).astype(dtype) for k in jax.random.split(key))
+    multiply = jax.jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32).astype(dtype), donate_argnums=0)
+    multiplying = repeated(lambda x: multiply(x, b), a, sizes.sample_s)
+    launching = repeated(jax.jit(lambda x: x + 1, donate_argnums=0), jnp.zeros((8,)), sizes.sample_s)
+    return Floors(2 * sizes.copy_bytes / median(copying), 2 * side**3 / median(multiplying), median(launching))
+
+
+def copies_for(job: Job, moved: float) -> int:
+    """How many copies of inputs of `moved` bytes exceed the cache."""
+    return max(1, min(MOST_COPIES, math.ceil(job.sizes.cache_bytes / moved)))
+
+
+def chained(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x, but not before y is there: a number too small to change it is added.
+
+    The barrier keeps XLA from computing only the part of y that is read.
+    """
+    tiny = jax.lax.optimization_barrier(y).ravel()[0].astype(jnp.float32) * 1e-30
+    return x + tiny.astype(x.dtype)
+
+
+@jax.jit
+def distance(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+    """||ours - theirs|| / ||theirs||; NaN where either holds one."""
+    wide, reference = ours.astype(jnp.float32), theirs.astype(jnp.float32)
+    return jnp.linalg.norm((wide - reference).ravel()) / jnp.linalg.norm(reference.ravel())

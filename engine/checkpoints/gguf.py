@@ -1,0 +1,195 @@
+"""GGUF files: header, key-values and tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md); jax-free.
+
+The header is parsed here: `gguf.GGUFReader` builds several objects per vocabulary entry and takes 2 s for 49,152 tokens
+and their merges, this takes 0.1 s, and counts and lengths are checked against the file before anything is
+allocated. Block formats are decoded by the `gguf` library.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.errors import ModelError
+
+#: GGUF value type -> struct code; 8 is a string and 9 an array.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+#: Tensors decoded at once: 4 Mi elements are 16 MiB of float32.
+DECODE_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """shape row-major (numpy's order, GGUF stores the reverse); start: byte offset in the file."""
+
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    size: int
+
+
+class GGUFFile:
+    """An open GGUF file: `metadata` (key-values), `tensors` (name -> TensorInfo) and `read`.
+
+    Raises ModelError when the file is not GGUF version 2 or 3, is cut short or contradicts itself.
+    """
+
+    def __init__(self, path: str | Path):
+        self.name = Path(path).name
+        try:
+            with open(path, "rb") as file:
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.name}: cannot be read: {error}") from error
+        self.at = 0
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            self.parse()
+        except (struct.error, UnicodeDecodeError, RecursionError) as error:
+            raise ModelError(f"{self.name}: broken GGUF header near byte {self.at}: {error}") from error
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def config(self) -> ModelConfig:
+        """The model's configuration; ModelError if it cannot be served."""
+        factors = ()
+        if "rope_freqs.weight" in self.tensors:
+            factors = tuple(float(value) for value in self.read("rope_freqs.weight").ravel())
+        return ModelConfig.from_gguf(self.metadata, self.shapes, factors)
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, decoded: float32 of its row-major shape."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        info = self.tensors[name]
+        rows = self.rows(name)
+        # The library decodes rows; a view of a few rows at a time keeps its float32 temporaries small.
+        step = max(1, DECODE_ELEMENTS // info.shape[-1])
+        out = np.empty((len(rows), info.shape[-1]), np.float32)
+        kind = GGMLQuantizationType(info.kind)
+        for first in range(0, len(rows), step):
+            try:
+                out[first : first + step] = dequantize(as_stored(rows[first : first + step], kind), kind)
+            except NotImplementedError as error:
+                raise ModelError(f"{self.name}: {name} has type {kind.name}, which cannot be decoded") from error
+        return out.reshape(info.shape)
+
+    def rows(self, name: str) -> np.ndarray:
+        """One tensor as it is stored: uint8 [rows, bytes], mapped."""
+        info = self.tensors[name]
+        raw = np.frombuffer(self.data, np.uint8, info.size, info.start)
+        return raw.reshape(math.prod(info.shape[:-1]), -1)
+
+    def parse(self) -> None:
+        """Read the header from the start; see the format's description."""
+        if self.data[:4] != b"GGUF":
+            raise ModelError(f"{self.name}: not a GGUF file")
+        self.at = 4
+        version = self.scalar("I")
+        if version not in (2, 3):
+            raise ModelError(f"{self.name}: GGUF version {version} is not supported, only 2 and 3")
+        n_tensors, n_values = self.count(24), self.count(12)
+        for _ in range(n_values):
+            key = self.string()
+            self.metadata[key] = self.value(self.scalar("I"))
+        stored = [self.tensor_header() for _ in range(n_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
+            raise ModelError(f"{self.name}: general.alignment is not a small positive number")
+        base = -(-self.at // alignment) * alignment
+        for name, shape, kind, offset in stored:
+            self.tensors[name] = self.placed(name, shape, kind, base + offset)
+
+    def tensor_header(self) -> tuple[str, tuple[int, ...], int, int]:
+        """(name, shape, type, offset)."""
+        name = self.string()
+        axes = self.scalar("I")
+        if not 1 <= axes <= 4:
+            raise ModelError(f"{self.name}: {name[:100]} has {axes} axes")
+        shape = tuple(self.scalar("Q") for _ in range(axes))[::-1]
+        return name, shape, self.scalar("I"), self.scalar("Q")
+
+    def placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
+        """The tensor's place in the file; ModelError if its type is unknown or it does not lie inside."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        if name in self.tensors:
+            raise ModelError(f"{self.name}: {name[:100]} is stored twice")
+        try:
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{self.name}: {name[:100]} has the unknown type {kind}") from error
+        size = math.prod(shape) // block * block_bytes
+        if 0 in shape or shape[-1] % block or start + size > len(self.data):
+            raise ModelError(f"{self.name}: {name[:100]} {list(shape)} does not fit in the file; it may be cut short")
+        return TensorInfo(shape, kind, start, size)
+
+    def scalar(self, code: str) -> Any:
+        """The next little-endian number."""
+        (value,) = struct.unpack_from("<" + code, self.data, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def count(self, smallest: int) -> int:
+        """A 64-bit count of things of at least `smallest` bytes each, which must still fit in the file."""
+        count = self.scalar("Q")
+        if count * smallest > len(self.data) - self.at:
+            raise ModelError(f"{self.name}: broken GGUF header: a count of {count} at byte {self.at - 8}")
+        return count
+
+    def string(self) -> str:
+        length = self.count(1)
+        self.at += length
+        return self.data[self.at - length : self.at].decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        """One value; arrays of numbers become lists."""
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY:
+            return self.array(self.scalar("I"))
+        return self.scalar(self.code(kind))
+
+    def array(self, kind: int) -> list[Any]:
+        """Elements of one type."""
+        if kind == STRING:
+            return [self.string() for _ in range(self.count(8))]
+        if kind == ARRAY:
+            return [self.value(ARRAY) for _ in range(self.count(12))]
+        code = self.code(kind)
+        length = self.count(struct.calcsize(code))
+        values = struct.unpack_from(f"<{length}{code}", self.data, self.at)
+        self.at += length * struct.calcsize(code)
+        return list(values)
+
+    def code(self, kind: int) -> str:
+        if kind not in SCALARS:
+            raise ModelError(f"{self.name}: broken GGUF header: unknown value type {kind} at byte {self.at}")
+        return SCALARS[kind]
+
+
+def as_stored(rows: np.ndarray, kind: Any) -> np.ndarray:
+    """Bytes [R, bytes] viewed as the library expects: float16 and float32 as themselves, blocks as bytes."""
+    plain = {"F32": np.float32, "F16": np.float16}.get(kind.name)
+    return rows if plain is None else rows.view(plain)
+
+
+def half_split(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Undo llama.cpp's reordering of query and key rows [heads * D, ...].
+
+    Its `llama` files pair rotated rows (2j, 2j + 1) of a head; ours, like Hugging Face's, pair (j, j + D/2).
+    """
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)

@@ -1,0 +1,202 @@
+"""Reading the configuration: defaults < TOML file < JITNEY_* environment < flags, and writing it back as TOML.
+
+Every error is one line that says where the bad value stands and what is accepted there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from jitney.engine.config.schema import Config, Section
+from jitney.engine.errors import ConfigError
+
+ENV_PREFIX = "JITNEY_"
+#: Names with the prefix that are not settings of one run.
+ENV_OTHER = ("JITNEY_CACHE",)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field: its place in the file, and its flat name in flags and the environment."""
+
+    section: str
+    key: str
+    field: FieldInfo
+
+    @property
+    def name(self) -> str:
+        return str(self._extra.get("name", self.key))
+
+    @property
+    def secret(self) -> bool:
+        """True for values that are neither flags nor printed."""
+        return bool(self._extra.get("secret"))
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def kind(self) -> type:
+        """bool, int, float, str or tuple: what the default is made of."""
+        return type(self.field.default)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The accepted words of a Literal field, else ()."""
+        annotation = self.field.annotation
+        return get_args(annotation) if self.kind is str and get_origin(annotation) is Literal else ()
+
+    @property
+    def _extra(self) -> Mapping[str, Any]:
+        extra = self.field.json_schema_extra
+        return extra if isinstance(extra, dict) else NOTHING
+
+    def parse(self, text: str, where: str) -> Any:
+        """The value that `text` (from a flag or the environment) stands for; ConfigError if it stands for none."""
+        try:
+            if self.kind is bool:
+                return {"true": True, "1": True, "yes": True, "on": True,
+                        "false": False, "0": False, "no": False, "off": False}[text.strip().lower()]
+            if self.kind is tuple:
+                words = [word.strip() for word in text.split(",") if word.strip()]
+                return tuple(words) if "str" in str(self.field.annotation) else tuple(int(word) for word in words)
+            return self.kind(text)
+        except (KeyError, ValueError):
+            wanted = {bool: "true or false", int: "a whole number", float: "a number",
+                      tuple: "values separated by commas"}[self.kind]
+            raise ConfigError(f"{where}: must be {wanted}, not {_short(text)}") from None
+
+
+@cache
+def settings() -> dict[str, Setting]:
+    """All settings by flat name, in the order of the description."""
+    found = (Setting(section, key, field) for section, info in Config.model_fields.items()
+             for key, field in _section_class(info).model_fields.items())
+    return {setting.name: setting for setting in found}
+
+
+def _section_class(info: FieldInfo) -> type[Section]:
+    assert isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+    return info.annotation
+
+
+def load_config(file: str | Path | None = None, environ: Mapping[str, str] = NOTHING,
+                flags: Mapping[str, Any] = NOTHING) -> Config:
+    """The frozen description from all layers.
+
+    flags: flat name -> value of the field's own type, or text to be parsed. Raises ConfigError, naming the place.
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
+    origin: dict[tuple[str, str], str] = {}
+    for setting, value, where in (*_from_file(file), *_from_environ(environ), *_from_flags(flags)):
+        values[setting.section][setting.key] = value
+        origin[setting.section, setting.key] = where
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origin)) from None
+
+
+def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, Any, str]]:
+    if file is None:
+        return
+    places = {(s.section, s.key): s for s in settings().values()}
+    for section, table in _read_toml(file).items():
+        if section not in Config.model_fields or not isinstance(table, dict):
+            raise ConfigError(f"{file}: {_unknown(f'[{section}]', [f'[{s}]' for s in Config.model_fields])}")
+        for key, value in table.items():
+            if (section, key) not in places:
+                known = [k for s, k in places if s == section]
+                raise ConfigError(f"{file}: [{section}] {_unknown(key, known)}")
+            yield places[section, key], value, f"{file}: [{section}] {key}"
+
+
+def _read_toml(file: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from None
+
+
+def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[Setting, Any, str]]:
+    by_env = {setting.env: setting for setting in settings().values()}
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX) and name not in ENV_OTHER:
+            if name not in by_env:
+                raise ConfigError(f"environment: {_unknown(name, list(by_env))}")
+            yield by_env[name], by_env[name].parse(text, name), name
+
+
+def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Setting, Any, str]]:
+    for name, value in flags.items():
+        setting = settings().get(name)
+        if setting is None:
+            raise ConfigError(_unknown(name, list(settings())))
+        parsed = setting.parse(value, setting.flag) if isinstance(value, str) else value
+        yield setting, parsed, setting.flag
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    return f"{_short(name)} is unknown; {hint}"
+
+
+def _explain(error: ValidationError, origin: Mapping[tuple[str, str], str]) -> str:
+    """All complaints in one line, each with the place the value came from."""
+    lines = []
+    for item in error.errors(include_url=False):
+        section, *rest = [str(part) for part in item["loc"]]
+        where = origin.get((section, rest[0]), rest[0]) if rest else f"[{section}]"
+        message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        given = f", not {_short(repr(item['input']))}" if rest and item["type"] != "value_error" else ""
+        lines.append(f"{where}: {message}{given}")
+    return "; ".join(lines)
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def to_toml(config: Config, *, comments: bool = True) -> str:
+    """The configuration as TOML that `load_config` reads back to an equal one; secrets are left out and counted."""
+    blocks = []
+    for section in Config.model_fields:
+        lines = [f"[{section}]"]
+        for setting in (s for s in settings().values() if s.section == section):
+            value = getattr(getattr(config, section), setting.key)
+            if comments:
+                lines.append(f"# {setting.field.description}")
+            if setting.secret:
+                lines.append(f"# {setting.key}: {len(value)} set, not shown")
+            else:
+                lines.append(f"{setting.key} = {_toml_value(value)}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
+    # JSON's strings, numbers and booleans are also TOML's, except that JSON leaves DEL unescaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

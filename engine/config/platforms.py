@@ -1,0 +1,98 @@
+"""Whether the platform that was asked for can be there at all; asked before anything is loaded or fetched. Jax-free.
+
+jax itself falls back to the CPU in silence where `JAX_PLATFORMS` lists an accelerator whose plugin is missing. What is
+found here is quick to say no; `jitney.engine.build.start_jax` then asks jax, which alone can say yes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import pkgutil
+from pathlib import Path
+
+from jitney.engine.config.schema import EngineSection, platform_environment
+from jitney.engine.errors import ConfigError
+
+#: What to install for a platform, as one types it in a clone.
+INSTALL = {
+    "cuda": 'pip install -e ".[cuda12]" (or cuda13)',
+    "tpu": 'pip install -e ".[tpu]"',
+}
+#: What jax calls the devices of a platform.
+DEVICE_PLATFORMS = {"cpu": ("cpu",), "cuda": ("gpu", "cuda"), "tpu": ("tpu",)}
+#: NVIDIA's driver, which CUDA programs load.
+DRIVER = "libcuda.so.1"
+#: Where Linux shows the chips of a TPU machine: device files, or a PCI device made by Google.
+TPU_FILES = ("accel*", "vfio/[0-9]*")
+PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
+GOOGLE = "0x1ae0"
+
+
+def prepare_platform(engine: EngineSection) -> None:
+    """Set what jax reads from the environment, and refuse a platform that cannot be here (ConfigError, one line).
+
+    Must come before jax is imported.
+    """
+    os.environ.update(platform_environment(engine))
+    check_platform(engine.platform)
+
+
+def check_platform(platform: str) -> None:
+    """Raise ConfigError, naming what to install, if `platform` (auto, cpu, cuda, tpu) cannot be here."""
+    if platform == "cuda":
+        check_cuda()
+    elif platform == "tpu":
+        check_tpu()
+
+
+def check_cuda() -> None:
+    """Raise ConfigError without jax's CUDA plugin, or where NVIDIA's driver shows no GPU."""
+    if not any("cuda" in name for name in jax_plugins()):
+        raise ConfigError(f"platform cuda: jax's CUDA plugin is not installed: {INSTALL['cuda']}")
+    problem = gpu_problem()
+    if problem:
+        raise ConfigError(f"platform cuda: {problem}; choose another platform, or see to the GPU and its driver "
+                          f"(the extra that brings jax's CUDA plugin: {INSTALL['cuda']})")
+
+
+def check_tpu() -> None:
+    """Raise ConfigError without libtpu, or where Linux shows no chip."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(f"platform tpu: libtpu is not installed: {INSTALL['tpu']}")
+    if not tpu_chips_shown():
+        raise ConfigError("platform tpu: this machine shows no TPU chip; choose another platform, or run on a TPU VM "
+                          f"(the extra that brings libtpu: {INSTALL['tpu']})")
+
+
+def jax_plugins() -> set[str]:
+    """Names of the plugins that jax would load, such as xla_cuda12; found as jax finds them."""
+    names = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
+    package = importlib.util.find_spec("jax_plugins")
+    if package is not None and package.submodule_search_locations is not None:
+        names |= {module.name for module in pkgutil.iter_modules(package.submodule_search_locations)}
+    return names
+
+
+def gpu_problem() -> str:
+    """Why NVIDIA's driver gives us no GPU; empty if it gives one. Makes no CUDA context and takes no GPU memory."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return f"no NVIDIA driver ({DRIVER}) on this machine"
+    count = ctypes.c_int(0)
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        return f"NVIDIA's driver finds no usable GPU (CUDA error {status})"
+    return "" if count.value else "NVIDIA's driver finds no GPU"
+
+
+def tpu_chips_shown(root: Path = Path("/")) -> bool:
+    """True if there is a sign of a TPU below `root`: a device file, or a PCI device of Google's (also its network card,
+    since jax has the last word)."""
+    if any(any((root / "dev").glob(pattern)) for pattern in TPU_FILES):
+        return True
+    vendors = root.glob(PCI_VENDORS.lstrip("/"))
+    return any(file.read_text().strip() == GOOGLE for file in vendors)

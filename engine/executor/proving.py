@@ -1,0 +1,109 @@
+"""Which kernels an engine may use: those that prove right here, in the shapes it will serve."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax.numpy as jnp
+
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.errors import ConfigError
+from jitney.engine.executor.program import StateSizes
+from jitney.engine.models.layers import Linear
+from jitney.engine.models.llama import Llama
+from jitney.engine.scheduler.buckets import Buckets
+from jitney.engine.types import KernelProof
+from jitney.kernels.interface import KernelSet
+from jitney.kernels.proof import Matrix, Proof, Served, prove, without
+
+log = logging.getLogger("jitney.core")
+
+
+def proven(
+    kernels: KernelSet, served: Served, *, named: bool
+) -> tuple[KernelSet, list[KernelProof]]:
+    """The set without the kernels that are wrong here, and what was found of each.
+
+    named: the user asked for this set by name. Then a wrong kernel raises ConfigError; else the
+    reference serves in its place, and one line of the log says so.
+    """
+    proofs = prove(kernels, served)
+    wrong = [proof for proof in proofs if not proof.ok]
+    if wrong:
+        told = "; ".join(map(str, wrong))
+        if named:
+            raise ConfigError(
+                f"kernels {kernels.name} compute wrong numbers on this machine: {told}; use "
+                "--kernels auto, which leaves out what is wrong, or --kernels reference"
+            )
+        log.error(
+            "KERNELS TAKEN OUT: %s of kernels %s; the slower reference serves in their place. "
+            "Please report this with the output of `jitney doctor`.",
+            told,
+            kernels.name,
+        )
+        kernels = without(kernels, [proof.kernel for proof in wrong])
+    return kernels, [as_told(proof) for proof in proofs]
+
+
+def as_told(proof: Proof) -> KernelProof:
+    """A proof as the API, the page and `doctor` show it."""
+    return KernelProof(proof.kernel, proof.error, proof.limit, proof.reason)
+
+
+def served_by(
+    model: Llama, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: Any
+) -> Served:
+    """What an engine will ask of its kernels.
+
+    own: the model's configuration on one device. dtype: of the activations.
+    """
+    return Served(
+        n_heads=own.n_heads,
+        n_kv_heads=own.n_kv_heads,
+        head_dim=own.head_dim,
+        hidden_size=own.hidden_size,
+        vocab_size=own.vocab_size,
+        eps=own.rms_eps,
+        qk_norm=own.qk_norm,
+        windows=tuple(sorted(set(own.windows))),
+        page_size=sizes.page_size,
+        pages=sizes.builder().pages,
+        context=sizes.context_length,
+        dtype=jnp.dtype(dtype).name,
+        kv_dtype=jnp.dtype(sizes.kv_dtype).name,
+        matrices=matrices_of(model, own),
+        table=own.vocab_share if own.tie_embeddings else 0,
+        decode=tuple(bucket.seats for bucket in buckets.decode),
+        mixed=tuple(bucket.tokens for bucket in buckets.mixed),
+    )
+
+
+def matrices_of(model: Llama, own: ModelConfig) -> tuple[Matrix, ...]:
+    """The different matrices of all layers, in the sizes of one device."""
+    hidden, inner = own.hidden_size, own.intermediate_size
+    found: dict[Matrix, None] = {}
+    for block in model.layers:
+        attention, mlp = block.attention, block.mlp
+        gates = mlp.gate_up
+        for linear, size_in, size_out in (
+            (attention.qkv, hidden, own.qkv_size),
+            (attention.o, own.n_heads * own.head_dim, hidden),
+            (gates, hidden, 2 * inner),
+            (mlp.down, inner, hidden),
+        ):
+            found[matrix_of(linear, size_in, size_out, gates=linear is gates)] = None
+    if model.lm_head is not None:
+        found[matrix_of(model.lm_head, hidden, own.vocab_share, gates=False)] = None
+    return tuple(found)
+
+
+def matrix_of(linear: Linear, size_in: int, size_out: int, *, gates: bool) -> Matrix:
+    """One layer's matrix; gates: it opens an MLP, so its product is gated where that is a kernel."""
+    kept = linear.kept
+    gated = gates and linear.bias is None and kept.scale is None
+    group = 0
+    if kept.scale is not None and kept.scheme == "int4":
+        group = 2 * kept.kernel.shape[0] // kept.scale.shape[0]
+    return Matrix(size_in, size_out, kept.scheme, gated, group)

@@ -1,0 +1,97 @@
+"""Which scheme and which KV type a configuration means on a device, and the factors of quantised KV."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.errors import ConfigError
+from jitney.engine.loading.calibration import calibrate, factors
+from jitney.engine.loading.load import Keeping, open_checkpoint
+from jitney.engine.loading.quantised_folder import QuantisedFolder
+from jitney.engine.models.llama import Llama
+from jitney.engine.models.quantization import KV_TYPES
+from jitney.engine.models.sharding import Shares
+from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.kernels.interface import KernelSet
+
+log = logging.getLogger("jitney.core")
+
+#: Compute capability from which NVIDIA GPUs convert fp8.
+FP8_CAPABILITY = 8.9
+#: Read once to see how large keys and values become: prose, numbers, code and a list, as prompts have them.
+TEXT = """The ferry leaves the old harbour at seven, turns north past the lighthouse and reaches the island in about
+forty minutes, if the wind is kind. On board there is coffee, a shelf of borrowed paperbacks and, most days, a dog.
+"Do you come here often?" asked the man with the green umbrella. She laughed. "Every Tuesday, for eleven years!"
+
+Prices in 2024: adults 12.50, children 6.25, bicycles 3.00; a family of four pays 34.90 instead of 37.50 (7 % less).
+
+def mean(values: list[float]) -> float:
+    if not values:
+        raise ValueError("mean of nothing")
+    return sum(values) / len(values)
+
+To bake the bread:
+1. Mix 500 g of flour, 350 ml of water, 10 g of salt and a little yeast.
+2. Let it rest overnight at 18 degrees; fold it twice, gently.
+3. Bake for 45 minutes at 230 degrees, the first twenty under a lid.
+
+Question: why does ice float? Answer: water expands by about nine percent when it freezes, so a block of ice weighs less
+than the water it pushes aside. In short, rho_ice = 917 kg/m^3 < rho_water = 1000 kg/m^3.
+{"name": "sensor-7", "values": [0.12, -3.4, 1e-6, 250000], "ok": true, "x": null} <p class="x">Zürich, 東京, naïve</p>
+"""
+
+
+def choose_keeping(weights: str, platform: str, kernels: KernelSet) -> Keeping:
+    """How matrices are kept under `weights`, one of the configuration's words.
+
+    auto leaves quantised matrices of a checkpoint as they are where the device's products do: XLA widens 8 bits within
+    the product on GPUs and TPUs, 4 bits need a kernel. A CPU would write them out as floats in every step, so there
+    they become floats once.
+    """
+    if weights != "auto":
+        return Keeping(weights, frozenset({weights} - {"plain"}))
+    stay = () if platform == "cpu" else ("int8", "fp8", *(("int4",) if kernels.keeps_int4 else ()))
+    return Keeping("plain", frozenset(stay))
+
+
+def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
+    """jnp dtype of the KV pools; ConfigError for fp8 on an NVIDIA GPU that does not know it."""
+    if name == "auto":
+        return dtype
+    capability = str(getattr(device, "compute_capability", ""))
+    if name == "fp8" and device.platform in ("gpu", "cuda") and capability and float(capability) < FP8_CAPABILITY:
+        raise ConfigError(f"kv_dtype fp8 needs compute capability {FP8_CAPABILITY}; this {device.device_kind} has "
+                          f"{capability}: use int8")
+    return KV_TYPES[name]
+
+
+def hold_factors(model: Llama, source: ModelSource, kv_dtype: Any, mesh: Mesh | None = None) -> None:
+    """Give the model factors for its quantised pools: the checkpoint's own, else those that TEXT leads to."""
+    stored = stored_limits(source)
+    if stored is not None:
+        log.info("KV factors: as the checkpoint has them")
+        scales = [factors(most, kv_dtype) for most in stored]
+        if mesh is not None:
+            shares = Shares(source.config, mesh)
+            scales = [shares.place(("attention", "kv_scales"), layer) for layer in scales]
+        model.hold_kv_scales(scales)
+        return
+    tokens = load_tokenizer(source).encode(TEXT)
+    calibrate(model, [token for token in tokens if token < source.config.vocab_size], kv_dtype, mesh)
+    log.info("KV factors: from %d tokens of the built-in text", len(tokens))
+
+
+def stored_limits(source: ModelSource) -> list[Any] | None:
+    """Largest magnitudes that a checkpoint states for each layer's KV heads, [2K] each, None if it states none."""
+    checkpoint = open_checkpoint(source, source.config)[0] if source.kind == "hf" else None
+    if not isinstance(checkpoint, QuantisedFolder):
+        return None
+    limits = [checkpoint.kv_limits(layer) for layer in range(source.config.n_layers)]
+    if any(limit is None for limit in limits):
+        return None
+    return [jnp.tile(jnp.array(limit), source.config.n_kv_heads) for limit in limits]

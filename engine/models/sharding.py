@@ -1,0 +1,172 @@
+"""Tensor parallelism: one step on several devices, each with its share of heads, feed-forward and vocabulary.
+
+The whole step runs under `jax.shard_map` over one mesh axis, so every device runs an ordinary model, the one of
+`ModelConfig.local`, on its share of the weights and of the KV pools, with the kernels of one device (the split is that
+of Megatron-LM, arXiv 1909.08053). What joins the shares again is here: `total` after the two products that end a
+layer's halves, `lookup` for the embedding, `gather` or `first_best` for logits over the vocabulary. Plans, uploads and
+sampling are the same on all devices.
+
+Axes as in `jitney.kernels.interface`, with H, K, F and V counted over all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.errors import ConfigError
+
+#: The mesh axis over which everything is split.
+AXIS = "tensor"
+WHOLE = PartitionSpec()
+#: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
+POOL = PartitionSpec(None, None, AXIS, None)
+#: Modules whose outputs are split (their last axis is outputs), and whose inputs are (a matrix's first axis).
+BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
+
+#: Attribute names and layer numbers from the model down, as nnx's flat state has them.
+Path = tuple[Any, ...]
+
+
+def make_mesh(devices: Sequence[Any]) -> Mesh:
+    """The devices of one engine; their order is the order of the shares."""
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def total(x: jax.Array) -> jax.Array:
+    """Sum of every device's x, on every device; inside the step only."""
+    return jax.lax.psum(x, AXIS)
+
+
+def gather(x: jax.Array) -> jax.Array:
+    """Every device's columns side by side: [R, C / n] -> [R, C]; inside the step only."""
+    return jax.lax.all_gather(x, AXIS, axis=1, tiled=True)
+
+
+def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of a table whose rows are split: table [V / n, E], tokens int32 [T] of the whole -> [T, E], exact.
+
+    Every device but one adds zeros. Inside the step only.
+    """
+    rows = table.shape[0]
+    own = tokens - jax.lax.axis_index(AXIS) * rows
+    mine = (own >= 0) & (own < rows)
+    return total(jnp.where(mine[:, None], jnp.take(table, own, axis=0, mode="clip"), 0))
+
+
+def first_best(best: jax.Array, token: jax.Array, columns: int) -> jax.Array:
+    """The whole vocabulary's greedy token from each device's own: best float32 [S], token int32 [S] among `columns`.
+
+    Two numbers a row travel instead of all logits. -1 where the best is not finite. Inside the step only.
+    """
+    token += jax.lax.axis_index(AXIS) * columns
+    pairs = jax.lax.all_gather(jnp.stack([jax.lax.bitcast_convert_type(best, jnp.int32), token]), AXIS)
+    bests = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
+    top = jnp.max(bests, axis=0)
+    first = jnp.min(jnp.where(bests == top, pairs[:, 1], jnp.iinfo(jnp.int32).max), axis=0)
+    return jnp.where(jnp.isfinite(top), first, -1)
+
+
+def axis_of(path: Path, ndim: int) -> int | None:
+    """Which axis of a weight is split; None: every device has all of it."""
+    if path == ("embed",) or path[-1] == "kv_scales":
+        return 0
+    names = set(path)
+    if names & set(BY_OUTPUTS) and ndim:
+        return ndim - 1
+    # A bias, or a scale of each output, comes after the sum over the devices: it is whole.
+    return 0 if names & set(BY_INPUTS) and ndim == 2 else None
+
+
+def sharding_of(path: Path, ndim: int, mesh: Mesh) -> NamedSharding:
+    """How a weight lies on the mesh."""
+    axis = axis_of(path, ndim)
+    return NamedSharding(mesh, WHOLE if axis is None else PartitionSpec(*[None] * axis, AXIS))
+
+
+def whole_shape(path: Path, own: Sequence[int], shards: int) -> tuple[int, ...]:
+    """A weight's shape over all devices, given that of one device's share."""
+    axis = axis_of(path, len(own))
+    return tuple(size * shards if at == axis else size for at, size in enumerate(own))
+
+
+def widen(path: Path, own: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """A weight as it lies on the mesh, given anything with the shape and dtype of one device's share."""
+    return jax.ShapeDtypeStruct(whole_shape(path, own.shape, mesh.size), own.dtype,
+                                sharding=sharding_of(path, len(own.shape), mesh))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who holds what of a model's weights. config: of the whole model."""
+
+    config: ModelConfig
+    mesh: Mesh
+
+    @property
+    def own(self) -> ModelConfig:
+        """The model that one device runs."""
+        return self.config.local(self.mesh.size)
+
+    def ranges(self, path: Path, size: int, device: int) -> list[slice]:
+        """Which indices along the split axis, of `size` in the checkpoint's order, the device holds, in its own order.
+
+        A fused projection is cut piece by piece, so that each device has (q, k, v) or (gate, up) of its own. Devices
+        beyond the KV heads share them: each of a head's devices holds it.
+        """
+        own, whole = self.own, self.config
+        first_kv = device * whole.n_kv_heads // own.shards
+        if path[-1] == "kv_scales":
+            return [slice(2 * first_kv, 2 * (first_kv + own.n_kv_heads))]
+        if "qkv" in path:
+            heads = [(device * own.n_heads, own.n_heads)]
+            heads += [(whole.n_heads + part * whole.n_kv_heads + first_kv, own.n_kv_heads) for part in (0, 1)]
+            dim = whole.head_dim
+            return [slice(first * dim, (first + count) * dim) for first, count in heads]
+        inner = own.intermediate_size
+        if "gate_up" in path:
+            starts = (device * inner, whole.intermediate_size + device * inner)
+            return [slice(start, start + inner) for start in starts]
+        if size % own.shards:
+            raise ConfigError(f"tensor_parallel {own.shards} does not divide the {size} groups of inputs of quantised "
+                              f"{'.'.join(map(str, path))}")
+        return [slice(device * size // own.shards, (device + 1) * size // own.shards)]
+
+    def cut(self, path: Path, array: Any, device: int, *, transposed: bool = False) -> Any:
+        """One device's share of a weight in the checkpoint's order, numpy or jax; transposed: a matrix [O, I]."""
+        axis = axis_of(path, array.ndim)
+        if axis is None:
+            return array
+        axis = array.ndim - 1 - axis if transposed else axis
+        before = (slice(None),) * axis
+        parts = [array[(*before, part)] for part in self.ranges(path, array.shape[axis], device)]
+        if len(parts) == 1:
+            return parts[0]
+        return (np if isinstance(array, np.ndarray) else jnp).concatenate(parts, axis=axis)
+
+    def place(self, path: Path, array: Any) -> jax.Array:
+        """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding its share."""
+        pieces = [jax.device_put(self.cut(path, array, i), device) for i, device in enumerate(self.mesh.devices.flat)]
+        return self.join(path, pieces)
+
+    def send(self, path: Path, stored: np.ndarray, finish: Callable[[jax.Array], jax.Array], *,
+             transposed: bool) -> jax.Array:
+        """A whole weight as the host has it ([O, I] if transposed) -> in shares, each made by `finish` on its device.
+
+        No device ever holds more of it than its share.
+        """
+        return self.join(path, [finish(jax.device_put(self.cut(path, stored, i, transposed=transposed), device))
+                                for i, device in enumerate(self.mesh.devices.flat)])
+
+    def join(self, path: Path, pieces: Sequence[jax.Array]) -> jax.Array:
+        """One array out of the devices' shares, each on its device already."""
+        own = pieces[0].shape
+        return jax.make_array_from_single_device_arrays(
+            whole_shape(path, own, self.mesh.size), sharding_of(path, len(own), self.mesh), list(pieces))

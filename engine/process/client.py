@@ -1,0 +1,158 @@
+"""The engine as the HTTP side sees it: an interface, and the running totals that metrics and pages read.
+
+Nothing here knows how the core is reached; `engine.process.main` implements `EngineClient` over IPC.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from jitney.engine.messages import CanaryFinding, Progress, Slots
+from jitney.engine.records import ROW_KINDS
+from jitney.engine.telemetry.history import Journal
+from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
+
+EngineState = Literal["loading", "ready", "draining", "dead"]
+
+STEP_KINDS = ("decode", "mixed")
+#: Upper bounds in seconds of the step-time histograms.
+STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+GAP_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
+FILL_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts per upper bound plus one for the rest; `total` is the sum of the values."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+def _step_histograms() -> dict[str, Histogram]:
+    return {kind: Histogram(STEP_BOUNDS) for kind in STEP_KINDS}
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Running totals over the life of the API process; written by the client alone, from step reports.
+
+    steps and step_seconds are keyed by STEP_KINDS, rows by ROW_KINDS. A step's time is from one step's result to the
+    next one's: device time plus the gap before it. last: the newest record (numpy scalar of `ledger.STEP_DTYPE`), from
+    which the gauges (seats, pages, queue) are read.
+    """
+
+    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STEP_KINDS, 0))
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROW_KINDS, 0))
+    preemptions: int = 0
+    compiles: int = 0
+    nan_rows: int = 0
+    engine_restarts: int = 0
+    canary_checked: int = 0  # sequences computed again with the reference
+    canary_mismatched: int = 0  # of them, those that differed by more than rounding explains
+    canary_worst: float = 0.0  # largest difference of two log-probabilities
+    waiting: int = 0
+    waiting_tokens: int = 0
+    step_seconds: dict[str, Histogram] = field(default_factory=_step_histograms)
+    host_gap_seconds: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS))
+    seat_fill_ratio: Histogram = field(default_factory=lambda: Histogram(FILL_BOUNDS))
+    last: Any = None
+
+    def observe_step(self, record: Any) -> None:
+        """Add one step record (a numpy scalar with the fields of `ledger.STEP_DTYPE`)."""
+        values = dict(zip(record.dtype.names, record.item(), strict=True))
+        kind = "mixed" if values["mixed"] else "decode"
+        self.steps[kind] += 1
+        for name in ROW_KINDS:
+            self.rows[name] += values[name]
+        self.preemptions += values["preempted"]
+        self.compiles += values["compiled"]
+        self.waiting, self.waiting_tokens = values["waiting"], values["waiting_tokens"]
+        self.step_seconds[kind].observe(values["device_s"] + values["gap_s"])
+        self.host_gap_seconds.observe(values["gap_s"])
+        self.seat_fill_ratio.observe(values["seats_busy"] / max(1, values["seats"]))
+        self.last = record
+
+    def observe_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
+        """Count what only the outputs tell: rows whose logits were not finite."""
+        for output in outputs:
+            if output.error is not None and output.error.code == "nan_logits":
+                self.nan_rows += 1
+
+    def observe_canary(self, findings: Iterable[CanaryFinding]) -> None:
+        """Count sequences that were computed again."""
+        for finding in findings:
+            self.canary_checked += 1
+            self.canary_mismatched += not finding.right
+            self.canary_worst = max(self.canary_worst, finding.apart)
+
+    def observe_idle(self, waiting: int) -> None:
+        """An idle tick: nothing sits in a seat, and no page is held by a sequence."""
+        self.waiting, self.waiting_tokens = waiting, 0
+        if self.last is not None:
+            self.last = self.last.copy()
+            self.last["seats_busy"] = self.last["pages_used"] = 0
+
+    def gauge(self, name: str) -> int:
+        """A field of the newest record, 0 before the first step."""
+        return 0 if self.last is None else int(self.last[name])
+
+
+class EngineClient(Protocol):
+    """One engine, reached from one asyncio event loop.
+
+    state "loading" until the first `Ready` and again while a dead core is being replaced; info is None until then.
+    """
+
+    @property
+    def state(self) -> EngineState: ...
+    @property
+    def info(self) -> EngineInfo | None: ...
+    @property
+    def progress(self) -> Progress | None: ...
+    @property
+    def counters(self) -> EngineCounters: ...
+    @property
+    def journal(self) -> Journal: ...
+
+    def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
+        """Register the request at once and return its outputs.
+
+        The iterator ends after each of the n sequences had its output with `finish`. A request refused by the core
+        yields finish "error" for every index; so does a core that dies (code engine_dead). Closing the iterator before
+        its end aborts the request. Raises RequestError (loading, draining, engine_dead).
+        """
+        ...
+
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
+        """End one request, or one of its sequences; unknown or finished ones are ignored."""
+        ...
+
+    async def slots(self) -> Slots:
+        """The seats and page states as they are now. Raises RequestError when the core does not answer."""
+        ...
+
+    async def page_states(self) -> bytes:
+        """The page states alone (see `wire.Slots`), which cost the core next to nothing. Raises as `slots`."""
+        ...
+
+    def records(self, after_step: int) -> np.ndarray:
+        """Step records newer than `after_step`, oldest first, as far back as they are kept (`ledger.STEP_DTYPE`)."""
+        ...
+
+    def last_step_age(self) -> float:
+        """Seconds since a step finished or the idle loop ticked."""
+        ...

@@ -1,0 +1,88 @@
+"""One life of a core process, as its parent holds it: the process, and the two sockets to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from jitney.engine import messages
+from jitney.engine.config.schema import Config, platform_environment
+from jitney.engine.errors import ErrorInfo
+from jitney.engine.process.main import Start, from_core_address, to_core_address
+
+#: Settings the core has no use for, and should not be able to tell anyone.
+NOT_FOR_THE_CORE = ("JITNEY_API_KEYS",)
+#: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB otherwise.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+@dataclass(slots=True)
+class Link:
+    """A core process and the sockets to it; a restart makes a new one, so no message crosses lives.
+
+    ready, fatal, tickets: written by the client, from what the core says.
+    """
+
+    to_core: zmq.Socket
+    from_core: zmq.asyncio.Socket
+    process: asyncio.subprocess.Process
+    ready: bool = False
+    fatal: ErrorInfo | None = None
+    tickets: dict[int, asyncio.Future[messages.Slots]] = field(default_factory=dict)
+
+    def send(self, message: messages.ToCore) -> None:
+        """Queue a message; one to a dead core is dropped, since its death ends every request anyway."""
+        with contextlib.suppress(zmq.Again):
+            self.to_core.send(messages.encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> messages.FromCore:
+        """The next message."""
+        return messages.decode_from_core(await self.from_core.recv())
+
+    def answer(self, slots: messages.Slots) -> None:
+        """Wake whoever asked with this ticket, unless it has given up."""
+        if (waiter := self.tickets.pop(slots.ticket, None)) and not waiter.done():
+            waiter.set_result(slots)
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+
+@contextlib.asynccontextmanager
+async def open_link(config: Config, builder: str) -> AsyncIterator[Link]:
+    """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder of this user's alone."""
+    with (tempfile.TemporaryDirectory(prefix="jitney-", ignore_cleanup_errors=True) as folder, zmq.Context() as context,
+          context.socket(zmq.PUSH) as to_core, zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core):
+        for socket, address in ((to_core, to_core_address(folder)), (from_core, from_core_address(folder))):
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(address)
+        start = Start(config.model_dump(mode="json", exclude={"server"}), folder, builder)
+        link = Link(to_core, from_core, await _spawn(config, start))
+        try:
+            yield link
+        finally:
+            link.kill()
+            await link.process.wait()
+
+
+async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
+    """Start a core. -P: the folder we happen to stand in must not be importable (ours has one called `kernels`)."""
+    environ = {name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "jitney.engine.process.main", stdin=asyncio.subprocess.PIPE,
+        env=HUGE_PAGES | environ | platform_environment(config.engine))
+    assert process.stdin is not None  # asked for above; it stays open for as long as this process lives
+    process.stdin.write(msgspec.json.encode(start) + b"\n")
+    return process

@@ -1,0 +1,168 @@
+"""The core in a process of its own: `python -P -m jitney.engine.process.main`, started by `jitney.engine.process.supervisor`.
+
+The parent writes one line of JSON (`Start`) to our standard input and then holds that pipe open: its end is how we
+notice that the parent is gone, however it died. Messages go over two one-way ZeroMQ sockets in the parent's private
+folder (`jitney.engine.messages`).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import math
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from jitney.engine import messages
+from jitney.engine.checkpoints.sources import ModelSource, resolve
+from jitney.engine.config.schema import Config, compilation_cache_dir
+from jitney.engine.errors import ConfigError, ErrorInfo, JitneyError
+from jitney.engine.types import EngineInfo
+
+if TYPE_CHECKING:
+    from jitney.engine.core import EngineCore
+
+log = logging.getLogger("jitney.core")
+
+#: Seconds between two ticks of an idle core, and idle ticks between two conservation checks of the page pool.
+TICK_S = 1.0
+CHECK_EVERY = 10
+#: What makes the core; a test names one that needs no model.
+BUILDER = "jitney.engine.build:build_engine"
+
+Build = Callable[[Config, ModelSource, Callable[[messages.Progress], None]], "tuple[EngineCore, EngineInfo]"]
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The parent's one line: what to run (sections of the configuration), and the folder with the two sockets."""
+
+    config: dict[str, Any]
+    folder: str
+    builder: str = BUILDER
+
+
+def to_core_address(folder: str) -> str:
+    return f"ipc://{folder}/to"
+
+
+def from_core_address(folder: str) -> str:
+    return f"ipc://{folder}/from"
+
+
+def main() -> int:
+    """Run one core until it is told to stop; returns the exit status (0: as asked, 1: after a Fatal)."""
+    # Ctrl-C and a service manager's SIGTERM reach the whole group; the parent drains, and then tells us to stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells at INFO which platforms are absent
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
+        for socket, address in ((inbox, to_core_address(start.folder)), (outbox, from_core_address(start.folder))):
+            socket.set_hwm(0)  # a bound would drop or block; the scheduler's caps bound what is in flight
+            socket.linger = 2000  # milliseconds for the last words
+            socket.connect(address)
+        return _guarded(start, inbox, outbox)
+
+
+def _die_with_parent() -> None:
+    """Leave at once when the parent's end of the pipe closes: an orphan would keep the device and answer nobody."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
+    """Build and serve; an exception becomes one Fatal line for the parent and a traceback in the log."""
+    try:
+        config = Config.model_validate(start.config, strict=False)
+        if config.engine.compilation_cache:
+            refuse_open_folder(compilation_cache_dir())
+        source = resolve(config.model.id, revision=config.model.revision or None)
+        core, info = _builder(start.builder)(config, source, lambda news: outbox.send(messages.encode(news)))
+        outbox.send(messages.encode(messages.Ready(info)))
+        serve(core, inbox, outbox)
+        return 0
+    except Exception as error:
+        if not isinstance(error, JitneyError):
+            log.exception("the engine core stopped")
+        message = str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
+        outbox.send(messages.encode(messages.Fatal(ErrorInfo("engine_dead", " ".join(message.split())[:500]))))
+        return 1
+
+
+def _builder(name: str) -> Build:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def refuse_open_folder(folder: Path) -> None:
+    """Raise ConfigError if other users can write to `folder`: compiled programs are loaded from it and run."""
+    if folder.exists() and folder.stat().st_mode & stat.S_IWOTH:
+        raise ConfigError(f"{folder} is writable by every user, and programs are run from it: chmod o-w it, or turn "
+                          "compilation_cache off")
+
+
+def serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+    """Answer messages and step while there is work; return on Shutdown, after the current step."""
+    gc.collect()
+    gc.freeze()  # weights, executables and modules live for ever: no collection needs to look at them again
+    idle_ticks, next_tick = 0, 0.0
+    while True:
+        for message in received(inbox, min(TICK_S, core.pause_s) if core.has_work else TICK_S):
+            if isinstance(message, messages.Shutdown):
+                return
+            handle(core, message, outbox)
+        if core.has_work:
+            report = core.step()
+            outbox.send(messages.encode(report))
+            idle_ticks = 0
+        elif (now := time.monotonic()) >= next_tick:
+            outbox.send(messages.encode(messages.Tick(waiting=0)))
+            next_tick = now + TICK_S
+            idle_ticks += 1
+            if idle_ticks % CHECK_EVERY == 0:
+                core.check()
+
+
+def received(inbox: zmq.Socket, wait_s: float) -> Iterator[messages.ToCore]:
+    """Messages that are here now, or that come within `wait_s` seconds."""
+    if wait_s and not inbox.poll(math.ceil(wait_s * 1000)):
+        return
+    while True:
+        try:
+            yield messages.decode_to_core(inbox.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+
+
+def handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> None:
+    """Give one message to the core; its consequences come out of the next step."""
+    match message:
+        case messages.Add(request=request):
+            core.add(request)
+        case messages.Abort(request_id=request_id, index=index, reason=reason):
+            core.abort(request_id, index, reason)
+        case messages.AskSlots(ticket=ticket, seats=seats):
+            if core.has_work:
+                core.ask(message)  # answered after the next plan
+            else:
+                outbox.send(messages.encode(core.slots(ticket, seats=seats)))
+        case messages.Shutdown():
+            pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Fair shares for tenants: whoever was served least goes first, so that no tenant's load is another's wait.
+
+Method: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, arXiv 2401.00588).
+Each tenant has a counter of the tokens computed for it: prompt tokens at boarding (those found in pages cost nothing),
+output tokens as they come, one each. The waiting tenant with the least counter boards next. A tenant that comes back
+after a time without waiting requests is lifted to the least of those that wait, so nobody saves up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+
+from jitney.engine.scheduler.queues import SLACK, WaitingQueue
+from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.types import EngineRequest
+
+#: Every so many boardings the one who has waited longest goes first, whoever was served least: tenants that keep
+#: coming up new, each served nothing yet, would otherwise go before an old one for ever.
+EVERY = 16
+#: One of so many seats is kept for tenants that have less than their share of them: else a tenant with few requests
+#: waits for another's long answer to end each time it comes.
+SEATS_PER_KEPT = 32
+#: A tenant is there until so many have boarded since it last did.
+RECENT = 64
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One tenant. counter: tokens computed for it, lifted when it comes back. queue: its sequences that wait.
+
+    listed: it has its entry in the heap of tenants. seated: its sequences that have a seat. boarded: the number of the
+    boarding that was its last.
+    """
+
+    counter: int
+    listed: bool = False
+    seated: int = 0
+    boarded: int = 0
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
+
+
+class FairQueue(WaitingQueue):
+    """The waiting sequences of all tenants; within a tenant by arrival. All is O(log n) amortised.
+
+    Itself it is the queue of all by arrival, for the one boarding in EVERY that goes by that.
+    """
+
+    counts = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._accounts: dict[str, Account] = {}
+        self._least: list[tuple[int, int, int, Account]] = []  # a heap; its counters may be out of date, never too high
+        self._last: Account | None = None  # whose queue was the last one to become empty
+        self._boardings = self._tenants = 0  # _tenants: those that wait
+        self._room = SLACK
+
+    def push(self, seq: Sequence) -> None:
+        """Enter the queue of its tenant."""
+        super().push(seq)
+        account = self._account(seq)
+        if not account.queue:
+            account.counter = max(account.counter, self._floor())
+            self._tenants += 1
+        account.queue.push(seq)
+        if not account.listed:
+            account.listed = True
+            heappush(self._least, self._entry(account))
+
+    def head(self) -> Sequence | None:
+        """Who boards next: whoever lost its seat, else the first of the tenant served least.
+
+        For once in EVERY boardings it is the one who has waited longest.
+        """
+        longest = super().head()
+        if longest is None or longest.preemptions or self._boardings % EVERY == EVERY - 1:
+            return longest
+        account = self._first()
+        return account.queue.head() if account else None
+
+    def next_to_board(self, free_seats: int, seats: int) -> Sequence | None:
+        """The head, unless only kept seats are free and it may not have one: then whoever was served least and may."""
+        head = self.head()
+        if head is None or head.preemptions or free_seats > seats // SEATS_PER_KEPT:
+            return head
+        present = [account for account in self._accounts.values() if self._is_present(account)]
+        share = seats / max(1, len(present))
+        if len(present) < 2 or self._account(head).seated < share:
+            return head
+        small = [account for account in present if account.queue and account.seated < share]
+        if not small:
+            return None
+        return min(small, key=lambda account: account.counter).queue.head()
+
+    def _is_present(self, account: Account) -> bool:
+        """Whether a tenant sits, waits, or did so a short time ago."""
+        recently = account.boarded > 0 and self._boardings - account.boarded < RECENT
+        return bool(account.seated or account.queue) or recently
+
+    def left(self, seq: Sequence) -> None:
+        """A seat of its tenant is free again."""
+        self._account(seq).seated -= 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Leave both queues."""
+        super().remove(seq)
+        account = self._account(seq)
+        account.queue.remove(seq)
+        if not account.queue:
+            self._last = account
+            self._tenants -= 1
+
+    def board(self, seq: Sequence) -> None:
+        """The head takes a seat; its tenant pays for the prompt tokens to be computed, once."""
+        self._boardings += 1
+        if not seq.preemptions:
+            self.charge(seq, seq.n_prompt - seq.cached_tokens)
+        account = self._account(seq)
+        account.seated += 1
+        account.boarded = self._boardings
+        self.remove(seq)
+
+    def charge(self, seq: Sequence, tokens: int) -> None:
+        """So many tokens were computed for a sequence."""
+        self._account(seq).counter += tokens
+
+    def ahead(self, seq: Sequence) -> int:
+        """About as many as wait in the newcomer's own queue, of every tenant that has so many and one more."""
+        own = self._waiting_of(seq.request)
+        return own + sum(min(len(account.queue), own + 1) for name, account in self._accounts.items()
+                         if name != seq.request.account)
+
+    def may_overflow(self, request: EngineRequest, most: int) -> bool:
+        """A full queue is no reason to refuse a tenant that has less than its share in it: others filled it."""
+        return (self._waiting_of(request) + 1) * (self._tenants + 1) <= most
+
+    def counters(self) -> dict[str, int]:
+        """Tokens by tenant, as far as they are remembered."""
+        return {tenant: account.counter for tenant, account in self._accounts.items()}
+
+    def _waiting_of(self, request: EngineRequest) -> int:
+        account = self._accounts.get(request.account)
+        return len(account.queue) if account else 0
+
+    def _account(self, seq: Sequence) -> Account:
+        name = seq.request.account
+        account = self._accounts.get(name)
+        if account is None:
+            if len(self._accounts) >= self._room:
+                self._forget()
+            account = self._accounts[name] = Account(self._floor())
+        return account
+
+    def _forget(self) -> None:
+        """Let go of tenants that would be lifted anyway when they come back: names may be as many as requests."""
+        floor = self._floor()
+        self._accounts = {name: account for name, account in self._accounts.items()
+                          if account.queue or account.seated or account.counter > floor or account is self._last}
+        self._room = 2 * len(self._accounts) + SLACK
+
+    def _entry(self, account: Account) -> tuple[int, int, int, Account]:
+        """Equal counters: who has waited longer. The third number only keeps accounts from being compared."""
+        head = account.queue.head()
+        return account.counter, head.rank[1] if head else 0, next(self._entries), account
+
+    def _first(self) -> Account | None:
+        """The waiting tenant with the least counter; counters only grow, so what is out of date sinks."""
+        heap = self._least
+        while heap:
+            account = heap[0][3]
+            if not account.queue:
+                account.listed = False
+                heappop(heap)
+            elif account.counter > heap[0][0]:
+                heapreplace(heap, self._entry(account))
+            else:
+                return account
+        return None
+
+    def _floor(self) -> int:
+        """The least counter of those who wait, or the one of whoever waited last; it never sinks."""
+        account = self._first() or self._last
+        return account.counter if account else 0

@@ -1,0 +1,229 @@
+"""The page pool: who holds which KV page, and which pages can be used again by prompts that start alike.
+
+Host side only: numbers of pages, never their contents. Page 0 is the trash page that padding rows write to; it is never
+handed out. Every other page is in exactly one state:
+
+    free --allocate--> held --match--> shared --release--> held --release--> cached (published) or free
+    cached --match--> held          cached --allocate (evicts the oldest)--> held
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+from itertools import takewhile
+
+import numpy as np
+
+from jitney.engine.scheduler.sequence import Sequence
+
+FREE, HELD, SHARED, CACHED = range(4)
+
+
+class PagePool:
+    """Reference counts and the prefix index of n_pages pages; every operation is O(1) per page it touches.
+
+    retain: keep published pages that nobody holds until their room is needed (the prefix cache). Without it they
+    become free at once, and only sequences alive at the same time can share.
+    """
+
+    def __init__(self, n_pages: int, page_size: int, *, retain: bool = True):
+        if n_pages < 2 or page_size < 1:
+            raise ValueError(f"a pool needs 2 pages (one is trash) of 1 token, not {n_pages} of {page_size}")
+        self.n_pages, self.page_size, self.retain = n_pages, page_size, retain
+        self._free = list(range(n_pages - 1, 0, -1))  # a stack: low numbers go first
+        self._owners = [0] * n_pages  # references of each page
+        self._keys: list[bytes | None] = [None] * n_pages  # key each page is published under
+        self._index: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # published, unreferenced; oldest first
+        self._states = bytearray(n_pages)  # what `states` says: kept as it changes, for the page asks often
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be held at once: all but the trash page."""
+        return self.n_pages - 1
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def n_cached(self) -> int:
+        """Published pages that nobody holds."""
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can hand out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        """Pages that somebody holds; a shared page counts once."""
+        return self.n_pages - 1 - len(self._free) - len(self._cached)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold this many KV positions."""
+        return -(-tokens // self.page_size)
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Take a reference to the page of each key, in order, up to the first that is not here."""
+        pages = []
+        for key in keys:
+            page = self._index.get(key)
+            if page is None:
+                break
+            if not self._owners[page]:
+                del self._cached[page]
+            self._owners[page] += 1
+            self._states[page] = HELD if self._owners[page] == 1 else SHARED
+            pages.append(page)
+        return pages
+
+    def count(self, keys: Iterable[bytes]) -> int:
+        """How many of the keys, in order, `match` would find."""
+        return sum(1 for _ in takewhile(self._index.__contains__, keys))
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages with one reference each, or None (and nothing changed) if there are not that many.
+
+        Evicts cached pages, the longest unused first, once the free ones are gone.
+        """
+        if count > self.available:
+            return None
+        pages = []
+        for _ in range(count):
+            page = self._free.pop() if self._free else self._evict()
+            self._owners[page] = 1
+            self._states[page] = HELD
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Let later prompts find a held page whose rows are all computed (or launched: the device runs in order).
+
+        If the key is here already the older page keeps it, and this one stays private; nothing is copied.
+        """
+        if key not in self._index and self._keys[page] is None:
+            self._index[key] = page
+            self._keys[page] = key
+
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        """Let no later prompt find the pages of these names, held or cached: what they contain is not to be trusted."""
+        for key in keys:
+            page = self._index.get(key)
+            if page is None:
+                continue
+            self._unpublish(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+                self._states[page] = FREE
+
+    def release(self, pages: list[int]) -> None:
+        """Drop one reference of each page; `pages` in the order of the sequence; the trash page belongs to nobody.
+
+        The last page goes first, so that a chain is evicted from its tail: its head serves more prompts.
+        """
+        for page in reversed(pages):
+            if not page:
+                continue
+            self._owners[page] -= 1
+            if self._owners[page]:
+                self._states[page] = HELD if self._owners[page] == 1 else SHARED
+                continue
+            if self._keys[page] is not None and self.retain:
+                self._cached[page] = None
+                self._states[page] = CACHED
+            else:
+                self._unpublish(page)
+                self._free.append(page)
+                self._states[page] = FREE
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._unpublish(page)
+        return page
+
+    def _unpublish(self, page: int) -> None:
+        key = self._keys[page]
+        if key is not None:
+            del self._index[key]
+            self._keys[page] = None
+
+    def states(self) -> np.ndarray:
+        """uint8[N]: 0 free, 1 held, 2 shared, 3 cached; the trash page reads as free."""
+        return np.frombuffer(bytes(self._states), np.uint8)
+
+    def check(self, tables: Iterable[list[int]] | None = None) -> None:
+        """Raise RuntimeError unless every page is accounted for; `tables`: the page lists of all owners."""
+        held = {page for page, owners in enumerate(self._owners) if owners}
+        parts = [set(self._free), set(self._cached), held]
+        if sum(map(len, parts)) != self.capacity or set.union(*parts) != set(range(1, self.n_pages)):
+            raise RuntimeError(f"pages lost or doubled: {len(self._free)} free, {len(self._cached)} cached, "
+                               f"{len(held)} held of {self.capacity}")
+        if len(parts[0]) != len(self._free):
+            raise RuntimeError("a page is in the free list twice")
+        known = {page: CACHED for page in parts[1]} | {page: min(self._owners[page], SHARED) for page in held}
+        if any(state != known.get(page, FREE) for page, state in enumerate(self._states)):
+            raise RuntimeError("the states of pages disagree with who holds them")
+        published = {key: page for page, key in enumerate(self._keys) if key is not None}
+        if published != self._index or not parts[1] <= set(published.values()) or parts[0] & set(published.values()):
+            raise RuntimeError("the prefix index and the pages disagree")
+        if tables is not None:
+            owners = Counter(page for table in tables for page in table if page)
+            if any(owners[page] != count for page, count in enumerate(self._owners)):
+                raise RuntimeError("reference counts differ from the pages that sequences hold")
+
+
+KEY_BYTES = 16
+
+
+def root_key(tenant: str, cache_salt: str, request_id: str = "") -> bytes:
+    """The key before the first page: only sequences with equal parts can share pages.
+
+    request_id is given when the prefix cache is off: then only the siblings of one request share.
+    """
+    parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, cache_salt, request_id)]
+    # Lengths go first, so that ("ab", "c") and ("a", "bc") differ.
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return blake2b(framed, digest_size=KEY_BYTES).digest()
+
+
+def extend_keys(keys: list[bytes], root: bytes, tokens: list[int], page_size: int, n_pages: int) -> None:
+    """Append to `keys` until it names the first n_pages full pages of `tokens`.
+
+    A page's key is blake2b-128 of its parent's key and its tokens as int32.
+    """
+    for start in range(len(keys) * page_size, n_pages * page_size, page_size):
+        parent = keys[-1] if keys else root
+        page = array("i", tokens[start : start + page_size]).tobytes()
+        keys.append(blake2b(parent + page, digest_size=KEY_BYTES).digest())
+
+
+def shareable_keys(seq: Sequence, page_size: int) -> list[bytes]:
+    """Keys of the pages a boarding sequence may share: full ones, and never the last token's, whose logits we need."""
+    if not seq.shares:
+        return []
+    n_pages = (len(seq.tokens) - 1) // page_size
+    extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages)
+    return seq.keys[:n_pages]
+
+
+def publish(seq: Sequence, pool: PagePool) -> None:
+    """Offer the index every full page of a seated sequence whose tokens the host knows and whose rows are launched.
+
+    Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a page takes a hash, and
+    many at once take less time than one in each step.
+    """
+    if not seq.shares:
+        return
+    full = min(seq.scheduled, len(seq.tokens)) // pool.page_size
+    if full <= seq.published:
+        return
+    extend_keys(seq.keys, seq.root, seq.tokens, pool.page_size, full)
+    for i in range(max(seq.published, seq.dropped), full):
+        pool.publish(seq.pages[i], seq.keys[i])
+    seq.published = full

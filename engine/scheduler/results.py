@@ -1,0 +1,191 @@
+"""What a finished step means for its sequences: tokens appended, ends detected, every row's fate written down."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from jitney.engine.errors import ErrorInfo
+from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.plan import Chunk, Plan, StepResult
+from jitney.engine.scheduler.prompt_scores import PromptScores
+from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.scheduler.state import Roster
+from jitney.engine.types import FinishReason, SequenceOutput, TokenLogprobs
+
+log = logging.getLogger("jitney.core")
+
+NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this request")
+
+
+class Committer:
+    """The second half of the scheduler: `commit` a step's result to the sequences it was planned for."""
+
+    def __init__(self, roster: Roster, pool: PagePool, scores: PromptScores):
+        self.roster, self.pool, self.scores, self.counts = roster, pool, scores, roster.queue.counts
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> None:
+        """Give each chunk its logit rows; an exception over one sequence ends that sequence alone."""
+        n_decode, decoded, broken = plan.n_decode, 0, result.broken
+        for row, chunk in enumerate(plan.chunks[:n_decode]):  # of one logit row each
+            seq = chunk.seq
+            if seq.finish is not None:
+                self._count_dropped(plan, chunk)
+                if result.tokens[row] < 0:
+                    self._withdraw(seq)
+                continue
+            if chunk.recomputed:
+                plan.recomputed += 1
+            else:
+                decoded += 1
+            try:
+                self._append(seq, result, row, now)
+            except Exception:
+                self._drop(seq)
+        plan.decode += decoded
+        row, scored = n_decode, 0
+        for number in range(n_decode, len(plan.chunks)):
+            chunk = plan.chunks[number]
+            entries = []
+            if chunk.scored and result.prompt_logprobs is not None:
+                entries = result.prompt_logprobs[scored : scored + chunk.scored]
+            finite = all_finite(entries) and not (broken is not None and broken[number])
+            if chunk.sample and result.tokens[row] < 0:
+                finite = False
+            self._commit_prompt(plan, chunk, result, row, entries, finite, now)
+            row += chunk.logit_rows
+            scored += chunk.scored
+
+    def _commit_prompt(self, plan: Plan, chunk: Chunk, result: StepResult, row: int, entries: list[TokenLogprobs],
+                       finite: bool, now: float) -> None:
+        """Give a prompt chunk its logit row, if it has one, and the log-probabilities of its scored rows.
+
+        finite: whether all its rows are. An ended sequence's log-probabilities are its siblings' too.
+        """
+        seq = chunk.seq
+        ended = seq.finish is not None
+        if ended:
+            self._count_dropped(plan, chunk)
+        else:
+            self._count_rows(plan, chunk)
+        try:
+            if not finite:
+                self._fail(seq)
+                return
+            if chunk.scored:
+                self._score(seq, chunk, entries)
+            if chunk.sample and not ended:
+                self._append(seq, result, row, now)
+        except Exception:
+            self._drop(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        """Taking in a sequence's result failed: end it."""
+        log.exception("request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index)
+        if seq.finish is None:
+            self.roster.end(seq, "error")
+
+    @staticmethod
+    def _count_dropped(plan: Plan, chunk: Chunk) -> None:
+        """Rows of a sequence that ended after they were launched: by itself, or ended from outside."""
+        if chunk.seq.finish in ("stop", "length"):
+            plan.past_end += chunk.count
+        else:
+            plan.cancelled += chunk.count
+
+    @staticmethod
+    def _count_rows(plan: Plan, chunk: Chunk) -> None:
+        """Rows by kind; a row of a prompt chunk that feeds back an output token for the first time is a decode row."""
+        fresh = chunk.start + chunk.recomputed
+        prefill = max(0, min(chunk.end, chunk.seq.n_prompt) - fresh)
+        plan.recomputed += chunk.recomputed
+        plan.prefill += prefill
+        plan.decode += chunk.count - chunk.recomputed - prefill
+
+    def _score(self, seq: Sequence, chunk: Chunk, entries: list[TokenLogprobs]) -> None:
+        """Keep the log-probabilities of the prompt tokens that follow the chunk's scored positions."""
+        if len(entries) != chunk.scored:
+            raise ValueError("the step brought no log-probabilities of the prompt")
+        most = seq.request.sampling.prompt_logprobs
+        seq.prompt_logprobs += [trimmed(entry, most) for entry in entries]
+        if seq.shares and self.pool.retain:
+            self.scores.keep(seq.keys, seq.prompt_logprobs, chunk.scored)
+
+    def _append(self, seq: Sequence, result: StepResult, row: int, now: float) -> None:
+        """One new token: append it, see whether it ends the sequence, emit both."""
+        token = result.tokens[row]
+        seq.in_flight -= 1
+        if token < 0:
+            self._fail(seq)
+            return
+        tokens = seq.tokens
+        output = SequenceOutput(seq.request_id, seq.index, [token])
+        if seq.logprobs is not None:
+            output.logprobs = [trimmed(logprobs_of(result)[row], seq.logprobs)]
+        tokens.append(token)
+        if self.counts:
+            self.roster.queue.charge(seq, 1)
+        if seq.first_token_at is None:
+            self._first_token(seq, output, now)
+        if len(tokens) >= seq.limit or token in seq.stop_ids:
+            finish = end_of(seq, token)
+            if finish is not None:
+                self.roster.close(seq, finish)
+                output.finish = finish
+                output.stop_token = token if finish == "stop" else None
+        self.roster.outputs.append(output)
+
+    @staticmethod
+    def _first_token(seq: Sequence, output: SequenceOutput, now: float) -> None:
+        """Fill in what is told once, with the first token."""
+        seq.first_token_at = now
+        output.cached_tokens = seq.cached_tokens
+        if seq.boarded_at is not None:
+            output.queued_s = max(0.0, seq.boarded_at - seq.request.arrival)
+            output.prefill_s = max(0.0, now - seq.boarded_at)
+        if seq.request.sampling.prompt_logprobs is not None:
+            if len(seq.prompt_logprobs) != seq.n_prompt:
+                raise ValueError("log-probabilities of the prompt are missing")
+            output.prompt_logprobs = seq.prompt_logprobs
+
+    def _fail(self, seq: Sequence) -> None:
+        """A row was not finite: end the sequence if it still runs, and let nobody share its pages."""
+        self._withdraw(seq)
+        if seq.finish is None:
+            self.roster.end(seq, "error", NAN)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """Let nobody find any page that may hold, or have caused, a row that was not finite.
+
+        By name, because by now the pages themselves may be out of the sequence's hands: it was preempted, aborted, past
+        its deadline, or its last token was in flight when it left its seat.
+        """
+        self.pool.withdraw(seq.keys)
+        self.scores.drop(seq.keys)
+        seq.shares = False
+
+
+def end_of(seq: Sequence, token: int) -> FinishReason | None:
+    """Whether a token just appended ends the sequence; min_tokens also bans the ends on the device."""
+    if token in seq.stop_ids and seq.n_output >= seq.request.sampling.min_tokens:
+        return "stop"
+    return "length" if len(seq.tokens) >= seq.limit else None
+
+
+def logprobs_of(result: StepResult) -> list[TokenLogprobs]:
+    """The log-probabilities of a step; ValueError if the runner brought none though a sequence asked for them."""
+    if result.logprobs is None:
+        raise ValueError("the step brought no log-probabilities")
+    return result.logprobs
+
+
+def all_finite(entries: list[TokenLogprobs]) -> bool:
+    """Whether every entry is of a row whose logits were finite."""
+    return not any([math.isnan(entry.logprob) for entry in entries])
+
+
+def trimmed(entry: TokenLogprobs, most: int | None) -> TokenLogprobs:
+    """The entry with its `most` likeliest alternatives; the device always computes the largest number."""
+    if most is None or len(entry.top_ids) <= most:
+        return entry
+    return TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most])

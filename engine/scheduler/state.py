@@ -1,0 +1,326 @@
+"""Every open sequence and the one place it is in: in a seat, in the queue, held back, or leaving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
+
+from jitney.engine.errors import ErrorInfo, RequestError
+from jitney.engine.scheduler.admission import SchedulerLimits
+from jitney.engine.scheduler.estimates import OutputLengths
+from jitney.engine.scheduler.kv_pages import PagePool, publish
+from jitney.engine.scheduler.queues import SLACK, Backlog, WaitingQueue
+from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slot
+
+#: What an output says when a sequence ends for this reason and no better error is known.
+ERRORS = {"deadline": ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done"),
+          "error": ErrorInfo("internal_error", "the request was ended by an internal error")}
+
+#: By the positions that a decoding sequence attends to.
+BY_CONTEXT = attrgetter("scheduled")
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The open sequences of one request. leader: computes the prompt; held: siblings that wait to share its pages."""
+
+    request: EngineRequest
+    open: list[Sequence]
+    leader: Sequence
+    held: list[Sequence]
+    boarded: bool = False
+
+
+class Roster:
+    """Moves sequences between their places; each gets exactly one terminal output, when it is closed.
+
+    prefilling: seated, in boarding order. decoding: seated, with all known tokens scheduled; see `longest_first`.
+    leaving: its last token is in flight and it needs no row any more, so its seat and pages are already free.
+    holds: seats are given back all at once, when nobody sits any more; until then `kept` says who left which. Siblings
+    then do not wait for their leader's prompt either: they belong to one batch.
+    window: positions that the model's layers see at most, 0 for all; see `drop_behind`.
+    released: seats that were kept and are free again, for whoever tells of it. outputs: those not handed out yet.
+    """
+
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, queue: WaitingQueue, *, holds: bool = False,
+                 window: int = 0):
+        self.limits, self.pool, self.holds, self.window = limits, pool, holds, window
+        self.groups: dict[str, Group] = {}
+        self.queue = queue
+        self.backlog = Backlog(limits.max_waiting_requests, limits.max_waiting_tokens)
+        self.free_seats = list(range(limits.max_seats))  # a heap: low seats first
+        self.prefilling: dict[Sequence, None] = {}
+        self.decoding: dict[Sequence, None] = {}
+        self.leaving: set[Sequence] = set()
+        self.stalled: dict[Sequence, None] = {}  # of those who wait: who lost its seat, in order of that
+        self.kept: dict[int, Sequence] = {}
+        self.released: list[int] = []
+        self.lengths = OutputLengths()
+        self.finished = 0
+        self.most_pages = 0  # that those who sit hold together if each gets as long as it may
+        self.departures = 0  # times that somebody gave back its seat and pages
+        self._newcomers = False  # in `decoding`, not in their place yet
+        self._n_held = 0  # siblings that wait for their leader's prompt
+        self._deadlines: list[tuple[float, int, Group]] = []  # a heap of (when, arrival, whom), pruned lazily
+        self.outputs: list[SequenceOutput] = []
+
+    @property
+    def n_seated(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that want a seat: fresh, preempted, or held back for their leader's prompt."""
+        return len(self.queue) + self._n_held
+
+    def n_ahead(self, newcomer: Sequence) -> int:
+        """Sequences that should board before a newcomer: of the queue by its order, and all that are held back."""
+        return self.queue.ahead(newcomer) + self._n_held
+
+    def most_of(self, seq: Sequence) -> int:
+        """Pages that a sequence holds at once if it gets as long as it may; its last token needs no place."""
+        pages_for = self.pool.pages_for
+        most = pages_for(seq.limit - 1)
+        if self.window:  # it boards with pages for all it has
+            most = min(most, max(pages_for(len(seq.tokens)), self.window_pages))
+        return most
+
+    @property
+    def window_pages(self) -> int:
+        """Pages that a decoding sequence holds at most in a model with a window: one is begun, one not yet dropped."""
+        return self.pool.pages_for(self.window) + 2
+
+    def drop_behind(self, seq: Sequence) -> bool:
+        """Give back the pages behind the window of a sequence's next row; True if there were any.
+
+        A page holds the positions of all layers, so all must have a window, and the largest counts. Its rows stay in
+        the prefix index while nobody needs the room.
+        """
+        behind = (seq.scheduled - self.window + 1) // self.pool.page_size
+        if behind <= seq.dropped:
+            return False
+        publish(seq, self.pool)
+        self.pool.release(seq.pages[seq.dropped : behind])
+        seq.pages[seq.dropped : behind] = [0] * (behind - seq.dropped)
+        seq.dropped = behind
+        return True
+
+    @property
+    def batch(self) -> int:
+        """Seats taken by the running batch, those of sequences that have left it included."""
+        return self.n_seated + len(self.kept)
+
+    @property
+    def next_deadline(self) -> float:
+        """When the next request's time is up, which may have ended meanwhile; inf: no deadline is known."""
+        return self._deadlines[0][0] if self._deadlines else float("inf")
+
+    @property
+    def has_outputs(self) -> bool:
+        return bool(self.outputs)
+
+    def add(self, request: EngineRequest, sequences: list[Sequence], now: float) -> None:
+        """Let a request wait; raises RequestError queue_full (nothing is registered then)."""
+        overflow = self.queue.may_overflow(request, self.limits.max_waiting_requests)
+        self.backlog.admit(len(request.prompt), len(self.free_seats), now, overflow=overflow)
+        leader, siblings = sequences[0], sequences[1:]
+        group = self.groups[request.id] = Group(request, sequences, leader, [] if self.holds else siblings)
+        self._n_held += len(group.held)
+        for seq in sequences if self.holds else (leader,):
+            self.queue.push(seq)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, leader.rank[1], group))
+
+    def refuse_duplicate(self, request: EngineRequest) -> None:
+        """Raise RequestError if the id belongs to an open request."""
+        if request.id in self.groups:
+            raise RequestError(f"request id {request.id!r} is in use", param="request_id")
+
+    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
+        """End a request (index None) or one of its sequences; unknown ids have ended already and are no error."""
+        group = self.groups.get(request_id)
+        for seq in list(group.open) if group else ():
+            if index is None or seq.index == index:
+                self.end(seq, reason)
+
+    def expire(self, now: float) -> None:
+        """End every request whose deadline has come."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            group = heappop(self._deadlines)[2]
+            for seq in list(group.open):
+                self.end(seq, "deadline")
+
+    def drain(self) -> list[SequenceOutput]:
+        """Outputs that have not been handed out yet."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def end(self, seq: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        """Close a sequence and emit its terminal output."""
+        self.close(seq, reason)
+        self.outputs.append(SequenceOutput(request_id=seq.request.id, index=seq.index, finish=reason,
+                                           error=error or ERRORS.get(reason)))
+
+    def close(self, seq: Sequence, reason: FinishReason) -> None:
+        """Free all that an open sequence has, at once; the caller emits its one terminal output."""
+        group = self.groups[seq.request.id]
+        seq.finish = reason
+        self.lengths.observe(seq.kind, seq.passed, seq.n_output, by_itself=reason == "stop")
+        self.finished += 1
+        group.open.remove(seq)
+        self._leave_place(seq, group)
+        if not group.open:
+            self._close_group(group)
+        elif seq is group.leader and group.held:  # it cannot compute the prompt for them any more
+            group.leader = group.held.pop(0)
+            self._n_held -= 1
+            self.queue.push(group.leader)
+
+    def _leave_place(self, seq: Sequence, group: Group) -> None:
+        if seq.seat >= 0:
+            self._unseat(seq)
+        elif seq in self.leaving:
+            self.leaving.remove(seq)
+        elif seq in group.held:
+            group.held.remove(seq)
+            self._n_held -= 1
+        else:
+            self.queue.remove(seq)
+            self.stalled.pop(seq, None)
+
+    def _close_group(self, group: Group) -> None:
+        del self.groups[group.request.id]
+        if not group.boarded:
+            self.backlog.leave(len(group.request.prompt))
+        if len(self._deadlines) > 2 * len(self.groups) + SLACK:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].open]
+            heapify(self._deadlines)
+
+    def seat(self, seq: Sequence, now: float) -> None:
+        """The head of the queue boards, at the lowest free seat."""
+        self.queue.board(seq)
+        self.stalled.pop(seq, None)
+        group = self.groups[seq.request.id]
+        if not group.boarded:
+            group.boarded = True
+            self.backlog.boarded(seq.n_prompt, now)
+        if seq.boarded_at is None:
+            seq.boarded_at = now
+        seq.sat_at, seq.sat_with = now, len(seq.tokens)
+        seq.seat = heappop(self.free_seats)
+        self.prefilling[seq] = None
+        seq.most_pages = self.most_of(seq)
+        self.most_pages += seq.most_pages
+
+    def start_decoding(self, seq: Sequence) -> None:
+        """All its known tokens are scheduled."""
+        del self.prefilling[seq]
+        self.decoding[seq] = None
+        self._newcomers = True
+
+    def longest_first(self) -> dict[Sequence, None]:
+        """Those who decode, long contexts first. They all go on together, so only newcomers change the order."""
+        if self._newcomers:
+            self.decoding = dict.fromkeys(sorted(self.decoding, key=BY_CONTEXT, reverse=True))
+            self._newcomers = False
+        return self.decoding
+
+    def leave_early(self, seq: Sequence) -> None:
+        """Its last token is in flight: the seat and the pages are free for the step being planned."""
+        self._unseat(seq)
+        self.leaving.add(seq)
+
+    def preempt(self, seq: Sequence, now: float) -> None:
+        """Back to the front of the queue; its tokens stay, a token in flight still counts, its KV is recomputed."""
+        self._unseat(seq)
+        seq.computed_high = max(seq.computed_high, seq.scheduled)
+        seq.scheduled = 0
+        seq.preemptions += 1
+        seq.unseated_at = now
+        self.queue.push(seq)
+        self.stalled[seq] = None
+
+    def _unseat(self, seq: Sequence) -> None:
+        if self.pool.retain:
+            publish(seq, self.pool)
+        self.pool.release(seq.pages)
+        self.most_pages -= seq.most_pages
+        self.queue.left(seq)
+        self.departures += 1
+        self.prefilling.pop(seq, None)
+        self.decoding.pop(seq, None)
+        if self.holds:
+            self.kept[seq.seat] = seq
+            if not self.n_seated:
+                self._release_seats()
+        else:
+            heappush(self.free_seats, seq.seat)
+        seq.pages, seq.published, seq.shared, seq.dropped, seq.seat = [], 0, 0, 0, -1
+
+    def _release_seats(self) -> None:
+        """The batch is over."""
+        self.free_seats = sorted([*self.free_seats, *self.kept])
+        self.released += self.kept
+        self.kept.clear()
+
+    def release_siblings(self, leader: Sequence) -> None:
+        """The leader's whole prompt is scheduled and published: its siblings may board and share it."""
+        group = self.groups[leader.request.id]
+        if leader is group.leader:
+            for sibling in group.held:
+                # Also what is known, and will be, of the prompt's log-probabilities: it is scored once.
+                sibling.prompt_logprobs, sibling.scored = leader.prompt_logprobs, leader.scored
+                sibling.keys = leader.keys[: leader.n_prompt // self.pool.page_size]
+                self.queue.push(sibling)
+            self._n_held -= len(group.held)
+            group.held = []
+
+    def slots(self) -> list[Slot]:
+        """Every seat, in order, with who sits in it."""
+        slots = {seat: Slot(seat=seat, state="free") for seat in range(self.limits.max_seats)}
+        slots |= {seat: slot_of(seq, seat, "held") for seat, seq in self.kept.items()}
+        slots |= {seq.seat: slot_of(seq, seq.seat, "prefill") for seq in self.prefilling}
+        slots |= {seq.seat: slot_of(seq, seq.seat, "decode") for seq in self.decoding}
+        return list(slots.values())
+
+    def check(self) -> None:
+        """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for exactly once."""
+        seated = [*self.prefilling, *self.decoding]
+        groups = self.groups.values()
+        unseated = [*self.queue.members(), *self.leaving, *(seq for group in groups for seq in group.held)]
+        places = seated + unseated
+        waiting = [len(group.request.prompt) for group in groups if not group.boarded]
+        self.pool.check(seq.pages for seq in seated)
+        claims = {
+            "every open sequence is in exactly one place":
+                len(places) == len(set(places)) and set(places) == {seq for group in groups for seq in group.open},
+            "no request without open sequences is kept": all(group.open for group in groups),
+            "every seat is free, kept or taken once":
+                sorted([*self.free_seats, *self.kept, *(seq.seat for seq in seated)])
+                == list(range(self.limits.max_seats)),
+            "seats are kept only beside a running batch": not self.kept or bool(self.holds and seated),
+            "only seated sequences hold pages": not any(seq.pages or seq.seat >= 0 for seq in unseated),
+            "a decoding sequence has exactly its next token to compute":
+                all(len(seq.tokens) + seq.in_flight == seq.scheduled + 1 for seq in self.decoding),
+            "who decodes is in order":
+                self._newcomers or sorted(self.decoding, key=BY_CONTEXT, reverse=True) == list(self.decoding),
+            "the most pages are those of who sits":
+                self.most_pages == sum(seq.most_pages for seq in seated),
+            "the queue knows what it expects": self.queue.expected == sum(seq.expected for seq in self.queue.members()),
+            "who lost its seat waits": self.stalled.keys() <= self.queue.members(),
+            "pages behind the window are the trash page, and no others":
+                all(not any(seq.pages[: seq.dropped]) and all(seq.pages[seq.dropped :]) for seq in seated),
+            "those held back are counted": self._n_held == sum(len(group.held) for group in groups),
+            "the backlog is what waits": (self.backlog.requests, self.backlog.tokens) == (len(waiting), sum(waiting)),
+        }
+        broken = [claim for claim, holds in claims.items() if not holds]
+        if broken:
+            raise RuntimeError("not true any more: " + "; ".join(broken))
+
+
+def slot_of(seq: Sequence, seat: int, state: str) -> Slot:
+    """A seat and who sits in it, or sat in it last."""
+    return Slot(seat=seat, state=state, request_id=seq.request.id, index=seq.index, n_prompt=seq.n_prompt,
+                n_computed=seq.scheduled, n_output=seq.n_output, max_tokens=seq.max_tokens, pages=seq.n_pages)

@@ -1,0 +1,200 @@
+"""Sizing a deployment before it is rented: what fits, how fast it is by batch size, what load to give it, its cost.
+
+A steady state is worked out by hand instead of simulated: with d sequences decoding, each step carries d decode rows
+and, because every sequence that leaves is replaced, d * prompt / output prompt rows on average; the roofline says how
+long such a step takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jitney.engine.errors import ConfigError
+from jitney.engine.scheduler.buckets import Bucket, powers_of_two
+from jitney.engine.scheduler.plan import Work
+from jitney.engine.simulation.roofline import Roofline
+
+#: Share of the greatest throughput that a service is loaded with.
+UTILISATION = 0.8
+#: Quantile of the time to first token that its limit is about.
+TTFT_QUANTILE = 0.99
+#: Seats beyond which nothing is looked at.
+MOST_SEATS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is wanted. prompt, output: mean tokens of a request. Limits in seconds, None: none. rate: requests/s to be
+    served by all replicas together, 0: not asked. price_per_hour: of one chip, None: not asked."""
+
+    prompt: int
+    output: int
+    itl_s: float | None = None
+    ttft_s: float | None = None
+    rate: float = 0.0
+    price_per_hour: float | None = None
+    token_budget: int = 2048
+    page_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "output", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        for name in ("itl_s", "ttft_s", "price_per_hour"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be more than 0")
+        if self.rate < 0 or self.token_budget < 2:
+            raise ConfigError("rate must not be negative, and token_budget at least 2")
+
+    @property
+    def mean_context(self) -> float:
+        """KV positions that a decoding sequence holds on average."""
+        return self.prompt + self.output / 2
+
+    @property
+    def prompt_rows(self) -> float:
+        """Prompt rows that come with each decode row in a steady state."""
+        return self.prompt / self.output
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What fits on the chips together, bytes. seats_mean: sequences of the mean context; seats_full: of the whole
+    length, which can never be preempted."""
+
+    weight_bytes: float
+    kv_bytes_per_token: float
+    kv_room_bytes: float
+    pages: int
+    positions: int
+    seats_mean: int
+    seats_full: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operating:
+    """The steady state with `seats` seats, all busy. ttft_s: TTFT_QUANTILE of it at UTILISATION; bound: what a step
+    waits for."""
+
+    seats: int
+    decoding: float
+    step_s: float
+    output_tok_s: float
+    req_s: float
+    ttft_s: float
+    bound: str
+    cost_per_million: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The answer. knee: where more seats begin to cost more latency than they bring throughput. within_slo: most seats
+    that keep the limits, None if none do or there are none. chosen: within_slo if there are limits, else the knee.
+    load_req_s: its load at UTILISATION. replicas: for the demanded rate, None if no rate was asked."""
+
+    memory: Memory
+    curve: tuple[Operating, ...]
+    knee: Operating
+    within_slo: Operating | None
+    chosen: Operating | None
+    load_req_s: float | None
+    cost_per_million_loaded: float | None
+    replicas: int | None
+
+
+def plan(roofline: Roofline, demand: Demand) -> Sizing:
+    """Size one replica, and count replicas. Raises ConfigError when the model or a request does not fit."""
+    check_split(roofline)
+    longest, context = demand.prompt + demand.output, roofline.cost.config.context_length
+    if longest > context:
+        raise ConfigError(f"prompt and output together are {longest} tokens, more than the context of {context}")
+    memory = fit(roofline, demand)
+    sizes = powers_of_two(1, min(memory.seats_mean, MOST_SEATS, demand.token_budget - 1))
+    curve = tuple(operate(roofline, demand, seats) for seats in sizes)
+    best_knee = knee(curve)
+    kept = [point for point in curve if keeps(point, demand)]
+    within = kept[-1] if kept else None
+    limited = demand.itl_s is not None or demand.ttft_s is not None
+    chosen = within if limited else best_knee
+    load = UTILISATION * chosen.req_s if chosen else None
+    return Sizing(memory, curve, best_knee, within if limited else None, chosen, load,
+                  chosen.cost_per_million / UTILISATION if chosen and chosen.cost_per_million else None,
+                  math.ceil(demand.rate / load) if load and demand.rate else None)
+
+
+def check_split(roofline: Roofline) -> None:
+    """Raise ConfigError unless the engine can divide the model over the chips."""
+    roofline.cost.config.local(roofline.count)
+
+
+def fit(roofline: Roofline, demand: Demand) -> Memory:
+    """Pages and seats beside the weights."""
+    cost, page = roofline.cost, demand.page_size
+    per_position = cost.kv_bytes / roofline.kv_split
+    pages = int(roofline.kv_room / (per_position * page)) - 1  # one is trash
+
+    def seats(length: float) -> int:
+        return int(pages / math.ceil(length / page)) if pages > 0 else 0
+
+    full = demand.prompt + demand.output
+    if seats(full) < 1:
+        raise ConfigError(f"{cost.weight_bytes / 1e9:.1f} GB of weights leave no room for a sequence of {full} tokens "
+                          f"on {roofline.count} x {roofline.device.name} ({roofline.device.memory / 1e9:g} GB each): "
+                          "use more chips (--count), smaller --weights or --kv, or shorter requests")
+    return Memory(cost.weight_bytes, cost.kv_bytes, roofline.kv_room * roofline.count, pages, pages * page,
+                  seats(demand.mean_context), seats(full))
+
+
+def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
+    """The steady state with all of so many seats busy; where prompts do not fit the token budget beside the decode
+    rows, the rest of the seats are waiting for their prompts."""
+    decoding = min(seats, demand.token_budget / (1 + demand.prompt_rows))
+    prompt = decoding * demand.prompt_rows
+    bucket = Bucket(math.ceil(decoding + prompt), max(1, math.ceil(decoding)))
+    work = Work(math.ceil(decoding), round(prompt), round(decoding * demand.mean_context),
+                demand.prompt + demand.output, round(prompt * demand.prompt / 2))
+    step = roofline.seconds(bucket, work)
+    memory, compute = roofline.memory_seconds(bucket, work), roofline.compute_seconds(bucket, work)
+    parts = {"memory": memory, "compute": compute, "links": roofline.link_seconds(bucket.tokens),
+             "overhead": roofline.assumed.overhead_s}
+    tokens = decoding / step
+    price = demand.price_per_hour
+    return Operating(seats, decoding, step, tokens, tokens / demand.output, first_token(demand, seats, step),
+                     max(parts, key=lambda name: parts[name]),
+                     None if price is None else price * roofline.count / 3600 / tokens * 1e6)
+
+
+def first_token(demand: Demand, seats: int, step: float) -> float:
+    """TTFT_QUANTILE of the time to first token at UTILISATION: wait for a seat (Erlang C), for the step under way, and
+    the steps that the prompt takes."""
+    steps = max(1, math.ceil(demand.prompt / max(1.0, demand.token_budget - seats)))
+    service = (demand.output + steps) * step
+    return seat_wait(seats, service, UTILISATION, TTFT_QUANTILE) + step + steps * step
+
+
+def seat_wait(seats: int, service: float, load: float, quantile: float) -> float:
+    """Quantile of the wait for one of `seats` in an M/M/c queue (Erlang, 1917) loaded to a share `load`, seconds."""
+    offered, blocked = seats * load, 1.0
+    for n in range(1, seats + 1):  # Erlang B, by its recurrence
+        blocked = offered * blocked / (n + offered * blocked)
+    waits = blocked / (1 - load * (1 - blocked))
+    return max(0.0, math.log(waits / (1 - quantile))) * service / (seats * (1 - load))
+
+
+def keeps(point: Operating, demand: Demand) -> bool:
+    """True when the point is within the limits."""
+    return ((demand.itl_s is None or point.step_s <= demand.itl_s)
+            and (demand.ttft_s is None or point.ttft_s <= demand.ttft_s))
+
+
+def knee(curve: Sequence[Operating]) -> Operating:
+    """The point farthest above the straight line between the ends of tokens/s over step time, both scaled to 0..1
+    (Kneedle: Satopaa and others, 2011)."""
+    first, last = curve[0], curve[-1]
+    span_s, span_tok = last.step_s - first.step_s, last.output_tok_s - first.output_tok_s
+    if span_s <= 0 or span_tok <= 0:
+        return max(curve, key=lambda point: point.output_tok_s)
+    return max(curve, key=lambda point: (point.output_tok_s - first.output_tok_s) / span_tok
+               - (point.step_s - first.step_s) / span_s)

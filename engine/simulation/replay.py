@@ -1,0 +1,208 @@
+"""Traffic again, under other policies: the policy lab's process, `python -P -m jitney.engine.simulation.replay`.
+
+One `Job` comes in, lines of JSON go out. It runs at the lowest priority, so that the engine it shares the machine with
+does not notice.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jitney.engine.config.schema import EngineSection
+from jitney.engine.errors import JitneyError
+from jitney.engine.scheduler.buckets import Bucket, Buckets
+from jitney.engine.simulation.accuracy import closed_concurrency, errors, speed_error, verdict
+from jitney.engine.simulation.simulator import EngineShape, Run, simulate, weighted_spread
+from jitney.engine.simulation.step_table import StepTable
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.summary import RequestTimes, spread, summarise
+
+NICENESS = 15
+#: Most rides told of one policy.
+MAX_RIDES = 20_000
+#: Ended requests below which the error of a prediction is chance.
+FEWEST_ENDED = 20
+
+
+class Served(msgspec.Struct, frozen=True, array_like=True):
+    """A request as it was served, see `figures.RequestTimes`."""
+
+    request: int
+    n_prompt: int
+    n_output: int
+    arrival: float
+    boarded: float | None
+    first_token: float | None
+    finished: float
+    finish: str
+
+    @property
+    def times(self) -> RequestTimes:
+        return RequestTimes(self.request, "", self.n_prompt, self.n_output, self.arrival, self.boarded,
+                            self.first_token, self.finished, self.finish)
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """The engine that recorded. settings: [engine] of its configuration; pages: in use by sequences at most, without
+    the trash page. seat_buckets, token_buckets: rows that its programs were compiled for, empty if it does not tell.
+    on_device: on a GPU or TPU."""
+
+    settings: dict[str, Any]
+    context_length: int
+    pages: int
+    seat_buckets: tuple[int, ...] = ()
+    token_buckets: tuple[int, ...] = ()
+    on_device: bool = False
+
+    def shape(self, changes: dict[str, Any]) -> EngineShape:
+        """It with some settings changed; with as many seats and as large a budget it keeps its buckets."""
+        settings = EngineSection.model_validate(self.settings | changes, strict=False)
+        pages = changes.get("pages") or self.pages
+        return EngineShape.of(settings, context_length=self.context_length, pages=pages + 1, on_device=self.on_device,
+                              buckets=self.own_buckets(settings))
+
+    def own_buckets(self, settings: EngineSection) -> Buckets | None:
+        """Those it was compiled with, if these settings leave them as they are; else None."""
+        if not (self.seat_buckets and self.token_buckets):
+            return None
+        seats, budget = self.seat_buckets[-1], self.token_buckets[-1]
+        if (settings.max_seats, settings.token_budget) != (seats, budget):
+            return None
+        return Buckets(decode=tuple(Bucket(size, size) for size in self.seat_buckets),
+                       mixed=tuple(Bucket(size, seats) for size in self.token_buckets))
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to replay and how. arrivals: at their recorded pace; speed: how many times as fast they shall come.
+
+    changes: settings other than the engine's own. records: a .npy file of step records to learn step times from. times:
+    the same requests as they were served, open ones as far as they had come when the record ended, `seconds` after its
+    first arrival; their own steps are `window` (.npy); seated_s: what `figures.seated` says of them. recorded: the
+    policy under which that was.
+    """
+
+    arrivals: list[Arrival]
+    engine: Engine
+    changes: dict[str, Any]
+    policies: list[str]
+    records: bytes
+    times: list[Served]
+    seconds: float
+    window: bytes
+    seats: int
+    seated_s: float
+    recorded: str
+    speed: float = 1.0
+    price_per_hour: float | None = None
+
+
+def main() -> int:
+    """Exit status 0 with a last line {"result": ...} or {"error": ...}."""
+    os.nice(NICENESS)
+    try:
+        tell(result=work(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)))
+    except JitneyError as error:
+        tell(error=str(error))
+    return 0
+
+
+def tell(**news: Any) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(news) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def work(job: Job) -> dict[str, Any]:
+    """Simulate what was recorded, to learn the error of doing so, and then each policy; says how far it has come."""
+    table = StepTable.from_records(array(job.records))
+    clients = closed_concurrency([served.times for served in job.times]) or 0
+    measured = measured_figures(job)
+    off = own_error(job, table, clients, measured)
+    arrivals = [msgspec.structs.replace(a, at=a.at / job.speed) for a in job.arrivals]
+    policies = {}
+    for number, policy in enumerate(job.policies):
+        tell(progress=(number + 1) / (len(job.policies) + 1))
+        shape = job.engine.shape(job.changes | {"policy": policy})
+        # Static is compared as what it is: it waits for its number, unless a timeout was asked for.
+        shape = shape.under(policy, job.changes.get("static_timeout_ms") or 0.0)
+        run = simulate(arrivals, shape, table, concurrency=round(clients * job.speed) or None)
+        policies[policy] = told(run, job.price_per_hour)
+    rates = {policy: found["figures"]["output_tok_s"] for policy, found in policies.items()}
+    return {"policies": policies, "measured": measured, "errors": {job.recorded: off}, "closed_loop": clients,
+            "verdict": verdict(rates, {job.recorded: speed_error(off)})}
+
+
+def measured_figures(job: Job) -> dict[str, Any]:
+    """The figures of what was recorded; tokens are counted whether their request has ended or not."""
+    times = [served.times for served in job.times]
+    figures = summarise(times, records=array(job.window), seats=job.seats, seconds=job.seconds,
+                        seated_s=job.seated_s, price_per_hour=job.price_per_hour)
+    return figures | seen_until(times, job.seconds) | {"itl_s": gaps_of(array(job.window))}
+
+
+def own_error(job: Job, table: StepTable, clients: int, measured: dict[str, Any]) -> dict[str, float]:
+    """`accuracy.errors` of simulating the very policy, settings and traffic that were recorded.
+
+    Empty if too few requests ended.
+    Both are looked at until the record ended: who was still running then has brought so many tokens and no end.
+    """
+    if sum(served.times.served for served in job.times) < FEWEST_ENDED:
+        return {}
+    shape = job.engine.shape({"policy": job.recorded})
+    run = simulate(job.arrivals, shape, table, concurrency=clients or None)
+    figures = run.figures() | seen_until(run.times, job.seconds)
+    compared = ("output_tok_s", "ttft_s", "e2e_s", "itl_s")
+    return errors({name: figures[name] for name in compared}, {name: measured[name] for name in compared})
+
+
+def seen_until(times: list[RequestTimes], seconds: float) -> dict[str, Any]:
+    """Tokens and latencies as somebody sees them who looks away `seconds` after the first arrival."""
+    end = min(t.arrival for t in times) + seconds
+    tokens = round(sum(delivered(t, end) for t in times))
+    firsts = [t.ttft_s for t in times if t.first_token is not None and t.first_token <= end]
+    ends = [t.e2e_s for t in times if t.served and t.finished <= end]
+    return {"output_tokens": tokens, "output_tok_s": tokens / seconds if seconds > 0 else 0.0,
+            "ttft_s": spread(firsts), "e2e_s": spread(ends)}
+
+
+def delivered(times: RequestTimes, end: float) -> float:
+    """Tokens that a request had brought by then, as if they had come evenly from the first to the last."""
+    first = times.first_token
+    if first is None or first > end:
+        return 0.0
+    if times.finished <= end or times.finished <= first:
+        return times.n_output
+    return 1 + (times.n_output - 1) * (end - first) / (times.finished - first)
+
+
+def told(run: Run, price_per_hour: float | None) -> dict[str, Any]:
+    """Figures and rides of a run, times from its beginning."""
+    first = min(times.arrival for times in run.times)
+    rides = run.rides[:MAX_RIDES]
+    return {"figures": run.figures(price_per_hour=price_per_hour), "seats": run.seats, "seconds": run.seconds,
+            "rides_left_out": len(run.rides) - len(rides), "rides": {
+                "seat": [ride.seat for ride in rides], "request": [ride.request for ride in rides],
+                "from": [round(ride.start - first, 4) for ride in rides],
+                "first_token": [None if ride.first_token is None else round(ride.first_token - first, 4)
+                                for ride in rides],
+                "to": [round(ride.end - first, 4) for ride in rides]}}
+
+
+def gaps_of(records: np.ndarray) -> dict[str, float] | None:
+    """Time between tokens: of the steps, as often as they had decode rows."""
+    decode = records["decode"].astype(np.int64)
+    spans = records["device_s"].astype(np.float64) + records["gap_s"]
+    return weighted_spread(spans[decode > 0], decode[decode > 0])
+
+
+def array(file: bytes) -> np.ndarray:
+    return np.load(io.BytesIO(file), allow_pickle=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Step times from first principles: bytes over bandwidth or operations over peak, whichever takes longer.
+
+The roofline of Williams, Waterman and Patterson (2009) for one step of a decoder: weights and KV are read once, KV of
+the step's rows is written; matrix products cost two operations per weight and row, attention four per head, key and
+head dimension. What no chip reaches is taken off by two stated efficiencies, and each step pays a fixed overhead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.errors import ConfigError, ModelError
+from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.scheduler.plan import Work
+from jitney.engine.simulation.devices import Accelerator
+from jitney.engine.simulation.step_table import HostTimes
+
+#: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights.
+BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
+#: Which unit multiplies weights of a format: activations are never quantised, so narrow weights are widened first.
+UNITS = {"f32": "f32", "bf16": "bf16", "fp8": "bf16", "int8": "bf16", "int4": "bf16"}
+#: Prompt rows that read a key together.
+QUERY_BLOCK = 128
+#: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256, mostly per row.
+ASSUMED_HOST = HostTimes(before=6e-5, before_per_row=2.2e-6, after=2e-5, after_per_row=1.4e-6)
+
+
+def _llama(n_layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int, context: int,
+           architecture: str = "llama", tied: bool = False) -> ModelConfig:
+    return ModelConfig(architecture=architecture, vocab_size=vocab, hidden_size=hidden,  # pyright: ignore[reportArgumentType]
+                       n_layers=n_layers, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim,
+                       intermediate_size=inner, windows=(0,) * n_layers, context_length=context, tie_embeddings=tied,
+                       qk_norm=architecture == "qwen3")
+
+
+#: Shapes by name, from the models' published config.json, so that planning needs no download.
+SHAPES = {
+    "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
+    "llama-3.1-8b": _llama(32, 4096, 32, 8, 128, 14336, 128256, 131072),
+    "llama-3.1-70b": _llama(80, 8192, 64, 8, 128, 28672, 128256, 131072),
+    "qwen3-32b": _llama(64, 5120, 64, 8, 128, 25600, 151936, 40960, "qwen3"),
+    "qwen3-8b": _llama(36, 4096, 32, 8, 128, 12288, 151936, 40960, "qwen3"),
+}
+
+
+def find_shape(model: str) -> ModelConfig:
+    """The shape of a built-in name, a config.json or whatever `--model` takes; its weights are not needed, but a
+    repository id is fetched. Raises ModelError."""
+    if model.lower() in SHAPES:
+        return SHAPES[model.lower()]
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".json":
+        return ModelConfig.from_hf(_read_config(path))
+    from jitney.engine.checkpoints.sources import resolve
+
+    try:
+        return resolve(model).config
+    except ModelError as error:
+        raise ModelError(f"{error}; or a built-in shape: {', '.join(SHAPES)}") from None
+
+
+def _read_config(path: Path) -> Mapping[str, object]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise ModelError(f"{path}: must hold an object")
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What the roofline takes for granted. bandwidth, flops: shares of the published peaks that are reached;
+    overhead_s: fixed cost of a step; hop_s: latency of one collective between chips; memory: share of it that may be
+    used."""
+
+    bandwidth: float = 0.8
+    flops: float = 0.6
+    overhead_s: float = 3e-4
+    hop_s: float = 1e-5
+    memory: float = 0.92
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "flops", "memory"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"the {name} efficiency must be more than 0 and at most 1")
+        if min(self.overhead_s, self.hop_s) < 0:
+            raise ConfigError("the overhead of a step must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """Bytes and operations of a model in a number format. weights, kv: keys of BYTES. The embedding, and a head tied to
+    it, stay bfloat16 (float32 if the weights are) when matrices are quantised; norms are left out, attention is counted
+    over the whole context even where the model has a window."""
+
+    config: ModelConfig
+    weights: str = "bf16"
+    kv: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in (self.weights, self.kv):
+            if name not in BYTES:
+                raise ConfigError(f"unknown number format {name!r}; known: {', '.join(BYTES)}")
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in the matrices of all layers."""
+        c = self.config
+        attention = c.hidden_size * c.qkv_size + c.n_heads * c.head_dim * c.hidden_size
+        return c.n_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+
+    @property
+    def table_weights(self) -> int:
+        """Numbers in the output head, and as many in the embedding."""
+        return self.config.vocab_size * self.config.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        return self.layer_weights + self.table_weights * (1 if self.config.tie_embeddings else 2)
+
+    @property
+    def table_bytes(self) -> float:
+        """Of the embedding."""
+        return self.table_weights * max(BYTES[self.weights], BYTES["bf16"])
+
+    @property
+    def head_bytes(self) -> float:
+        """Of what turns hidden states into logits: the embedding once more, or a matrix like any other."""
+        return self.table_bytes if self.config.tie_embeddings else self.table_weights * BYTES[self.weights]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes held on the device."""
+        tables = self.table_bytes if self.config.tie_embeddings else self.table_bytes + self.head_bytes
+        return self.layer_weights * BYTES[self.weights] + tables
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of keys and values per position, all layers."""
+        c = self.config
+        return c.n_layers * 2 * c.n_kv_heads * c.head_dim * BYTES[self.kv]
+
+    def read_bytes(self, rows: int, work: Work) -> tuple[float, float]:
+        """(weights read, KV read and written) in a step; of the embedding only the rows are read, which is nothing."""
+        positions = work.keys + work.pairs / QUERY_BLOCK + rows
+        return self.layer_weights * BYTES[self.weights] + self.head_bytes, positions * self.kv_bytes
+
+    def operations(self, rows: int, logit_rows: int, work: Work) -> tuple[float, float]:
+        """(in the layers' products, in output head and attention) of a step."""
+        c = self.config
+        attention = 4.0 * c.n_layers * c.n_heads * c.head_dim * (work.keys + work.pairs)
+        return 2.0 * self.layer_weights * rows, 2.0 * self.table_weights * logit_rows + attention
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """`engine.simulation.step_table.StepTimes` of a model on `count` chips, split by tensor parallelism.
+
+    Weights and heads are divided evenly; KV heads at most as often as there are any, then they are replicated. Each
+    layer ends in two all-reduces of [rows, E] bfloat16, by rings: 2 (n - 1) / n of the bytes over the link, and a hop.
+    """
+
+    cost: ModelCost
+    device: Accelerator
+    count: int = 1
+    assumed: Assumptions = Assumptions()
+    host: HostTimes = ASSUMED_HOST
+    noise: dict[str, list[float]] = field(default_factory=dict)
+
+    def seconds(self, bucket: Bucket, work: Work) -> float:
+        """Expected device seconds of a step."""
+        return (max(self.memory_seconds(bucket, work), self.compute_seconds(bucket, work))
+                + self.link_seconds(bucket.tokens) + self.assumed.overhead_s)
+
+    def memory_seconds(self, bucket: Bucket, work: Work) -> float:
+        """Time to read weights and KV once."""
+        weights, kv = self.cost.read_bytes(bucket.tokens, work)
+        per_chip = weights / self.count + kv / self.kv_split
+        return per_chip / (self.device.bandwidth * self.assumed.bandwidth)
+
+    def compute_seconds(self, bucket: Bucket, work: Work) -> float:
+        """Time of the arithmetic; attention runs in bfloat16 whatever the weights' format."""
+        layers, rest = self.cost.operations(bucket.tokens, bucket.seats, work)
+        unit = UNITS[self.cost.weights]
+        plain = self.device.peak("f32" if unit == "f32" else "bf16")
+        return (layers / self.device.peak(unit) + rest / plain) / (self.count * self.assumed.flops)
+
+    def link_seconds(self, rows: int) -> float:
+        """Time of the all-reduces between chips."""
+        if self.count == 1:
+            return 0.0
+        config = self.cost.config
+        volume = 2 * (self.count - 1) / self.count * rows * config.hidden_size * BYTES["bf16"]
+        return 2 * config.n_layers * (self.assumed.hop_s + volume / self.device.link)
+
+    @property
+    def kv_split(self) -> int:
+        """Among how many chips the KV is divided."""
+        return min(self.count, self.cost.config.n_kv_heads)
+
+    @property
+    def kv_room(self) -> float:
+        """Bytes left for KV on one chip, beside the weights."""
+        return self.device.memory * self.assumed.memory - self.cost.weight_bytes / self.count

@@ -1,0 +1,134 @@
+"""Text to token ids and back; jax-free, and light to import (tokenizers and transformers load when first used).
+
+Tokenizers come from a model folder (transformers reads it, never running its code), from GGUF metadata, or, for
+`tiny-random`, from here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jitney.engine.checkpoints.gguf import GGUFFile
+from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.errors import RequestError
+from jitney.engine.text.gguf_tokenizer import byte_characters, fast_from_folder, fast_from_gguf, tiny_fast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+#: SentencePiece's spelling of one byte that no other token covers.
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Tokenizer:
+    """Encode, decode and apply the chat template of one model; safe to share between threads.
+
+    `encode` and `decode` call the Rust tokenizer directly: transformers' wrapper sets padding and truncation on it at
+    every call, which fails with "Already borrowed" when two threads meet.
+    """
+
+    def __init__(self, fast: PreTrainedTokenizerFast, eos_ids: Iterable[int] = ()):
+        self._fast: Any = fast  # its own annotations allow lists and strings where only ints occur
+        self._rust = fast.backend_tokenizer
+        self._rust.no_padding()
+        self._rust.no_truncation()
+        own = [] if self._fast.eos_token_id is None else [self._fast.eos_token_id]
+        #: Every token that ends a generation.
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *own]))
+        #: Tokens that `decode(skip_special_tokens=True)` leaves out.
+        self.special_ids: frozenset[int] = frozenset(
+            id for id, token in self._rust.get_added_tokens_decoder().items() if token.special)
+        #: Number of tokens the tokenizer knows; a model's own vocabulary may be padded beyond it.
+        self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._fast.bos_token_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._fast.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with the special tokens its model puts around a text, if asked for."""
+        return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that form no character yet become U+FFFD."""
+        return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+                            tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any) -> str:
+        """The prompt text of a conversation, by the model's own template in transformers' sandbox.
+
+        variables go to the template as they are. It already contains the special tokens: encode it without adding
+        them. Raises RequestError if the model has no template, the template refuses the messages, or a variable would
+        change how templates are applied (`chat_template` itself, say).
+        """
+        for name in variables.keys() & self._template_options:
+            raise RequestError(f"{name} cannot be set for a chat template", param="chat_template_kwargs")
+        if not self.has_chat_template:
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        try:
+            return self._fast.apply_chat_template(
+                [dict(message) for message in messages], tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False, add_generation_prompt=add_generation_prompt, **variables)
+        except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, KeyError, ...
+            reason = " ".join(str(error).split())[:200]
+            raise RequestError(f"the chat template refused the messages: {reason}", param="messages") from error
+
+    @cached_property
+    def _template_options(self) -> frozenset[str]:
+        """transformers' own parameters, which a request must not reach through template variables."""
+        return frozenset(inspect.signature(self._fast.apply_chat_template).parameters) - {"continue_final_message"}
+
+    def id_to_token(self, id: int) -> str | None:
+        """The token as the vocabulary spells it, or None for an id it does not have."""
+        return self._rust.id_to_token(id)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes this token adds to the text; a token may hold part of a UTF-8 character. b"" for an unknown id."""
+        token = self.id_to_token(id)
+        if token is None:
+            return b""
+        if id in self._added:
+            return token.encode()
+        if self._byte_level:
+            return bytes(byte for character in token for byte in self._character_bytes(character))
+        if BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
+
+    def _character_bytes(self, character: str) -> bytes:
+        byte = self._bytes_of.get(character)
+        return character.encode() if byte is None else bytes([byte])
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._rust.get_added_tokens_decoder())
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """True if the vocabulary spells bytes as printable characters (GPT-2), False if it is SentencePiece's."""
+        return b"ByteLevel" in self._rust.decoder.__getstate__() if self._rust.decoder else False
+
+    @cached_property
+    def _bytes_of(self) -> dict[str, int]:
+        return {character: byte for byte, character in byte_characters().items()}
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    """The tokenizer of a model; ModelError if its files are missing, too large or of an unknown kind."""
+    match source.kind:
+        case "tiny":
+            fast = tiny_fast()
+        case "gguf":
+            fast = fast_from_gguf(GGUFFile(source.path).metadata)
+        case "hf":
+            fast = fast_from_folder(Path(source.path))
+    return Tokenizer(fast, source.config.eos_ids)

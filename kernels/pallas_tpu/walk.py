@@ -1,0 +1,121 @@
+"""The order in which the Pallas kernel goes through a step, and what each place in it means.
+
+Scalar arithmetic on integers in SMEM only; names and axes as in `jitney.kernels.pallas_tpu.attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jitney.kernels.pallas_tpu.layout import Layout
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fixed when the kernel is compiled.
+
+    keys: C, a multiple of the page size. depth: blocks in the ring. block: query rows of a prompt's item; 0 for a step
+    of decode only. writes: whether the step's keys and values are still to be written.
+    """
+
+    layout: Layout
+    n_heads: int
+    page: int
+    keys: int
+    depth: int
+    block: int
+    scale: float
+    window: int
+    softcap: float
+    sinks: bool
+    scaled: bool
+    writes: bool
+
+    @property
+    def group(self) -> int:
+        return self.n_heads // self.layout.heads
+
+
+class Step(NamedTuple):
+    """References to what a step brings: integers in SMEM, `AttentionMeta` but for the positions; arrays in HBM."""
+
+    kv_lens: Any
+    cu_q: Any
+    table: Any
+    write_rows: Any
+    counts: Any
+    new: Any  # [T, R, W], or None
+    q: Any  # [T, H, W], and the output: each row is read before it is written
+    pool: Any  # [N, page, R, W]
+    sinks: Any  # float32 [H] in SMEM, or None
+    factors: Any  # float32 [2, K, 1, 128] of keys and values in VMEM, or None
+
+
+class Cursor(NamedTuple):
+    """A place in the work: sequence, its first query row in the item, block of keys; int32."""
+
+    seq: jax.Array
+    row: jax.Array
+    block: jax.Array
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The order of the work, and what each place in it means. size: B, query rows of an item."""
+
+    fixed: Constants
+    step: Step
+    size: int
+
+    def begin(self, seq: jax.Array) -> Cursor:
+        """A sequence's first item, at its first block."""
+        return Cursor(seq, jnp.int32(0), self.first_block(seq, jnp.int32(0)))
+
+    def after(self, at: Cursor) -> Cursor:
+        """The next block of the item; or the next item of the sequence, or of the next sequence."""
+        last = self.is_last(at)
+        row = jnp.where(last, at.row + self.size, at.row)
+        done = row >= self.n_rows(at.seq)
+        seq, row = jnp.where(done, at.seq + 1, at.seq), jnp.where(done, 0, row)
+        return Cursor(seq, row, jnp.where(last, self.first_block(seq, row), at.block + 1))
+
+    def is_first(self, at: Cursor) -> jax.Array:
+        return at.block == self.first_block(at.seq, at.row)
+
+    def is_last(self, at: Cursor) -> jax.Array:
+        return (at.block + 1) * self.fixed.keys >= self.end_key(at.seq, at.row)
+
+    def known(self, seq: jax.Array) -> jax.Array:
+        """The sequence, or any other one once all are done."""
+        return jnp.minimum(seq, self.step.kv_lens.shape[0] - 1)
+
+    def n_rows(self, seq: jax.Array) -> jax.Array:
+        return self.step.cu_q[self.known(seq) + 1] - self.step.cu_q[self.known(seq)]
+
+    def before(self, seq: jax.Array) -> jax.Array:
+        """Keys of the sequence that earlier steps wrote: the position of its first query row."""
+        return self.step.kv_lens[self.known(seq)] - self.n_rows(seq)
+
+    def first_key(self, seq: jax.Array, row: jax.Array) -> jax.Array:
+        """The first key that the item's rows see."""
+        return jnp.maximum(self.before(seq) + row - self.fixed.window + 1, 0) if self.fixed.window else jnp.int32(0)
+
+    def first_block(self, seq: jax.Array, row: jax.Array) -> jax.Array:
+        return lax.div(self.first_key(seq, row), self.fixed.keys)
+
+    def end_key(self, seq: jax.Array, row: jax.Array) -> jax.Array:
+        """One past the last key that the item's rows see."""
+        return jnp.minimum(self.step.kv_lens[self.known(seq)], self.before(seq) + row + self.size)
+
+    def source(self, at: Cursor) -> jax.Array:
+        """The item's first row of q."""
+        return self.step.cu_q[self.known(at.seq)] + at.row
+
+    def count(self, at: Cursor) -> jax.Array:
+        """Query rows of the item, B or fewer; what else its tile holds is computed on and never leaves."""
+        return jnp.minimum(self.size, self.n_rows(at.seq) - at.row)

@@ -1,0 +1,261 @@
+"""The page's routes at protocol level: headers, files, who may look, the stream and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+
+import pytest
+from api_fakes import ByteTokenizer, call, run
+from page_fakes import browser, get, page
+from starlette.routing import Mount
+
+from jitney.dashboard import create_dashboard, dashboard_routes
+from jitney.dashboard.assets import PLOTLY
+from jitney.dashboard.auth import POLICY
+from jitney.dashboard.sessions import (
+    LIFETIME_S,
+    MAX_ADDRESSES,
+    MAX_SESSIONS,
+    MOST_ATTEMPTS,
+    Attempts,
+    Sessions,
+)
+from jitney.dashboard.viewers import MAX_VIEWERS
+from jitney.engine.api import ServerSettings, create_app
+from jitney.engine.api.settings import digest_key
+
+KEY = "a secret key"
+PATHS = ("/", "/slots", "/frames", "/assets/page.js", "/assets/style.css", "/assets/icon.svg", "/nowhere")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_answer_carries_the_policy(client, path):
+    answer = get(page(client), path)
+    assert answer.headers["content-security-policy"] == POLICY
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.status_code == (404 if path == "/nowhere" else 200)
+
+
+def test_the_policy_forbids_what_is_not_ours():
+    rules = {name: sources for name, _, sources in (rule.strip().partition(" ") for rule in POLICY.split(";"))}
+    assert rules["default-src"] == "'none'" and rules["frame-ancestors"] == "'none'"
+    assert rules["script-src"] == rules["connect-src"] == "'self'"
+
+
+def test_all_that_the_page_asks_for_is_there_and_ours(client):
+    """Follows every reference in the HTML, the scripts and the styles."""
+    app, todo, seen = page(client), ["index.html", "sign-in.html"], set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        text = get(app, "/assets/" + name).raise_for_status().text
+        if name == PLOTLY:
+            continue
+        assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), f"{name} points elsewhere"
+        todo += re.findall(r'assets/([\w.-]+)', text) + re.findall(r'from "\./([\w.-]+)"', text)
+    assert {"page.js", "style.css", PLOTLY, "timeline.js", "sign-in.js"} <= seen
+
+
+def test_no_inline_script(client):
+    for name in ("index.html", "sign-in.html"):
+        text = get(page(client), "/assets/" + name).text
+        assert re.findall(r"<script[^>]*>([^<]*)</script>", text) == [""] and not re.search(r"\son\w+=", text)
+
+
+def test_plotly_travels_zipped_and_once(client):
+    app = page(client)
+    first = get(app, f"/assets/{PLOTLY}", **{"accept-encoding": "gzip"})
+    assert first.headers["content-encoding"] == "gzip" and b"plotly.js v" in first.content[:200]
+    assert int(first.headers["content-length"]) < 2_000_000 < len(first.content)
+    again = get(app, f"/assets/{PLOTLY}", **{"if-none-match": first.headers["etag"]})
+    assert again.status_code == 304 and not again.content
+    plain = get(app, "/assets/page.js", **{"accept-encoding": "identity"})
+    zipped = run(call(app, "/assets/page.js", method="GET", headers={"accept-encoding": "gzip"}))
+    assert gzip.decompress(zipped.body) == plain.content
+
+
+@pytest.mark.parametrize("name", ["..%2fapp.py", "%2e%2e/app.py", "app.py", "", "plotly.js"])
+def test_only_the_pages_files_are_assets(client, name):
+    answer = get(page(client), f"/assets/{name}")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+
+
+def test_slots_and_frames(client):
+    app = page(client)
+    slots = get(app, "/slots").json()
+    assert slots["seats"]["request"][0] == "req-a" and slots["pages"]["counts"]["shared"] == 2
+    assert get(app, "/frames?from=0").json()["columns"]["step"] == [1, 2]
+    assert get(app, "/frames").json()["columns"]["waiting"] == [2, 2, 2]
+    for wrong in ("x", "1.5", "--1", "", "²", "9" * 30):
+        answer = get(app, f"/frames?from={wrong}")
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "from", wrong
+
+
+def test_the_stream_frees_its_place_when_the_client_leaves(client):
+    app = page(client)
+    reply = run(call(app, "/feed", method="GET", leave_on_chunk=3))
+    assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
+    assert reply.headers["cache-control"] == "no-store" and reply.headers["x-accel-buffering"] == "no"
+    assert [chunk.split(b"\n")[0] for chunk in reply.chunks[:3]] == [b"event: hello", b"event: key", b"event: d"]
+    assert json.loads(reply.chunks[1].split(b"data: ")[1])["seats"]["request"][1] == "req-b"
+    assert app.state.feed.viewers == 0
+
+
+def test_the_thirty_third_viewer_is_told_to_come_back(client):
+    async def session() -> None:
+        app = page(client)
+        left = asyncio.Event()
+
+        async def receive():
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            pass
+
+        scope = {"type": "http", "method": "GET", "path": "/feed", "root_path": "", "query_string": b"", "headers": []}
+        pages = [asyncio.create_task(app(dict(scope), receive, send)) for _ in range(MAX_VIEWERS)]
+        await asyncio.sleep(0.05)
+        assert app.state.feed.viewers == 32
+        reply = await call(app, "/feed", method="GET")
+        assert reply.status == 503 and reply.error["code"] == "too_many_viewers" and reply.headers["retry-after"] == "5"
+        left.set()
+        await asyncio.gather(*pages)
+        assert app.state.feed.viewers == 0 and not app.state.feed.sampling
+
+    run(session())
+
+
+def test_head_of_the_feed_ends(client):
+    reply = run(call(page(client), "/feed", method="HEAD"))
+    assert reply.status == 200 and reply.complete and not reply.body
+
+
+@pytest.mark.parametrize("path", ["/feed", "/slots", "/frames"])
+@pytest.mark.parametrize("cookie", ["", "jitney_session=", "jitney_session=wrong", f"jitney_session={digest_key(KEY)}"])
+def test_data_needs_a_session_when_keys_are_set(client, path, cookie):
+    reply = run(call(page(client, KEY), path, method="GET", headers={"cookie": cookie}))
+    assert reply.status == 401 and reply.error["code"] == "not_signed_in"
+    assert client.asked == 0
+
+
+def test_signing_in(client):
+    async def session() -> None:
+        async with browser(page(client, "another", KEY)) as web:
+            form = await web.get("/")
+            assert form.status_code == 401 and "sign-in.js" in form.text
+            wrong = await web.post("/sign-in", json={"key": "wrong"})
+            assert wrong.status_code == 401 and "set-cookie" not in wrong.headers
+            right = await web.post("/sign-in", json={"key": KEY})
+            assert right.status_code == 204
+            cookie = right.headers["set-cookie"]
+            assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(cookie.split("; ")) and KEY not in cookie
+            assert (await web.get("/")).status_code == 200
+            assert (await web.get("/slots")).json()["seats"]["request"][0] == "req-a"
+
+    run(session())
+
+
+@pytest.mark.parametrize("body, status", [
+    (b"", 400), (b"key", 400), (b"[]", 400), (b'{"key": 1}', 400), (b'{"key": "a", "x": 1}', 400),
+    (b'{"key": "' + b"a" * 5000 + b'"}', 413), (b'{"key": "\\ud800"}', 400), ('{"key": "ü"}'.encode(), 401)])
+def test_bad_sign_ins(client, body, status):
+    reply = run(call(page(client, KEY), "/sign-in", body))
+    assert reply.status == status and "set-cookie" not in reply.headers
+
+
+def test_without_keys_nobody_signs_in(client):
+    assert run(call(page(client), "/sign-in", {"key": ""})).status == 401
+    assert get(page(client), "/slots").status_code == 200
+
+
+def test_sessions_end_and_are_bounded():
+    now = [0.0]
+    sessions = Sessions((digest_key(KEY),), clock=lambda: now[0])
+    first = sessions.open(KEY)
+    assert sessions.admits(first) and not sessions.admits(None) and sessions.open("no") is None
+    now[0] = LIFETIME_S
+    assert not sessions.admits(first)
+    opened = [sessions.open(KEY) for _ in range(MAX_SESSIONS + 1)]
+    assert len(set(opened)) == MAX_SESSIONS + 1
+    assert [sessions.admits(one) for one in (opened[0], opened[1], opened[-1])] == [False, True, True]
+
+
+def test_mounted_behind_the_endpoint(client):
+    settings = ServerSettings()
+    app = create_app(client, ByteTokenizer(), settings, "m", dashboard_routes(client, settings))  # type: ignore[arg-type]
+    bare = run(call(app, "/dashboard", method="GET"))
+    assert bare.status == 307 and bare.headers["location"] == "dashboard/"
+    assert b"<title>Jitney</title>" in run(call(app, "/dashboard/", method="GET")).body
+    missing = run(call(app, "/dashboard/x", method="GET"))
+    assert missing.status == 404 and missing.error["code"] == "not_found"
+    assert run(call(app, "/dashboard/feed", method="GET", leave_on_chunk=2)).status == 200
+
+
+def test_a_cookie_stays_under_the_pages_path(client):
+    settings = ServerSettings(api_keys=(digest_key(KEY),), public_paths=frozenset({"/dashboard/sign-in"}))
+    mount = Mount("/dashboard", app=create_dashboard(client, settings))
+    app = create_app(client, ByteTokenizer(), settings, "m", [mount])  # type: ignore[arg-type]
+    reply = run(call(app, "/dashboard/sign-in", {"key": KEY}))
+    assert reply.status == 204 and "; Path=/dashboard;" in reply.headers["set-cookie"]
+
+
+def test_loading_is_an_error_in_the_endpoints_form(client):
+    from jitney.engine.errors import RequestError
+
+    async def loading():
+        raise RequestError("the model is still loading", code="loading")
+
+    client.slots = loading
+    answer = get(page(client), "/slots")
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
+
+
+def test_guessing_keys_is_slow(client):
+    async def session() -> None:
+        app = page(client, KEY)
+        for _ in range(MOST_ATTEMPTS):
+            assert (await call(app, "/sign-in", {"key": "guess"})).status == 401
+        reply = await call(app, "/sign-in", {"key": KEY})
+        assert reply.status == 429 and reply.error["code"] == "too_many_attempts"
+        assert 1 <= int(reply.headers["retry-after"]) <= 60
+
+    run(session())
+
+
+def test_attempts_are_counted_by_address_and_forgotten():
+    now = [0.0]
+    attempts = Attempts(clock=lambda: now[0])
+    for second in range(MOST_ATTEMPTS):
+        now[0] = float(second)
+        attempts.failed("one")
+    assert attempts.wait("one") == 60 - 9 and attempts.wait("other") == 0
+    now[0] = 60.0  # the first of them is a minute old
+    assert attempts.wait("one") == 0
+    attempts.failed("one")
+    assert attempts.wait("one") > 0
+    for number in range(MAX_ADDRESSES):
+        attempts.failed(f"address {number}")
+    assert attempts.wait("one") == 0, "of too many addresses the oldest is forgotten"
+
+
+def test_a_form_of_another_site_cannot_sign_in(client):
+    reply = run(call(page(client, KEY), "/sign-in", {"key": KEY}, headers={"content-type": "text/plain"}))
+    assert reply.status == 415 and "set-cookie" not in reply.headers
+
+
+def test_text_is_shown_only_where_the_server_allows_it(client):
+    trip = client.journal.trip("req-a", 0)
+    assert get(page(client), "/request/req-a").json()["text"] is None
+    app = create_dashboard(client, ServerSettings(), decode=lambda ids: "".join(map(chr, ids)))
+    assert get(app, "/request/req-a").json()["text"] is None, "tokens that were not kept cannot be shown"
+    trip.tokens = [104, 105, 33, 63, 63, 111, 107]
+    assert get(app, "/request/req-a").json()["text"] == {"prompt": "hi!??", "answer": "ok"}
+    assert get(page(client), "/request/req-a").json()["text"] is None
+    listed = json.dumps(get(app, "/requests").json())
+    assert '"tokens"' not in listed and '"text"' not in listed

@@ -1,0 +1,181 @@
+"""The page in a real browser: what it shows equals what the scripted engine said, and nothing else happens."""
+
+from __future__ import annotations
+
+from api_fakes import until
+from page_browser import endpoint, figures, free_port, says, served, state, table_is, tells, visit
+
+from jitney.dashboard import create_dashboard
+from jitney.engine.api import ServerSettings
+from jitney.engine.api.settings import digest_key
+from jitney.engine.messages import CanaryFinding, Progress
+from jitney.engine.types import KernelProof, Slot
+
+MARKUP = "<img src=x onerror=alert(1)>"
+
+
+def colour_at(page, seat: int) -> list[int]:
+    """The canvas's colour near the right end of a seat's cell, red, green, blue."""
+    return page.evaluate("""(seat) => {
+        const canvas = document.getElementById("seats"), ratio = devicePixelRatio, gap = 5;
+        const width = Math.floor(Math.min(76 * 2.4, (canvas.clientWidth + gap) / 4 - gap));
+        const x = seat * (width + gap) + width - 40;
+        return [...canvas.getContext("2d").getImageData(x * ratio, 25 * ratio, 1, 1).data.slice(0, 3)];
+    }""", seat)
+
+
+def test_the_page_shows_the_engines_own_numbers(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        tells(page, "page-legend", "3 cached")
+        shown = figures(page)
+        assert (shown["Seats taken"], shown["Waiting"], shown["KV pages"]) == ("3 of 4", "2", "60\u00a0%")
+        facts = page.locator("#facts").inner_text()
+        assert all(word in facts for word in ("scripted", "cpu", "reference", "continuous", "fcfs"))
+        page.click("#seat-details summary")
+        table_is(page, "seat-table", [
+            ["0", "decode", "req-a", "0", "8", "16"], ["1", "prefill", "req-b", "1", "10", "40"],
+            ["2", "free"], ["3", "decode", MARKUP, "0", "3", "4"]])
+        legend = page.locator("#page-legend").inner_text()
+        assert all(text in legend for text in ("1 free", "4 held", "2 shared", "3 cached"))
+        assert colour_at(page, 0) == [0xCF, 0xE4, 0xF1]  # half done, so not yet dark here
+        assert colour_at(page, 2) == [0xFF, 0xFF, 0xFF]
+        assert page.locator("#empty").is_hidden() and page.locator("img[src=x]").count() == 0
+        page.locator("#chart-rate").scroll_into_view_if_needed()
+        page.wait_for_selector("#chart-rate .scatterlayer .trace", state="attached")
+    assert open_page.hosts == {"127.0.0.1"}
+    assert open_page.problems == []
+
+
+def test_kernels_that_were_wrong_at_start_are_told_above_all(client, open_page):
+    proofs = [
+        KernelProof("attention", 3.4567, 0.125),
+        KernelProof("norm", 0.01, 0.125),
+        KernelProof("head", float("inf"), 0.125, "RuntimeError: <b>no</b>"),
+    ]
+    page = open_page.page
+    with visit(page, type(client)(kernels="native", proofs=proofs)):
+        tells(page, "kernels-out", "of the native kernels attention is off by 3.5, head could not run")
+        tells(page, "kernels-out", "<b>no</b>")
+        assert "norm" not in page.locator("#kernels-out").inner_text()
+    assert open_page.problems == []
+
+
+def test_the_canary_counts_on_the_page(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        assert page.locator("#kernels-out").is_hidden() and page.locator("#canary").is_hidden()
+    watched = type(client)(canary_every=50)
+    watched.step()
+    with visit(page, watched):
+        tells(page, "canary", "one request in 50 is computed again with the reference kernels; 0 checked")
+        watched.counters.observe_canary([CanaryFinding(0.1, True), CanaryFinding(3.0, False)])
+        watched.step()
+        tells(page, "canary", "1 of 2 came out otherwise")
+        tells(page, "notes", "so many answers came out otherwise: 1")
+    assert open_page.problems == []
+
+
+def test_a_scripted_trip_is_shown_look_by_look(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        page.click("#seat-details summary")
+        page.click("#time-details summary")
+        for output in (1, 2, 7, 9):
+            client.seat(2, "decode", "one", n_prompt=3, n_computed=2 + output, n_output=output, max_tokens=9, pages=1)
+            table_is(page, "seat-table", [["0"], ["1"], ["2", "decode", "one", "0", str(output), "9"]])
+        client.seat(2, "prefill", "two", n_prompt=64, n_computed=32, max_tokens=9, pages=2)
+        table_is(page, "seat-table", [["0"], ["1"], ["2", "prefill", "two", "0", "32", "64"]])
+        says(page, "headline", "Full: all 4 seats taken, 2 waiting, continuous")
+        table_is(page, "time-table", [["two", "0", "2"], ["one", "0", "2"]])
+        client.seats = [Slot(seat=seat, state="free") for seat in range(4)]
+        client.step(waiting=0, seats_busy=0, pages_used=0)
+        says(page, "headline", "Idle: all 4 seats free, continuous")
+        table_is(page, "seat-table", [[str(seat), "free"] for seat in range(4)])
+    assert open_page.problems == []
+
+
+def test_rates_are_differences(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        client.step(waiting=0, decode=300, padding=0, bucket_tokens=323)
+        page.wait_for_function("() => Number(document.querySelector('#figures dd').textContent) >= 50")
+        page.click("#chart-details summary")
+        page.wait_for_function("""() => [...document.querySelectorAll("#chart-table td:nth-child(2)")]
+            .some((cell) => Number(cell.textContent) >= 300)""")
+    assert open_page.problems == []
+
+
+def test_loading_stale_draining_and_dead(client, open_page):
+    page, info = open_page.page, client.info
+    with endpoint(client) as url:
+        client.info, client.state, client.progress = None, "loading", Progress("compile", 3, 8)
+        page.goto(url + "/dashboard/")
+        state(page, "loading")
+        says(page, "headline", "Loading: compile 3 of 8")
+        assert page.locator("#progress").get_attribute("value") == "3"
+        client.info, client.state = info, "ready"
+        state(page, "live")
+        client.age = 7.0
+        state(page, "stale")
+        tells(page, "trouble", "silent for 7 s")
+        client.age, client.state = 0.0, "draining"
+        state(page, "draining")
+        client.state = "dead"
+        state(page, "dead")
+        says(page, "headline", "The engine is dead")
+        page.goto("about:blank")
+
+
+def test_a_server_that_is_gone_makes_the_page_stale_until_it_is_back(client, open_page):
+    page, port = open_page.page, free_port()
+    with endpoint(client, port) as url:
+        page.goto(url + "/dashboard/")
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+    state(page, "stale")
+    tells(page, "trouble", "No news from the server")
+    assert figures(page)["Seats taken"] == "3 of 4"
+    with endpoint(client, port):
+        state(page, "live")
+        assert page.locator("#trouble").is_hidden()
+        page.goto("about:blank")
+
+
+def test_empty_shows_a_line_to_copy(client, open_page):
+    page = open_page.page
+    client.__init__(model="it's")
+    with visit(page, client) as url:
+        page.wait_for_selector("#empty:not([hidden])")
+        line = page.locator("#curl").inner_text()
+        assert line.startswith(f"curl {url}/v1/completions ") and """{"model":"it'\\''s",""" in line
+    assert open_page.problems == []
+
+
+def test_trying_it_streams_an_answer(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        page.wait_for_selector("#try:not([hidden])")
+        page.click("#try button[type=submit]")
+        says(page, "answer", "Hello, wörld!")
+        page.click("#crowd")
+        until(lambda: len(client.requests) == 5, 10)
+        assert sorted(request.sampling.n for request in client.requests) == [1, 4, 4, 4, 4]
+    assert open_page.problems == []
+
+
+def test_signing_in_with_a_key(client, open_page):
+    page = open_page.page
+    settings = ServerSettings(api_keys=(digest_key("the key"),))
+    with served(create_dashboard(client, settings)) as url:
+        page.goto(url)
+        page.fill("#key", "wrong")
+        page.click("button")
+        page.wait_for_selector("#refused:not([hidden])")
+        page.fill("#key", "the key")
+        page.click("button")
+        state(page, "live")
+        assert page.locator("#try").is_hidden()
+        assert page.evaluate("document.cookie") == "" and "key" not in page.url
+        page.goto("about:blank")

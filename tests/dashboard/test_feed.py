@@ -1,0 +1,334 @@
+"""The feed: what it says equals the engine's arrays, it costs nothing unwatched, and slow viewers harm nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jitney.dashboard import feed as feed_module
+from jitney.dashboard import snapshot, sse
+from jitney.dashboard.feed import Feed
+from jitney.dashboard.viewers import QUEUE, TooManyViewers, Viewer
+from jitney.engine.errors import RequestError
+from jitney.engine.messages import Progress
+from jitney.engine.records import ROW_KINDS
+from jitney.engine.types import Slot
+
+
+@pytest.fixture(autouse=True)
+def key_frames_only_when_needed(monkeypatch: pytest.MonkeyPatch):
+    """On a machine that stalls for seconds, a key frame that is due would come where a test waits for a delta."""
+    monkeypatch.setattr(feed_module, "KEY_S", 3600.0)
+
+
+def parse(event: bytes) -> tuple[str, Any]:
+    head, _, data = event.decode().partition("data: ")
+    assert data.endswith("\n\n") and "\n" not in data[:-2]
+    return head.splitlines()[0].removeprefix("event: "), json.loads(data)
+
+
+async def take(viewer: Viewer, number: int) -> list[tuple[str, Any]]:
+    events = []
+    async for event in viewer:
+        events.append(parse(event))
+        if len(events) == number:
+            break
+    return events
+
+
+def watch(feed: Feed, number: int) -> list[tuple[str, Any]]:
+    async def session() -> list[tuple[str, Any]]:
+        with feed.viewer() as viewer:
+            return await asyncio.wait_for(take(viewer, number), 5)
+
+    return asyncio.run(session())
+
+
+def test_a_key_frame_is_the_engines_own_arrays(client):
+    (_, hello), (name, key) = watch(Feed(client), 2)
+    assert name == "key" and key["step"] == 2 and key["state"] == "ready" and key["progress"] is None
+    states = [hello["states"][code] for code in base64.b64decode(key["seats"]["state"])]
+    assert states == [slot.state for slot in client.seats]
+    assert key["seats"]["request"] == [slot.request_id for slot in client.seats]
+    for name in hello["seat_columns"]:
+        assert key["seats"][name] == [getattr(slot, name) for slot in client.seats]
+    assert base64.b64decode(key["pages"]["cells"]) == client.states[1:]  # page 0 is nobody's
+    assert key["pages"]["counts"] == {"free": 1, "held": 4, "shared": 2, "cached": 3}
+    assert key["s"]["rows"] == {kind: sum(int(record[kind]) for record in client.kept) for kind in ROW_KINDS}
+    assert key["s"]["steps"] == {"decode": 0, "mixed": 3} and key["s"]["boarded"] == 3
+    assert (key["s"]["waiting"], key["s"]["waiting_tokens"], key["s"]["seats_busy"]) == (2, 64, 3)
+    assert key["s"]["step_s"] == pytest.approx(0.063, abs=1e-6) and key["s"]["gap_s"] == pytest.approx(0.003, abs=1e-6)
+    assert key["life"] == client.journal.n_life and key["hist"]["wait"]["counts"][0] == 3
+
+
+def test_hello_says_what_runs(client):
+    ((name, hello),) = watch(Feed(client, keys=True), 1)
+    assert name == "hello" and hello["info"]["model"] == "scripted" and hello["info"]["seats"] == 4
+    assert hello["keys"] is True and hello["text"] is False and hello["hz"] == 10.0 and hello["v"] == 2
+    assert hello["states"] == ["free", "prefill", "decode", "held"]
+
+
+def test_a_delta_says_what_changed_and_nothing_else(client):
+    async def session() -> list[Any]:
+        with Feed(client, hz=100).viewer() as viewer:
+            await take(viewer, 2)
+            client.seat(2, "prefill", "req-c", n_prompt=9, n_computed=4, max_tokens=5)
+            client.states = bytes([0, 1, 1, 1, 1, 2, 2, 1, 1, 3, 1])
+            client.step(seats_busy=4, waiting=2, waiting_tokens=64, pages_used=6, decode=2)
+            return [await take(viewer, 2)]
+
+    [(life, delta)] = asyncio.run(session())
+    assert life[0] == "life"
+    assert [event[2:8] for event in life[1]["events"]] == [
+        ["queued", "req-c", 0, -1, 9, 0], ["seated", "req-c", 0, 2, 9, 0]]
+    name, change = delta
+    assert name == "d" and change["step"] == 3 and change.keys() <= {"t", "step", "life", "age", "seats", "s", "pages"}
+    # One step later each decoding seat is expected to have a token more; these have not, so they are named.
+    assert change["seats"] == [[0, 2, "req-a", 0, 5, 12, 8, 16], [2, 1, "req-c", 0, 9, 4, 0, 5],
+                               [3, 2, client.seats[3].request_id, 0, 7, 9, 3, 4]]
+    assert {"rows", "steps", "boarded", "step_s"} <= change["s"].keys() and "preemptions" not in change["s"]
+
+
+def test_page_changes_come_as_runs():
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        before, now = rng.integers(0, 4, (2, 40), np.uint8)
+        now = np.where(rng.random(40) < 0.5, before, now).astype(np.uint8)
+        rebuilt = before.copy()
+        for first, count, state in snapshot.page_runs(before, now):
+            assert count >= 1 and not np.any(before[first:first + count] == state)
+            rebuilt[first:first + count] = state
+        assert np.array_equal(rebuilt, now)
+
+
+def test_the_longest_step_is_of_those_since_the_frame_before(client):
+    async def session() -> list[Any]:
+        with Feed(client, hz=100).viewer() as viewer:
+            first = await take(viewer, 2)
+            client.step(device_s=0.5, gap_s=0.25)
+            client.step(device_s=0.1)
+            return [*first, *await take(viewer, 2)]
+
+    events = [data["s"]["worst_s"] for name, data in asyncio.run(session()) if name in ("key", "d")]
+    assert events == [None, 0.75, None]
+
+
+def test_key_frames_come_again_and_again(client, monkeypatch):
+    monkeypatch.setattr(feed_module, "KEY_S", 0.01)
+
+    async def session() -> list[str]:
+        with Feed(client, hz=50).viewer() as viewer:
+            return [name for name, _ in await asyncio.wait_for(take(viewer, 4), 5)]
+
+    assert asyncio.run(session()) == ["hello", "key", "key", "key"]
+
+
+def test_an_idle_engine_is_told_of_once_a_second(client):
+    async def session() -> list[tuple[str, Any]]:
+        with Feed(client, hz=200).viewer() as viewer:
+            await take(viewer, 2)
+            return await asyncio.wait_for(take(viewer, 1), 5)
+
+    ((name, beat),) = asyncio.run(session())
+    assert name == "d" and "seats" not in beat and "rows" not in beat.get("s", {})
+
+
+def test_loading_then_ready_says_hello_again(client):
+    info, client.info, client.state = client.info, None, "loading"
+    client.progress = Progress("compile", 3, 8)
+
+    async def session() -> list[tuple[str, Any]]:
+        with Feed(client, hz=100).viewer() as viewer:
+            before = await take(viewer, 2)
+            assert client.asked == 0
+            client.info, client.state = info, "ready"
+            return [*before, *await take(viewer, 2)]
+
+    hello, key, again, after = asyncio.run(session())
+    assert hello[1]["info"] is None and again[0] == "hello" and again[1]["info"]["model"] == "scripted"
+    assert key[1]["state"] == "loading" and key[1]["progress"]["done"] == 3 and key[1]["seats"] is None
+    assert after[0] == "key" and after[1]["state"] == "ready" and after[1]["progress"] is None
+
+
+def test_an_engine_that_does_not_answer_leaves_the_pages_out(client):
+    async def no_answer():
+        raise RequestError("busy", code="internal_error")
+
+    client.slots = no_answer
+    key = watch(Feed(client), 2)[1][1]
+    assert key["pages"] is None and key["seats"]["request"][0] == "req-a" and key["s"]["waiting"] == 2
+
+
+def test_a_dead_engine_ends_the_feed(client):
+    client.state = "dead"
+    events = watch(Feed(client), 9)
+    assert [name for name, _ in events] == ["hello", "key", "bye"]
+    assert events[1][1]["state"] == "dead"
+
+
+def test_a_failing_sampler_ends_the_feed_and_is_logged(client, caplog):
+    client.records = lambda after: 1 / 0
+    assert [name for name, _ in watch(Feed(client), 9)] == ["hello", "bye"]
+    assert "division by zero" in caplog.text
+
+
+def test_nobody_watches_nothing_happens(client):
+    async def session() -> None:
+        feed = Feed(client, hz=200)
+        await asyncio.sleep(0.03)
+        assert client.asked == 0 and not feed.sampling
+        for _ in range(2):  # a viewer who comes right after the last one left finds a sampler, too
+            with feed.viewer() as viewer:
+                await asyncio.wait_for(take(viewer, 3), 5)
+        asked = client.asked
+        await asyncio.sleep(0.6)  # longer than from one look at the pages to the next
+        assert client.asked == asked and not feed.sampling and feed.viewers == 0
+
+    asyncio.run(session())
+
+
+def test_all_viewers_get_the_same_bytes_of_one_look(client):
+    async def session() -> None:
+        feed = Feed(client, hz=50)
+        with feed.viewer() as one, feed.viewer() as other:
+            assert (await take(one, 2))[1] == (await take(other, 2))[1]
+            client.step()
+            assert await take(one, 1) == await take(other, 1)
+            assert client.asked == 1
+            with feed.viewer() as late:
+                name, key = (await take(late, 2))[1]
+                assert name == "key" and key["step"] == 3
+
+    asyncio.run(session())
+
+
+def test_who_comes_back_gets_what_was_missed(client):
+    async def session() -> None:
+        feed = Feed(client, hz=100)
+        with feed.viewer() as steady:
+            with feed.viewer() as viewer:
+                await take(viewer, 2)
+                client.step()
+                (event,) = [event async for event in first(viewer, 1)]
+                last_id = event.split(b"id: ")[1].split(b"\n")[0].decode()
+            client.step()
+            missed = await take(steady, 4)
+            client.step()
+            with feed.viewer(last_id) as back:
+                again = await take(back, 3)
+            assert again[0][0] == "hello" and again[1] == missed[-1] and again[2][1]["step"] == 5
+            with feed.viewer("other:7") as stranger:
+                assert [name for name, _ in await take(stranger, 2)] == ["hello", "key"]
+
+    async def first(viewer: Viewer, number: int):
+        async for event in viewer:
+            yield event
+            number -= 1
+            if not number:
+                return
+
+    asyncio.run(session())
+
+
+def test_the_viewer_too_many_is_refused(client):
+    async def session() -> None:
+        feed = Feed(client, max_viewers=1)
+        with feed.viewer():
+            with pytest.raises(TooManyViewers), feed.viewer():
+                pass
+            assert feed.viewers == 1
+        with feed.viewer():
+            pass
+
+    asyncio.run(session())
+
+
+def test_a_slow_viewer_starts_again_from_a_key_frame(client):
+    async def session() -> None:
+        feed = Feed(client, hz=1000)
+        with feed.viewer() as slow, feed.viewer() as quick:
+            await take(quick, 2)
+            while not slow.dropped:
+                client.step()
+                await take(quick, 1)
+            client.step()
+            await take(quick, 2)
+            first, second, *_ = await take(slow, 3)
+            assert first[0] == "hello" and second[0] == "key" and slow.dropped == QUEUE
+
+    asyncio.run(session())
+
+
+def test_the_end_of_a_feed_is_not_lost_with_the_rest():
+    async def session() -> None:
+        viewer = Viewer([sse.event("hello", {})])
+        for number in range(QUEUE + 5):
+            viewer.put(sse.event("d", number))
+        assert viewer.lost
+        viewer.close(sse.bye("done"))
+        viewer.put(sse.event("d", 99))
+        events = await take(viewer, 99)
+        assert events[0][0] == "hello" and events[-1][0] == "bye" and ("d", 99) not in events
+
+    asyncio.run(session())
+
+
+def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
+    rng = np.random.default_rng(0)
+    states = rng.integers(0, 4, 3 * snapshot.MAX_PAGE_CELLS - 5, np.uint8)
+    shown = sse.pages(snapshot.page_cells(bytes([9]) + states.tobytes()))
+    cells = list(base64.b64decode(shown["cells"]))
+    groups = [list(states[at:at + 3]) for at in range(0, len(states), 3)]
+    assert shown["per_cell"] == 3 and len(cells) == len(groups)
+    assert cells == [min(range(4), key=lambda code: (-group.count(code), code)) for group in groups]
+    assert list(shown["counts"].values()) == [int(np.sum(states == code)) for code in range(4)]
+
+
+def test_record_columns_are_the_newest_records(client, monkeypatch):
+    monkeypatch.setattr(sse, "MAX_RECORDS", 2)
+    records, ready = client.journal.records.steps(-1, 99)
+    told = sse.record_columns(records, ready, 5.0)
+    assert told["left_out"] == 1 and told["columns"]["step"] == [1, 2] and told["t"] == 5.0
+    for name in client.kept[0].dtype.names:
+        assert told["columns"][name] == pytest.approx([record[name].item() for record in client.kept[1:]], abs=1e-6)
+    assert told["columns"]["ready"] == pytest.approx([0.04, 0.06], abs=1e-6)
+
+
+@pytest.mark.parametrize("fields, code", [
+    ({"compiled": 1}, "compile"), ({"preempted": 9}, "preemption_storm")])
+def test_notes_of_what_steps_did(client, fields, code):
+    async def session() -> list[tuple[str, Any]]:
+        with Feed(client, hz=100).viewer() as viewer:
+            await take(viewer, 2)
+            client.step(**fields)
+            client.step()
+            return await take(viewer, 2)
+
+    (name, note), (_, delta) = asyncio.run(session())
+    assert name == "note" and note["code"] == code and note["level"] == "warn" and delta["step"] == 4
+
+
+def test_notes_of_refusals_and_of_the_end(client):
+    async def session() -> list[tuple[str, Any]]:
+        with Feed(client, hz=100).viewer() as viewer:
+            await take(viewer, 2)
+            client.journal.rejected = {"queue_full": 25}
+            client.counters.engine_restarts = 1
+            client.state = "dead"
+            return await take(viewer, 5)
+
+    events = asyncio.run(session())
+    assert [data["code"] for name, data in events if name == "note"] == ["restart", "dead", "rejections"]
+    assert [name for name, _ in events][-2:] == ["key", "bye"]
+
+
+def test_a_held_seat_is_told(client):
+    client.journal.held.add(3)
+    key = watch(Feed(client), 2)[1][1]
+    assert list(base64.b64decode(key["seats"]["state"])) == [2, 1, 0, 3]
+    assert Slot(seat=0, state="held").state in sse.SEAT_STATES

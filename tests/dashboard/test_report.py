@@ -1,0 +1,108 @@
+"""The snapshot needs nothing but itself and shows what the engine has; the Grafana board names metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from api_fakes import FakeClient, make_app
+from journal_fakes import random_run
+from page_fakes import get, page
+
+from jitney.dashboard import report, timeline
+from jitney.dashboard.auth import REPORT_POLICY
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, the cells of tables, and the contents of scripts."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[str] = []
+        self.scripts: list[str] = []
+        self._in = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._in = tag
+        if tag == "td":
+            self.cells.append("")
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in == "td":
+            self.cells[-1] += data
+        if self._in == "script":
+            self.scripts[-1] += data
+
+
+def snapshot(client: FakeClient, minutes: float = 1.0) -> tuple[Reader, dict[str, Any]]:
+    clock = client.journal._clock()
+    reader = Reader(report.report(client, minutes, [{"level": "warn", "msg": "<b>note</b>"}], clock, 0.0))  # type: ignore[arg-type]
+    return reader, json.loads(reader.scripts[1])
+
+
+def test_a_report_is_one_file_and_its_numbers_are_the_engines():
+    watched = random_run(2)
+    client = FakeClient(seats=4)
+    client.journal = watched.journal
+    reader, charts = snapshot(client)
+    assert not [tag for tag, attributes in reader.tags if {"src", "href"} & attributes.keys() or tag in ("link", "img")]
+    assert charts.keys() == report.TITLES.keys() and len(reader.scripts) == 3
+    assert "plotly.js v" in reader.scripts[0][:300]
+    places = {attributes.get("id") for tag, attributes in reader.tags if tag == "div"}
+    assert places >= charts.keys()
+    records = watched.journal.records.since(-1)
+    now = watched.clock.now
+    start, end = timeline.window(watched.journal, now - 60, now, now)
+    width = (end - start) / report.BINS
+    for trace in charts["ledger"]["data"]:
+        kind = next(kind for kind, name, *_ in report.LEDGER if name == trace["name"])
+        assert sum(trace["y"]) * width == pytest.approx(int(records[kind].sum()), rel=0.02, abs=0.5)
+    drawn = sum(sum(trace["x"]) for trace in charts["seats"]["data"])
+    rides = [ride for _, ride in watched.journal.rides(0, 1e9)]
+    assert drawn == pytest.approx(sum((ride.end or 0) - ride.start for ride in rides), rel=0.01)
+    assert any(trip.request + " 0" in reader.cells for trip in watched.journal.newest())
+
+
+def test_markup_stays_text(client):
+    reader, charts = snapshot(client)
+    assert "img" not in {tag for tag, _ in reader.tags} and "<b>note</b>" in reader.cells
+    texts = [text for trace in charts["seats"]["data"] for text in trace["hovertext"]]
+    assert any("&lt;img" in text for text in texts) and not any("<img" in text for text in texts)
+
+
+def test_the_report_over_http(client):
+    answer = get(page(client), "/report")
+    assert answer.headers["content-security-policy"] == REPORT_POLICY and "sandbox" in REPORT_POLICY
+    assert "allow-same-origin" not in REPORT_POLICY and "scripted" in answer.text
+    assert answer.text.count("</script>") == 3, "nothing closes a script early"
+    for wrong in ("0", "11", "x"):
+        assert get(page(client), f"/report?minutes={wrong}").json()["error"]["param"] == "minutes"
+
+
+def test_the_grafana_board_names_metrics_that_exist():
+    board = json.loads((files("jitney.dashboard") / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    expressions += [variable["query"]["query"] for variable in board["templating"]["list"]
+                    if variable["type"] == "query"]
+    named = set(re.findall(r"\bjitney_\w+", " ".join(expressions)))
+    text = make_app().state.service.metrics.render().decode()
+    declared = dict(re.findall(r"^# TYPE (jitney_\w+) (\w+)$", text, re.MULTILINE))
+    exist = {name for name, kind in declared.items() if kind in ("gauge", "counter")}
+    exist |= {f"{name}_{part}" for name, kind in declared.items() if kind == "histogram"
+              for part in ("bucket", "sum", "count")}
+    assert len(named) > 20 and not named - exist
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    taken = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
+    assert len(set(taken)) == len(taken) and all(p["gridPos"]["x"] + p["gridPos"]["w"] <= 24 for p in board["panels"])

@@ -1,0 +1,233 @@
+"""Requests, request_detail, bins and traces, against runs of the scheduler on a fake device and hand-made cases."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from api_fakes import FakeClient
+from fakes import FakeClock
+from journal_fakes import Watched, random_run
+from page_fakes import get, page
+
+from jitney.dashboard import latency, request_detail, timeline
+from jitney.engine.messages import StepReport
+from jitney.engine.records import ROW_KINDS, STEP_DTYPE
+from jitney.engine.telemetry.history import Journal
+
+
+def serve(watched: Watched):
+    """The page of a journal; its clock and ours differ, so times in queries are always given."""
+    client = FakeClient()
+    client.journal = watched.journal
+    return page(client)
+
+
+def two_in_one_seat() -> Watched:
+    """One seat, two requests: the second waits for the first."""
+    watched = Watched(seats=1, budget=8)
+    watched.add("first", [1, 2, 3], max_tokens=5, ignore_eos=True)
+    watched.add("second", list(range(12)), max_tokens=4, ignore_eos=True)
+    watched.run()
+    return watched
+
+
+def told(watched: Watched, request: str, index: int = 0) -> dict:
+    trip = watched.journal.trip(request, index)
+    assert trip is not None
+    return json.loads(json.dumps(request_detail.story(watched.journal, trip, watched.clock())))
+
+
+def test_a_story_told_by_hand():
+    watched = two_in_one_seat()
+    story = told(watched, "second")
+    assert [phase["kind"] for phase in story["phases"]] == ["queue", "prefill", "decode"]
+    assert [chunk["count"] for chunk in story["chunks"]] == [8, 4]
+    assert [chunk["start"] for chunk in story["chunks"]] == [0, 8]
+    assert [chunk["sharers"] for chunk in story["chunks"]] == [0, 0]
+    assert len(story["cadence"]["t"]) == 4 == story["n_output"] and story["finish"] == "length"
+    assert story["phases"][0]["to"] == story["phases"][1]["from"] == story["seated"]
+    assert story["phases"][2]["to"] == story["finished"] and story["phases"][1]["steps"] == 2
+    assert {"queue", "prefill", "decode"} <= {cause["code"] for cause in story["why"]}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("pages", [33, 13])
+def test_causes_add_up_to_the_time_it_took(seed: int, pages: int):
+    watched = random_run(seed, pages=pages)
+    for trip in watched.journal.newest():
+        story = told(watched, trip.request, trip.index)
+        assert sum(cause["seconds"] for cause in story["why"]) == pytest.approx(story["e2e_s"], abs=2e-3)
+        assert [c["seconds"] for c in story["why"]] == sorted((c["seconds"] for c in story["why"]), reverse=True)
+        assert len(story["cadence"]["t"]) == trip.n_output
+        assert story["cadence"]["t"] == sorted(story["cadence"]["t"])
+        edges = [edge for phase in story["phases"] for edge in (phase["from"], phase["to"])]
+        assert edges == sorted(edges) and edges[-1] == pytest.approx(story["finished"], abs=2e-3)
+        if trip.preemptions and len(trip.rides) > 1:
+            assert "preemption" in {cause["code"] for cause in story["why"]}
+
+
+def test_sharers_are_the_other_seats_of_the_step():
+    watched = Watched()
+    for name in "abc":
+        watched.add(name, [1, 2, 3], max_tokens=6, ignore_eos=True)
+    watched.run()
+    story = told(watched, "a")
+    assert story["chunks"][0]["sharers"] == 2 and story["shared"]["max"] == 2
+    assert story["shared"]["prefill_rows_of_others"] == 6
+
+
+def test_a_slow_step_is_named():
+    """A journal fed by hand: 5 steps of 10 ms, but the third compiles for a second."""
+    journal, clock = Journal(clock=FakeClock()), 0.0
+    watched = Watched()
+    journal = watched.journal
+    watched.add("a", [1, 2, 3], max_tokens=5, ignore_eos=True)
+    for number in range(6):
+        report = watched.core.step()
+        record = np.frombuffer(report.record, STEP_DTYPE).copy() if report.record else None
+        if record is not None:
+            slow = number == 3
+            record["started"], record["device_s"], record["compiled"] = clock, 1.0 if slow else 0.01, slow
+            for name in ("plan_s", "batch_s", "launch_s", "gap_s"):
+                record[name] = 0
+            clock += 1.0 if slow else 0.01
+        journal.take(StepReport(report.outputs, record.tobytes() if record is not None else b"", report.life,
+                                report.chunks))
+    story = told(watched, "a")
+    assert story["cadence"]["slowest"]["why"] == "compile"
+    assert story["cadence"]["gap_max"] == pytest.approx(1.0, abs=1e-3)
+    assert story["why"][0]["code"] == "compile" and story["shared"]["compiles"] == 1
+    assert story["cadence"]["gap_p50"] == pytest.approx(0.01, abs=1e-3)
+
+
+def test_an_open_request_is_told_as_far_as_it_has_come():
+    watched = Watched(seats=1, budget=8)
+    watched.add("on board", [1, 2, 3], max_tokens=50, ignore_eos=True)
+    watched.add("waits", [1, 2, 3], max_tokens=5, ignore_eos=True)
+    for _ in range(6):
+        watched.step()
+    story, waits = told(watched, "on board"), told(watched, "waits")
+    assert story["state"] == "decode" and story["e2e_s"] is None and story["phases"][-1]["to"] is None
+    assert waits["phases"] == [{"kind": "queue", "seat": -1, "from": waits["arrival"], "to": None, "step_from": -1,
+                                "step_to": -1, "steps": 0}]
+    assert [cause["code"] for cause in waits["why"]] == ["queue"] and waits["cadence"]["slowest"] is None
+
+
+def test_listing_pages_through_all_and_filters():
+    watched = random_run(1)
+    watched.add("new", [1, 2], n=2)
+    app, seen, cursor = serve(watched), [], ""
+    while True:
+        answer = get(app, f"/requests?limit=7{cursor}").json()
+        seen += [(row["request"], row["index"]) for row in answer["requests"]]
+        assert len(answer["requests"]) <= 7
+        if answer["next"] is None:
+            break
+        cursor = f"&cursor={answer['next']}"
+    assert seen == [(trip.request, trip.index) for trip in watched.journal.newest()] and seen[0] == ("new", 1)
+    waiting = get(app, "/requests?state=waiting").json()["requests"]
+    assert [row["request"] for row in waiting] == ["new", "new"]
+    assert len(get(app, "/requests?state=finished&limit=1000").json()["requests"]) == len(seen) - 2
+    assert get(app, "/requests?state=open").json()["requests"] == waiting
+
+
+@pytest.mark.parametrize("path, param", [
+    ("/requests?limit=0", "limit"), ("/requests?limit=1001", "limit"), ("/requests?state=odd", "state"),
+    ("/requests?cursor=x", "cursor"), ("/timeline?bins=601", "bins"), ("/timeline?from=nan", "from"),
+    ("/timeline?to=inf", "to"), ("/trace?from=x", "from"), ("/request/a?index=-1", "index"), ("/frames?to=1.5", "to")])
+def test_bad_queries_are_named(client, path: str, param: str):
+    answer = get(page(client), path)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_a_request_that_nobody_knows(client):
+    answer = get(page(client), "/request/nobody")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+    assert get(page(client), "/request/req-b?index=1").json()["state"] == "prefill"
+
+
+def test_the_list_is_not_for_strangers(client):
+    for path in ("/requests", "/request/req-a", "/timeline", "/trace", "/engines", "/lab", "/report"):
+        assert get(page(client, "a secret key"), path).status_code == 401, path
+
+
+def test_bins_add_up_and_rides_cover_the_seats():
+    watched = random_run(2, pages=13)
+    journal, end = watched.journal, watched.clock()
+    shown = json.loads(json.dumps(timeline.timeline(journal, 0.0, end, 37, end)))
+    records = journal.records.since(-1)
+    bins = shown["bins"]
+    assert sum(bins["steps"]) == len(records) and len(bins["t"]) == 37
+    for kind in ROW_KINDS:
+        assert sum(bins["rows"][kind]) == int(records[kind].sum())
+    for name in ("boarded", "finished", "preempted"):
+        assert sum(bins[name]) == int(records[name].sum())
+    assert max(value for value in bins["worst_s"] if value is not None) == pytest.approx(
+        float((records["device_s"] + records["gap_s"]).max()), abs=1e-6)
+    assert max(v for v in bins["waiting"] if v is not None) == int(records["waiting"].max())
+    assert any(value is not None for value in bins["itl_p95"])
+    rides = shown["rides"]
+    assert len(rides["seat"]) == sum(len(trip.rides) for trip in journal.newest())
+    assert len(set(map(len, rides.values()))) == 1 and rides["from"] == sorted(rides["from"])
+    assert set(rides["end"]) <= {"stop", "length", "abort", "preempted"}
+
+
+def test_a_bin_holds_its_own_steps_only():
+    watched = random_run(4)
+    journal, end = watched.journal, watched.clock()
+    records, ready = journal.records.between(0, end)
+    shown = timeline.binned(journal, 0.0, end, 10)
+    for number in range(10):
+        low, high = number * end / 10, (number + 1) * end / 10
+        inside = records[(ready > low) & (ready <= high)]
+        assert shown["steps"][number] == len(inside)
+        assert shown["rows"]["decode"][number] == int(inside["decode"].sum())
+
+
+def test_percentiles_are_the_least_value_that_enough_do_not_exceed():
+    values, weights = np.array([3.0, 1.0, 2.0]), np.array([1, 97, 2])
+    assert latency.percentiles(values, weights) == {"p50": 1.0, "p95": 1.0, "p99": 2.0}
+    assert latency.percentiles(np.zeros(0), np.zeros(0, np.int64)) is None
+
+
+def test_gaps_between_tokens_are_those_of_the_streams():
+    """Against the tokens' own times: the gaps of all sequences, counted one by one."""
+    watched = random_run(5)
+    gaps = sorted(round(gap, 6) for trip in watched.journal.newest() if trip.finish != "abort"
+                  for gap in np.diff(told(watched, trip.request, trip.index)["cadence"]["t"]))
+    _, values, weights = latency.samples(watched.journal, 0, 1e9)["itl"]
+    assert int(weights.sum()) == pytest.approx(len(gaps), rel=0.05)  # aborted streams had some, too
+    assert float(np.repeat(values, weights).mean()) == pytest.approx(float(np.mean(gaps)), rel=0.05)
+    histogram = latency.histograms(watched.journal, 0, 1e9)["itl"]
+    assert sum(histogram["counts"]) == int(weights.sum()) and len(histogram["counts"]) == len(histogram["bounds"]) + 1
+
+
+def test_the_trace_is_one_that_chrome_reads():
+    watched = two_in_one_seat()
+    events = json.loads(timeline.trace(watched.journal, 0, 1e9, watched.clock(), "m"))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert [(span["name"], span["tid"]) for span in spans] == [
+        ("prefill first", 0), ("decode first", 0), ("prefill second", 0), ("decode second", 0)]
+    for before, after in pairwise(spans):
+        assert before["ts"] + before["dur"] <= after["ts"] + 1
+    steps = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
+    assert [event["args"]["step"] for event in steps] == watched.journal.records.since(-1)["step"].tolist()
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"seat 0", "step loop", "m: seats"}
+
+
+def test_the_trace_is_a_download(client):
+    answer = get(page(client), "/trace")
+    assert "attachment" in answer.headers["content-disposition"] and answer.json()["traceEvents"]
+
+
+def test_engines_are_one(client):
+    assert get(page(client), "/engines").json() == {
+        "standalone": False, "engines": [{"name": "scripted", "url": "", "base": "", "state": "ready"}]}
+
+
+def test_timeline_over_http(client):
+    told = get(page(client), "/timeline?bins=5").json()
+    assert told["seats"] == 4 and len(told["bins"]["t"]) == 5 and "req-a" in told["rides"]["request"]

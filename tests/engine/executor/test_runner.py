@@ -1,0 +1,85 @@
+"""The device side of a step: which executables there are, that none is compiled twice, programs from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jitney.engine.bench.step import Case, plan_of
+from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.executor.program import StateSizes, lower_step
+from jitney.engine.executor.runner import Runner
+from jitney.engine.models.llama import abstract_model, random_model
+from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.kernels.select import select
+
+KERNELS = select("cpu", "reference")
+BUCKETS = make_buckets(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
+SIZES = StateSizes(seats=4, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32"))
+DECODE, MIXED = Bucket(4, 4), Bucket(32, 4)
+
+
+def make_runner(*, plain_mixed: bool = False) -> Runner:
+    return Runner(random_model(tiny_config()), BUCKETS, KERNELS, n_pages=SIZES.n_pages, page_size=SIZES.page_size,
+                  context_length=SIZES.context_length, kv_dtype=SIZES.kv_dtype, end_ids=(), plain_mixed=plain_mixed)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    """One with an executable of every kind, sized first as on a device."""
+    made = make_runner(plain_mixed=True)
+    assert made.largest_temp_bytes() > 0
+    first = made.executables[MIXED, False]
+    made.compile()
+    assert made.executables[MIXED, False] is first, "the largest step was compiled twice"
+    return made
+
+
+def test_every_kind_has_one_executable(runner: Runner):
+    assert set(runner.executables) == {(DECODE, True), (DECODE, False), (MIXED, True), (MIXED, False)}
+    assert runner.compiles == 0
+
+
+def test_mixed_steps_are_plain_only_where_that_is_asked_for(runner: Runner):
+    assert runner.is_plain(MIXED, True) and not runner.is_plain(MIXED, False)
+    other = make_runner()
+    assert not other.is_plain(MIXED, True) and other.is_plain(DECODE, True)
+
+
+def test_a_mixed_step_answers_alike_with_and_without_the_sampler(runner: Runner):
+    plan = plan_of(Case(MIXED, prompts=((0, 9), (0, 17))), 0, SIZES.page_size)
+    found = []
+    for plain in (True, False):
+        runner.plain_mixed = plain
+        found.append(runner.fetch(runner.launch(runner.batch(plan))).tokens)
+    runner.plain_mixed = True
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_the_state_is_empty_until_it_is_allocated():
+    made = make_runner()
+    assert all(isinstance(pool, jax.ShapeDtypeStruct) for pool in made.state.kv)
+
+
+def test_the_state_of_a_ready_runner(runner: Runner):
+    assert [pool.shape for pool in runner.state.kv] == [(16, 16, 4, 16)] * 2
+    assert runner.state.seats.counts.shape == (4, 512) and np.asarray(runner.state.seats.bias_ids == 512).all()
+
+
+def test_bytes_of_a_devices_pools():
+    """Sixteen pages of 2 layers, 16 positions, keys and values, heads of one device, 16 numbers a head, 4 bytes."""
+    assert SIZES.pool_bytes(tiny_config(), KERNELS) == 16 * 2 * 16 * 2 * 2 * 16 * 4
+    assert SIZES.pool_bytes(tiny_config().local(2), KERNELS) == 16 * 2 * 16 * 2 * 1 * 16 * 4
+    wide = replace(KERNELS, pool_shape=lambda n, page, heads, dim, dtype: (n, page, 8, 128))
+    assert SIZES.pool_bytes(tiny_config(), wide) == 16 * 2 * 16 * 8 * 128 * 4
+    assert SIZES.shapes(tiny_config(), wide, None).kv[0].shape == (16, 16, 8, 128)
+
+
+@pytest.mark.parametrize(("bucket", "plain"), [(DECODE, True), (MIXED, False)], ids=str)
+def test_a_program_from_shapes_alone_is_the_engines_own(runner: Runner, bucket: Bucket, plain: bool):
+    lowered = lower_step(abstract_model(tiny_config()), bucket, plain, KERNELS, SIZES)
+    assert lowered.as_text() == runner.lower(bucket, plain).as_text()

@@ -1,0 +1,157 @@
+"""Every architecture against transformers' logits, through the same path a served model takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference_logits import DATA, SCRIPT
+from safetensors.numpy import save_file
+
+from jitney.engine.checkpoints.model_config import ModelConfig, tiny_config
+from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.loading.load import load_model
+from jitney.engine.models.llama import Llama, abstract_model, random_model
+from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.select import select
+
+CASES = DATA["cases"]
+
+
+def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
+    """Attention over the rows of this step alone, masked by sequence, position and window; pages untouched."""
+    rows = jnp.arange(q.shape[0])
+    sequence = jnp.searchsorted(meta.cu_q[1:], rows, side="right")
+    age = meta.positions[:, None] - meta.positions[None, :]
+    seen = (sequence[:, None] == sequence[None, :]) & (age >= 0) & ((age < window) if window else True)
+    group = q.shape[1] // k.shape[1]
+    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+    scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    return jnp.einsum("hqk,khd->qhd", weights, v.astype(jnp.float32)).astype(q.dtype), kv
+
+
+DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense_attend)
+
+
+def prompts_meta(*lengths: int) -> AttentionMeta:
+    """Whole prompts of these lengths in one step."""
+    lens = np.array(lengths, np.int32)
+    return AttentionMeta(kv_lens=jnp.asarray(lens), cu_q=jnp.asarray(np.concatenate([[0], lens.cumsum()]), jnp.int32),
+                         page_table=jnp.zeros((len(lens), 1), jnp.int32), write_rows=jnp.zeros(lens.sum(), jnp.int32),
+                         positions=jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens]),
+                         counts=jnp.array([0, len(lens), lens.sum()], jnp.int32))
+
+
+def all_logits(model: Llama, tokens: np.ndarray, *lengths: int) -> np.ndarray:
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state, tokens, meta):
+        merged = nnx.merge(graph, state)
+        hidden, _ = merged(tokens, [jnp.zeros(())] * merged.config.n_layers, meta, DENSE)
+        return merged.logits(hidden, DENSE)
+
+    return np.asarray(forward(state, jnp.asarray(tokens, jnp.int32), prompts_meta(*lengths)))
+
+
+def write_folder(folder: Path, case: dict) -> Path:
+    tensors = {name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()}
+    total = sum(np.abs(tensor.astype(np.float64)).sum() for tensor in tensors.values())
+    assert total == pytest.approx(case["weights_sum"], rel=1e-9), "numpy draws other weights than the script did"
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(case["config"]))
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name: str, tmp_path: Path):
+    source = resolve(str(write_folder(tmp_path, CASES[name])))
+    model = load_model(source, source.config, jnp.float32)
+    tokens = SCRIPT.prompt()
+    logits = all_logits(model, tokens, len(tokens))
+    np.testing.assert_allclose(logits[DATA["rows"]], CASES[name]["logits"], atol=1e-4, rtol=0)
+
+
+def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path):
+    source = resolve(str(write_folder(tmp_path, CASES["qwen2"])))
+    model = load_model(source, source.config, jnp.float32)
+    tokens = SCRIPT.prompt()
+    together = all_logits(model, np.concatenate([tokens[:20], tokens]), 20, len(tokens))
+    np.testing.assert_allclose(together[20:][DATA["rows"]], CASES["qwen2"]["logits"], atol=1e-4, rtol=0)
+
+
+def test_default_model_equals_the_reference(smollm2, reference):
+    """SmolLM2 from its GGUF file, teacher-forced: top-5 log-probabilities and every greedy choice of two items.
+
+    The reference's weights were rounded to bfloat16 and computed in float32.
+    """
+    graph, state = nnx.split(load_model(smollm2, smollm2.config, jnp.bfloat16))
+    model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
+    chosen = [reference[1], reference[6]]
+    ids = [item["prompt_ids"] + item["output_ids"] for item in chosen]
+    logits = all_logits(model, np.concatenate(ids), *map(len, ids))
+    logprobs = np.asarray(jax.nn.log_softmax(logits))
+    for item, end in zip(chosen, np.cumsum([len(row) for row in ids]), strict=True):
+        rows = logprobs[end - len(item["output_ids"]) - 1 : end - 1]
+        assert rows.argmax(axis=-1).tolist() == item["output_ids"]
+        for row, top in zip(rows, item["top5"], strict=True):
+            np.testing.assert_allclose(row[top["ids"]], top["logprobs"], atol=1e-3)
+
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dtype_in_is_dtype_out(architecture: str, dtype):
+    """Activations and weights keep the model's dtype at every layer; only logits are always float32."""
+    model = random_model(tiny_config(architecture), dtype=dtype)
+    seen = []
+
+    def attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
+        seen.extend([q.dtype, k.dtype, v.dtype])
+        return dense_attend(q, k, v, kv, meta, scale=scale, window=window)
+
+    kernels = replace(DENSE, paged_attention=attend)
+    hidden, _ = model(jnp.arange(8), [jnp.zeros(1)] * 2, prompts_meta(8), kernels)
+    assert hidden.dtype == dtype and model.logits(hidden, kernels).dtype == jnp.float32
+    assert set(seen) == {jnp.dtype(dtype)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(dtype)}
+
+
+def test_bfloat16_stays_near_float32():
+    """The same random weights, rounded: logits (spread about 1.5) move by rounding only."""
+    config = tiny_config("qwen3")
+    tokens = np.arange(24) * 7 % 512
+    wide = all_logits(random_model(config), tokens, 24)
+    narrow = all_logits(random_model(config, dtype=jnp.bfloat16), tokens, 24)
+    assert np.abs(wide - narrow).max() < 0.25 * wide.std()
+    assert np.corrcoef(wide.ravel(), narrow.ravel())[0, 1] > 0.999
+
+
+def test_random_models_repeat_and_decide():
+    """The same seed gives the same model, another seed another; greedy choices are no ties and no constant."""
+    config = tiny_config()
+    tokens = np.arange(64) * 5 % 512
+    logits = all_logits(random_model(config, seed=1), tokens, 64)
+    np.testing.assert_array_equal(logits, all_logits(random_model(config, seed=1), tokens, 64))
+    assert np.abs(logits - all_logits(random_model(config, seed=2), tokens, 64)).max() > 1
+    top = np.sort(logits, axis=-1)
+    assert np.median(top[:, -1] - top[:, -2]) > 0.1
+    assert len(set(logits.argmax(axis=-1))) > 40
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_abstract_model_has_the_shapes_of_the_real_one(architecture: str):
+    config: ModelConfig = tiny_config(architecture)
+    real, abstract = (nnx.to_flat_state(nnx.state(model)) for model in
+                      (random_model(config, dtype=jnp.bfloat16), abstract_model(config, dtype=jnp.bfloat16)))
+    assert [(path, leaf.shape, leaf.dtype) for path, leaf in real] == [
+        (path, leaf.shape, leaf.dtype) for path, leaf in abstract]

@@ -1,0 +1,325 @@
+"""The core in its own process: messages, deaths, restarts, ends. The core is `process_core`, which needs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from places import SUPPORT
+
+from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
+from jitney.engine.errors import ConfigError, EngineDead, RequestError
+from jitney.engine.process.main import TICK_S, refuse_open_folder
+from jitney.engine.process.supervisor import ProcessClient, Stream
+from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
+
+RAISE, DIE, PAUSE = 900, 901, 902  # as in process_core
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch):
+    """The core process finds `process_core` on its path."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH")))))
+
+
+def config(**server: object) -> Config:
+    return Config(model=ModelSection(id="tiny-random"), engine=EngineSection(platform="cpu", compilation_cache=False),
+                  server=ServerSection(**server))  # pyright: ignore[reportArgumentType]
+
+
+def request(id: str, first: int = 1, *, tokens: int = 3, n: int = 1) -> EngineRequest:
+    return EngineRequest(id=id, prompt=[first], sampling=SamplingParams(max_tokens=tokens, n=n), arrival=0.0)
+
+
+async def collect(stream: Stream) -> list[SequenceOutput]:
+    return [output async for output in stream]
+
+
+async def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(builder: str = "build", **server: object) -> AsyncIterator[ProcessClient]:
+    client = ProcessClient(config(**server), builder=f"process_core:{builder}")
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(30):
+            await test()
+
+    asyncio.run(limited())
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
+def pid_of(client: ProcessClient) -> int:
+    assert client._link is not None
+    return client._link.process.pid
+
+
+def test_requests_come_back_token_by_token_and_records_with_them():
+    async def test() -> None:
+        async with running() as client:
+            assert (client.state, client.info) == ("loading", None)
+            info = await client.wait_ready()
+            assert (client.state, info.model) == ("ready", "fake")
+            assert client.progress is not None and (client.progress.done, client.progress.detail) == (2, "tiny-random")
+            outputs, pair = await asyncio.gather(collect(client.submit(request("a", 7))),
+                                                 collect(client.submit(request("b", 50, n=2))))
+            assert [output.tokens for output in outputs] == [[7], [8], [9]]
+            assert [output.finish for output in outputs] == [None, None, "length"]
+            assert sorted((o.index, o.tokens[0]) for o in pair) == [(i, t) for i in (0, 1) for t in (50, 51, 52)]
+            records = client.records(after_step=1)
+            assert records["step"].tolist() == list(range(2, 2 + len(records)))
+            assert client.counters.rows["decode"] == 9
+            assert await client.page_states() == b"" and client.journal.finished["length"] == 3
+            trip = client.journal.trip("b", 1)
+            assert trip is not None and (trip.state, trip.n_output, trip.finish) == ("finished", 3, "length")
+            assert client.last_step_age() < 5
+
+    run(test)
+
+
+def test_an_idle_core_ticks():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            heard = time.monotonic() - client.last_step_age()
+            # Two ticks later, however late they come on a busy machine.
+            await wait_for(lambda: time.monotonic() - client.last_step_age() > heard + 1.5 * TICK_S)
+
+    run(test)
+
+
+def test_nothing_is_taken_before_ready_or_while_draining():
+    async def test() -> None:
+        async with running() as client:
+            with pytest.raises(RequestError) as early:
+                client.submit(request("a"))
+            assert early.value.info.code == "loading"
+            await client.wait_ready()
+            stream = client.submit(request("b", PAUSE, tokens=5))
+            client.drain()
+            with pytest.raises(RequestError) as late:
+                client.submit(request("c"))
+            assert late.value.info.code == "draining"
+            assert (await collect(stream))[-1].finish == "length"
+        assert client.state == "dead"
+        with pytest.raises(RequestError) as over:
+            client.submit(request("d"))
+        assert over.value.info.code == "engine_dead"
+
+    run(test)
+
+
+def test_abort_ends_one_sequence_and_no_neighbour():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=40, n=2))
+            other = client.submit(request("ab", PAUSE, tokens=5))
+            client.abort("a", 1)
+            ends = {output.index: output.finish for output in await collect(stream) if output.finish}
+            assert ends == {0: "length", 1: "abort"}
+            assert (await collect(other))[-1].finish == "length"
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["aclose", "cancel"])
+def test_a_listener_that_leaves_frees_the_seat(how: str):
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=1000))
+            await anext(stream)
+            assert [slot.request_id for slot in (await client.slots()).slots] == ["a"]
+            if how == "aclose":
+                await stream.aclose()
+            else:
+                task = asyncio.create_task(collect(stream))
+                await asyncio.sleep(0.05)
+                task.cancel()
+            await asyncio.sleep(0.2)
+            assert (await client.slots()).slots == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["kill -9", "exception", "dies in a step"])
+def test_a_dead_core_ends_every_request_and_is_replaced(how: str):
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            old = pid_of(client)
+            streams = [client.submit(request(str(i), PAUSE, tokens=1000, n=2)) for i in range(3)]
+            await anext(streams[0])
+            if how == "kill -9":
+                os.kill(old, signal.SIGKILL)
+            else:
+                client.submit(request("x", RAISE if how == "exception" else DIE))
+            for stream in streams:
+                ends = [output for output in await collect(stream) if output.finish is not None]
+                assert [output.index for output in ends] == [0, 1]
+                for output in ends:
+                    assert output.finish == "error" and output.error is not None
+                    assert output.error.code == "engine_dead"
+                    assert ("asked to fail" in output.error.message) == (how == "exception")
+            await client.until("loading")
+            with pytest.raises(RequestError, match="loading"):
+                client.submit(request("early"))
+            steps_before = client.records(-1)["step"].tolist()
+            await client.until("ready")
+            assert pid_of(client) != old and gone(old)
+            assert client.counters.engine_restarts == 1
+            assert (await collect(client.submit(request("again", 5))))[-1].tokens == [7]
+            steps = client.records(-1)["step"].tolist()
+            assert steps[:len(steps_before)] == steps_before and steps == sorted(set(steps))
+
+    run(test)
+
+
+def test_a_core_that_keeps_dying_is_given_up():
+    async def test() -> None:
+        async with running(max_restarts=1) as client:
+            for _ in range(2):
+                await client.wait_ready()
+                await collect(client.submit(request("x", DIE)))
+                await client.until("loading", "dead")
+            assert client.state == "dead"
+            with pytest.raises(EngineDead, match="the engine process died"):
+                await client.wait_ready()
+            assert client.counters.engine_restarts == 1
+
+    run(test)
+
+
+def test_no_restart_means_none():
+    async def test() -> None:
+        async with running(restart=False) as client:
+            await client.wait_ready()
+            await collect(client.submit(request("x", DIE)))
+            assert await client.until("dead", "loading") == "dead"
+
+    run(test)
+
+
+def test_a_core_that_cannot_start_says_why_once():
+    async def test() -> None:
+        async with running("build_never") as client:
+            with pytest.raises(EngineDead, match=r"^no such model$"):
+                await client.wait_ready()
+            assert client.counters.engine_restarts == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_signals_to_the_whole_group_leave_the_core_running(number: signal.Signals):
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=20))
+            os.kill(pid_of(client), number)
+            assert (await collect(stream))[-1].finish == "length"
+
+    run(test)
+
+
+def test_closing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            pid = pid_of(client)
+            (folder,) = tmp_path.iterdir()
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            stream = client.submit(request("a", PAUSE, tokens=1000))
+            await anext(stream)
+        assert (await collect(stream))[-1].error is not None
+        assert gone(pid)
+        assert list(tmp_path.iterdir()) == []
+
+    run(test)
+
+
+def test_closing_while_loading_is_quick():
+    async def test() -> None:
+        async with running("build_slowly") as client:
+            await wait_for(lambda: client._link is not None)
+            pid = pid_of(client)
+            began = time.monotonic()
+        assert time.monotonic() - began < 3
+        assert gone(pid)
+
+    run(test)
+
+
+@pytest.mark.parametrize("builder", ["build", "build_slowly"])
+def test_no_orphan_outlives_a_killed_parent(builder: str):
+    code = (
+        "import asyncio, sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from test_process import ProcessClient, config, pid_of, wait_for\n"
+        "async def main():\n"
+        f"    client = ProcessClient(config(), builder='process_core:{builder}')\n"
+        "    await client.start()\n"
+        f"    await {'client.wait_ready()' if builder == 'build' else 'wait_for(lambda: client._link is not None)'}\n"
+        "    print(pid_of(client), flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n")
+    with subprocess.Popen([sys.executable, "-P", "-c", code, str(SUPPORT)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not gone(pid)
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while not gone(pid):
+        assert time.monotonic() < deadline, "the core outlived its parent"
+        time.sleep(0.02)
+
+
+def test_keys_do_not_reach_the_core(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JITNEY_API_KEYS", "sesame")
+
+    async def test() -> None:
+        async with running(api_keys=("sesame",)) as client:
+            await client.wait_ready()
+            for name in ("environ", "cmdline"):
+                assert b"sesame" not in Path(f"/proc/{pid_of(client)}/{name}").read_bytes()
+
+    run(test)
+
+
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path):
+    refuse_open_folder(tmp_path)
+    refuse_open_folder(tmp_path / "absent")
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="writable by every user"):
+        refuse_open_folder(tmp_path)

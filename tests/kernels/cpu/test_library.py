@@ -1,0 +1,129 @@
+"""Which compiled kernels serve: by the CPU, by what is compiled, and by what can be. Nothing is compiled here."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jitney.kernels import reference
+from jitney.kernels.cpu import build, library, products
+from jitney.kernels.interface import KernelError
+from jitney.kernels.select import select
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch, tmp_path):
+    """No library is loaded yet, none is compiled, and this is a Linux machine that runs every level."""
+    monkeypatch.setattr(build, "BUILT", tmp_path)
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build.LEVELS[0].needs))
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "compilers", lambda: iter(()))
+    load = library.load
+    load.cache_clear()
+    yield
+    load.cache_clear()
+
+
+def lay(level: build.Level, digest: str) -> None:
+    """A file that says which sources it was made of."""
+    build.library(level).write_bytes(b"code " + f"{build.MARK}{digest}".encode() + b" code")
+
+
+def test_without_a_compiler_the_reference_serves_and_one_line_says_what_to_install(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert select("cpu").name == "reference"
+    told = [record.getMessage() for record in caplog.records if "reference" in record.getMessage()]
+    assert len(told) == 1
+    assert "is not built" in told[0] and build.ADVICE in told[0]
+    with pytest.raises(KernelError, match="pip install ziglang"):
+        select("cpu", "native")
+
+
+def test_a_cpu_below_avx2_gets_the_reference(monkeypatch, caplog):
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.V3 - {"avx2", "fma"})
+    assert select("cpu").name == "reference"
+    assert "this CPU lacks avx2, fma" in caplog.text
+
+
+def test_a_machine_that_nobody_measured_gets_the_reference(monkeypatch, caplog):
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    assert select("cpu").name == "reference"
+    assert "measured on Linux on x86-64 alone; this is Linux on aarch64" in caplog.text
+
+
+def test_a_library_of_other_sources_is_not_used(caplog):
+    lay(build.LEVELS[0], "0" * 32)
+    assert select("cpu").name == "reference"
+    assert "is made of other sources" in caplog.text
+
+
+def test_a_library_of_other_sources_is_compiled_again(monkeypatch):
+    lay(build.LEVELS[0], "0" * 32)
+    monkeypatch.setattr(build, "compilers", lambda: iter([["a-compiler"]]))
+    compiled = []
+
+    def compile_level(level, target, command):
+        compiled.append((level.name, command))
+        lay(level, build.digest())
+
+    monkeypatch.setattr(build, "compile_level", compile_level)
+    assert library.available(build.LEVELS) == build.LEVELS[0]
+    assert library.available(build.LEVELS) == build.LEVELS[0]
+    assert compiled == [("avx512_bf16", ["a-compiler"])]
+
+
+def test_a_lesser_level_serves_where_the_best_one_does_not_compile(caplog):
+    lay(build.LEVELS[1], build.digest())
+    assert library.available(build.LEVELS) == build.LEVELS[1]
+    assert "kernels for avx512 instead of avx512_bf16: there is no C++ compiler" in caplog.text
+
+
+def test_a_file_that_is_no_library_is_refused(caplog):
+    lay(build.LEVELS[0], build.digest())
+    assert select("cpu").name == "reference"
+    assert "cannot be loaded" in caplog.text
+
+
+def test_with_amx_weights_stay_and_row_counts_choose(monkeypatch):
+    """XLA multiplies 16 rows and more with AMX, 1.5 to 5 times as fast as these kernels."""
+    amx = library.Library("avx512_bf16", multiplies_pairs=True, has_amx=True)
+    monkeypatch.setattr(library, "load", lambda: amx)
+    w = jnp.ones((64, 96), jnp.bfloat16)
+    assert products.arrange(w) is w
+    for rows, ours in ((8, True), (9, False), (16, False)):
+        x = jnp.ones((rows, 64), jnp.bfloat16)
+        assert ("jitney_product" in jax.jit(products.matmul).lower(x, w).as_text()) == ours
+        assert ("jitney_project" in jax.jit(products.project).lower(x, w.T).as_text()) == ours
+    arranged = replace(amx, has_amx=False)
+    monkeypatch.setattr(library, "load", lambda: arranged)
+    assert products.arrange(w).shape == (1, 32, 96, 2)
+
+
+def test_the_reference_is_always_there():
+    assert select("cpu", "reference").matmul is reference.matmul
+
+
+def alone(folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    """The build as a program, from a copy that has compiled nothing."""
+    source = Path(build.__file__).parent
+    shutil.copytree(source / "native", folder / "native", ignore=shutil.ignore_patterns("build"))
+    shutil.copy(source / "build.py", folder)
+    code = "import build; print(build.digest()); build.main([])"
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True,
+                          env={**os.environ, **environment}, timeout=60)
+
+
+@pytest.mark.skipif(build.importlib.util.find_spec("ziglang") is not None, reason="there is a compiler")
+def test_a_build_without_a_compiler_says_so_and_sources_are_the_same_in_every_process(tmp_path):
+    done = alone(tmp_path, PATH="/nonexistent", CXX="", PYTHONHASHSEED="7")
+    assert done.returncode == 1
+    assert done.stdout == f"{build.digest()}\n"
+    assert done.stderr.startswith("the CPU kernels are not built: ")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,88 @@
+"""Every Triton kernel and option, interpreted on the CPU, against numpy on random ragged batches.
+
+All in one other process: kernels are made for the interpreter or for a GPU when they are decorated.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from places import SUPPORT
+
+pytest.importorskip("triton")
+#: float32 sums in another order; float16 rounds results of about 1 to 2**-11.
+ERROR, HALF_ERROR = 1e-5, 2e-3
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    """Case -> figures, of all cases of `triton_cases`."""
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SUPPORT)}
+    done = subprocess.run([sys.executable, "-P", "-m", "triton_cases"], env=environ, capture_output=True, text=True,
+                          timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def of_kind(results: dict[str, dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+    found = {name: figures for name, figures in results.items() if name.startswith(kind + ":")}
+    assert found
+    return found
+
+
+def bound(name: str) -> float:
+    return HALF_ERROR if "float16" in name else ERROR
+
+
+def test_attention_matches_numpy(results: dict[str, dict[str, Any]]):
+    cases = of_kind(results, "attention")
+    assert not {name: case["error"] for name, case in cases.items() if not case["error"] < bound(name)}
+
+
+def test_the_pool_holds_what_was_written_and_nothing_else_changed(results: dict[str, dict[str, Any]]):
+    assert not [name for name, case in of_kind(results, "attention").items() if not case["pool"]]
+
+
+def test_rows_of_padding_are_zero(results: dict[str, dict[str, Any]]):
+    assert not [name for name, case in of_kind(results, "attention").items() if not case["padding"]]
+
+
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd(results: dict[str, dict[str, Any]]):
+    assert results["invariance: alone and in a crowd"]["same"] == [True] * 6
+
+
+def test_chunks_of_a_prompt_give_what_the_whole_gives(results: dict[str, dict[str, Any]]):
+    assert results["invariance: in chunks"]["error"] < 2e-6
+
+
+def test_rotation_and_write_match_the_reference(results: dict[str, dict[str, Any]]):
+    cases = of_kind(results, "rotation")
+    assert not {name: case for name, case in cases.items()
+                if not (case["error"] < bound(name) and case["pool_error"] < bound(name) and case["moved"] > 0)}
+
+
+def test_int4_products_match_numpy(results: dict[str, dict[str, Any]]):
+    cases = of_kind(results, "int4")
+    assert not {name: case["error"] for name, case in cases.items() if not case["error"] < 1e-6}
+
+
+def test_fp8_products_match_numpy(results: dict[str, dict[str, Any]]):
+    cases = of_kind(results, "fp8")
+    assert not {name: case["error"] for name, case in cases.items() if not case["error"] < 1e-6}
+
+
+def test_cuts_are_those_that_sorting_finds(results: dict[str, dict[str, Any]]):
+    assert not {name: case["wrong"] for name, case in of_kind(results, "threshold").items() if case["wrong"]}
+
+
+def test_the_sampler_draws_the_same_tokens_by_either_search(results: dict[str, dict[str, Any]]):
+    case = results["sampling: tokens"]
+    assert case["other"] == 0
+    assert case["distinct"] > 12  # draws, not maxima
+
+
+def test_a_model_computes_the_same_logits_with_either_kernels(results: dict[str, dict[str, Any]]):
+    assert not {name: case for name, case in of_kind(results, "model").items() if not case["error"] < 5e-5}

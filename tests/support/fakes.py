@@ -1,0 +1,227 @@
+"""A device made of numpy arrays, for tests of the host half: it computes tokens only from what it was told to store.
+
+Every row writes its token and position into a flat page array, and a sampled row reads its whole context back through
+the page table. A wrong page table, a page reused too early or a seat mixed up therefore changes the tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jitney.engine.core import EngineCore
+from jitney.engine.records import Ledger
+from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.plan import Plan, StepResult, work_of
+from jitney.engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
+
+VOCAB, EOS = 40, 0
+
+
+class FakeClock:
+    """Seconds that pass only when told, or by `tick` at every reading."""
+
+    def __init__(self, tick: float = 0.0):
+        self.now, self.tick = 0.0, tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+def next_token(history: list[int], seed: int) -> int:
+    """The fake model: any token of the history changes the answer."""
+    return zlib.crc32(np.asarray([*history, seed % 1000], np.int32).tobytes()) % VOCAB
+
+
+def score(history: list[int], token: int) -> TokenLogprobs:
+    """The fake model's log-probabilities of `token` after `history`: chosen, and five alternatives."""
+    mark = zlib.crc32(np.asarray([*history, token], np.int32).tobytes()) % 1000 / 128  # exact in float32
+    return TokenLogprobs(-mark, [(token + i) % VOCAB for i in range(5)], [-mark - i for i in range(5)])
+
+
+def solo(request: EngineRequest, seed: int, most: int, eos: tuple[int, ...] = (EOS,)) -> list[int]:
+    """Tokens of one sequence served alone, by the definition: no pages, no batching."""
+    params, tokens = request.sampling, list(request.prompt)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+    for _ in range(most if params.max_tokens is None else params.max_tokens):
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(request.prompt) :]
+
+
+@dataclass
+class Rows:
+    """What a real batch would carry of one chunk: copies, so that later changes of the sequence cannot leak in."""
+
+    request_id: str
+    seat: int
+    start: int
+    tokens: list[int]  # -1: on the device
+    pages: list[int]
+    sample: bool
+    score_start: int
+    targets: list[int]  # the prompt tokens that the scored rows are scored against
+
+
+class FakeRunner:
+    """Runs plans in order of launch. poisoned: request ids whose logits are not finite; spoiled: those some of whose
+    rows, without logits, are not: (id, position)."""
+
+    #: Positions that a row sees; 0: all before it.
+    window = 0
+
+    def __init__(self, n_pages: int, page_size: int, seats: int):
+        self.page_size, self.compiles = page_size, 0
+        self.tokens = np.full(n_pages * page_size, -1)
+        self.positions = np.full(n_pages * page_size, -1)
+        self.last_token, self.seeds = [-1] * seats, [0] * seats
+        self.poisoned: set[str] = set()
+        self.spoiled: set[tuple[str, int]] = set()
+        self.rows_run = 0
+        self._tickets: list[StepResult] = []
+
+    def batch(self, plan: Plan) -> tuple[list[Rows], dict[int, int], Plan]:
+        assert [chunk.decode for chunk in plan.chunks] == sorted((c.decode for c in plan.chunks), reverse=True)
+        assert plan.work == work_of(plan.chunks)
+        assert plan.rows <= plan.bucket.tokens and len(plan.chunks) <= plan.bucket.seats
+        assert sum(chunk.logit_rows for chunk in plan.chunks) <= plan.bucket.seats
+        seats = [chunk.seq.seat for chunk in plan.chunks]
+        assert len(set(seats)) == len(seats) and min(seats) >= 0
+        rows = []
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            known = seq.tokens[chunk.start : chunk.end]
+            rows.append(Rows(seq.request.id, seq.seat, chunk.start, known or [-1], list(seq.pages), chunk.sample,
+                             chunk.score_start,
+                             seq.tokens[chunk.score_start + 1 : chunk.score_start + 1 + chunk.scored]))
+            assert not chunk.scored or chunk.start <= chunk.score_start <= chunk.end - chunk.scored
+            assert len(rows[-1].tokens) == chunk.count and (known or chunk.decode)
+        return rows, {seq.seat: seq.seed for seq in plan.boarded}, plan
+
+    def launch(self, batch: tuple[list[Rows], dict[int, int], Plan]) -> StepResult:
+        rows, seeds, plan = batch
+        for seat, seed in seeds.items():
+            self.seeds[seat] = seed
+        before = self.tokens.copy(), self.positions.copy()  # no row may need what another sequence writes in this step
+        for chunk in rows:
+            chunk.tokens = [self.last_token[chunk.seat] if token < 0 else token for token in chunk.tokens]
+        self._write(rows)
+        tokens: list[int] = []
+        entries: list[TokenLogprobs] = []
+        scores: list[TokenLogprobs] = []
+        broken: list[bool] = []
+        for chunk in rows:
+            history = self._read(chunk, *before) + chunk.tokens
+            poisoned = chunk.request_id in self.poisoned
+            broken.append(any((chunk.request_id, chunk.start + i) in self.spoiled for i in range(len(chunk.tokens))))
+            for i, target in enumerate(chunk.targets, chunk.score_start + 1):
+                scores.append(score(history[:i], target))
+            if chunk.sample:
+                token = next_token(history[-self.window :], self.seeds[chunk.seat])
+                self.last_token[chunk.seat] = token
+                tokens.append(-1 if poisoned else token)
+                entries.append(score(history, token))
+        result = StepResult(tokens, None if plan.plain else entries, scores or None, broken if any(broken) else None)
+        self._tickets.append(result)
+        self.rows_run += plan.bucket.tokens
+        return result
+
+    def fetch(self, ticket: StepResult) -> StepResult:
+        assert self._tickets.pop(0) is ticket, "steps are fetched in order, each once"
+        return ticket
+
+    def _flat(self, chunk: Rows, position: int) -> int:
+        return chunk.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def _write(self, rows: list[Rows]) -> None:
+        written = set()
+        for chunk in rows:
+            for position, token in enumerate(chunk.tokens, chunk.start):
+                flat = self._flat(chunk, position)
+                assert flat >= self.page_size, "the trash page belongs to nobody"
+                assert flat not in written, "two rows of a step write to one place"
+                written.add(flat)
+                self.tokens[flat], self.positions[flat] = token, position
+
+    def _read(self, chunk: Rows, tokens: np.ndarray, positions: np.ndarray) -> list[int]:
+        first = max(0, chunk.start - self.window + 1) if self.window else 0
+        flats = [self._flat(chunk, position) for position in range(first, chunk.start)]
+        wanted = list(range(first, chunk.start))
+        assert positions[flats].tolist() == wanted, "a page holds other positions than its owner's"
+        return tokens[flats].tolist()
+
+
+def make_core(*, seats: int = 4, pages: int = 33, page_size: int = 4, budget: int = 16, context: int = 64,
+              retain: bool = True, max_requests: int = 1000, max_tokens: int = 100_000,
+              eos: tuple[int, ...] = (EOS,), clock: FakeClock | None = None,
+              device: type[FakeRunner] = FakeRunner, **limits: Any) -> EngineCore:
+    """A core on a fake device; `pages` counts the trash page; limits: further fields of SchedulerLimits."""
+    clock = clock or FakeClock()
+    held_to = SchedulerLimits(seats, context, max_requests, max_tokens, **limits)
+    scheduler = Scheduler(held_to, make_buckets(max_seats=seats, token_budget=budget),
+                          PagePool(pages, page_size, retain=retain), clock, eos, VOCAB, device.window)
+    return EngineCore(scheduler, device(pages, page_size, seats), Ledger(), clock)
+
+
+def make_request(id: str, prompt: list[int], *, arrival: float = 0.0, deadline: float | None = None, priority: int = 0,
+                 tenant: str = "", salt: str = "", user: str = "", **sampling) -> EngineRequest:
+    """A request; greedy and seed 0 unless said otherwise."""
+    params = SamplingParams(**({"temperature": 0.0, "seed": 0, "max_tokens": 8} | sampling))
+    return EngineRequest(id=id, prompt=prompt, sampling=params, arrival=arrival, deadline=deadline, priority=priority,
+                         tenant=tenant, cache_salt=salt, user=user)
+
+
+def device_of(core: EngineCore) -> FakeRunner:
+    """The core's fake device."""
+    assert isinstance(core.runner, FakeRunner)
+    return core.runner
+
+
+def code_of(output: SequenceOutput) -> str | None:
+    """The output's error code, if it has an error."""
+    return output.error.code if output.error else None
+
+
+def tokens_of(outputs: list[SequenceOutput], request_id: str, index: int = 0) -> list[int]:
+    """All tokens of one sequence, in order of output."""
+    return [token for out in outputs if (out.request_id, out.index) == (request_id, index) for token in out.tokens]
+
+
+def ends_of(outputs: list[SequenceOutput]) -> dict[tuple[str, int], SequenceOutput]:
+    """Terminal output of each sequence; fails if one has two."""
+    ends: dict[tuple[str, int], SequenceOutput] = {}
+    for output in outputs:
+        if output.finish is not None:
+            assert (output.request_id, output.index) not in ends, "two terminal outputs"
+            ends[output.request_id, output.index] = output
+    return ends
+
+
+def watch(core: EngineCore) -> list[Plan]:
+    """Every plan the core will launch, as it is made."""
+    plans, batch = [], core.runner.batch
+
+    def watched(plan: Plan):
+        plans.append(plan)
+        return batch(plan)
+
+    core.runner.batch = watched
+    return plans
+
+
+def picture(plan: Plan) -> list[tuple[str, int, int, str]]:
+    """(request, start, end, kind) of each chunk."""
+    return [(chunk.seq.request.id, chunk.start, chunk.end, "decode" if chunk.decode else "prefill")
+            for chunk in plan.chunks]
+
+
+def boarding_order(plans: list[Plan]) -> list[str]:
+    """Request ids as they took their seats."""
+    return [seq.request.id for plan in plans for seq in plan.boarded]

@@ -1,0 +1,99 @@
+"""What kernels of ours move and do by their documentation: compilers cannot see into a custom call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hlo import Array
+from memory_traffic import KernelCost
+
+from jitney.kernels.triton_gpu.configs import attention_config
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work of a step: sequences that decode, the keys of each, and the rows of one prompt that starts in it."""
+
+    decode: int
+    context: int
+    prompt: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Token rows, each written once."""
+        return self.decode + self.prompt
+
+    @property
+    def keys(self) -> int:
+        """Keys read, each once: a prompt's blocks find them in the cache."""
+        return self.decode * self.context + self.prompt
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of the prompt."""
+        return self.prompt * (self.prompt + 1) // 2
+
+
+def kernel_cost(load: Load, pool_size: int, sm: int) -> KernelCost:
+    """Costs of the kernels of a step; pool_size: elements of a pool, which tell it from other arrays."""
+
+    def is_pool(array: Array) -> bool:
+        return array.elements == pool_size
+
+    def cost(name: str, taken: list[Array], made: list[Array]) -> tuple[float, float]:
+        pool = next((array for array in taken if is_pool(array)), None)
+        row = math.prod(pool.dims[-2:]) * pool.itemsize if pool else 0.0
+        rest = sum(array.nbytes for array in (*taken, *made) if not is_pool(array))
+        match name:
+            case "rotate_pages" | "write_pages":
+                return rest + load.rows * row, 0.0
+            case "decode_attention":
+                return decode_cost(load, row, taken, made, sm)
+            case "merge_splits":
+                parts, stats, whole = taken[2], taken[3], made[0]
+                heads = load.decode * whole.dims[1]
+                return split_bytes(load, parts, stats, sm) + heads * whole.dims[2] * whole.itemsize, 0.0
+            case "prompt_attention":
+                heads, dim = made[0].dims[1:]
+                rows = 2 * load.prompt * heads * dim * made[0].itemsize
+                return rows + load.prompt * row, 4.0 * heads * dim * load.pairs
+            case "matmul_int4":
+                x, weights = taken[:2]
+                return rest, 4.0 * x.dims[0] * weights.elements  # a byte holds two weights
+            case "matmul_fp8":
+                x, weights = taken[:2]
+                return rest, 2.0 * x.dims[0] * weights.elements
+        if pool is None:
+            return rest, 0.0
+        outputs = [array for array in made if not is_pool(array)]
+        return fused_cost(load, row, outputs[-1], rest, len(outputs) < len(made))
+
+    return cost
+
+
+def decode_cost(load: Load, row: float, taken: list[Array], made: list[Array], sm: int) -> tuple[float, float]:
+    """Keys of every sequence once; results, or the partial sums of as many splits as there are."""
+    q, (parts, stats) = taken[0], made[-2:]
+    heads, dim = q.dims[1:]
+    rows = load.decode * heads * dim * q.itemsize
+    splits = split_bytes(load, parts, stats, sm)
+    tables = 4 * math.ceil(load.context / 16) * load.decode
+    return rows + load.decode * load.context * row + tables + (splits or rows), (
+        4.0 * heads * dim * load.decode * load.context)
+
+
+def split_bytes(load: Load, parts: Array, stats: Array, sm: int) -> float:
+    """Bytes of the partial sums in use (float32 [S, H, SPLITS, DP] and [S, H, SPLITS, 2]); 0 where nothing is split."""
+    _, heads, most, dim = parts.dims
+    span = attention_config(sm, dim, 2, 1)[0].span
+    while span * most < load.context:
+        span *= 2
+    splits = math.ceil(load.context / span)
+    return 0.0 if splits == 1 else load.decode * heads * splits * (dim + stats.dims[-1]) * 4.0
+
+
+def fused_cost(load: Load, row: float, o: Array, rest: float, writes: bool) -> tuple[float, float]:
+    """Attention in one kernel, which may write the new rows itself: everything small once, keys once."""
+    pairs = load.decode * load.context + load.pairs
+    return rest + load.keys * row + (load.rows * row if writes else 0.0), 4.0 * o.elements / load.rows * pairs

@@ -1,0 +1,155 @@
+"""Every CPU kernel against float64, at the shapes models have and at odd ones; shared by the tests
+of all CPUs.
+
+Each function takes nothing from the library under test but what `jitney.kernels.cpu.library.load`
+returns, so a test (or `python tests/support/native_checks.py LIBRARY NAME`) can put any compiled
+library in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ragged import Batch, Case, attention, make, written
+
+from jitney.kernels.cpu import library, norms, products
+from jitney.kernels.cpu.attention import paged_attention
+
+#: Query heads, key heads, head dim: three rows a key head, one, many, seven, and the widest head.
+LAYOUTS = [(9, 3, 64), (8, 8, 64), (32, 8, 128), (14, 2, 64), (4, 1, 256)]
+#: Contexts on both sides of a page's edge and of a chunk's (96 keys); prompts whole, cut, and of
+#: one row.
+DECODE = (1, 15, 16, 17, 33, 97, 200)
+PROMPTS = ((40, 40), (16, 16), (130, 35), (97, 1))
+#: bfloat16 keeps 8 bits; where pairs are multiplied, a prompt's weights are rounded to as many.
+ROUNDED = (2**-8, 4e-3)  # relative, absolute
+EXACT = (0.0, 4e-6)
+
+
+@cache
+def attended(
+    heads: tuple[int, int, int], dtype: str, window: int, page: int
+) -> tuple[Batch, np.ndarray, np.ndarray]:
+    """A batch, the pool after its step, and what each row ought to be."""
+    case = Case(heads, DECODE, PROMPTS, rows=112, seqs=12, window=window, page=page, pages=64)
+    batch = make(case)
+    if dtype == "bfloat16":
+        narrow = {
+            name: jnp.asarray(getattr(batch, name), jnp.bfloat16) for name in ("q", "k", "v", "kv")
+        }
+        wide = {name: np.asarray(array, np.float32) for name, array in narrow.items()}
+        pool = written(replace(batch, **wide))
+        return replace(batch, **narrow), pool, attention(replace(batch, **wide), pool)
+    pool = written(batch)
+    return batch, pool, attention(batch, pool)
+
+
+def check_attention(
+    heads: tuple[int, int, int], dtype: str, window: int = 0, page: int = 16
+) -> None:
+    """Every head of every row, decoding and of prompts; padding rows are zero."""
+    batch, pool, expected = attended(heads, dtype, window, page)
+    call = jax.jit(lambda *args: paged_attention(*args, **batch.options))
+    o, after = call(batch.q, batch.k, batch.v, batch.kv, batch.meta)
+    np.testing.assert_array_equal(np.asarray(after, np.float32), pool)
+    relative, absolute = EXACT if dtype == "float32" else ROUNDED
+    np.testing.assert_allclose(
+        np.asarray(o, np.float32)[: batch.n_rows], expected, rtol=relative, atol=absolute
+    )
+    assert (np.asarray(o, np.float32)[batch.n_rows :] == 0).all()
+
+
+def numbers(seed: int, dtype: str, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def check_products(size_in: int, size_out: int, dtype: str) -> None:
+    """Weights as they come and, where they are arranged, as they are then; few rows and many."""
+    w = numbers(1, dtype, size_in, size_out)
+    wide = np.asarray(w, np.float64)
+    laid_out = products.arrange(w)
+    in_parts = products.arrange(w, 2)
+    for rows in (1, 3, 8, 9, 130):
+        x = numbers(2, dtype, rows, size_in)
+        exact = np.asarray(x, np.float64) @ wide
+        close = 1e-5 * np.abs(exact).max()
+        for weights in (w, laid_out):
+            np.testing.assert_allclose(
+                jax.jit(products.matmul)(x, weights), exact, rtol=0, atol=close
+            )
+        gates, ups = np.split(exact, 2, axis=1)
+        silu = gates / (1 + np.exp(-gates)) * ups
+        rounding = 2**-8 if dtype == "bfloat16" else 1e-5
+        result = np.asarray(jax.jit(products.gated)(x, in_parts), np.float64)
+        np.testing.assert_allclose(result, silu, rtol=rounding, atol=close * np.abs(ups).max())
+
+
+def check_projection(words: int, size: int, dtype: str) -> None:
+    """The output head, for few rows and many."""
+    table = numbers(3, dtype, words, size)
+    for rows in (1, 2, 3, 4, 7, 8, 21):
+        x = numbers(4, dtype, rows, size)
+        exact = np.asarray(x, np.float64) @ np.asarray(table, np.float64).T
+        result = jax.jit(products.project)(x, table)
+        np.testing.assert_allclose(result, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+
+
+def check_norms(size: int, dtype: str) -> None:
+    """Norms of 1, 17 and 40 rows of one model's width."""
+    weight = numbers(5, dtype, size)
+    for rows in (1, 17, 40):
+        x = numbers(6, dtype, rows, size) * 3
+        wide = np.asarray(x, np.float64)
+        exact = (
+            wide
+            / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
+            * np.asarray(weight, np.float64)
+        )
+        result = np.asarray(jax.jit(norms.rms_norm, static_argnums=2)(x, weight, 1e-5), np.float64)
+        rounding = 2**-8 if dtype == "bfloat16" else 3e-6
+        np.testing.assert_allclose(result, exact, rtol=rounding, atol=1e-6)
+
+
+def check_rest(dtype: str) -> None:
+    """Products, projections and norms at the default model's sizes and at odd ones."""
+    for size_in, size_out in ((576, 960), (100, 96), (2100, 64), (64, 32)):
+        check_products(size_in, size_out, dtype)
+    for words, size in ((1040, 64), (528, 576), (48, 48)):
+        check_projection(words, size, dtype)
+    for size in (64, 576, 48):
+        check_norms(size, dtype)
+
+
+def check_all() -> None:
+    """Everything above, in both dtypes, with and without a window, and on pages that no span
+    divides.
+    """
+    for dtype in ("float32", "bfloat16"):
+        for heads in LAYOUTS:
+            check_attention(heads, dtype)
+            check_attention(heads, dtype, window=24)
+        check_attention((9, 3, 64), dtype, page=8)
+        check_attention((6, 2, 80), dtype, window=40, page=24)
+        check_rest(dtype)
+
+
+def use(path: Path, name: str, multiplies_pairs: bool) -> library.Library:
+    """Register a compiled library under a name of its own; put what is returned in the place of
+    `library.load()`.
+    """
+    made = library.Library(name, multiplies_pairs, has_amx=False)
+    library.register(made, path)
+    return made
+
+
+if __name__ == "__main__":
+    loaded = use(Path(sys.argv[1]), sys.argv[2], sys.argv[3:] == ["pairs"])
+    library.load = lambda: loaded
+    check_all()
+    print(f"{sys.argv[2]}: right")

@@ -1,0 +1,11 @@
+"""Where the tests find things: the project, their data, and the programs that some of them start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SUPPORT = Path(__file__).parent
+TESTS = SUPPORT.parent
+ROOT = TESTS.parent
+DATA = TESTS / "data"
+CONFIGS = ROOT / "configs"

@@ -1,0 +1,93 @@
+"""A core without a model, for tests of the process around it: `ProcessClient(builder="process_core:build")`.
+
+Each step gives every open sequence one token: prompt[0], prompt[0] + 1, ... Some first prompt tokens make it misbehave.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from jitney.engine.errors import ModelError
+from jitney.engine.messages import AskSlots, Progress, Slots, StepReport
+from jitney.engine.records import STEP_DTYPE
+from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput, Slot
+
+RAISE, DIE, PAUSE = 900, 901, 902
+INFO = EngineInfo(model="fake", context_length=64, vocab_size=1000, seats=4, pages=8, page_size=16, token_budget=64,
+                  policy="continuous", order="fcfs", kernels="none", platform="none", device="none", dtype="float32",
+                  kv_dtype="float32", prefix_cache=False, version="0", max_waiting_requests=8)
+
+
+@dataclass
+class Row:
+    request: EngineRequest
+    index: int
+    done: int = 0
+
+
+class Core:
+    pause_s = 0.0  # it never waits for company
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.ended: list[SequenceOutput] = []
+        self.asked: list[AskSlots] = []
+        self.steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.rows or self.ended)
+
+    def add(self, request: EngineRequest) -> None:
+        self.rows += [Row(request, index) for index in range(request.sampling.n)]
+
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
+        hit = [row for row in self.rows if row.request.id == request_id and index in (None, row.index)]
+        self.rows = [row for row in self.rows if row not in hit]
+        self.ended += [SequenceOutput(request_id=request_id, index=row.index, finish=reason) for row in hit]
+
+    def step(self) -> StepReport:
+        outputs, self.ended = self.ended, []
+        self.steps += 1
+        for row in self.rows:
+            first = row.request.prompt[0]
+            if first == RAISE:
+                raise RuntimeError("asked to fail")
+            if first == DIE:
+                os.kill(os.getpid(), 9)
+            if first == PAUSE:
+                time.sleep(0.02)
+            row.done += 1
+            last = row.done == row.request.sampling.max_tokens
+            outputs.append(SequenceOutput(request_id=row.request.id, index=row.index, tokens=[first + row.done - 1],
+                                          finish="length" if last else None))
+        self.rows = [row for row in self.rows if row.done < (row.request.sampling.max_tokens or 1)]
+        record = np.zeros(1, STEP_DTYPE)
+        for name, value in (("step", self.steps), ("decode", len(outputs)), ("seats", 4)):
+            record[name] = value
+        asked, self.asked = self.asked, []
+        return StepReport(outputs, record.tobytes(), answers=[self.slots(one.ticket) for one in asked])
+
+    def ask(self, question: AskSlots) -> None:
+        self.asked.append(question)
+
+    def slots(self, ticket: int, *, seats: bool = True) -> Slots:
+        return Slots(ticket, [Slot(seat=0, state="decode", request_id=row.request.id) for row in self.rows], b"")
+
+
+def build(config, source, progress):
+    progress(Progress("compile", 1, 2, source.name))
+    progress(Progress("compile", 2, 2, source.name))
+    return Core(), INFO
+
+
+def build_never(config, source, progress):
+    raise ModelError("no such\nmodel")
+
+
+def build_slowly(config, source, progress):
+    time.sleep(60)

@@ -1,0 +1,271 @@
+"""Every Triton kernel and option on random ragged batches against numpy; run as a program, in the interpreter.
+
+Prints one JSON object: case -> what `test_triton_interpreted.py` asserts about it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from triton_interpreter import Interpreted  # first: decides how kernels are made
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ragged import Batch, Case, attention, make, written
+
+from jitney.kernels import reference
+from jitney.kernels.int4 import pack_int4
+from jitney.kernels.select import select
+from jitney.kernels.triton_gpu.kernel_set import TritonKernels
+
+KERNELS = TritonKernels(Interpreted())
+OLDER = TritonKernels(Interpreted(sm=89))  # a GPU on which XLA does not widen fp8 inside a product
+MIXED = Case((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=24)
+DECODE = Case((8, 2, 64), (1, 700, 33, 257), rows=8, seqs=8, pages=64)
+SHORT = Case((8, 2, 64), (5, 20), ((30, 10),), rows=16, seqs=4)
+
+ATTENTION = {
+    "decode": DECODE,
+    "decode of contexts that double the span": Case((4, 1, 32), (9000, 300, 8193), page=128, pages=128),
+    "decode that needs no merge": Case((4, 4, 64), (250, 3, 64), rows=4, seqs=4, pages=16),
+    "prompts alone": Case((8, 2, 64), (), ((70, 70), (17, 17), (1, 1)), rows=100, seqs=5, pages=8),
+    "mixed": MIXED,
+    "window in decode": replace(DECODE, window=100),
+    "window in mixed": replace(MIXED, window=24),
+    "softcap": replace(MIXED, softcap=5.0),
+    "sinks in mixed": replace(MIXED, sinks=True),
+    "sinks, window, softcap in decode": replace(DECODE, sinks=True, window=300, softcap=20.0),
+    "no group": Case((3, 3, 64), (40, 90), ((30, 20),), rows=32, seqs=4, page=32, pages=8),
+    "group of three": Case((9, 3, 64), (40, 90), ((130, 60),), rows=64, seqs=4),
+    "group of seven": Case((14, 2, 64), (77,), ((170, 40),), rows=64, seqs=3, pages=30),
+    "group of thirty-two": Case((32, 1, 64), (77,), ((90, 40),), rows=64, seqs=2),
+    "group wider than a tile": Case((142, 1, 64), (20,), ((40, 7),), rows=16, seqs=2),
+    "head dim 80": Case((4, 2, 80), (300,), ((100, 70),), rows=80, seqs=2),
+    "head dim 96": Case((4, 2, 96), (300,), ((100, 70),), rows=80, seqs=2, page=64, pages=8),
+    "head dim 128": Case((4, 2, 128), (300,), ((100, 70),), rows=80, seqs=2, page=128, pages=4),
+    "head dim 256": Case((4, 2, 256), (300,), ((100, 40),), rows=48, seqs=2),
+    "int8 pool": replace(MIXED, pool="int8"),
+    "int8 pool, one factor, sinks": replace(DECODE, pool="int8", scales="pool", sinks=True),
+    "fp8 e4m3 pool": replace(MIXED, pool="float8_e4m3fn"),
+    "fp8 e5m2 pool": replace(DECODE, pool="float8_e5m2"),
+    "float16": replace(MIXED, dtype="float16", pool="float16"),
+    "float16 over int8": replace(DECODE, dtype="float16", pool="int8"),
+}
+
+
+def attend(batch: Batch, kernels: Any = KERNELS) -> tuple[np.ndarray, np.ndarray]:
+    """(o, pool after) of the whole operation in one jitted program."""
+    step = jax.jit(lambda *args: kernels.paged_attention(*args, **batch.options))
+    o, kv = step(batch.q, batch.k, batch.v, batch.kv, batch.meta)
+    return np.asarray(o), np.asarray(kv)
+
+
+def check_attention(case: Case) -> dict[str, Any]:
+    """Greatest error over real rows; whether the pool holds what it should; whether padding rows are zero."""
+    batch = make(case)
+    o, kv = attend(batch)
+    expected = written(batch)
+    error = np.abs(o[: batch.n_rows] - attention(batch, expected)).max()
+    return {"error": float(error), "pool": bool((kv == expected).all()), "padding": not o[batch.n_rows :].any()}
+
+
+def rows_of(batch: Batch, seq: int) -> slice:
+    cu_q = np.asarray(batch.meta.cu_q)
+    return slice(cu_q[seq], cu_q[seq + 1])
+
+
+def alone_and_in_a_crowd() -> dict[str, Any]:
+    """Each sequence of a mixed batch, by itself in another bucket, gives the same bits."""
+    crowd = make(replace(MIXED, decode=(600, 5, 300), pages=64))
+    together, kv = attend(crowd)
+    same = []
+    for seq in range(crowd.n_seqs):
+        rows, n_decode = rows_of(crowd, seq), int(seq < 3)
+        count = rows.stop - rows.start
+        meta = crowd.meta._replace(
+            kv_lens=crowd.meta.kv_lens[seq : seq + 1], cu_q=jnp.array([0, count], jnp.int32),
+            page_table=crowd.meta.page_table[seq : seq + 1], write_rows=crowd.meta.write_rows[rows],
+            counts=jnp.array([n_decode, 1, count], jnp.int32))
+        pad = 0 if n_decode else 3  # a bucket of as many rows as sequences is one of decode only
+        meta = meta._replace(write_rows=jnp.pad(meta.write_rows, (0, pad), constant_values=kv.shape[0] * kv.shape[1]))
+        q, k, v = (np.pad(x[rows], ((0, pad), (0, 0), (0, 0))) for x in (crowd.q, crowd.k, crowd.v))
+        o, _ = attend(replace(crowd, q=q, k=k, v=v, kv=kv, meta=meta))
+        same.append(bool((o[:count] == together[rows]).all()))
+    return {"same": same}
+
+
+def in_chunks() -> dict[str, Any]:
+    """A prompt of 100 rows in one step and in chunks of 35, 1, 30 and 34: greatest difference of a row.
+
+    numpy's products depend in the last bit on where in the tile a row lies, those of a GPU do not.
+    """
+    whole = make(Case((8, 2, 64), (), ((100, 100),), seqs=2, pages=8))
+    expected, _ = attend(whole)
+    kv, done, errors = whole.kv, 0, []
+    for count in (35, 1, 30, 34):
+        rows = slice(done, done + count)
+        done += count
+        meta = whole.meta._replace(
+            kv_lens=jnp.array([done, 0], jnp.int32), cu_q=jnp.array([0, count, count], jnp.int32),
+            write_rows=jnp.pad(whole.meta.write_rows[rows], (0, 5), constant_values=kv.shape[0] * kv.shape[1]),
+            counts=jnp.array([0, 1, count], jnp.int32))
+        q, k, v = (np.pad(x[rows], ((0, 5), (0, 0), (0, 0))) for x in (whole.q, whole.k, whole.v))
+        o, kv = attend(replace(whole, q=q, k=k, v=v, kv=kv, meta=meta))
+        errors.append(float(np.abs(o[:count] - expected[rows]).max()))
+    return {"error": max(errors)}
+
+
+def check_rotation(case: Case, normed: bool) -> dict[str, Any]:
+    """Norm, rotation and write in one kernel against the reference's three."""
+    batch = make(case)
+    rng = np.random.default_rng(1)
+    angles = rng.uniform(0, 7, (len(batch.q), 1, batch.q.shape[2] // 2)).astype(np.float32)
+    rope = jnp.cos(angles), jnp.sin(angles)
+    heads = np.concatenate([batch.q, batch.k, batch.v], axis=1)
+    heads[0, -1, 0], heads[1, -2, 3] = np.nan, np.inf
+    options: dict[str, Any] = {"kv_scales": batch.options.get("kv_scales")}
+    if normed:
+        norms = rng.standard_normal((2, heads.shape[2]), np.float32).astype(case.dtype)
+        options |= {"norms": tuple(norms), "eps": 1e-5}
+    results = [jax.jit(lambda *args, make=make: make.rotate_and_write(*args, **options))(
+        heads, rope, batch.kv, batch.meta) for make in (KERNELS, reference)]
+    (q, kv), (expected_q, expected_kv) = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), results)
+    steps = np.abs(kv - expected_kv) / np.maximum(1, np.abs(expected_kv))
+    return {"error": float(np.abs(q - expected_q).max()), "pool_error": float(steps.max()),
+            "moved": float((kv != batch.kv.astype(np.float64)).mean())}
+
+
+def check_int4(rows: int, group: int, symmetric: bool, dtype: str = "float32", outputs: int = 80) -> dict[str, Any]:
+    """Greatest error of the int4 product of 6 or more groups against numpy's product with the weights in float64."""
+    rng = np.random.default_rng(3)
+    inputs = max(6 * group, 1024)
+    nibbles = rng.integers(0, 16, (inputs, outputs))
+    scales = rng.uniform(0.5, 2.0, (inputs // group, outputs)).astype(np.float32) / 64
+    zeros = None if symmetric else rng.integers(0, 17, scales.shape)
+    weights = jax.tree.map(jnp.asarray, pack_int4(nibbles, scales, zeros))
+    x = rng.standard_normal((rows, inputs), np.float32).astype(dtype)
+    levels = nibbles - (8 if zeros is None else np.repeat(zeros, group, axis=0))
+    expected = x.astype(np.float64) @ (levels * np.repeat(scales, group, axis=0).astype(np.float64))
+    y = np.asarray(jax.jit(KERNELS.matmul_int4)(x, weights))
+    return {"error": float(np.abs(y - expected).max() / np.abs(expected).max())}
+
+
+def check_fp8(rows: int, outputs: int, dtype: str = "float32") -> dict[str, Any]:
+    """Greatest error of the fp8 product against numpy's in float64; every code but NaN is among the weights."""
+    rng = np.random.default_rng(4)
+    codes = rng.permutation(np.tile(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), 800 * outputs // 254 + 1))
+    weights = codes[: 800 * outputs].reshape(800, outputs).view(jnp.float8_e4m3fn)
+    x = rng.standard_normal((rows, 800), np.float32).astype(dtype)
+    expected = x.astype(np.float64) @ weights.astype(np.float64)
+    y = np.asarray(jax.jit(OLDER.matmul)(x, jnp.asarray(weights)))
+    return {"error": float(np.abs(y - expected).max() / np.abs(expected).max())}
+
+
+def check_threshold(rows: int, vocab: int) -> dict[str, Any]:
+    """Rows whose cut is not the one that sorting finds; entries tie, and some are banned (-inf)."""
+    rng = np.random.default_rng(5)
+    scaled = np.round(rng.standard_normal((rows, vocab)) * 3, 2).astype(np.float32)
+    scaled[:, :: 7] = -np.inf
+    scaled -= scaled.max(1, keepdims=True)
+    top_k = rng.choice([0, 1, 5, 40, vocab // 2, 2 * vocab], rows).astype(np.int32)
+    top_p = rng.choice([1.0, 0.9, 0.5, 0.01], rows).astype(np.float32)
+    top_k[0], top_p[0] = 0, 1.0
+    floor = np.asarray(jax.jit(KERNELS.threshold)(scaled, top_k, top_p))
+    wrong = [s for s in range(rows) if floor[s] not in cuts(scaled[s], int(top_k[s]), float(top_p[s]))]
+    return {"wrong": wrong}
+
+
+def cuts(row: np.ndarray, k: int, p: float) -> set[float]:
+    """The smallest kept entry of a row by sorting; two where the sum of p's share ends at float noise between them."""
+    best = np.sort(row)[::-1]
+    last = best[min(k, len(row)) - 1] if k else -np.inf
+    mass = np.cumsum(np.exp(best[best >= last].astype(np.float64)))
+    if p == 1.0:
+        return {float(last)}
+    return {float(best[np.searchsorted(mass, p * mass[-1] * slack)]) for slack in (1 - 1e-6, 1 + 1e-6)}
+
+
+def whole_model(normed: bool, kv: str = "auto") -> dict[str, Any]:
+    """Logits of a small Llama over a mixed step, and over the decode step after it, against the reference kernels."""
+    from jitney.engine.checkpoints.model_config import ModelConfig
+    from jitney.engine.models.llama import random_model
+
+    config = ModelConfig(architecture="llama", vocab_size=64, hidden_size=48, n_layers=2, n_heads=6, n_kv_heads=2,
+                         head_dim=16, intermediate_size=64, windows=(0, 16), context_length=256, qk_norm=normed)
+    model = random_model(config, kv=kv)
+    logits = []
+    plain = select("cpu", "reference")
+    fused = replace(plain, rotate_and_write=KERNELS.rotate_and_write, attend=KERNELS.attend)
+    for kernels in (replace(plain, paged_attention=KERNELS.paged_attention), fused, plain):
+        batch = make(Case((6, 2, 16), (40,), ((30, 30), (50, 20)), rows=64, seqs=4, pages=8))
+        pools = [jnp.zeros(batch.kv.shape, "float32" if kv == "auto" else kv)] * 2
+        tokens = jnp.arange(64, dtype=jnp.int32)
+        hidden, pools = model(tokens, pools, batch.meta, kernels)
+        decode = batch.meta._replace(
+            kv_lens=batch.meta.kv_lens.at[:3].add(1), cu_q=jnp.array([0, 1, 2, 3, 3], jnp.int32),
+            positions=batch.meta.kv_lens, counts=jnp.array([3, 3, 3], jnp.int32),
+            write_rows=jnp.where(jnp.arange(4) < 3, batch.meta.page_table[jnp.arange(4), batch.meta.kv_lens // 16] * 16
+                                 + batch.meta.kv_lens % 16, batch.kv.shape[0] * 16))
+        after, _ = model(tokens[:4], pools, decode, kernels)
+        logits.append(np.asarray(model.logits(jnp.concatenate([hidden[: batch.n_rows], after[:3]]), kernels)))
+    *ours, expected = logits
+    return {"error": max(float(np.abs(found - expected).max()) for found in ours)}
+
+
+def sampled_tokens() -> dict[str, Any]:
+    """Rows that draw another token when the kernel finds top-k and top-p instead of the sampler's own search."""
+    from jitney.engine.executor.sampling import Rows, empty_state, sample
+
+    rng = np.random.default_rng(11)
+    n, vocab = 24, 700
+    none = np.zeros(n)
+    floats = rng.uniform(0.5, 2.0, n), rng.choice([1.0, 0.95, 0.6], n), none, none, none, none
+    ints = rng.choice([0, 3, 40, 400], n), np.arange(n), none, none, none, np.full(n, 4)
+    rows = Rows(*(jnp.asarray(column, jnp.float32) for column in floats),
+                *(jnp.asarray(column, jnp.int32) for column in ints))
+    logits = rng.standard_normal((n, vocab), np.float32) * 2
+    found = [np.asarray(jax.jit(sample, static_argnums=3)(logits, rows, empty_state(4, vocab), cut)[0].tokens)
+             for cut in (KERNELS.threshold, None)]
+    return {"other": int((found[0] != found[1]).sum()), "distinct": len(set(found[1].tolist()))}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"attention: {name}": lambda case=case: check_attention(case) for name, case in ATTENTION.items()},
+    "invariance: alone and in a crowd": alone_and_in_a_crowd,
+    "invariance: in chunks": in_chunks,
+    "rotation: plain": lambda: check_rotation(SHORT, False),
+    "rotation: normed, head dim 80": lambda: check_rotation(replace(SHORT, heads=(4, 2, 80)), True),
+    "rotation: int8 pool": lambda: check_rotation(replace(SHORT, pool="int8"), False),
+    "rotation: int8 pool, float16, normed": lambda: check_rotation(replace(SHORT, dtype="float16", pool="int8"), True),
+    "int4: one row": lambda: check_int4(1, 128, True),
+    "int4: zero points": lambda: check_int4(5, 128, False),
+    "int4: groups of 32": lambda: check_int4(9, 32, False),
+    "int4: groups of 64, outputs no multiple": lambda: check_int4(16, 64, True, outputs=77),
+    "int4: float16": lambda: check_int4(64, 64, False, "float16"),
+    "int4: more rows than the kernel takes": lambda: check_int4(17, 128, False),
+    "fp8: one row": lambda: check_fp8(1, 80),
+    "fp8: outputs no multiple": lambda: check_fp8(13, 77),
+    "fp8: float16": lambda: check_fp8(40, 64, "float16"),
+    "fp8: more rows than the kernel takes": lambda: check_fp8(17, 64),
+    "threshold: small vocabulary": lambda: check_threshold(12, 500),
+    "threshold: vocabulary of several blocks": lambda: check_threshold(4, 9001),
+    "sampling: tokens": sampled_tokens,
+    "model: logits": lambda: whole_model(False),
+    "model: logits, normed heads": lambda: whole_model(True),
+    "model: logits, int8 pool": lambda: whole_model(False, "int8"),
+}
+
+
+def main(names: list[str]) -> None:
+    chosen = [name for name in CASES if not names or any(part in name for part in names)]
+    print(json.dumps({name: CASES[name]() for name in chosen}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,96 @@
+"""Compiles Triton kernels for GPUs that are not there, exactly as the engine's wrappers call them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jitney.kernels.compat import COMPILE_OPTIONS
+
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+TYPES = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int32": "*i32", "int8": "*i8", "uint8": "*u8",
+         "float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch: the kernel, its pointers' types, its constants, and how it is to be compiled."""
+
+    kernel: Any
+    types: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    grid: tuple[int, ...]
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the compiler made of a call."""
+
+    name: str
+    registers: int
+    spilled: int  # bytes stored to and loaded from local memory
+    shared: int  # bytes
+    ptx: str
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether Hopper's warp-group products are used."""
+        return "wgmma.mma_async" in self.ptx
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """A `jitney.kernels.triton_gpu.launch.Launch` that runs nothing and keeps what it was asked for."""
+
+    sm: int
+    calls: list[Call] = field(default_factory=list, compare=False)
+
+    def __call__(self, kernel: Any, *args: Any, out: Any, grid: tuple[int, ...], warps: int, stages: int,
+                 **constants: Any) -> Any:
+        pointers = [*args, *jax.tree.leaves(out)]
+        types = tuple(TYPES[jnp.dtype(array.dtype).name] for array in pointers)
+        self.calls.append(Call(kernel, types, tuple(constants.items()), grid, warps, stages))
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out)
+
+
+def record(sm: int, use: Callable[[Any], Any]) -> list[Call]:
+    """The launches that tracing use(launch) makes."""
+    recorder = Recorder(sm)
+    jax.eval_shape(lambda: use(recorder))
+    return recorder.calls
+
+
+def compile_call(call: Call, sm: int) -> Resources:
+    """Compile one call for compute capability `sm`; raises what Triton raises."""
+    names = call.kernel.arg_names
+    constants = dict(call.constants)
+    pointers = [name for name in names if name not in constants]
+    assert len(pointers) == len(call.types), "every pointer has an argument"
+    signature = dict(zip(pointers, call.types, strict=True)) | dict.fromkeys(constants, "constexpr")
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(call.kernel, {name: signature[name] for name in names}, constants, aligned)
+    options = {"num_warps": call.warps, "num_stages": call.stages, **COMPILE_OPTIONS}
+    made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    ptx = str(made.asm["ptx"])
+    registers, spilled = assemble(ptx, sm)
+    return Resources(call.kernel.__name__, registers, spilled, made.metadata.shared, ptx)
+
+
+def assemble(ptx: str, sm: int) -> tuple[int, int]:
+    """(registers a thread, bytes spilled) as ptxas reports them."""
+    command = [str(PTXAS), "-v", f"--gpu-name=sm_{sm}{'a' if sm >= 90 else ''}", "-", "-o", "/dev/null"]
+    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True, timeout=300).stderr
+    registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
+    return registers, sum(map(int, re.findall(r"(\d+) bytes spill", said)))
