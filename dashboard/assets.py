@@ -1,4 +1,6 @@
-"""The page's files, from this installation alone: our own, and plotly.js out of the plotly package."""
+"""The page's files, from this installation alone: our own, and plotly.js out of the plotly
+package.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
-         "svg": "image/svg+xml"}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 PLOTLY = "plotly.min.js"
 #: Smaller files travel as they are.
 GZIP_FROM = 1024
@@ -53,7 +59,9 @@ class Assets:
             raise HTTPException(404)
         async with self._reading:  # so that two pages do not compress the same megabytes at once
             if name not in self._kept:
-                self._kept[name] = await asyncio.get_running_loop().run_in_executor(None, partial(self._read, name))
+                self._kept[name] = await asyncio.get_running_loop().run_in_executor(
+                    None, partial(self._read, name)
+                )
         return self._kept[name]
 
     def _read(self, name: str) -> Asset:

@@ -1,4 +1,6 @@
-"""What stands around the page's routes: headers on every answer, the session check, and the feed's stream."""
+"""What stands around the page's routes: headers on every answer, the session check, and the feed's
+stream.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,30 @@ from jitney.dashboard.sessions import COOKIE, Sessions
 from jitney.dashboard.viewers import TooManyViewers, Viewer
 from jitney.engine.api.errors import HttpError, error_response
 
-#: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from data: URLs.
-POLICY = ("default-src 'none'; script-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
-          "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'")
-HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
-           "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin"}
-#: A report is one file with its scripts in it, so it runs apart from the page: in a sandbox, with no session.
-REPORT, REPORT_POLICY = "/report", (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; sandbox allow-scripts allow-downloads")
+#: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from
+#: data: URLs.
+POLICY = (
+    "default-src 'none'; script-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
+    "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+#: A report is one file with its scripts in it, so it runs apart from the page: in a sandbox, with
+#: no session.
+REPORT, REPORT_POLICY = (
+    "/report",
+    (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
+        "blob:; "
+        "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; sandbox allow-scripts "
+        "allow-downloads"
+    ),
+)
 #: All else is data: the page itself turns into the sign-in form, and assets hold none.
 OPEN_PATHS, OPEN_PREFIX = frozenset({"/", "", "/sign-in"}), "/assets/"
 
@@ -54,7 +71,9 @@ class Guard:
 
         is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
         if not is_open and not self.sessions.admits(Request(scope).cookies.get(COOKIE)):
-            refusal = error_response(HttpError(401, "sign in on the page first", code="not_signed_in"), "none")
+            refusal = error_response(
+                HttpError(401, "sign in on the page first", code="not_signed_in"), "none"
+            )
             return await refusal(scope, receive, guarded)
         await self.app(scope, receive, guarded)
 
@@ -69,8 +88,8 @@ class Watchable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LiveFeed:
-    """The feed as an endless response. It ends with the engine, or when the client leaves, which is waited for at the
-    same time: a viewer that is gone frees its place at once."""
+    """The feed as an endless response. It ends with the engine, or when the client leaves, which is
+    waited for at the same time: a viewer that is gone frees its place at once."""
 
     feed: Watchable
 
@@ -79,12 +98,21 @@ class LiveFeed:
             with self.feed.viewer(Request(scope).headers.get("last-event-id", "")) as viewer:
                 await self._stream(viewer if scope["method"] != "HEAD" else None, receive, send)
         except TooManyViewers:
-            raise HttpError(503, f"all {self.feed.viewers} viewers' places are taken", code="too_many_viewers",
-                            headers={"retry-after": "5"}) from None
+            raise HttpError(
+                503,
+                f"all {self.feed.viewers} viewers' places are taken",
+                code="too_many_viewers",
+                headers={"retry-after": "5"},
+            ) from None
 
     async def _stream(self, viewer: Viewer | None, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [
-            (b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")],
+            }
+        )
         if viewer is not None:
             leaving = asyncio.create_task(_left(receive))
             sending = asyncio.create_task(_send_all(viewer, send))

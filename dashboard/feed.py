@@ -1,5 +1,6 @@
-"""One sampler for all viewers: it looks at the engine a few times a second while anybody watches, and not at all
-otherwise. Every viewer gets the same bytes; one that cannot keep up starts again from a key frame.
+"""One sampler for all viewers: it looks at the engine a few times a second while anybody watches,
+and not at all otherwise. Every viewer gets the same bytes; one that cannot keep up starts again
+from a key frame.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from jitney.engine.types import EngineInfo
 
 log = logging.getLogger("jitney.dashboard")
 
-#: Seconds from one key frame to the next, between two looks at the pages, and that a first frame waits for them.
+#: Seconds from one key frame to the next, between two looks at the pages, and that a first frame
+#: waits for them.
 KEY_S, PAGES_S, FIRST_PAGES_S = 2.0, 0.5, 0.25
 #: Seconds without a change after which a frame goes out all the same.
 HEARTBEAT_S = 1.0
@@ -42,8 +44,15 @@ class Feed:
     hz: frames a second while there is a viewer. keys, text: told to the page (see `sse.hello`).
     """
 
-    def __init__(self, client: EngineClient, *, hz: float = 10.0, keys: bool = False, text: bool = False,
-                 max_viewers: int = MAX_VIEWERS):
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        hz: float = 10.0,
+        keys: bool = False,
+        text: bool = False,
+        max_viewers: int = MAX_VIEWERS,
+    ):
         self.client = client
         self.run = uuid.uuid4().hex[:8]
         self.hz = hz
@@ -72,7 +81,9 @@ class Feed:
 
     @contextmanager
     def viewer(self, last_id: str = "") -> Iterator[Viewer]:
-        """A viewer for as long as the block runs; last_id: of the last frame it had, if any. Raises TooManyViewers."""
+        """A viewer for as long as the block runs; last_id: of the last frame it had, if any. Raises
+        TooManyViewers.
+        """
         if len(self._viewers) >= self._max_viewers:
             raise TooManyViewers
         viewer = self._welcome(last_id)
@@ -95,13 +106,25 @@ class Feed:
             return Viewer([self._hello()], lost=True)
         ids = [id for id, _ in self._recent]
         if last_id in ids:
-            missed = [event for _, events in list(self._recent)[ids.index(last_id) + 1:] for event in events]
+            missed = [
+                event
+                for _, events in list(self._recent)[ids.index(last_id) + 1 :]
+                for event in events
+            ]
             return Viewer([self._hello(), *missed])
         return Viewer([self._hello(), self._key()])
 
     def _hello(self) -> bytes:
-        return sse.hello(self.client.info, run=self.run, hz=self.hz, key_s=KEY_S, keys=self._keys, text=self._text,
-                            t=time.monotonic(), wall=time.time())
+        return sse.hello(
+            self.client.info,
+            run=self.run,
+            hz=self.hz,
+            key_s=KEY_S,
+            keys=self._keys,
+            text=self._text,
+            t=time.monotonic(),
+            wall=time.time(),
+        )
 
     async def _sample(self) -> None:
         """Frames until nobody watches, or the engine is dead for good, which ends the feed."""
@@ -120,11 +143,17 @@ class Feed:
             viewer.put(self._hello())
 
     def tell(self, look: Look, records: np.ndarray, *, with_key: bool) -> None:
-        """Send a look: what happened, notes, and a key frame or what changed; nothing if nothing did."""
+        """Send a look: what happened, notes, and a key frame or what changed; nothing if nothing
+        did.
+        """
         before, found = self._last, None
         if before is not None and not with_key and sse.follows(before, look):
             found = sse.delta(before, look)
-            if sse.quiet(found) and look.t - before.t < HEARTBEAT_S and before.n_life == look.n_life:
+            if (
+                sse.quiet(found)
+                and look.t - before.t < HEARTBEAT_S
+                and before.n_life == look.n_life
+            ):
                 return
         extra = self._news(before, look, records)
         self._frames += 1
@@ -209,10 +238,17 @@ class Sampler:
             self._latency = latency.summary(journal, now - RECENT_S, now)
         there = client.info is not None and client.state in ("ready", "draining")
         return Look(
-            t=now, step=journal.records.last_step, state=client.state, age=round(client.last_step_age(), 1),
+            t=now,
+            step=journal.records.last_step,
+            state=client.state,
+            age=round(client.last_step_age(), 1),
             progress=None if progress is None else msgspec.to_builtins(progress),
-            seats=seat_columns(journal) if there else None, pages=self._pages if there else None,
-            scalars=scalars(client, records) | {"latency": self._latency}, n_life=journal.n_life, hist=self._hist)
+            seats=seat_columns(journal) if there else None,
+            pages=self._pages if there else None,
+            scalars=scalars(client, records) | {"latency": self._latency},
+            n_life=journal.n_life,
+            hist=self._hist,
+        )
 
     def _tell_changes(self, known: EngineInfo | None) -> EngineInfo | None:
         if self.client.info is not known:
@@ -221,7 +257,9 @@ class Sampler:
         return self.client.info
 
     async def _refresh_pages(self) -> None:
-        """Ask for the pages now and then, without waiting for the answer, but for the first one a moment."""
+        """Ask for the pages now and then, without waiting for the answer, but for the first one a
+        moment.
+        """
         if self.client.info is None or self.client.state not in ("ready", "draining"):
             return
         if self._asking is not None and not self._asking.done():

@@ -1,7 +1,8 @@
-"""The policy lab: the last minutes' traffic again, under other policies and settings, on the simulator.
+"""The policy lab: the last minutes' traffic again, under other policies and settings, on the
+simulator.
 
-The live engine only lends its journal: arrivals, lengths, and step times to learn from. The simulation has a process of
-its own, at the lowest priority, one at a time, for a limited time.
+The live engine only lends its journal: arrivals, lengths, and step times to learn from. The
+simulation has a process of its own, at the lowest priority, one at a time, for a limited time.
 """
 
 from __future__ import annotations
@@ -36,13 +37,26 @@ LIMIT_S = 120.0
 #: Step records the times are learned from: the newest.
 MOST_RECORDS = 20_000
 #: Settings that an experiment may change.
-SETTINGS = ("max_seats", "token_budget", "pages", "batch_size", "max_wait_ms", "static_timeout_ms", "order",
-            "prefill_share", "target_itl_ms", "max_predicted_wait_s", "max_waiting_requests", "max_waiting_tokens")
+SETTINGS = (
+    "max_seats",
+    "token_budget",
+    "pages",
+    "batch_size",
+    "max_wait_ms",
+    "static_timeout_ms",
+    "order",
+    "prefill_share",
+    "target_itl_ms",
+    "max_predicted_wait_s",
+    "max_waiting_requests",
+    "max_waiting_tokens",
+)
 SERVED = ("stop", "length")
 
 
 class Wish(msgspec.Struct, forbid_unknown_fields=True):
-    """An experiment. minutes: of traffic, back from now. settings: of SETTINGS. speed: 2.0 is twice the traffic.
+    """An experiment. minutes: of traffic, back from now. settings: of SETTINGS. speed: 2.0 is twice
+    the traffic.
 
     price_per_hour: of the device, in any currency; None leaves cost out of the figures.
     """
@@ -55,9 +69,13 @@ class Wish(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Lab:
-    """One engine's experiments. settings: [engine] of its configuration; None: not known, nothing can be simulated."""
+    """One engine's experiments. settings: [engine] of its configuration; None: not known, nothing
+    can be simulated.
+    """
 
-    def __init__(self, client: EngineClient, settings: EngineSection | None, limit_s: float = LIMIT_S):
+    def __init__(
+        self, client: EngineClient, settings: EngineSection | None, limit_s: float = LIMIT_S
+    ):
         self.client, self.settings, self.limit_s = client, settings, limit_s
         self._number = 0
         self._state, self._error = "idle", ""
@@ -70,22 +88,37 @@ class Lab:
         """Where the newest experiment stands, and what the next one could use."""
         trips = self.client.journal.ended(time.monotonic() - KEEP_S)
         first = min((trip.arrival for trip in trips), default=0.0)
-        return {"state": self._state, "id": self._number, "progress": self._progress, "started": self._started,
-                "error": self._error, "result": self._result, "policies": list(POLICIES), "settings": self._current(),
-                "arrivals": len(trips), "minutes": round((time.monotonic() - first) / 60, 2) if trips else 0}
+        return {
+            "state": self._state,
+            "id": self._number,
+            "progress": self._progress,
+            "started": self._started,
+            "error": self._error,
+            "result": self._result,
+            "policies": list(POLICIES),
+            "settings": self._current(),
+            "arrivals": len(trips),
+            "minutes": round((time.monotonic() - first) / 60, 2) if trips else 0,
+        }
 
     def _current(self) -> dict[str, Any]:
         if self.settings is None:
             return {}
         info = self.client.info
         told = {name: getattr(self.settings, name) for name in SETTINGS}
-        told["static_timeout_ms"] = None  # off, unless asked for: it is there for the tail of a server's traffic
+        told["static_timeout_ms"] = (
+            None  # off, unless asked for: it is there for the tail of a server's traffic
+        )
         return told | ({"pages": info.pages} if info else {})
 
     def start(self, wish: Wish) -> None:
-        """Begin an experiment. Raises HttpError 409 while one runs, RequestError if it makes no sense."""
+        """Begin an experiment. Raises HttpError 409 while one runs, RequestError if it makes no
+        sense.
+        """
         if self._task is not None and not self._task.done():
-            raise HttpError(409, "an experiment is running; wait for it, or stop it", code="lab_busy")
+            raise HttpError(
+                409, "an experiment is running; wait for it, or stop it", code="lab_busy"
+            )
         job, frame = self._job(wish)
         self._number += 1
         self._state, self._error, self._progress, self._result = "running", "", 0.0, None
@@ -103,30 +136,64 @@ class Lab:
         """What the worker needs, and what is put around its answer."""
         info, journal, now = self.client.info, self.client.journal, time.monotonic()
         if self.settings is None or info is None:
-            raise RequestError("the engine is not ready, so there is nothing to simulate", code="loading")
+            raise RequestError(
+                "the engine is not ready, so there is nothing to simulate", code="loading"
+            )
         check(wish, self.settings)
         start = max(now - 60 * wish.minutes, journal.kept_from)
-        trips = sorted((trip for trip in [*journal.ended(start), *journal.open()] if trip.arrival >= start),
-                       key=lambda trip: trip.arrival)
+        trips = sorted(
+            (trip for trip in [*journal.ended(start), *journal.open()] if trip.arrival >= start),
+            key=lambda trip: trip.arrival,
+        )
         records = journal.records.since(-1)[-MOST_RECORDS:]
         if not any(trip.finished is not None and trip.rides for trip in trips) or not len(records):
-            raise RequestError("no request of that time has ended yet: there is no traffic to replay", param="minutes")
+            raise RequestError(
+                "no request of that time has ended yet: there is no traffic to replay",
+                param="minutes",
+            )
         first = trips[0].arrival
         last = max(now if trip.finished is None else trip.finished for trip in trips)
         window, _ = journal.records.between(first, last)
         rides = journal.rides(first, last)
-        engine = Engine(self.settings.model_dump(mode="json"), info.context_length, info.pages, info.seat_buckets,
-                        info.token_buckets, on_device=info.platform != "cpu")
-        job = Job(arrivals=arrivals(trips, first), engine=engine, changes=wish.settings, policies=wish.policies,
-                  records=npy(records), times=[served(trip, last) for trip in trips], seconds=last - first,
-                  window=npy(window), seats=info.seats, seated_s=seated((ride for _, ride in rides), first, last),
-                  recorded=info.policy, speed=wish.speed, price_per_hour=wish.price_per_hour)
-        frame = {"minutes": wish.minutes, "from": round(first, 4), "to": round(last, 4), "requests": len(trips),
-                 "counted": counted(trips), "on_board_before": len({t.number for t, _ in rides if t.arrival < first}),
-                 "speed": wish.speed, "settings": wish.settings,
-                 "cached_tokens": sum(trip.cached_tokens for trip in trips),
-                 "measured": {"policy": info.policy, "seats": info.seats,
-                              "rides": measured_rides(journal, first, last)}}
+        engine = Engine(
+            self.settings.model_dump(mode="json"),
+            info.context_length,
+            info.pages,
+            info.seat_buckets,
+            info.token_buckets,
+            on_device=info.platform != "cpu",
+        )
+        job = Job(
+            arrivals=arrivals(trips, first),
+            engine=engine,
+            changes=wish.settings,
+            policies=wish.policies,
+            records=npy(records),
+            times=[served(trip, last) for trip in trips],
+            seconds=last - first,
+            window=npy(window),
+            seats=info.seats,
+            seated_s=seated((ride for _, ride in rides), first, last),
+            recorded=info.policy,
+            speed=wish.speed,
+            price_per_hour=wish.price_per_hour,
+        )
+        frame = {
+            "minutes": wish.minutes,
+            "from": round(first, 4),
+            "to": round(last, 4),
+            "requests": len(trips),
+            "counted": counted(trips),
+            "on_board_before": len({t.number for t, _ in rides if t.arrival < first}),
+            "speed": wish.speed,
+            "settings": wish.settings,
+            "cached_tokens": sum(trip.cached_tokens for trip in trips),
+            "measured": {
+                "policy": info.policy,
+                "seats": info.seats,
+                "rides": measured_rides(journal, first, last),
+            },
+        }
         return job, frame
 
     async def _run(self, job: Job, frame: dict[str, Any]) -> None:
@@ -136,7 +203,9 @@ class Lab:
             frame["measured"]["figures"] = found.pop("measured")
             self._result, self._state = frame | found, "done"
         except TimeoutError:
-            self._fail(f"it took longer than {self.limit_s:g} s: try fewer minutes or fewer policies")
+            self._fail(
+                f"it took longer than {self.limit_s:g} s: try fewer minutes or fewer policies"
+            )
         except Failed as error:
             self._fail(str(error))
         self._progress = None
@@ -146,10 +215,19 @@ class Lab:
 
     async def _simulate(self, job: Job) -> dict[str, Any]:
         """The worker's result. Raises Failed; leaving early ends the process."""
-        environ = {name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE}
+        environ = {
+            name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE
+        }
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "jitney.engine.simulation.replay", stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, env=environ, limit=1 << 26)
+            sys.executable,
+            "-P",
+            "-m",
+            "jitney.engine.simulation.replay",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environ,
+            limit=1 << 26,
+        )
         assert process.stdin is not None and process.stdout is not None  # asked for above
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -175,26 +253,43 @@ class Failed(Exception):
 
 
 def check(wish: Wish, settings: EngineSection) -> None:
-    """Raise RequestError naming the field unless the wish makes sense, beside the engine's own settings."""
+    """Raise RequestError naming the field unless the wish makes sense, beside the engine's own
+    settings.
+    """
     if not 0 < wish.minutes <= KEEP_S / 60:
-        raise RequestError(f"minutes must be more than 0 and at most {KEEP_S / 60:g}", param="minutes")
+        raise RequestError(
+            f"minutes must be more than 0 and at most {KEEP_S / 60:g}", param="minutes"
+        )
     if not 0.1 <= wish.speed <= 10:
         raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
     if wish.price_per_hour is not None and not 0 < wish.price_per_hour < 1e6:
-        raise RequestError("price_per_hour must be more than 0 and less than a million, or null",
-                           param="price_per_hour")
-    if not wish.policies or len(set(wish.policies)) < len(wish.policies) or set(wish.policies) - set(POLICIES):
-        raise RequestError(f"policies must name some of: {', '.join(POLICIES)}, each once", param="policies")
+        raise RequestError(
+            "price_per_hour must be more than 0 and less than a million, or null",
+            param="price_per_hour",
+        )
+    if (
+        not wish.policies
+        or len(set(wish.policies)) < len(wish.policies)
+        or set(wish.policies) - set(POLICIES)
+    ):
+        raise RequestError(
+            f"policies must name some of: {', '.join(POLICIES)}, each once", param="policies"
+        )
     for name in wish.settings:
         if name not in SETTINGS:
-            raise RequestError(f"{name[:40]} cannot be changed here; known: {', '.join(SETTINGS)}", param="settings")
+            raise RequestError(
+                f"{name[:40]} cannot be changed here; known: {', '.join(SETTINGS)}",
+                param="settings",
+            )
     plain = settings.model_dump(mode="python") | wish.settings
     try:
         EngineSection.model_validate(plain)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "settings"
-        raise RequestError(f"{name}: {first['msg'].removeprefix('Value error, ')}", param=name) from None
+        raise RequestError(
+            f"{name}: {first['msg'].removeprefix('Value error, ')}", param=name
+        ) from None
 
 
 def arrivals(trips: list[Trip], first: float) -> list[Arrival]:
@@ -204,35 +299,43 @@ def arrivals(trips: list[Trip], first: float) -> list[Arrival]:
     found = []
     for trip in trips:
         tenant = tenants.setdefault(trip.tenant, str(len(tenants)))
-        found.append(Arrival(
-            at=trip.arrival - first,
-            n_prompt=trip.n_prompt,
-            n_output=wanted(trip, lengths),
-            tenant=tenant,
-            priority=trip.priority,
-            n_cached=trip.cached_tokens,
-        ))
+        found.append(
+            Arrival(
+                at=trip.arrival - first,
+                n_prompt=trip.n_prompt,
+                n_output=wanted(trip, lengths),
+                tenant=tenant,
+                priority=trip.priority,
+                n_cached=trip.cached_tokens,
+            )
+        )
     return found
 
 
 def wanted(trip: Trip, lengths: np.ndarray) -> int:
-    """How many tokens a trip asks for. lengths: of the answers that were given to the end, ascending.
+    """How many tokens a trip asks for. lengths: of the answers that were given to the end,
+    ascending.
 
-    Who was cut short asks for as much as it got. Whose answer nobody saw to its end (it runs or waits still, or was
-    refused, or left the queue) asks for as much as some answer that was longer than what it has so far.
+    Who was cut short asks for as much as it got. Whose answer nobody saw to its end (it runs or
+    waits still, or was refused, or left the queue) asks for as much as some answer that was longer
+    than what it has so far.
     """
     if trip.finished is not None and trip.rides:
         return max(1, trip.n_output)
-    longer = lengths[np.searchsorted(lengths, trip.n_output, "right"):]
+    longer = lengths[np.searchsorted(lengths, trip.n_output, "right") :]
     most = trip.max_tokens or max(trip.n_output + 1, int(lengths[-1]) if len(lengths) else 1)
     if not len(longer):
         return max(1, min(most, trip.n_output + 1))
-    draw = np.random.default_rng(trip.number).integers(len(longer))  # the same trip asks for the same every time
+    draw = np.random.default_rng(trip.number).integers(
+        len(longer)
+    )  # the same trip asks for the same every time
     return max(1, min(most, int(longer[draw])))
 
 
 def counted(trips: list[Trip]) -> dict[str, int]:
-    """How many of the trips are in which state at the end of the record. left: ended in the queue, but not refused."""
+    """How many of the trips are in which state at the end of the record. left: ended in the queue,
+    but not refused.
+    """
     states: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
     for trip in trips:
         if trip.finished is None:
@@ -249,8 +352,16 @@ def served(trip: Trip, end: float) -> Served:
     finished, finish = trip.finished, trip.finish
     if finished is None:
         finished, finish = end, trip.state
-    return Served(trip.number, trip.n_prompt, trip.n_output, trip.arrival, trip.seated, trip.first_token, finished,
-                  finish)
+    return Served(
+        trip.number,
+        trip.n_prompt,
+        trip.n_output,
+        trip.arrival,
+        trip.seated,
+        trip.first_token,
+        finished,
+        finish,
+    )
 
 
 def measured_rides(journal: Journal, first: float, last: float) -> dict[str, list[Any]]:

@@ -1,4 +1,6 @@
-"""How long sequences waited for a seat, for their first token, and between tokens: percentiles and histograms."""
+"""How long sequences waited for a seat, for their first token, and between tokens: percentiles and
+histograms.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ type Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 def samples(journal: Journal, start: float, end: float) -> dict[str, Samples]:
     """wait, ttft, itl -> (when, seconds, how often) of what happened at start < t <= end, by time.
 
-    Every sequence that decodes has one token from each step, so the time between two tokens is the time between two
-    steps' results, as often as the later one had decode rows.
+    Every sequence that decodes has one token from each step, so the time between two tokens is the
+    time between two steps' results, as often as the later one had decode rows.
     """
     records, ready = journal.records.between(start, end)
-    return {"wait": _within(journal.waits, start, end), "ttft": _within(journal.first_tokens, start, end),
-            "itl": (ready[1:], np.diff(ready), records["decode"][1:].astype(np.int64))}
+    return {
+        "wait": _within(journal.waits, start, end),
+        "ttft": _within(journal.first_tokens, start, end),
+        "itl": (ready[1:], np.diff(ready), records["decode"][1:].astype(np.int64)),
+    }
 
 
 def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> Samples:
@@ -41,14 +46,18 @@ def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | N
         return None
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order])
-    return {name: round(float(values[order][np.searchsorted(reached, p * total)]), 6)
-            for name, p in PERCENTILES.items()}
+    return {
+        name: round(float(values[order][np.searchsorted(reached, p * total)]), 6)
+        for name, p in PERCENTILES.items()
+    }
 
 
 def summary(journal: Journal, start: float, end: float) -> dict[str, Any]:
     """Percentiles of wait, ttft and itl, seconds or None."""
-    return {name: percentiles(values, weights)
-            for name, (_, values, weights) in samples(journal, start, end).items()}
+    return {
+        name: percentiles(values, weights)
+        for name, (_, values, weights) in samples(journal, start, end).items()
+    }
 
 
 def histograms(journal: Journal, start: float, end: float) -> dict[str, Any]:

@@ -16,7 +16,9 @@ def whole(request: Request, name: str, default: int, low: int = -(2**62), high: 
     if text is None:
         return default
     digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and low <= int(text) <= high):
+    if not (
+        digits.isascii() and digits.isdigit() and len(digits) <= 18 and low <= int(text) <= high
+    ):
         limits = f" from {low} to {high}" if -low < 2**62 or high < 2**62 else ""
         raise RequestError(f"{name} must be a whole number{limits}", param=name)
     return int(text)

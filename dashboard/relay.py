@@ -1,4 +1,6 @@
-"""The feed of an engine elsewhere: one connection to it for all viewers here, while there are any."""
+"""The feed of an engine elsewhere: one connection to it for all viewers here, while there are
+any.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ENDED = sse.bye("the engine's feed ended")
 
 
 class Relay:
-    """Passes an engine's events on, byte for byte. Whoever joins gets what came since the newest key frame."""
+    """Passes an engine's events on, byte for byte. Whoever joins gets what came since the newest
+    key frame.
+    """
 
     def __init__(self, engine: RemoteEngine, max_viewers: int = MAX_VIEWERS):
         self.engine = engine
@@ -36,7 +40,9 @@ class Relay:
 
     @contextmanager
     def viewer(self, last_id: str = "") -> Iterator[Viewer]:
-        """A viewer for as long as the block runs; last_id does not matter here. Raises TooManyViewers."""
+        """A viewer for as long as the block runs; last_id does not matter here. Raises
+        TooManyViewers.
+        """
         if len(self._viewers) >= self._max_viewers:
             raise TooManyViewers
         known = [self._hello, *self._since_key] if self._since_key else []
@@ -56,7 +62,9 @@ class Relay:
         self._source, self._hello, self._since_key = None, b"", []
 
     async def _pass_on(self) -> None:
-        """Until the engine's feed ends, which ends those of the viewers: they come back, and we try again."""
+        """Until the engine's feed ends, which ends those of the viewers: they come back, and we try
+        again.
+        """
         last, rest = ENDED, b""
         try:
             async for piece in self.engine.pieces():
@@ -82,7 +90,9 @@ class Relay:
             self._give(viewer, event)
 
     def _give(self, viewer: Viewer, event: bytes) -> None:
-        """Deltas mean nothing to who has lost some, or has just come: such a viewer waits for a key frame."""
+        """Deltas mean nothing to who has lost some, or has just come: such a viewer waits for a key
+        frame.
+        """
         if event.startswith(_KEY):
             viewer.lost = False
         if not viewer.lost or event.startswith((_HELLO, _BYE)):

@@ -1,4 +1,6 @@
-"""An engine's dashboard elsewhere, asked over HTTP: the feed, the JSON answers, and the sign-in they may need."""
+"""An engine's dashboard elsewhere, asked over HTTP: the feed, the JSON answers, and the sign-in
+they may need.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +22,52 @@ class Unreachable(JitneyError):
 
 
 def base_of(url: str) -> str:
-    """The dashboard's URL from an engine's. Raises ConfigError; a URL with a key in it is refused."""
+    """The dashboard's URL from an engine's. Raises ConfigError; a URL with a key in it is
+    refused.
+    """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{parts.geturl()!r} is not the URL of an engine: give http://HOST:PORT")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError("an engine's URL is http://HOST:PORT; a key comes from the environment or a file")
+        raise ConfigError(
+            "an engine's URL is http://HOST:PORT; a key comes from the environment or a file"
+        )
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path.removesuffix(PATH)}{PATH}"
 
 
 class RemoteEngine:
-    """One engine. key: an API key of it, empty if it needs none; it only ever travels in the body of a sign-in."""
+    """One engine. key: an API key of it, empty if it needs none; it only ever travels in the body
+    of a sign-in.
+    """
 
     def __init__(self, url: str, key: str = "", transport: httpx.AsyncBaseTransport | None = None):
         self.base = base_of(url)
         self.url = self.base.removesuffix(PATH)
         self._key = key
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S), transport=transport,
-                                       trust_env=False, follow_redirects=False)
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
+            transport=transport,
+            trust_env=False,
+            follow_redirects=False,
+        )
 
     async def close(self) -> None:
         await self._http.aclose()
 
     @contextlib.asynccontextmanager
-    async def answer(self, method: str, path: str, *, headers: Mapping[str, str] | None = None,
-                     query: str = "", body: bytes = b"") -> AsyncIterator[httpx.Response]:
-        """An answer whose body is still to be read; signs in first where that is asked for. Raises Unreachable."""
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        query: str = "",
+        body: bytes = b"",
+    ) -> AsyncIterator[httpx.Response]:
+        """An answer whose body is still to be read; signs in first where that is asked for. Raises
+        Unreachable.
+        """
         url = f"{self.base}/{path}" + (f"?{query}" if query else "")
         try:
             for attempt in range(2):
@@ -56,7 +77,9 @@ class RemoteEngine:
                         return
                 await self._sign_in()
         except httpx.HTTPError as error:
-            raise Unreachable(f"{self.url} does not answer: {str(error) or type(error).__name__}") from None
+            raise Unreachable(
+                f"{self.url} does not answer: {str(error) or type(error).__name__}"
+            ) from None
 
     async def _sign_in(self) -> None:
         answer = await self._http.post(f"{self.base}/sign-in", json={"key": self._key})
@@ -75,6 +98,8 @@ class RemoteEngine:
 
 def refusal(status: int) -> str:
     """What a status means to who wanted to look."""
-    return {401: "an API key is needed: set JITNEY_ENGINE_KEY, or give --key-file",
-            404: "there is no page; is this a Jitney engine?",
-            503: "too many viewers watch this engine already"}.get(status, f"the page answers {status}")
+    return {
+        401: "an API key is needed: set JITNEY_ENGINE_KEY, or give --key-file",
+        404: "there is no page; is this a Jitney engine?",
+        503: "too many viewers watch this engine already",
+    }.get(status, f"the page answers {status}")

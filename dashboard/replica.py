@@ -1,4 +1,6 @@
-"""The engine as a viewer of the feed knows it: a key frame, and every change since. The terminal's twin of the page."""
+"""The engine as a viewer of the feed knows it: a key frame, and every change since. The terminal's
+twin of the page.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class SeatView:
 
 @dataclass(slots=True)
 class Replica:
-    """Fed with the feed's events in order. hello: None before the first; seats, cells: None without an engine."""
+    """Fed with the feed's events in order. hello: None before the first; seats, cells: None without
+    an engine.
+    """
 
     hello: dict[str, Any] | None = None
     t: float = 0.0
@@ -62,17 +66,40 @@ class Replica:
             self.notes = [*self.notes, data][-20:]
 
     def _key(self, data: dict[str, Any]) -> None:
-        self.t, self.step, self.state, self.age = data["t"], data["step"], data["state"], data["age"]
-        self.progress, self.scalars, self.notes, self.n_life = data["progress"], data["s"], data["notes"], data["life"]
+        self.t, self.step, self.state, self.age = (
+            data["t"],
+            data["step"],
+            data["state"],
+            data["age"],
+        )
+        self.progress, self.scalars, self.notes, self.n_life = (
+            data["progress"],
+            data["s"],
+            data["notes"],
+            data["life"],
+        )
         self.seats = None if data["seats"] is None else self._columns(data["seats"])
-        self.cells = None if data["pages"] is None else bytearray(base64.b64decode(data["pages"]["cells"]))
+        self.cells = (
+            None if data["pages"] is None else bytearray(base64.b64decode(data["pages"]["cells"]))
+        )
         self.counts = {} if data["pages"] is None else data["pages"]["counts"]
 
     def _columns(self, seats: dict[str, Any]) -> list[SeatView]:
         names = self.hello["states"] if self.hello else []
         states = [names[code] for code in base64.b64decode(seats["state"])]
-        return [SeatView(*row) for row in zip(states, seats["request"], seats["index"], seats["n_prompt"],
-                                              seats["n_computed"], seats["n_output"], seats["max_tokens"], strict=True)]
+        return [
+            SeatView(*row)
+            for row in zip(
+                states,
+                seats["request"],
+                seats["index"],
+                seats["n_prompt"],
+                seats["n_computed"],
+                seats["n_output"],
+                seats["max_tokens"],
+                strict=True,
+            )
+        ]
 
     def _delta(self, data: dict[str, Any]) -> None:
         names = self.hello["states"] if self.hello else []
@@ -83,7 +110,7 @@ class Replica:
             self.seats[number] = SeatView(names[code], *row)
         if (pages := data.get("pages")) and self.cells is not None:
             for first, count, state in pages["runs"]:
-                self.cells[first:first + count] = bytes([state]) * count
+                self.cells[first : first + count] = bytes([state]) * count
             self.counts = pages["counts"]
         self.t, self.step, self.n_life = data["t"], data["step"], data["life"]
         self.state, self.age = data.get("state", self.state), data.get("age", self.age)
@@ -92,7 +119,9 @@ class Replica:
 
 
 class EventReader:
-    """Server-sent events out of pieces of bytes as they arrive. last_id: of the newest event that had one."""
+    """Server-sent events out of pieces of bytes as they arrive. last_id: of the newest event that
+    had one.
+    """
 
     def __init__(self) -> None:
         self.last_id = ""

@@ -1,4 +1,6 @@
-"""The last minutes as one HTML file that needs nothing else: to keep, to send, to put beside a ticket."""
+"""The last minutes as one HTML file that needs nothing else: to keep, to send, to put beside a
+ticket.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +23,67 @@ from jitney.engine.telemetry.history import Journal
 BINS = 240
 #: Most stays drawn in the seat timeline, and requests in the table.
 MAX_DRAWN, SLOWEST = 4000, 20
-#: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008), taken in turn by sequences.
+#: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008), taken in
+#: turn by sequences.
 HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7a6a00", "#5b6773")
-LEDGER = (("prefill", "prompt", "#e69f00", ""), ("decode", "generated", "#0072b2", ""),
-          ("padding", "padding", "#b8c2cc", "/"), ("recomputed", "recomputed", "#cc79a7", "x"),
-          ("past_end", "past the end", "#d55e00", "."), ("cancelled", "cancelled", "#5b6773", "\\"))
+LEDGER = (
+    ("prefill", "prompt", "#e69f00", ""),
+    ("decode", "generated", "#0072b2", ""),
+    ("padding", "padding", "#b8c2cc", "/"),
+    ("recomputed", "recomputed", "#cc79a7", "x"),
+    ("past_end", "past the end", "#d55e00", "."),
+    ("cancelled", "cancelled", "#5b6773", "\\"),
+)
 
 
-def report(client: EngineClient, minutes: float, notes: Sequence[dict[str, Any]], now: float, wall: float) -> str:
-    """HTML of the last `minutes`; some tens of milliseconds of work, once `plotly` has been called."""
+def report(
+    client: EngineClient, minutes: float, notes: Sequence[dict[str, Any]], now: float, wall: float
+) -> str:
+    """HTML of the last `minutes`; some tens of milliseconds of work, once `plotly` has been
+    called.
+    """
     journal = client.journal
     start, end = timeline.window(journal, now - 60 * minutes, now, now)
     shown = timeline.timeline(journal, start, end, BINS, now)
     charts = draw(shown)
     info = client.info
     model = info.model if info else "no model"
-    facts = f"{info.device}, {info.policy}, {info.kernels} kernels, {info.seats} seats" if info else "not ready"
+    facts = (
+        f"{info.device}, {info.policy}, {info.kernels} kernels, {info.seats} seats"
+        if info
+        else "not ready"
+    )
     if info and info.kernels_out:
         facts += f"; kernels taken out because they were wrong here: {', '.join(info.kernels_out)}"
     told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
     return _template().substitute(
-        title=html.escape(f"Jitney: {model}"), headline=html.escape(headline(client)),
+        title=html.escape(f"Jitney: {model}"),
+        headline=html.escape(headline(client)),
         subtitle=html.escape(f"{facts}. The {minutes:g} min before {told}; state {client.state}."),
         figures=table(("", ""), figures(journal, shown, start, end)),
-        charts="\n".join(f'<h2>{title}</h2><p class="sub">{text}</p><div id="{name}"></div>'
-                         for name, (title, text) in TITLES.items()),
-        slowest=table(("request", "prompt", "output", "queue s", "first token s", "all s", "end", "where it went"),
-                      slowest(journal, start, now)),
-        notes="<h2>Notes</h2>" + table(("", ""), ((n["level"], n["msg"]) for n in notes)) if notes else "",
-        plotly=plotly(), data=msgspec.json.encode(charts).decode().replace("</", "<\\/"))
+        charts="\n".join(
+            f'<h2>{title}</h2><p class="sub">{text}</p><div id="{name}"></div>'
+            for name, (title, text) in TITLES.items()
+        ),
+        slowest=table(
+            (
+                "request",
+                "prompt",
+                "output",
+                "queue s",
+                "first token s",
+                "all s",
+                "end",
+                "where it went",
+            ),
+            slowest(journal, start, now),
+        ),
+        notes="<h2>Notes</h2>" + table(("", ""), ((n["level"], n["msg"]) for n in notes))
+        if notes
+        else "",
+        plotly=plotly(),
+        data=msgspec.json.encode(charts).decode().replace("</", "<\\/"),
+    )
 
 
 @cache
@@ -65,13 +99,19 @@ def plotly() -> str:
 
 
 TITLES = {
-    "seats": ("Seat timeline", "Rows are seats; a change of colour is a change of passenger, blank is an idle seat. "
-                               "Hatched: the prompt is being read."),
+    "seats": (
+        "Seat timeline",
+        "Rows are seats; a change of colour is a change of passenger, blank is an idle seat. "
+        "Hatched: the prompt is being read.",
+    ),
     "rate": ("Tokens per second", "Rows computed for prompts and for answers."),
     "queue": ("Seats taken and queue", "Sequences seated, and the most that waited."),
     "step": ("Step time", "Mean, longest, and the time in which the device had nothing to do."),
     "ledger": ("Where every computed row went", "Useful work at the bottom, waste on top."),
-    "wait": ("Waiting", "95th percentiles of the wait for a seat, for the first token, and between tokens."),
+    "wait": (
+        "Waiting",
+        "95th percentiles of the wait for a seat, for the first token, and between tokens.",
+    ),
 }
 
 
@@ -80,23 +120,37 @@ def headline(client: EngineClient) -> str:
     journal = client.journal
     taken = sum(trip is not None for trip in journal.seats)
     waiting = journal.n_waiting
-    return f"{taken} of {len(journal.seats)} seats taken, {f'{waiting} waiting' if waiting else 'nobody waits'}"
+    return (
+        f"{taken} of {len(journal.seats)} seats taken, "
+        f"{f'{waiting} waiting' if waiting else 'nobody waits'}"
+    )
 
 
-def figures(journal: Journal, shown: dict[str, Any], start: float, end: float) -> list[tuple[str, str]]:
+def figures(
+    journal: Journal, shown: dict[str, Any], start: float, end: float
+) -> list[tuple[str, str]]:
     """The main numbers in words."""
     bins, span = shown["bins"], end - start
     rows = {kind: sum(values) for kind, values in bins["rows"].items()}
     total, steps = sum(rows.values()), sum(bins["steps"])
-    told = [("output tokens a second", f"{rows['decode'] / span:,.1f}"),
-            ("prompt tokens a second", f"{rows['prefill'] / span:,.1f}"),
-            ("rows that were padding", f"{rows['padding'] / total:.1%}" if total else "–"),
-            ("steps, mean time", f"{steps:,}, {1000 * sum(bins['step_s']) / steps:.1f} ms" if steps else "none")]
+    told = [
+        ("output tokens a second", f"{rows['decode'] / span:,.1f}"),
+        ("prompt tokens a second", f"{rows['prefill'] / span:,.1f}"),
+        ("rows that were padding", f"{rows['padding'] / total:.1%}" if total else "–"),
+        (
+            "steps, mean time",
+            f"{steps:,}, {1000 * sum(bins['step_s']) / steps:.1f} ms" if steps else "none",
+        ),
+    ]
     names = {"wait": "wait for a seat", "ttft": "first token", "itl": "between tokens"}
     for name, spread in latency.summary(journal, start, end).items():
         if spread is not None:
-            told.append((f"{names[name]}, p50 / p95 / p99",
-                         " / ".join(f"{1000 * value:,.0f} ms" for value in spread.values())))
+            told.append(
+                (
+                    f"{names[name]}, p50 / p95 / p99",
+                    " / ".join(f"{1000 * value:,.0f} ms" for value in spread.values()),
+                )
+            )
     return told
 
 
@@ -106,9 +160,18 @@ def slowest(journal: Journal, start: float, now: float) -> list[tuple[str, ...]]
     rows = []
     for trip in ended:
         why = causes(trip, Steps(journal, trip, now), now)[:3]
-        rows.append((f"{trip.request} {trip.index}", str(trip.n_prompt), str(trip.n_output), _s(trip.queued_s),
-                     _s(trip.ttft_s), _s(trip.e2e_s), trip.code or trip.finish,
-                     "; ".join(f"{cause['seconds']:.2f} s {cause['msg']}" for cause in why)))
+        rows.append(
+            (
+                f"{trip.request} {trip.index}",
+                str(trip.n_prompt),
+                str(trip.n_output),
+                _s(trip.queued_s),
+                _s(trip.ttft_s),
+                _s(trip.e2e_s),
+                trip.code or trip.finish,
+                "; ".join(f"{cause['seconds']:.2f} s {cause['msg']}" for cause in why),
+            )
+        )
     return rows
 
 
@@ -118,8 +181,14 @@ def _s(value: float | None) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Rows of a table; every cell is text, whatever it holds."""
-    lines = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"] if any(head) else []
-    lines += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    lines = (
+        ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
+        if any(head)
+        else []
+    )
+    lines += [
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    ]
     return "".join(lines)
 
 
@@ -133,33 +202,69 @@ def draw(shown: dict[str, Any]) -> dict[str, Any]:
         return [round(value / width, 3) for value in values]
 
     def a_step(values: list[float]) -> list[float | None]:
-        return [round(1000 * value / n, 3) if n else None for value, n in zip(values, bins["steps"], strict=True)]
+        return [
+            round(1000 * value / n, 3) if n else None
+            for value, n in zip(values, bins["steps"], strict=True)
+        ]
 
     def ms(values: list[float | None]) -> list[float | None]:
         return [None if value is None else round(1000 * value, 3) for value in values]
 
     return {
         "seats": seat_figure(shown),
-        "rate": figure("tok/s", line(x, a_second(bins["rows"]["decode"]), "generated", HUES[0]),
-                       line(x, a_second(bins["rows"]["prefill"]), "prompt", HUES[1], "dot")),
-        "queue": figure("sequences", line(x, bins["seats_busy"], "seats taken", HUES[0]),
-                        line(x, bins["waiting"], "waiting", HUES[5], "dot")),
-        "step": figure("ms", line(x, a_step(bins["step_s"]), "mean", HUES[0]),
-                       line(x, ms(bins["worst_s"]), "longest", HUES[5], "dot"),
-                       line(x, a_step(bins["gap_s"]), "gap", HUES[1], "dash")),
-        "ledger": figure("rows/s", *({
-            "type": "bar", "x": x, "y": a_second(bins["rows"][kind]), "name": name,
-            "marker": {"color": colour, "pattern": {"shape": shape, "fgcolor": "#fff", "solidity": 0.3}}}
-            for kind, name, colour, shape in LEDGER), barmode="stack", bargap=0),
-        "wait": figure("ms", line(x, ms(bins["wait_p95"]), "for a seat", HUES[5], mode="markers"),
-                       line(x, ms(bins["ttft_p95"]), "for the first token", HUES[0], mode="markers"),
-                       line(x, ms(bins["itl_p95"]), "between tokens", HUES[2]), log=True)}
+        "rate": figure(
+            "tok/s",
+            line(x, a_second(bins["rows"]["decode"]), "generated", HUES[0]),
+            line(x, a_second(bins["rows"]["prefill"]), "prompt", HUES[1], "dot"),
+        ),
+        "queue": figure(
+            "sequences",
+            line(x, bins["seats_busy"], "seats taken", HUES[0]),
+            line(x, bins["waiting"], "waiting", HUES[5], "dot"),
+        ),
+        "step": figure(
+            "ms",
+            line(x, a_step(bins["step_s"]), "mean", HUES[0]),
+            line(x, ms(bins["worst_s"]), "longest", HUES[5], "dot"),
+            line(x, a_step(bins["gap_s"]), "gap", HUES[1], "dash"),
+        ),
+        "ledger": figure(
+            "rows/s",
+            *(
+                {
+                    "type": "bar",
+                    "x": x,
+                    "y": a_second(bins["rows"][kind]),
+                    "name": name,
+                    "marker": {
+                        "color": colour,
+                        "pattern": {"shape": shape, "fgcolor": "#fff", "solidity": 0.3},
+                    },
+                }
+                for kind, name, colour, shape in LEDGER
+            ),
+            barmode="stack",
+            bargap=0,
+        ),
+        "wait": figure(
+            "ms",
+            line(x, ms(bins["wait_p95"]), "for a seat", HUES[5], mode="markers"),
+            line(x, ms(bins["ttft_p95"]), "for the first token", HUES[0], mode="markers"),
+            line(x, ms(bins["itl_p95"]), "between tokens", HUES[2]),
+            log=True,
+        ),
+    }
 
 
 def seat_figure(shown: dict[str, Any]) -> dict[str, Any]:
     """A bar for each phase of each stay."""
     rides, end = shown["rides"], shown["to"]
-    rows = list(zip(*(rides[name] for name in ("seat", "request", "index", "from", "first_token", "to")), strict=True))
+    rows = list(
+        zip(
+            *(rides[name] for name in ("seat", "request", "index", "from", "first_token", "to")),
+            strict=True,
+        )
+    )
     hues: dict[tuple[str, int], int] = {}
     traces: dict[tuple[str, int], dict[str, list[Any]]] = {}
     for seat, request, index, begin, first, to in rows[-MAX_DRAWN:]:
@@ -168,30 +273,78 @@ def seat_figure(shown: dict[str, Any]) -> dict[str, Any]:
         turn = last if first is None else min(max(first, start), last)
         for phase, low, high in (("prefill", start, turn), ("decode", turn, last)):
             if high > low:
-                trace = traces.setdefault((phase, hue), {"y": [], "base": [], "x": [], "hovertext": []})
+                trace = traces.setdefault(
+                    (phase, hue), {"y": [], "base": [], "x": [], "hovertext": []}
+                )
                 trace["y"].append(seat)
                 trace["base"].append(round(low - end, 4))
                 trace["x"].append(round(high - low, 4))
                 # Plotly reads tags in texts.
-                trace["hovertext"].append(html.escape(f"seat {seat}, {phase}, {request} {index}, {high - low:.2f} s"))
-    data = [{"type": "bar", "orientation": "h", "width": 0.86, "hoverinfo": "text", "showlegend": False, **trace,
-             "marker": {"color": HUES[hue], "line": {"width": 0}, "pattern": {
-                 "shape": "/" if phase == "prefill" else "", "fgcolor": "#fff", "solidity": 0.35}}}
-            for (phase, hue), trace in traces.items()]
-    told = figure("seat", *data, barmode="overlay", height=min(900, 90 + 18 * max(1, shown["seats"])))
+                trace["hovertext"].append(
+                    html.escape(f"seat {seat}, {phase}, {request} {index}, {high - low:.2f} s")
+                )
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "width": 0.86,
+            "hoverinfo": "text",
+            "showlegend": False,
+            **trace,
+            "marker": {
+                "color": HUES[hue],
+                "line": {"width": 0},
+                "pattern": {
+                    "shape": "/" if phase == "prefill" else "",
+                    "fgcolor": "#fff",
+                    "solidity": 0.35,
+                },
+            },
+        }
+        for (phase, hue), trace in traces.items()
+    ]
+    told = figure(
+        "seat", *data, barmode="overlay", height=min(900, 90 + 18 * max(1, shown["seats"]))
+    )
     told["layout"]["yaxis"] |= {"autorange": "reversed", "rangemode": "normal"}
     told["layout"]["xaxis"]["range"] = [shown["from"] - end, 0]
     return told
 
 
-def line(x: list[float], y: Sequence[float | None], name: str, colour: str, dash: str = "solid",
-         mode: str = "lines") -> dict[str, Any]:
-    return {"x": x, "y": list(y), "name": name, "mode": mode, "line": {"color": colour, "width": 2, "dash": dash},
-            "marker": {"color": colour, "size": 6}}
+def line(
+    x: list[float],
+    y: Sequence[float | None],
+    name: str,
+    colour: str,
+    dash: str = "solid",
+    mode: str = "lines",
+) -> dict[str, Any]:
+    return {
+        "x": x,
+        "y": list(y),
+        "name": name,
+        "mode": mode,
+        "line": {"color": colour, "width": 2, "dash": dash},
+        "marker": {"color": colour, "size": 6},
+    }
 
 
-def figure(unit: str, *data: dict[str, Any], height: int = 260, log: bool = False, **layout: Any) -> dict[str, Any]:
-    return {"data": list(data), "layout": {
-        "height": height, "margin": {"l": 60, "r": 10, "t": 10, "b": 40}, "hovermode": "closest",
-        "legend": {"orientation": "h", "y": -0.2}, "xaxis": {"ticksuffix": " s"},
-        "yaxis": {"title": {"text": unit}, "type": "log" if log else "linear", "rangemode": "tozero"}, **layout}}
+def figure(
+    unit: str, *data: dict[str, Any], height: int = 260, log: bool = False, **layout: Any
+) -> dict[str, Any]:
+    return {
+        "data": list(data),
+        "layout": {
+            "height": height,
+            "margin": {"l": 60, "r": 10, "t": 10, "b": 40},
+            "hovermode": "closest",
+            "legend": {"orientation": "h", "y": -0.2},
+            "xaxis": {"ticksuffix": " s"},
+            "yaxis": {
+                "title": {"text": unit},
+                "type": "log" if log else "linear",
+                "rangemode": "tozero",
+            },
+            **layout,
+        },
+    }

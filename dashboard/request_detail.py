@@ -17,33 +17,64 @@ MAX_TIMES = 4096
 
 def row(trip: Trip) -> dict[str, Any]:
     """What the table shows of a sequence; times on the server's monotonic clock, seconds."""
-    return {"request": trip.request, "index": trip.index, "state": trip.state, "seat": trip.seat,
-            "n_prompt": trip.n_prompt, "n_output": trip.n_output, "max_tokens": trip.max_tokens,
-            "priority": trip.priority, "arrival": _t(trip.arrival), "seated": _t(trip.seated),
-            "first_token": _t(trip.first_token), "finished": _t(trip.finished), "finish": trip.finish,
-            "code": trip.code, "queued_s": _t(trip.queued_s), "ttft_s": _t(trip.ttft_s), "e2e_s": _t(trip.e2e_s),
-            "preemptions": trip.preemptions, "cached_tokens": trip.cached_tokens}
+    return {
+        "request": trip.request,
+        "index": trip.index,
+        "state": trip.state,
+        "seat": trip.seat,
+        "n_prompt": trip.n_prompt,
+        "n_output": trip.n_output,
+        "max_tokens": trip.max_tokens,
+        "priority": trip.priority,
+        "arrival": _t(trip.arrival),
+        "seated": _t(trip.seated),
+        "first_token": _t(trip.first_token),
+        "finished": _t(trip.finished),
+        "finish": trip.finish,
+        "code": trip.code,
+        "queued_s": _t(trip.queued_s),
+        "ttft_s": _t(trip.ttft_s),
+        "e2e_s": _t(trip.e2e_s),
+        "preemptions": trip.preemptions,
+        "cached_tokens": trip.cached_tokens,
+    }
 
 
 def listing(journal: Journal, state: str, limit: int, cursor: int, now: float) -> dict[str, Any]:
-    """At most `limit` sequences, the newest first, of those before number `cursor`; next: the cursor to go on with."""
+    """At most `limit` sequences, the newest first, of those before number `cursor`; next: the
+    cursor to go on with.
+    """
     wanted = {"all": lambda trip: True, "open": lambda trip: trip.finished is None}.get(
-        state, lambda trip: trip.state == state)
-    found = list(islice((trip for trip in journal.newest() if trip.number < cursor and wanted(trip)), limit + 1))
-    return {"t": _t(now), "requests": [row(trip) for trip in found[:limit]],
-            "next": found[limit - 1].number if len(found) > limit else None}
+        state, lambda trip: trip.state == state
+    )
+    found = list(
+        islice(
+            (trip for trip in journal.newest() if trip.number < cursor and wanted(trip)), limit + 1
+        )
+    )
+    return {
+        "t": _t(now),
+        "requests": [row(trip) for trip in found[:limit]],
+        "next": found[limit - 1].number if len(found) > limit else None,
+    }
 
 
 def story(journal: Journal, trip: Trip, now: float) -> dict[str, Any]:
     """The row, and the phases, chunks, tokens, company and causes of a sequence (see `causes`)."""
     steps = Steps(journal, trip, now)
     return row(trip) | {
-        "phases": phases(trip, now), "chunks": [steps.chunk(chunk) for chunk in trip.chunks],
-        "cadence": steps.cadence(), "shared": steps.shared(), "why": causes(trip, steps, now)}
+        "phases": phases(trip, now),
+        "chunks": [steps.chunk(chunk) for chunk in trip.chunks],
+        "cadence": steps.cadence(),
+        "shared": steps.shared(),
+        "why": causes(trip, steps, now),
+    }
 
 
 def phases(trip: Trip, now: float) -> list[dict[str, Any]]:
-    """queue, prefill and decode in order, again after each preemption; `to` is null for the one that goes on."""
+    """queue, prefill and decode in order, again after each preemption; `to` is null for the one
+    that goes on.
+    """
     found, since = [], trip.arrival
     for ride in trip.rides:
         found.append(_phase("queue", -1, since, ride.start, -1, -1))
@@ -51,16 +82,34 @@ def phases(trip: Trip, now: float) -> list[dict[str, Any]]:
         last = ride.first_step if ride.first_token is not None else ride.last_step
         found.append(_phase("prefill", ride.seat, ride.start, until, ride.step, last))
         if ride.first_token is not None and (ride.end is None or ride.last_step > ride.first_step):
-            found.append(_phase("decode", ride.seat, ride.first_token, ride.end, ride.first_step + 1, ride.last_step))
+            found.append(
+                _phase(
+                    "decode",
+                    ride.seat,
+                    ride.first_token,
+                    ride.end,
+                    ride.first_step + 1,
+                    ride.last_step,
+                )
+            )
         since = ride.end if ride.end is not None else now
     if not trip.rides or (trip.ride is None and trip.rides[-1].how == "preempted"):
         found.append(_phase("queue", -1, since, trip.finished, -1, -1))
     return found
 
 
-def _phase(kind: str, seat: int, start: float, end: float | None, first: int, last: int) -> dict[str, Any]:
-    return {"kind": kind, "seat": seat, "from": _t(start), "to": _t(end), "step_from": first, "step_to": last,
-            "steps": max(0, last - first + 1) if last >= 0 else 0}
+def _phase(
+    kind: str, seat: int, start: float, end: float | None, first: int, last: int
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "seat": seat,
+        "from": _t(start),
+        "to": _t(end),
+        "step_from": first,
+        "step_to": last,
+        "steps": max(0, last - first + 1) if last >= 0 else 0,
+    }
 
 
 class Steps:
@@ -73,7 +122,9 @@ class Steps:
         self.records, self.ready = journal.records.steps(first - 2, last)
         self.trip, self.now = trip, now
         self.number = self.records["step"].astype(np.int64)
-        self.began = np.r_[self.records["started"][:1], np.maximum(self.ready[:-1], self.records["started"][1:])]
+        self.began = np.r_[
+            self.records["started"][:1], np.maximum(self.ready[:-1], self.records["started"][1:])
+        ]
 
     def mask(self, low: int, high: int) -> np.ndarray:
         """bool[steps]: low <= number <= high."""
@@ -87,8 +138,11 @@ class Steps:
     def bringing(self) -> np.ndarray:
         """bool[steps]: the step brought a token of this sequence."""
         last = int(self.number[-1]) if len(self.number) else -1
-        return self._any((ride.first_step, _last_step(ride, last)) for ride in self.trip.rides
-                         if ride.first_token is not None)
+        return self._any(
+            (ride.first_step, _last_step(ride, last))
+            for ride in self.trip.rides
+            if ride.first_token is not None
+        )
 
     def _any(self, spans: Any) -> np.ndarray:
         found = np.zeros(len(self.number), bool)
@@ -97,32 +151,58 @@ class Steps:
         return found
 
     def chunk(self, chunk: ChunkDone) -> dict[str, Any]:
-        """A prompt chunk and the step it was part of; null where the step's record is not kept any more."""
+        """A prompt chunk and the step it was part of; null where the step's record is not kept any
+        more.
+        """
         at = np.flatnonzero(self.number == chunk.step)
-        told = {"step": chunk.step, "start": chunk.start, "count": chunk.count, "recomputed": chunk.recomputed}
+        told = {
+            "step": chunk.step,
+            "start": chunk.start,
+            "count": chunk.count,
+            "recomputed": chunk.recomputed,
+        }
         if not len(at):
-            return told | dict.fromkeys(("from", "to", "sharers", "rows", "bucket", "padding", "compiled"))
+            return told | dict.fromkeys(
+                ("from", "to", "sharers", "rows", "bucket", "padding", "compiled")
+            )
         record = self.records[at[0]]
-        return told | {"from": _t(self.began[at[0]]), "to": _t(self.ready[at[0]]),
-                       "sharers": max(0, int(record["seats_busy"]) - 1),
-                       "rows": int(record["bucket_tokens"] - record["padding"]), "bucket": int(record["bucket_tokens"]),
-                       "padding": int(record["padding"]), "compiled": int(record["compiled"])}
+        return told | {
+            "from": _t(self.began[at[0]]),
+            "to": _t(self.ready[at[0]]),
+            "sharers": max(0, int(record["seats_busy"]) - 1),
+            "rows": int(record["bucket_tokens"] - record["padding"]),
+            "bucket": int(record["bucket_tokens"]),
+            "padding": int(record["padding"]),
+            "compiled": int(record["compiled"]),
+        }
 
     def cadence(self) -> dict[str, Any]:
         """When each output token came (the newest MAX_TIMES), and the gaps between them."""
-        bringing = np.flatnonzero(self.bringing())[:self.trip.n_output]
+        bringing = np.flatnonzero(self.bringing())[: self.trip.n_output]
         times = self.ready[bringing]
-        told: dict[str, Any] = {"t": np.round(times[-MAX_TIMES:], 4).tolist(), "gap_p50": None, "gap_p95": None,
-                                "gap_max": None, "slowest": None}
+        told: dict[str, Any] = {
+            "t": np.round(times[-MAX_TIMES:], 4).tolist(),
+            "gap_p50": None,
+            "gap_p95": None,
+            "gap_max": None,
+            "slowest": None,
+        }
         if len(times) < 2:
             return told
         gaps = np.diff(times)
         worst = int(np.argmax(gaps))
         at = bringing[worst + 1]
-        return told | {"gap_p50": _t(np.quantile(gaps, 0.5)), "gap_p95": _t(np.quantile(gaps, 0.95)),
-                       "gap_max": _t(gaps[worst]),
-                       "slowest": {"t": _t(times[worst + 1]), "gap": _t(gaps[worst]), "step": int(self.number[at]),
-                                   "why": self._why_slow(at, bringing[worst])}}
+        return told | {
+            "gap_p50": _t(np.quantile(gaps, 0.5)),
+            "gap_p95": _t(np.quantile(gaps, 0.95)),
+            "gap_max": _t(gaps[worst]),
+            "slowest": {
+                "t": _t(times[worst + 1]),
+                "gap": _t(gaps[worst]),
+                "step": int(self.number[at]),
+                "why": self._why_slow(at, bringing[worst]),
+            },
+        }
 
     def _why_slow(self, at: int, before: int) -> str:
         record = self.records[at]
@@ -139,28 +219,42 @@ class Steps:
         mine = self.records[self.riding()]
         busy, rows = mine["seats_busy"].astype(np.int64), int(mine["bucket_tokens"].sum())
         own = sum(chunk.count for chunk in self.trip.chunks)
-        return {"steps": len(mine), "mean": round(float(busy.mean()) - 1, 2) if len(mine) else None,
-                "max": int(busy.max()) - 1 if len(mine) else None,
-                "padding_share": round(int(mine["padding"].sum()) / rows, 4) if rows else None,
-                "compiles": int(mine["compiled"].sum()),
-                "prefill_rows_of_others": max(0, int((mine["prefill"] + mine["recomputed"]).sum()) - own)}
+        return {
+            "steps": len(mine),
+            "mean": round(float(busy.mean()) - 1, 2) if len(mine) else None,
+            "max": int(busy.max()) - 1 if len(mine) else None,
+            "padding_share": round(int(mine["padding"].sum()) / rows, 4) if rows else None,
+            "compiles": int(mine["compiled"].sum()),
+            "prefill_rows_of_others": max(
+                0, int((mine["prefill"] + mine["recomputed"]).sum()) - own
+            ),
+        }
 
 
 def causes(trip: Trip, steps: Steps, now: float) -> list[dict[str, Any]]:
     """Seconds of its time by cause, the largest first; they add up to what it has taken so far.
 
-    queue, preemption: waiting for a first seat, and again after losing it, with what had to be computed again. compile:
-    steps that compiled a program. prefill: its own prompt. shared_prefill: what steps with prompt rows of others took
-    longer than steps without, while it decoded. host_gap: the device had nothing to do. decode: the rest.
+    queue, preemption: waiting for a first seat, and again after losing it, with what had to be
+    computed again. compile: steps that compiled a program. prefill: its own prompt. shared_prefill:
+    what steps with prompt rows of others took longer than steps without, while it decoded.
+    host_gap: the device had nothing to do. decode: the rest.
     """
     end = trip.finished if trip.finished is not None else now
     spans = np.maximum(0.0, steps.ready - steps.began) if len(steps.ready) else np.zeros(0)
     riding, bringing = steps.riding(), steps.bringing()
     first = trip.rides[0] if trip.rides else None
     compiled = riding & (steps.records["compiled"] > 0)
-    again = riding & ~bringing & (steps.number > (first.last_step if first and first.last_step >= 0 else 2**62))
-    reading = riding & ~compiled & ~again & (steps.number <= (first.first_step if first and first.first_step >= 0
-                                                              else 2**62))
+    again = (
+        riding
+        & ~bringing
+        & (steps.number > (first.last_step if first and first.last_step >= 0 else 2**62))
+    )
+    reading = (
+        riding
+        & ~compiled
+        & ~again
+        & (steps.number <= (first.first_step if first and first.first_step >= 0 else 2**62))
+    )
     writing = riding & ~compiled & ~again & ~reading
     mixed = writing & (steps.records["prefill"] + steps.records["recomputed"] > 0)
     usual = float(np.median(spans[writing & ~mixed])) if np.any(writing & ~mixed) else 0.0
@@ -171,18 +265,24 @@ def causes(trip: Trip, steps: Steps, now: float) -> list[dict[str, Any]]:
     seconds = {
         "queue": (first.start if first else end) - trip.arrival,
         "preemption": sum(waits) + float(spans[again].sum()),
-        "compile": float(spans[compiled].sum()), "prefill": float(spans[reading].sum()),
+        "compile": float(spans[compiled].sum()),
+        "prefill": float(spans[reading].sum()),
         "shared_prefill": float(np.maximum(0.0, spans[mixed] - usual).sum()) if usual else 0.0,
-        "host_gap": float(np.minimum(gaps, spans)[writing & ~mixed].sum())}
+        "host_gap": float(np.minimum(gaps, spans)[writing & ~mixed].sum()),
+    }
     seconds["decode"] = max(0.0, end - trip.arrival - sum(seconds.values()))
-    told = [{"code": code, "seconds": _t(value), "msg": WORDS[code].format(trip=trip)}
-            for code, value in seconds.items() if value > 5e-5]
+    told = [
+        {"code": code, "seconds": _t(value), "msg": WORDS[code].format(trip=trip)}
+        for code, value in seconds.items()
+        if value > 5e-5
+    ]
     return sorted(told, key=lambda cause: -cause["seconds"])
 
 
 WORDS = {
     "queue": "waited to board",
-    "preemption": "lost its seat for lack of KV pages ({trip.preemptions} times), waited again and was computed again",
+    "preemption": "lost its seat for lack of KV pages ({trip.preemptions} times), waited again and "
+    "was computed again",
     "compile": "shared steps that had to compile a program first",
     "prefill": "its prompt of {trip.n_prompt} tokens was read",
     "shared_prefill": "steps took longer because they also read prompts of others",

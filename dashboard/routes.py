@@ -24,7 +24,9 @@ class SignIn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Front:
-    """Handlers of the routes that hold no data. keys: digests of the accepted API keys; none: everybody may look."""
+    """Handlers of the routes that hold no data. keys: digests of the accepted API keys; none:
+    everybody may look.
+    """
 
     def __init__(self, keys: tuple[str, ...]):
         self.sessions = Sessions(keys)
@@ -32,8 +34,11 @@ class Front:
         self.assets = Assets()
 
     def front_routes(self) -> list[BaseRoute]:
-        return [Route("/", self.page), Route("/assets/{name}", self.asset),
-                Route("/sign-in", self.sign_in, methods=["POST"])]
+        return [
+            Route("/", self.page),
+            Route("/assets/{name}", self.asset),
+            Route("/sign-in", self.sign_in, methods=["POST"]),
+        ]
 
     async def page(self, request: Request) -> Response:
         """The page, or the sign-in form (401) to whom may not look."""
@@ -45,25 +50,45 @@ class Front:
         return await self.assets.respond(request.path_params["name"], request)
 
     async def sign_in(self, request: Request) -> Response:
-        """Trade an API key, {"key": ...}, for a session cookie that scripts cannot read and other sites cannot send."""
+        """Trade an API key, {"key": ...}, for a session cookie that scripts cannot read and other
+        sites cannot send.
+        """
         address = request.client.host if request.client else ""
         if (wait := self.attempts.wait(address)) > 0:
-            raise HttpError(429, f"too many wrong keys; try again in {wait:.0f} s", code="too_many_attempts",
-                            headers={"retry-after": str(round(wait) or 1)})
-        key = read_json(await read_body(request), SignIn, 'a sign-in is JSON: {"key": "..."}', "key").key
+            raise HttpError(
+                429,
+                f"too many wrong keys; try again in {wait:.0f} s",
+                code="too_many_attempts",
+                headers={"retry-after": str(round(wait) or 1)},
+            )
+        key = read_json(
+            await read_body(request), SignIn, 'a sign-in is JSON: {"key": "..."}', "key"
+        ).key
         session = self.sessions.open(key)
         if session is None:
             self.attempts.failed(address)
             raise HttpError(401, "this is not a valid API key", code="invalid_api_key")
         response = Response(status_code=204)
-        response.set_cookie(COOKIE, session, max_age=LIFETIME_S, path=request.scope.get("root_path") or "/",
-                            httponly=True, samesite="strict", secure=request.url.scheme == "https")
+        response.set_cookie(
+            COOKIE,
+            session,
+            max_age=LIFETIME_S,
+            path=request.scope.get("root_path") or "/",
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
         return response
 
 
 async def read_body(request: Request) -> bytes:
-    """A JSON body. Another type is refused: pages of other sites may send forms and plain text unasked, not JSON."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    """A JSON body. Another type is refused: pages of other sites may send forms and plain text
+    unasked, not JSON.
+    """
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise HttpError(415, "the Content-Type must be application/json")
     body = bytearray()
     async for part in request.stream():

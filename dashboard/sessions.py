@@ -1,4 +1,6 @@
-"""Who may look when API keys are set: a browser shows a key once and then carries a random session id in a cookie."""
+"""Who may look when API keys are set: a browser shows a key once and then carries a random session
+id in a cookie.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Sessions:
         return session
 
     def admits(self, session: str | None) -> bool:
-        """True if the holder of this session id may look. Looked up by digest, so timing tells nothing of the id."""
+        """True if the holder of this session id may look. Looked up by digest, so timing tells
+        nothing of the id.
+        """
         if not self.needed:
             return True
         end = self._ends.get(digest_key(session)) if session else None
@@ -50,7 +54,9 @@ class Sessions:
 
 
 class Attempts:
-    """Wrong keys by client address, so that guessing is slow: after MOST_ATTEMPTS within WINDOW_S an address waits."""
+    """Wrong keys by client address, so that guessing is slow: after MOST_ATTEMPTS within WINDOW_S
+    an address waits.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

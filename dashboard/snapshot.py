@@ -1,4 +1,5 @@
-"""One look at the engine: who sits where, the pages, the totals. What changed between two looks is what the feed sends.
+"""One look at the engine: who sits where, the pages, the totals. What changed between two looks is
+what the feed sends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class SeatColumns:
     numbers: np.ndarray
 
     def after(self, steps: int) -> SeatColumns:
-        """What the seats are `steps` steps later if nothing happens: each that decodes has a token more per step."""
+        """What the seats are `steps` steps later if nothing happens: each that decodes has a token
+        more per step.
+        """
         numbers = self.numbers.copy()
         decoding = self.state == DECODE
         numbers[3, decoding] += steps
@@ -40,22 +43,28 @@ class SeatColumns:
     def changed(self, now: SeatColumns) -> np.ndarray:
         """Seats, ascending, that are different in `now`."""
         differ = (self.state != now.state) | (self.numbers != now.numbers).any(axis=0)
-        differ |= np.fromiter((a != b for a, b in zip(self.requests, now.requests, strict=True)), bool, len(differ))
+        differ |= np.fromiter(
+            (a != b for a, b in zip(self.requests, now.requests, strict=True)), bool, len(differ)
+        )
         return np.flatnonzero(differ)
 
     def rows(self, seats: np.ndarray) -> list[list[Any]]:
         """[seat, state, request, *numbers] of these seats."""
         numbers = self.numbers[:, seats].T.tolist()
-        return [[seat, state, self.requests[seat], *row]
-                for seat, state, row in zip(seats.tolist(), self.state[seats].tolist(), numbers, strict=True)]
+        return [
+            [seat, state, self.requests[seat], *row]
+            for seat, state, row in zip(
+                seats.tolist(), self.state[seats].tolist(), numbers, strict=True
+            )
+        ]
 
 
 @dataclass(slots=True)
 class PageCells:
     """The pool without its trash page (page 0), which never holds anything.
 
-    cells: uint8[C], each for `per_cell` pages in a row (the last for what is left), the state most of them have.
-    counts: pages in each state, exact.
+    cells: uint8[C], each for `per_cell` pages in a row (the last for what is left), the state most
+    of them have. counts: pages in each state, exact.
     """
 
     per_cell: int
@@ -65,7 +74,9 @@ class PageCells:
 
 @dataclass(slots=True)
 class Look:
-    """The engine at time t (seconds, monotonic). seats None: there is no engine; pages None: not known."""
+    """The engine at time t (seconds, monotonic). seats None: there is no engine; pages None: not
+    known.
+    """
 
     t: float
     step: int
@@ -96,7 +107,9 @@ def seat_columns(journal: Journal) -> SeatColumns:
         numbers[seat] = (trip.index, trip.n_prompt, computed, trip.n_output, trip.max_tokens)
     for seat in journal.held:
         state[seat] = HELD
-    return SeatColumns(np.array(state, np.uint8), requests, np.array(numbers, np.int64).reshape(n, 5).T.copy())
+    return SeatColumns(
+        np.array(state, np.uint8), requests, np.array(numbers, np.int64).reshape(n, 5).T.copy()
+    )
 
 
 def page_cells(page_states: bytes) -> PageCells:
@@ -109,39 +122,58 @@ def page_cells(page_states: bytes) -> PageCells:
 
 
 def _commonest(states: np.ndarray, width: int) -> np.ndarray:
-    """uint8[ceil(N / width)]: the commonest state of each group of `width`; of equals, the lowest."""
+    """uint8[ceil(N / width)]: the commonest state of each group of `width`; of equals, the
+    lowest.
+    """
     starts = np.arange(0, len(states), width)
-    votes = [np.add.reduceat(states == code, starts, dtype=np.int64) for code in range(len(PAGE_STATES))]
+    votes = [
+        np.add.reduceat(states == code, starts, dtype=np.int64) for code in range(len(PAGE_STATES))
+    ]
     return np.argmax(votes, axis=0).astype(np.uint8)
 
 
 def page_runs(before: np.ndarray, now: np.ndarray) -> list[list[int]]:
-    """[first, count, state] of each run of cells that are alike in `now` and different from `before`."""
+    """[first, count, state] of each run of cells that are alike in `now` and different from
+    `before`.
+    """
     at = np.flatnonzero(before != now)
     if not len(at):
         return []
     states = now[at]
-    starts = np.flatnonzero(np.r_[True, (np.diff(at) != 1) | (np.diff(states.astype(np.int16)) != 0)])
+    starts = np.flatnonzero(
+        np.r_[True, (np.diff(at) != 1) | (np.diff(states.astype(np.int16)) != 0)]
+    )
     counts = np.diff(np.r_[starts, len(at)])
     return np.stack((at[starts], counts, states[starts]), axis=1).tolist()
 
 
 def scalars(client: EngineClient, records: np.ndarray) -> dict[str, Any]:
-    """Gauges, and totals since the server's start (who shows them takes differences, so a lost frame loses nothing).
+    """Gauges, and totals since the server's start (who shows them takes differences, so a lost
+    frame loses nothing).
 
-    step_s: seconds of all steps, gaps included; gap_s: of the gaps alone. worst_s: the longest of `records`. canary:
-    sequences computed again with the reference, and those of them that were wrong.
+    step_s: seconds of all steps, gaps included; gap_s: of the gaps alone. worst_s: the longest of
+    `records`. canary: sequences computed again with the reference, and those of them that were
+    wrong.
     """
     counters, journal = client.counters, client.journal
     spans = records["device_s"] + records["gap_s"]
     return {
-        "seats_busy": counters.gauge("seats_busy"), "waiting": counters.waiting,
-        "waiting_tokens": counters.waiting_tokens, "pages_used": counters.gauge("pages_used"),
-        "steps": dict(counters.steps), "rows": dict(counters.rows), "preemptions": counters.preemptions,
+        "seats_busy": counters.gauge("seats_busy"),
+        "waiting": counters.waiting,
+        "waiting_tokens": counters.waiting_tokens,
+        "pages_used": counters.gauge("pages_used"),
+        "steps": dict(counters.steps),
+        "rows": dict(counters.rows),
+        "preemptions": counters.preemptions,
         "canary": [counters.canary_checked, counters.canary_mismatched],
-        "compiles": counters.compiles, "nan_rows": counters.nan_rows, "restarts": counters.engine_restarts,
-        "boarded": journal.boarded, "cached_tokens": journal.cached_tokens, "finished": dict(journal.finished),
+        "compiles": counters.compiles,
+        "nan_rows": counters.nan_rows,
+        "restarts": counters.engine_restarts,
+        "boarded": journal.boarded,
+        "cached_tokens": journal.cached_tokens,
+        "finished": dict(journal.finished),
         "rejected": dict(journal.rejected),
         "step_s": round(sum(histogram.total for histogram in counters.step_seconds.values()), 6),
         "gap_s": round(counters.host_gap_seconds.total, 6),
-        "worst_s": round(float(spans.max()), 6) if len(spans) else None}
+        "worst_s": round(float(spans.max()), 6) if len(spans) else None,
+    }

@@ -24,8 +24,16 @@ from jitney.engine.api.middleware import Heads
 from jitney.engine.api.settings import ServerSettings
 
 #: First parts of the paths that are asked of an engine, and the methods that each takes.
-PASSED = {"slots": ("GET",), "frames": ("GET",), "timeline": ("GET",), "trace": ("GET",), "requests": ("GET",),
-          "request": ("GET",), "report": ("GET",), "lab": ("GET", "POST", "DELETE")}
+PASSED = {
+    "slots": ("GET",),
+    "frames": ("GET",),
+    "timeline": ("GET",),
+    "trace": ("GET",),
+    "requests": ("GET",),
+    "request": ("GET",),
+    "report": ("GET",),
+    "lab": ("GET", "POST", "DELETE"),
+}
 #: Headers of an engine's answer that are passed on.
 HEADERS = ("content-type", "content-disposition", "retry-after")
 #: Seconds that each engine has to say how it is.
@@ -41,17 +49,33 @@ class Standalone(Front):
         self.relays = [Relay(engine) for engine in self.engines]
 
     def routes(self) -> list[BaseRoute]:
-        feeds = [Route(f"/engines/{number}/feed", LiveFeed(relay), methods=["GET"])
-                 for number, relay in enumerate(self.relays)]
-        return [*self.front_routes(), Route("/engines", self.list_engines), *feeds,
-                Route("/engines/{number:int}/{path:path}", self.passed, methods=["GET", "POST", "DELETE"])]
+        feeds = [
+            Route(f"/engines/{number}/feed", LiveFeed(relay), methods=["GET"])
+            for number, relay in enumerate(self.relays)
+        ]
+        return [
+            *self.front_routes(),
+            Route("/engines", self.list_engines),
+            *feeds,
+            Route(
+                "/engines/{number:int}/{path:path}", self.passed, methods=["GET", "POST", "DELETE"]
+            ),
+        ]
 
     async def list_engines(self, request: Request) -> Response:
         """Every engine, whether it answers or not."""
         told = await asyncio.gather(*map(self._ask, self.engines))
-        return to_json({"standalone": True, "engines": [
-            {"name": name, "url": engine.url, "base": f"engines/{number}/", "state": state}
-            for number, (engine, (name, state)) in enumerate(zip(self.engines, told, strict=True))]})
+        return to_json(
+            {
+                "standalone": True,
+                "engines": [
+                    {"name": name, "url": engine.url, "base": f"engines/{number}/", "state": state}
+                    for number, (engine, (name, state)) in enumerate(
+                        zip(self.engines, told, strict=True)
+                    )
+                ],
+            }
+        )
 
     async def _ask(self, engine: RemoteEngine) -> tuple[str, str]:
         """(model, state) of an engine."""
@@ -72,21 +96,30 @@ class Standalone(Front):
         if number >= len(self.engines) or not allowed:
             raise HttpError(404, "there is nothing here", code="not_found")
         body = await read_body(request) if request.method == "POST" else b""
-        return await relayed(self.engines[number], request.method, quote(path), request.url.query, body)
+        return await relayed(
+            self.engines[number], request.method, quote(path), request.url.query, body
+        )
 
 
-async def relayed(engine: RemoteEngine, method: str, path: str, query: str, body: bytes) -> Response:
+async def relayed(
+    engine: RemoteEngine, method: str, path: str, query: str, body: bytes
+) -> Response:
     """The answer of an engine, passed on as it comes. Raises HttpError 502 when there is none."""
     stack = AsyncExitStack()
     headers = {"content-type": "application/json"} if body else None
     try:
-        answer = await stack.enter_async_context(engine.answer(method, path, headers=headers, query=query, body=body))
+        answer = await stack.enter_async_context(
+            engine.answer(method, path, headers=headers, query=query, body=body)
+        )
     except Unreachable as error:
         raise HttpError(502, str(error), code="engine_unreachable") from None
     if answer.status_code == 401:
         await stack.aclose()
-        raise HttpError(502, f"{engine.url} wants an API key that this dashboard does not have",
-                        code="engine_unreachable")
+        raise HttpError(
+            502,
+            f"{engine.url} wants an API key that this dashboard does not have",
+            code="engine_unreachable",
+        )
 
     async def pieces() -> AsyncIterator[bytes]:
         async with stack:
@@ -107,5 +140,9 @@ def create_standalone(engines: Sequence[RemoteEngine], settings: ServerSettings)
         await asyncio.gather(*(engine.close() for engine in dashboard.engines))
 
     inner: Any = Heads(Router(dashboard.routes(), redirect_slashes=False), settings)
-    return Starlette(routes=[Mount("/", app=inner)], exception_handlers=HANDLERS, lifespan=life,
-                     middleware=[Middleware(Guard, sessions=dashboard.sessions)])
+    return Starlette(
+        routes=[Mount("/", app=inner)],
+        exception_handlers=HANDLERS,
+        lifespan=life,
+        middleware=[Middleware(Guard, sessions=dashboard.sessions)],
+    )

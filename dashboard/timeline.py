@@ -22,29 +22,62 @@ HIGHEST = ("waiting", "pages_used")
 
 
 def timeline(journal: Journal, start: float, end: float, bins: int, now: float) -> dict[str, Any]:
-    """What happened at start < t <= end, in `bins` equal parts, with the stays in seats that touch this time."""
+    """What happened at start < t <= end, in `bins` equal parts, with the stays in seats that touch
+    this time.
+    """
     rides = journal.rides(start, end)
     left_out = max(0, len(rides) - MAX_RIDES)
-    return {"now": round(now, 4), "from": round(start, 4), "to": round(end, 4),
-            "kept_from": round(journal.kept_from, 4), "seats": len(journal.seats),
-            "bins": binned(journal, start, end, bins),
-            "rides": ride_columns(rides[left_out:]), "rides_left_out": left_out}
+    return {
+        "now": round(now, 4),
+        "from": round(start, 4),
+        "to": round(end, 4),
+        "kept_from": round(journal.kept_from, 4),
+        "seats": len(journal.seats),
+        "bins": binned(journal, start, end, bins),
+        "rides": ride_columns(rides[left_out:]),
+        "rides_left_out": left_out,
+    }
 
 
 def ride_columns(rides: list[tuple[Trip, Ride]]) -> dict[str, list[Any]]:
-    """One list a column; `to` is null for who is still on board, `first_token` for who has none yet."""
-    columns: dict[str, list[Any]] = {name: [] for name in (
-        "seat", "request", "index", "from", "first_token", "to", "end", "n_in", "n_out")}
+    """One list a column; `to` is null for who is still on board, `first_token` for who has none
+    yet.
+    """
+    columns: dict[str, list[Any]] = {
+        name: []
+        for name in (
+            "seat",
+            "request",
+            "index",
+            "from",
+            "first_token",
+            "to",
+            "end",
+            "n_in",
+            "n_out",
+        )
+    }
     for trip, ride in rides:
-        values = (ride.seat, trip.request, trip.index, round(ride.start, 4), _t(ride.first_token), _t(ride.end),
-                  ride.how, trip.n_prompt, trip.n_output)
+        values = (
+            ride.seat,
+            trip.request,
+            trip.index,
+            round(ride.start, 4),
+            _t(ride.first_token),
+            _t(ride.end),
+            ride.how,
+            trip.n_prompt,
+            trip.n_output,
+        )
         for column, value in zip(columns.values(), values, strict=True):
             column.append(value)
     return columns
 
 
 def binned(journal: Journal, start: float, end: float, bins: int) -> dict[str, Any]:
-    """Steps by the time they were done: sums, and the highest or mean of what is not a sum (null without steps)."""
+    """Steps by the time they were done: sums, and the highest or mean of what is not a sum (null
+    without steps).
+    """
     records, ready = journal.records.between(start, end)
     width = (end - start) / bins
     # Bins are open to the left, as the whole window is.
@@ -56,22 +89,33 @@ def binned(journal: Journal, start: float, end: float, bins: int) -> dict[str, A
 
     spans = records["device_s"].astype(np.float64) + records["gap_s"]
     found: dict[str, Any] = {
-        "t": np.round(start + width * np.arange(bins), 4).tolist(), "width": round(width, 6), "steps": counts.tolist(),
+        "t": np.round(start + width * np.arange(bins), 4).tolist(),
+        "width": round(width, 6),
+        "steps": counts.tolist(),
         "rows": {kind: total(records[kind]).astype(np.int64).tolist() for kind in ROW_KINDS},
-        "step_s": np.round(total(spans), 6).tolist(), "gap_s": np.round(total(records["gap_s"]), 6).tolist(),
+        "step_s": np.round(total(spans), 6).tolist(),
+        "gap_s": np.round(total(records["gap_s"]), 6).tolist(),
         "worst_s": _highest(at, spans, counts),
-        "seats_busy": [None if not n else round(s / n, 2)
-                       for s, n in zip(total(records["seats_busy"]).tolist(), counts.tolist(), strict=True)]}
+        "seats_busy": [
+            None if not n else round(s / n, 2)
+            for s, n in zip(total(records["seats_busy"]).tolist(), counts.tolist(), strict=True)
+        ],
+    }
     found |= {name: total(records[name]).astype(np.int64).tolist() for name in SUMMED}
     found |= {name: _highest(at, records[name], counts) for name in HIGHEST}
-    return found | {f"{name}_p95": values for name, values in _p95(journal, start, end, bins).items()}
+    return found | {
+        f"{name}_p95": values for name, values in _p95(journal, start, end, bins).items()
+    }
 
 
 def _highest(at: np.ndarray, values: np.ndarray, counts: np.ndarray) -> list[float | None]:
     """The highest value of each bin, None where there is none."""
     highest = np.full(len(counts), -np.inf)
     np.maximum.at(highest, at, values)
-    return [None if not n else round(value, 6) for value, n in zip(highest.tolist(), counts.tolist(), strict=True)]
+    return [
+        None if not n else round(value, 6)
+        for value, n in zip(highest.tolist(), counts.tolist(), strict=True)
+    ]
 
 
 def _p95(journal: Journal, start: float, end: float, bins: int) -> dict[str, list[float | None]]:
@@ -95,9 +139,14 @@ def window(journal: Journal, start: float, end: float, now: float) -> tuple[floa
 
 
 def trace(journal: Journal, start: float, end: float, now: float, model: str) -> bytes:
-    """Chrome's trace event format (JSON): a thread a seat in process 1, the step loop in process 2; microseconds."""
-    events = [_meta(1, 0, "process_name", f"{model}: seats"), _meta(2, 0, "process_name", "step loop"),
-              *(_meta(1, seat, "thread_name", f"seat {seat}") for seat in range(len(journal.seats)))]
+    """Chrome's trace event format (JSON): a thread a seat in process 1, the step loop in process 2;
+    microseconds.
+    """
+    events = [
+        _meta(1, 0, "process_name", f"{model}: seats"),
+        _meta(2, 0, "process_name", "step loop"),
+        *(_meta(1, seat, "thread_name", f"seat {seat}") for seat in range(len(journal.seats))),
+    ]
     for trip, ride in journal.rides(start, end):
         events += _ride_events(trip, ride, now)
     records, ready = journal.records.between(start, end)
@@ -110,16 +159,30 @@ def _meta(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
 
 
-def _span(pid: int, tid: int, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": round(start * 1e6),
-            "dur": max(0, round((end - start) * 1e6)), "args": args}
+def _span(
+    pid: int, tid: int, name: str, start: float, end: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": name,
+        "ts": round(start * 1e6),
+        "dur": max(0, round((end - start) * 1e6)),
+        "args": args,
+    }
 
 
 def _ride_events(trip: Trip, ride: Ride, now: float) -> list[dict[str, Any]]:
     end = ride.end if ride.end is not None else now
     first = ride.first_token if ride.first_token is not None else end
-    args = {"request": trip.request, "index": trip.index, "prompt_tokens": trip.n_prompt,
-            "output_tokens": trip.n_output, "end": ride.how}
+    args = {
+        "request": trip.request,
+        "index": trip.index,
+        "prompt_tokens": trip.n_prompt,
+        "output_tokens": trip.n_output,
+        "end": ride.how,
+    }
     events = [_span(1, ride.seat, f"prefill {trip.request}", ride.start, min(first, end), args)]
     if first < end:
         events.append(_span(1, ride.seat, f"decode {trip.request}", first, end, args))
@@ -128,10 +191,22 @@ def _ride_events(trip: Trip, ride: Ride, now: float) -> list[dict[str, Any]]:
 
 def _step_events(record: np.void, done: float) -> list[dict[str, Any]]:
     kind = "mixed" if record["mixed"] else "decode"
-    args = {name: int(record[name]) for name in ("step", "bucket_tokens", *ROW_KINDS, "seats_busy", "waiting")}
+    args = {
+        name: int(record[name])
+        for name in ("step", "bucket_tokens", *ROW_KINDS, "seats_busy", "waiting")
+    }
     device = _span(2, 1, kind, done - float(record["device_s"]), done, args)
-    return [device, {"ph": "C", "pid": 2, "tid": 0, "name": "waiting", "ts": device["ts"],
-                     "args": {"sequences": int(record["waiting"])}}]
+    return [
+        device,
+        {
+            "ph": "C",
+            "pid": 2,
+            "tid": 0,
+            "name": "waiting",
+            "ts": device["ts"],
+            "args": {"sequences": int(record["waiting"])},
+        },
+    ]
 
 
 def _t(value: float | None) -> float | None:

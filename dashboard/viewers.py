@@ -18,7 +18,9 @@ class TooManyViewers(Exception):
 
 
 class Viewer:
-    """One page that watches. dropped: events it was too slow for. lost: it needs a key frame before anything else."""
+    """One page that watches. dropped: events it was too slow for. lost: it needs a key frame before
+    anything else.
+    """
 
     def __init__(self, first: Iterable[bytes], *, lost: bool = False):
         self.dropped = 0
@@ -29,8 +31,8 @@ class Viewer:
         self._closed = False
 
     def put(self, event: bytes) -> None:
-        """Queue an event. Over QUEUE all that waits goes, but for what says what runs ("hello"): deltas build on each
-        other, so a new key frame is worth more than the rest of them."""
+        """Queue an event. Over QUEUE all that waits goes, but for what says what runs ("hello"):
+        deltas build on each other, so a new key frame is worth more than the rest of them."""
         if self._closed:
             return
         self._events.append(event)

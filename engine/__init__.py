@@ -1,7 +1,7 @@
 """Jitney's engine: in-flight batching for large language models in JAX.
 
-    from jitney.engine import LLM, SamplingParams
-    outputs = LLM("smollm2-135m").generate(["The capital of France is"], SamplingParams(max_tokens=16))
+from jitney.engine import LLM, SamplingParams
+outputs = LLM("smollm2-135m").generate(["The capital of France is"], SamplingParams(max_tokens=16))
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ class Runner(Protocol):
         ...
 
     def launch(self, batch: Any) -> Any:
-        """Start the step and return a ticket without waiting; steps run in the order of their launches."""
+        """Start the step and return a ticket without waiting; steps run in the order of their
+        launches.
+        """
         ...
 
     def fetch(self, ticket: Any) -> StepResult:
@@ -50,16 +52,25 @@ class Flight(msgspec.Struct):
 
 
 class EngineCore:
-    """The loop's body. The device computes step k while the host takes in step k - 1 and plans step k + 1."""
+    """The loop's body. The device computes step k while the host takes in step k - 1 and plans step
+    k + 1.
+    """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, ledger: Ledger,
-                 clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        ledger: Ledger,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.scheduler, self.runner, self.ledger, self.clock = scheduler, runner, ledger, clock
         self._flight: Flight | None = None
         self._rejected: list[SequenceOutput] = []
         self._asked: list[AskSlots] = []
         self._answers: list[Slots] = []
-        self._ready: float | None = None  # when the device finished the last step; None after a time without work
+        self._ready: float | None = (
+            None  # when the device finished the last step; None after a time without work
+        )
 
     @property
     def has_work(self) -> bool:
@@ -73,13 +84,17 @@ class EngineCore:
 
     @property
     def pause_s(self) -> float:
-        """Seconds in which `step` would do nothing unless somebody comes, because the policy lets all wait; else 0."""
+        """Seconds in which `step` would do nothing unless somebody comes, because the policy lets
+        all wait; else 0.
+        """
         if self._flight is not None or self.has_news or self._asked:
             return 0.0
         return self.scheduler.pause(self.clock())
 
     def add(self, request: EngineRequest) -> None:
-        """Admit a request; a refusal becomes one terminal output per sequence in the next step's report."""
+        """Admit a request; a refusal becomes one terminal output per sequence in the next step's
+        report.
+        """
         try:
             self.scheduler.add(request)
         except RequestError as error:
@@ -87,16 +102,23 @@ class EngineCore:
 
     def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
         n = min(max(1, request.sampling.n), MAX_N)  # n itself may be what was refused
-        self._rejected += [SequenceOutput(request_id=request.id, index=index, finish="error", error=error)
-                           for index in range(n)]
+        self._rejected += [
+            SequenceOutput(request_id=request.id, index=index, finish="error", error=error)
+            for index in range(n)
+        ]
 
-    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
-        """End a request (index None) or one of its sequences; its terminal output comes with the next step."""
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
+        """End a request (index None) or one of its sequences; its terminal output comes with the
+        next step.
+        """
         self.scheduler.abort(request_id, index, reason)
 
     def ask(self, question: AskSlots) -> None:
-        """Have the next step's report answer, as things stand after its plan: between a step's end and the next plan
-        a seat that was just left looks free though somebody waits for it. Without work, use `slots`."""
+        """Have the next step's report answer, as things stand after its plan: between a step's end
+        and the next plan a seat that was just left looks free though somebody waits for it. Without
+        work, use `slots`."""
         self._asked.append(question)
 
     def step(self) -> StepReport:
@@ -109,7 +131,9 @@ class EngineCore:
             batch = self.runner.batch(plan)
             batched = clock()
             ticket = self.runner.launch(batch)
-            self._flight = Flight(plan, ticket, started, planned, batched, clock(), self.runner.compiles > compiles)
+            self._flight = Flight(
+                plan, ticket, started, planned, batched, clock(), self.runner.compiles > compiles
+            )
         if self._asked:
             self._answer()
         if previous is None:
@@ -118,11 +142,17 @@ class EngineCore:
         result = self.runner.fetch(previous.ticket)
         ready = clock()
         outputs = self.scheduler.commit(previous.plan, result, ready)
-        return self._report(outputs, self._record(previous, waited, ready), prompt_rows(previous.plan))
+        return self._report(
+            outputs, self._record(previous, waited, ready), prompt_rows(previous.plan)
+        )
 
-    def _report(self, outputs: list[SequenceOutput], record: bytes = b"",
-                chunks: Sequence[PromptRows] = ()) -> StepReport:
-        (rejected, self._rejected), (answers, self._answers) = (self._rejected, []), (self._answers, [])
+    def _report(
+        self, outputs: list[SequenceOutput], record: bytes = b"", chunks: Sequence[PromptRows] = ()
+    ) -> StepReport:
+        (rejected, self._rejected), (answers, self._answers) = (
+            (self._rejected, []),
+            (self._answers, []),
+        )
         released = self.scheduler.take_released()
         life = released_at(released, self.scheduler.steps, self.clock()) if released else []
         life += life_of(self._flight.plan, self._flight.started) if self._flight is not None else []
@@ -133,7 +163,9 @@ class EngineCore:
         self._answers += [self.slots(question.ticket, seats=question.seats) for question in asked]
 
     def _record(self, flight: Flight, waited: float, ready: float) -> bytes:
-        """Account for one step; what the host waited for it is what the device took, unless the host was slower."""
+        """Account for one step; what the host waited for it is what the device took, unless the
+        host was slower.
+        """
         plan, before, began = flight.plan, self._ready, flight.launched
         load, work = plan.load, plan.work
         if before is not None and before > began:
@@ -144,22 +176,45 @@ class EngineCore:
         # The next step's gap is idle time only while there was something to do.
         self._ready = ready if self._flight is not None or self.scheduler.has_open else None
         return self.ledger.record(
-            step=plan.number, started=flight.started, mixed=not plan.bucket.decode_only,
-            bucket_tokens=plan.bucket.tokens, bucket_seats=plan.bucket.seats,
-            prefill=plan.prefill, decode=plan.decode, padding=plan.bucket.tokens - plan.rows,
-            recomputed=plan.recomputed, past_end=plan.past_end, cancelled=plan.cancelled,
-            seats_busy=load.seats_busy, seats=self.scheduler.limits.max_seats,
-            pages_used=load.pages_used, pages_cached=load.pages_cached, pages=self.scheduler.pool.capacity,
-            waiting=load.waiting, waiting_tokens=load.waiting_tokens,
-            boarded=len(plan.boarded), finished=plan.finished, preempted=len(plan.preempted),
+            step=plan.number,
+            started=flight.started,
+            mixed=not plan.bucket.decode_only,
+            bucket_tokens=plan.bucket.tokens,
+            bucket_seats=plan.bucket.seats,
+            prefill=plan.prefill,
+            decode=plan.decode,
+            padding=plan.bucket.tokens - plan.rows,
+            recomputed=plan.recomputed,
+            past_end=plan.past_end,
+            cancelled=plan.cancelled,
+            seats_busy=load.seats_busy,
+            seats=self.scheduler.limits.max_seats,
+            pages_used=load.pages_used,
+            pages_cached=load.pages_cached,
+            pages=self.scheduler.pool.capacity,
+            waiting=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            boarded=len(plan.boarded),
+            finished=plan.finished,
+            preempted=len(plan.preempted),
             cached_tokens=plan.cached_tokens,
-            plan_s=flight.planned - flight.started, batch_s=flight.batched - flight.planned,
-            launch_s=flight.launched - flight.batched, device_s=device,
-            fetch_s=ready - waited, commit_s=self.clock() - ready, gap_s=gap, compiled=flight.compiled,
-            keys=work.keys, longest=work.longest, pairs=work.pairs)
+            plan_s=flight.planned - flight.started,
+            batch_s=flight.batched - flight.planned,
+            launch_s=flight.launched - flight.batched,
+            device_s=device,
+            fetch_s=ready - waited,
+            commit_s=self.clock() - ready,
+            gap_s=gap,
+            compiled=flight.compiled,
+            keys=work.keys,
+            longest=work.longest,
+            pairs=work.pairs,
+        )
 
     def run_until_idle(self, max_steps: int = 100_000) -> list[SequenceOutput]:
-        """Step until there is no work; all outputs in order. RuntimeError if max_steps were not enough."""
+        """Step until there is no work; all outputs in order. RuntimeError if max_steps were not
+        enough.
+        """
         outputs: list[SequenceOutput] = []
         for _ in range(max_steps):
             if not self.has_work:
@@ -168,8 +223,12 @@ class EngineCore:
         raise RuntimeError(f"still busy after {max_steps} steps")
 
     def slots(self, ticket: int = 0, *, seats: bool = True) -> Slots:
-        """Every seat (unless `seats` is false) and the state of every page, for whoever asked with this ticket."""
-        return Slots(ticket, self.scheduler.slots() if seats else [], self.scheduler.pool.states().tobytes())
+        """Every seat (unless `seats` is false) and the state of every page, for whoever asked with
+        this ticket.
+        """
+        return Slots(
+            ticket, self.scheduler.slots() if seats else [], self.scheduler.pool.states().tobytes()
+        )
 
     def check(self) -> None:
         """Raise RuntimeError if a page, seat or sequence is lost, or the ledger does not close."""
@@ -179,11 +238,37 @@ class EngineCore:
 
 
 def life_of(plan: Plan, started: float) -> list[Life]:
-    """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to who kept count."""
-    return [*(Life("preempted", seq.request.id, seq.index, -1, plan.number, started, seq.n_prompt, seq.n_output)
-              for seq in plan.preempted),
-            *(Life("seated", seq.request.id, seq.index, seq.seat, plan.number, started, seq.n_prompt, seq.n_output)
-              for seq in plan.boarded)]
+    """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to
+    who kept count.
+    """
+    return [
+        *(
+            Life(
+                "preempted",
+                seq.request.id,
+                seq.index,
+                -1,
+                plan.number,
+                started,
+                seq.n_prompt,
+                seq.n_output,
+            )
+            for seq in plan.preempted
+        ),
+        *(
+            Life(
+                "seated",
+                seq.request.id,
+                seq.index,
+                seq.seat,
+                plan.number,
+                started,
+                seq.n_prompt,
+                seq.n_output,
+            )
+            for seq in plan.boarded
+        ),
+    ]
 
 
 def released_at(seats: list[int], step: int, t: float) -> list[Life]:
@@ -197,5 +282,9 @@ def prompt_rows(plan: Plan) -> list[PromptRows]:
     for chunk in reversed(plan.chunks):
         if chunk.decode:
             break
-        rows.append(PromptRows(chunk.seq.request.id, chunk.seq.index, chunk.start, chunk.count, chunk.recomputed))
+        rows.append(
+            PromptRows(
+                chunk.seq.request.id, chunk.seq.index, chunk.start, chunk.count, chunk.recomputed
+            )
+        )
     return rows[::-1]

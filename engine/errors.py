@@ -1,7 +1,7 @@
 """Every error that Jitney raises on purpose.
 
-One rule: an error names what was wrong and what to do about it, in one line, without paths or addresses of this machine
-unless the reader is the one who typed them.
+One rule: an error names what was wrong and what to do about it, in one line, without paths or
+addresses of this machine unless the reader is the one who typed them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class EngineDead(JitneyError):
 class ErrorInfo(msgspec.Struct, frozen=True):
     """A request-scoped error as it crosses the process boundary.
 
-    code: one of CODES; message: one line; param: dotted path of the offending field, if one is to blame;
-    retry_after: seconds until a retry is worthwhile, if that is known.
+    code: one of CODES; message: one line; param: dotted path of the offending field, if one is to
+    blame; retry_after: seconds until a retry is worthwhile, if that is known.
     """
 
     code: str
@@ -58,8 +58,14 @@ CODES = (
 class RequestError(JitneyError):
     """One request cannot be served; the engine and its neighbours are fine."""
 
-    def __init__(self, message: str, *, code: str = "invalid_value", param: str | None = None,
-                 retry_after: float | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "invalid_value",
+        param: str | None = None,
+        retry_after: float | None = None,
+    ):
         assert code in CODES, code
         super().__init__(message)
         self.info = ErrorInfo(code=code, message=message, param=param, retry_after=retry_after)

@@ -26,7 +26,9 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """One of a request's n sequences. finish_reason: stop | length | error; stop: the stop string found, if one was."""
+    """One of a request's n sequences. finish_reason: stop | length | error; stop: the stop string
+    found, if one was.
+    """
 
     index: int
     text: str = ""
@@ -38,8 +40,8 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt. cached_tokens: prompt tokens whose KV came from the prefix cache. error: why it failed
-    while it ran, if it did; the completions then end where they were."""
+    """The answer to one prompt. cached_tokens: prompt tokens whose KV came from the prefix cache.
+    error: why it failed while it ran, if it did; the completions then end where they were."""
 
     prompt_ids: list[int]
     outputs: list[Completion]
@@ -63,14 +65,22 @@ class Running:
 class LLM:
     """A model and an engine in this process.
 
-    model: what `jitney serve --model` takes, or a whole Config; settings: any setting by its flag's name, e.g.
-    `LLM("smollm2-135m", max_seats=8, dtype="float32")`. Raises ConfigError or ModelError in one line.
+    model: what `jitney serve --model` takes, or a whole Config; settings: any setting by its flag's
+    name, e.g. `LLM("smollm2-135m", max_seats=8, dtype="float32")`. Raises ConfigError or ModelError
+    in one line.
     """
 
-    def __init__(self, model: str | Config = "smollm2-135m", *, progress: Any = None, **settings: Any):
-        config = model if isinstance(model, Config) else load_config(flags={"model": model, **settings})
+    def __init__(
+        self, model: str | Config = "smollm2-135m", *, progress: Any = None, **settings: Any
+    ):
+        config = (
+            model if isinstance(model, Config) else load_config(flags={"model": model, **settings})
+        )
         prepare_platform(config.engine)
-        from jitney.engine.build import build_engine, start_jax  # imports jax, which reads what the line above set
+        from jitney.engine.build import (
+            build_engine,
+            start_jax,
+        )  # imports jax, which reads what the line above set
 
         start_jax(config)  # before the model is fetched: a platform that does not start needs none
 
@@ -80,24 +90,37 @@ class LLM:
         source = resolve(config.model.id, revision=config.model.revision or None, progress=report)
         self.tokenizer = load_tokenizer(source)
         self.core, self.info = build_engine(config, source, progress or (lambda news: None))
-        self.core.scheduler.more_to_come = False  # a call hands over all its prompts before the first step
+        self.core.scheduler.more_to_come = (
+            False  # a call hands over all its prompts before the first step
+        )
         self._numbers = itertools.count()
         self._running: dict[str, Running] = {}
 
-    def generate(self, prompts: Prompt | Sequence[Prompt],
-                 params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
         """Complete prompts (text, or token ids) together; one output per prompt, in order.
 
-        params: one for all, or one each; None: the model's own defaults (`default_params`). Raises RequestError, before
-        anything runs, for the first prompt or field that cannot be served. A request that fails while it runs has
-        finish_reason "error", and the reason in its output's `error`; the others are answered. Interrupted, it leaves
-        nothing running.
+        params: one for all, or one each; None: the model's own defaults (`default_params`). Raises
+        RequestError, before anything runs, for the first prompt or field that cannot be served. A
+        request that fails while it runs has finish_reason "error", and the reason in its output's
+        `error`; the others are answered. Interrupted, it leaves nothing running.
         """
         batch = as_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or self.default_params()] * len(batch)
+        each = (
+            list(params)
+            if isinstance(params, Sequence)
+            else [params or self.default_params()] * len(batch)
+        )
         if len(each) != len(batch):
-            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling params", param="params")
-        requests = [self._request(self._ids(prompt), one) for prompt, one in zip(batch, each, strict=True)]
+            raise RequestError(
+                f"{len(batch)} prompts but {len(each)} sampling params", param="params"
+            )
+        requests = [
+            self._request(self._ids(prompt), one) for prompt, one in zip(batch, each, strict=True)
+        ]
         answers: list[RequestOutput] = []
         waiting = deque(requests)
         try:
@@ -115,22 +138,30 @@ class LLM:
         return not self._running or self.core.scheduler.has_room(request)
 
     def default_params(self) -> SamplingParams:
-        """What the model recommends, as `generation_config` and the settings of [sampling] say. Parameters made by hand
-        are taken as they are: what they leave out has the defaults of SamplingParams."""
+        """What the model recommends, as `generation_config` and the settings of [sampling] say.
+        Parameters made by hand are taken as they are: what they leave out has the defaults of
+        SamplingParams."""
         return msgspec.structs.replace(SamplingParams(), **self.info.sampling_defaults)
 
-    def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-             params: SamplingParams | None = None) -> list[RequestOutput]:
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
         """Answer one conversation, or several; messages as in the chat completions API."""
         talks = [messages] if messages and isinstance(messages[0], dict) else messages
         return self.generate([self.chat_ids(talk) for talk in talks], params)  # type: ignore[arg-type]
 
     def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """The prompt ids of a conversation, by the model's own template."""
-        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        return self.tokenizer.encode(
+            self.tokenizer.apply_chat_template(messages), add_special_tokens=False
+        )
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the text of one completion (n = 1) as it becomes certain; closing the iterator ends the request."""
+        """Yield the text of one completion (n = 1) as it becomes certain; closing the iterator ends
+        the request.
+        """
         params = params or self.default_params()
         if params.n != 1:
             raise RequestError("stream yields one sequence: n must be 1", param="n")
@@ -158,8 +189,12 @@ class LLM:
 
     def _request(self, prompt: list[int], params: SamplingParams) -> EngineRequest:
         """A request that can run; RequestError if it cannot."""
-        request = EngineRequest(id=f"llm-{next(self._numbers)}", prompt=prompt, sampling=params,
-                                arrival=time.monotonic())
+        request = EngineRequest(
+            id=f"llm-{next(self._numbers)}",
+            prompt=prompt,
+            sampling=params,
+            arrival=time.monotonic(),
+        )
         self.core.scheduler.check_request(request)
         return request
 
@@ -174,8 +209,8 @@ class LLM:
         return answer
 
     def _abort(self, ids: Sequence[str]) -> None:
-        """End these requests, those that still run, and step until the device is idle unless others run: a row past
-        the end may still be on its way."""
+        """End these requests, those that still run, and step until the device is idle unless others
+        run: a row past the end may still be on its way."""
         for request_id in ids:
             if self._running.pop(request_id, None) is not None:
                 self.core.abort(request_id, None, "abort")
@@ -198,14 +233,19 @@ class LLM:
                 yield output.request_id
 
     def _take(self, running: Running, output: SequenceOutput) -> None:
-        """Add one output's tokens and text to its completion; a stop string ends the sequence in the core."""
+        """Add one output's tokens and text to its completion; a stop string ends the sequence in
+        the core.
+        """
         done = running.answer.outputs[output.index]
-        if done.finish_reason is not None:  # a stop string was found; these tokens were on their way
+        if (
+            done.finish_reason is not None
+        ):  # a stop string was found; these tokens were on their way
             return
         running.answer.cached_tokens = max(running.answer.cached_tokens, output.cached_tokens)
         running.answer.prompt_logprobs = output.prompt_logprobs or running.answer.prompt_logprobs
-        delta = running.streams[output.index].push(output.tokens, final=output.finish is not None,
-                                                   stop_token=output.stop_token)
+        delta = running.streams[output.index].push(
+            output.tokens, final=output.finish is not None, stop_token=output.stop_token
+        )
         done.text += delta.text
         done.token_ids += output.tokens[: delta.tokens]
         if done.logprobs is not None and output.logprobs:
@@ -222,4 +262,3 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-

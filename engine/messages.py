@@ -1,6 +1,7 @@
 """Messages between the API process and the core process (msgspec, MessagePack; tagged unions).
 
-One direction each: `ToCore` and `FromCore`. The encoders hold no state, so any process may make its own.
+One direction each: `ToCore` and `FromCore`. The encoders hold no state, so any process may make its
+own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ class Add(msgspec.Struct, tag="add", frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End a request (index None) or one of its sequences. reason "stop": the text half found a stop string."""
+    """End a request (index None) or one of its sequences. reason "stop": the text half found a stop
+    string.
+    """
 
     request_id: str
     index: int | None = None
@@ -24,7 +27,9 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 
 class AskSlots(msgspec.Struct, tag="slots", frozen=True):
-    """Ask for a `Slots` answer carrying the same ticket. seats False: the pages alone, which costs next to nothing."""
+    """Ask for a `Slots` answer carrying the same ticket. seats False: the pages alone, which costs
+    next to nothing.
+    """
 
     ticket: int
     seats: bool = True
@@ -35,7 +40,9 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
-    """Start-up news. stage: download | weights | compile | warmup; done of total in the stage's own unit."""
+    """Start-up news. stage: download | weights | compile | warmup; done of total in the stage's own
+    unit.
+    """
 
     stage: str
     done: int
@@ -48,12 +55,14 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Life(msgspec.Struct, array_like=True, frozen=True):
-    """Something that happened to a sequence, at time t (time.monotonic()) and in or before step `step`.
+    """Something that happened to a sequence, at time t (time.monotonic()) and in or before step
+    `step`.
 
-    event: queued | seated | first_token | preempted | finished | aborted | released (a seat that a batch held after
-    its passenger's end is free). The core tells what its outputs do not: seated, preempted, released; the rest is found
-    by `jitney.engine.telemetry.history`. seat -1: none, or not known to who tells. n_out: output tokens known by then. reason:
-    how it ended, or an error's code.
+    event: queued | seated | first_token | preempted | finished | aborted | released (a seat that a
+    batch held after its passenger's end is free). The core tells what its outputs do not: seated,
+    preempted, released; the rest is found by `jitney.engine.telemetry.history`. seat -1: none, or
+    not known to who tells. n_out: output tokens known by then. reason: how it ended, or an error's
+    code.
     """
 
     event: str
@@ -68,8 +77,8 @@ class Life(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PromptRows(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt chunk that a step computed: positions start .. start + count - 1, `recomputed` of them not for the
-    first time."""
+    """A prompt chunk that a step computed: positions start .. start + count - 1, `recomputed` of
+    them not for the first time."""
 
     request_id: str
     index: int
@@ -86,12 +95,13 @@ class CanaryFinding(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """What one step made known. record: bytes of one `ledger.STEP_DTYPE` item, empty when nothing was computed.
+    """What one step made known. record: bytes of one `ledger.STEP_DTYPE` item, empty when nothing
+    was computed.
 
-    chunks: the prompt chunks of that step. life: who boarded and who was preempted for the step launched meanwhile, in
-    that order of happening: after the ends in `outputs`. answers: to whoever asked for slots since the last report.
-    canary: of the sequences that were computed again
-    since the last report.
+    chunks: the prompt chunks of that step. life: who boarded and who was preempted for the step
+    launched meanwhile, in that order of happening: after the ends in `outputs`. answers: to whoever
+    asked for slots since the last report. canary: of the sequences that were computed again since
+    the last report.
     """
 
     outputs: list[SequenceOutput]
@@ -109,7 +119,9 @@ class Tick(msgspec.Struct, tag="tick", frozen=True):
 
 
 class Slots(msgspec.Struct, tag="slots_are", frozen=True):
-    """slots: empty if only the pages were asked for. page_states: uint8[N]: 0 free, 1 held, 2 shared, 3 cached."""
+    """slots: empty if only the pages were asked for. page_states: uint8[N]: 0 free, 1 held, 2
+    shared, 3 cached.
+    """
 
     ticket: int
     slots: list[Slot]

@@ -1,7 +1,7 @@
 """One record per step, the account of every computed row, and the ring in which records are kept.
 
-The ledger writes a record for each committed step; the API process keeps the newest ones in a ring, found again by
-step number or by time.
+The ledger writes a record for each committed step; the API process keeps the newest ones in a ring,
+found again by step number or by time.
 """
 
 from __future__ import annotations
@@ -10,33 +10,69 @@ import struct
 
 import numpy as np
 
-#: One step. Rows by kind (i4) close exactly: prefill + decode + padding + recomputed + past_end + cancelled ==
-#: bucket_tokens. started: seconds of time.monotonic(); *_s: seconds; mixed, compiled: 0 or 1. seats_busy to
-#: waiting_tokens are as of the step's plan; boarded, preempted, cached_tokens (prompt tokens found in pages) are what
-#: that plan did; finished: sequences that ended since the record before. device_s: until the step's tokens were on the
-#: host, since its launch or since the step before was ready, whichever is later; gap_s: how long the device had nothing
-#: to do before it. keys, longest, pairs: what its attention read, see `engine.scheduler.plan.Work`.
-STEP_DTYPE = np.dtype([
-    ("step", "i8"), ("started", "f8"), ("mixed", "u1"), ("bucket_tokens", "i4"), ("bucket_seats", "i4"),
-    ("prefill", "i4"), ("decode", "i4"), ("padding", "i4"), ("recomputed", "i4"), ("past_end", "i4"),
-    ("cancelled", "i4"),
-    ("seats_busy", "i4"), ("seats", "i4"), ("pages_used", "i4"), ("pages_cached", "i4"), ("pages", "i4"),
-    ("waiting", "i4"), ("waiting_tokens", "i8"),
-    ("boarded", "i4"), ("finished", "i4"), ("preempted", "i4"), ("cached_tokens", "i4"),
-    ("plan_s", "f4"), ("batch_s", "f4"), ("launch_s", "f4"), ("device_s", "f4"), ("fetch_s", "f4"), ("commit_s", "f4"),
-    ("gap_s", "f4"), ("compiled", "u1"),
-    ("keys", "i8"), ("longest", "i4"), ("pairs", "i8"),
-])
+#: One step. Rows by kind (i4) close exactly: prefill + decode + padding + recomputed + past_end +
+#: cancelled == bucket_tokens. started: seconds of time.monotonic(); *_s: seconds; mixed, compiled:
+#: 0 or 1. seats_busy to waiting_tokens are as of the step's plan; boarded, preempted, cached_tokens
+#: (prompt tokens found in pages) are what that plan did; finished: sequences that ended since the
+#: record before. device_s: until the step's tokens were on the host, since its launch or since the
+#: step before was ready, whichever is later; gap_s: how long the device had nothing to do before
+#: it. keys, longest, pairs: what its attention read, see `engine.scheduler.plan.Work`.
+STEP_DTYPE = np.dtype(
+    [
+        ("step", "i8"),
+        ("started", "f8"),
+        ("mixed", "u1"),
+        ("bucket_tokens", "i4"),
+        ("bucket_seats", "i4"),
+        ("prefill", "i4"),
+        ("decode", "i4"),
+        ("padding", "i4"),
+        ("recomputed", "i4"),
+        ("past_end", "i4"),
+        ("cancelled", "i4"),
+        ("seats_busy", "i4"),
+        ("seats", "i4"),
+        ("pages_used", "i4"),
+        ("pages_cached", "i4"),
+        ("pages", "i4"),
+        ("waiting", "i4"),
+        ("waiting_tokens", "i8"),
+        ("boarded", "i4"),
+        ("finished", "i4"),
+        ("preempted", "i4"),
+        ("cached_tokens", "i4"),
+        ("plan_s", "f4"),
+        ("batch_s", "f4"),
+        ("launch_s", "f4"),
+        ("device_s", "f4"),
+        ("fetch_s", "f4"),
+        ("commit_s", "f4"),
+        ("gap_s", "f4"),
+        ("compiled", "u1"),
+        ("keys", "i8"),
+        ("longest", "i4"),
+        ("pairs", "i8"),
+    ]
+)
 
 FIELDS = STEP_DTYPE.names or ()
 CODES = {"i8": "q", "i4": "i", "f8": "d", "f4": "f", "u1": "B"}
-#: The same for `struct`, which packs a record in a tenth of the time that numpy takes for its fields one by one.
+#: The same for `struct`, which packs a record in a tenth of the time that numpy takes for its
+#: fields one by one.
 STEP_STRUCT = struct.Struct("=" + "".join(CODES[STEP_DTYPE[name].str[1:]] for name in FIELDS))
 
 #: What a computed row can turn out to be.
 ROW_KINDS = ("prefill", "decode", "padding", "recomputed", "past_end", "cancelled")
 #: Fields that add up over steps.
-SUMMED = ("bucket_tokens", *ROW_KINDS, "boarded", "finished", "preempted", "cached_tokens", "compiled")
+SUMMED = (
+    "bucket_tokens",
+    *ROW_KINDS,
+    "boarded",
+    "finished",
+    "preempted",
+    "cached_tokens",
+    "compiled",
+)
 #: Records added to the totals at once, by numpy.
 SUM_EVERY = 256
 
@@ -69,7 +105,9 @@ class Ledger:
         return dict(self._totals)
 
     def record(self, **fields: float) -> bytes:
-        """Keep one step, given all fields of STEP_DTYPE by name and in their order; returns the record's bytes."""
+        """Keep one step, given all fields of STEP_DTYPE by name and in their order; returns the
+        record's bytes.
+        """
         if tuple(fields) != FIELDS:
             raise TypeError(f"a step record has the fields {', '.join(FIELDS)}, in this order")
         size = STEP_DTYPE.itemsize
@@ -96,12 +134,16 @@ class Ledger:
         return np.concatenate((self._ring[at - count :], self._ring[:at]))
 
     def since(self, step: int) -> np.ndarray:
-        """A copy of the records with a greater step number, oldest first, as far back as they are kept."""
+        """A copy of the records with a greater step number, oldest first, as far back as they are
+        kept.
+        """
         kept = self._newest(len(self))
         return kept[kept["step"] > step]
 
     def closes(self) -> bool:
-        """True if in every record kept, and in the totals, the kinds of rows add up to the rows computed."""
+        """True if in every record kept, and in the totals, the kinds of rows add up to the rows
+        computed.
+        """
         records = self.since(-1)
         sums = np.sum([records[kind] for kind in ROW_KINDS], axis=0)
         totals = self.totals
@@ -114,14 +156,17 @@ KEPT_RECORDS = 1 << 17
 
 
 class RecordRing:
-    """The newest records, and when each step's tokens were on the host (`ready`, seconds of time.monotonic()).
+    """The newest records, and when each step's tokens were on the host (`ready`, seconds of
+    time.monotonic()).
 
     Step numbers rise; so do the times.
     """
 
     def __init__(self, capacity: int = KEPT_RECORDS):
         self._ring = np.zeros(capacity, STEP_DTYPE)
-        self._steps = np.zeros(capacity, np.int64)  # apart from the ring: searching them copies nothing
+        self._steps = np.zeros(
+            capacity, np.int64
+        )  # apart from the ring: searching them copies nothing
         self._ready = np.zeros(capacity)
         self._count = 0
 
@@ -141,11 +186,17 @@ class RecordRing:
     def add(self, record: bytes, renumber: int = 0) -> np.void:
         """Keep a record whose step number is raised by `renumber`; returns a copy of it.
 
-        A step is ready device_s after its launch, or after the step before it if the device was still busy with that.
+        A step is ready device_s after its launch, or after the step before it if the device was
+        still busy with that.
         """
         taken = np.frombuffer(record, STEP_DTYPE)[0].copy()
         taken["step"] += renumber
-        launched = taken["started"] + float(taken["plan_s"]) + float(taken["batch_s"]) + float(taken["launch_s"])
+        launched = (
+            taken["started"]
+            + float(taken["plan_s"])
+            + float(taken["batch_s"])
+            + float(taken["launch_s"])
+        )
         ready = max(launched, self.last_ready) + float(taken["device_s"])
         at = self._count % len(self._ring)
         self._ring[at], self._steps[at], self._ready[at] = taken, taken["step"], ready
@@ -153,7 +204,9 @@ class RecordRing:
         return taken
 
     def since(self, step: int) -> np.ndarray:
-        """A copy of the records with a greater step number, oldest first, as far back as they are kept."""
+        """A copy of the records with a greater step number, oldest first, as far back as they are
+        kept.
+        """
         return self._slice(self._ring, self._find(self._steps, step), len(self))
 
     def steps(self, after: int, until: int) -> tuple[np.ndarray, np.ndarray]:
@@ -174,11 +227,13 @@ class RecordRing:
     def _slice(self, array: np.ndarray, low: int, high: int) -> np.ndarray:
         """A copy of the kept items low .. high - 1, counted from the oldest."""
         old, new = self._halves(array)
-        return np.concatenate((old[low:high], new[max(0, low - len(old)):max(0, high - len(old))]))
+        return np.concatenate(
+            (old[low:high], new[max(0, low - len(old)) : max(0, high - len(old))])
+        )
 
     def _halves(self, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The kept items in two pieces, each in order of time."""
         if self._count < len(array):
-            return array[:self._count], array[:0]
+            return array[: self._count], array[:0]
         at = self._count % len(array)
         return array[at:], array[:at]

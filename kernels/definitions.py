@@ -1,4 +1,5 @@
-"""What kernels compute by definition, in numpy: nothing here is compiled, so nothing is compiled wrongly.
+"""What kernels compute by definition, in numpy: nothing here is compiled, so nothing is compiled
+wrongly.
 
 Axes as in `jitney.kernels.interface`. Everything is float32, whatever the dtype of the inputs.
 """
@@ -20,7 +21,8 @@ def attention(
 ) -> np.ndarray:
     """softmax(q k) v over the keys that each row sees, one sequence at a time: [T, H, D].
 
-    q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P]. Rows of nobody are 0.
+    q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P]. Rows of nobody are
+    0.
     """
     out = np.zeros(q.shape, np.float32)
     n_heads, dim = q.shape[1:]

@@ -1,7 +1,7 @@
 """Group-wise int4 weights: how they lie in memory, and the product with them in plain jax.numpy.
 
-Axes: M rows, I inputs, O outputs, R inputs per group (32, 64 or 128). A weight is (nibble - zero) * scale with one
-scale and one zero point per group and output.
+Axes: M rows, I inputs, O outputs, R inputs per group (32, 64 or 128). A weight is (nibble - zero) *
+scale with one scale and one zero point per group and output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MIDDLE = 8
 class Int4(NamedTuple):
     """A weight matrix [I, O] kept in 4 bits; a pytree of arrays."""
 
-    packed: jax.Array  # uint8 [I // 2, O]: row r of group g (R // 2 rows each) holds inputs gR + r (low) and + R // 2
+    # uint8 [I // 2, O]: row r of group g (R // 2 rows each) holds inputs gR + r (low) and + R // 2
+    packed: jax.Array
     scales: jax.Array  # floating [I // R, O]
     zeros: jax.Array | None  # uint8 [I // R, O], 0..16; None: MIDDLE everywhere
 
@@ -44,14 +45,23 @@ class Int4Matmul(Protocol):
 
 
 def pack_int4(nibbles: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None) -> Int4:
-    """nibbles [I, O] in 0..15, scales [I // R, O], zeros [I // R, O] in 0..16 or None -> Int4 (numpy arrays).
+    """nibbles [I, O] in 0..15, scales [I // R, O], zeros [I // R, O] in 0..16 or None -> Int4
+    (numpy arrays).
 
     Raises ValueError for shapes that do not divide into groups of 32, 64 or 128.
     """
     size_in, size_out = nibbles.shape
     groups = scales.shape[0]
-    if not groups or size_in % groups or size_in // groups not in GROUP_SIZES or scales.shape[1] != size_out:
-        raise ValueError(f"weights {nibbles.shape} with scales {scales.shape}: groups must have 32, 64 or 128 inputs")
+    if (
+        not groups
+        or size_in % groups
+        or size_in // groups not in GROUP_SIZES
+        or scales.shape[1] != size_out
+    ):
+        raise ValueError(
+            f"weights {nibbles.shape} with scales {scales.shape}: groups must have 32, 64 or 128 "
+            "inputs"
+        )
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"zeros {zeros.shape} must have the shape of scales {scales.shape}")
     halves = nibbles.astype(np.uint8).reshape(groups, 2, -1, size_out)
@@ -60,9 +70,11 @@ def pack_int4(nibbles: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None 
 
 
 def quantise_int4(weights: np.ndarray, group_size: int, *, symmetric: bool = True) -> Int4:
-    """Round weights [I, O] to the nearest of 16 levels per group and output (float32 scales, numpy arrays).
+    """Round weights [I, O] to the nearest of 16 levels per group and output (float32 scales, numpy
+    arrays).
 
-    symmetric: zero point MIDDLE, scale from the greatest magnitude; else levels span each group's least to greatest.
+    symmetric: zero point MIDDLE, scale from the greatest magnitude; else levels span each group's
+    least to greatest.
     """
     groups = weights.astype(np.float32).reshape(-1, group_size, weights.shape[1])
     if symmetric:
@@ -84,7 +96,9 @@ def unpack_int4(weights: Int4) -> jax.Array:
     halves = weights.packed.reshape(groups, -1, size_out)
     nibbles = jnp.concatenate([halves & 15, halves >> 4], axis=1).astype(jnp.float32)
     zeros = MIDDLE if weights.zeros is None else weights.zeros.astype(jnp.float32)[:, None]
-    return ((nibbles - zeros) * weights.scales.astype(jnp.float32)[:, None]).reshape(size_in, size_out)
+    return ((nibbles - zeros) * weights.scales.astype(jnp.float32)[:, None]).reshape(
+        size_in, size_out
+    )
 
 
 def matmul_int4(x: jax.Array, weights: Int4) -> jax.Array:

@@ -1,7 +1,8 @@
 """What a kernel set is: the one signature of each kernel for all platforms, stated once.
 
-Axes: T token rows, S sequences in the step, P pages per sequence, H query heads, K KV heads, D head dim, N pages in the
-pool. Page 0 of every pool is the trash page: padding reads it and nothing else owns it.
+Axes: T token rows, S sequences in the step, P pages per sequence, H query heads, K KV heads, D head
+dim, N pages in the pool. Page 0 of every pool is the trash page: padding reads it and nothing else
+owns it.
 """
 
 from __future__ import annotations
@@ -29,30 +30,56 @@ class AttentionMeta(NamedTuple):
 
 
 class PagedAttention(Protocol):
-    """Write k and v into the pages, then attend; pure; `kv` is aliased to the returned pool when donated."""
+    """Write k and v into the pages, then attend; pure; `kv` is aliased to the returned pool when
+    donated.
+    """
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, meta: AttentionMeta, *, scale: float,
-                 window: int = 0, softcap: float = 0.0, sinks: jax.Array | None = None,
-                 kv_scales: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv: jax.Array,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: jax.Array | None = None,
+        kv_scales: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
         """q [T, H, D], k and v [T, K, D], kv [N, page, 2K, D] -> (o [T, H, D] in q's dtype, kv).
 
-        Row 2h of a token is key head h, row 2h + 1 value head h. window > 0: a row sees the last `window` positions
-        up to its own. sinks [H]: scores that join every row's softmax and carry no value. kv_scales float32 [2K] or
-        []: factors of an int8 or fp8 pool (see `jitney.kernels.scales`), which raises ValueError without them.
+        Row 2h of a token is key head h, row 2h + 1 value head h. window > 0: a row sees the last
+        `window` positions up to its own. sinks [H]: scores that join every row's softmax and carry
+        no value. kv_scales float32 [2K] or []: factors of an int8 or fp8 pool (see
+        `jitney.kernels.scales`), which raises ValueError without them.
         """
         ...
 
 
 class RotateAndWrite(Protocol):
-    """Norm and rotate queries and keys, and write keys and values into the pages; pure; `kv` is aliased if donated."""
+    """Norm and rotate queries and keys, and write keys and values into the pages; pure; `kv` is
+    aliased if donated.
+    """
 
-    def __call__(self, heads: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, meta: AttentionMeta, *,
-                 norms: tuple[jax.Array, jax.Array] | None = None, eps: float = 0.0,
-                 kv_scales: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """heads [T, H + 2K, D] (queries, keys, values), kv [N, page, 2K, D] -> (q [T, H, D] in heads' dtype, kv).
+    def __call__(
+        self,
+        heads: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        kv: jax.Array,
+        meta: AttentionMeta,
+        *,
+        norms: tuple[jax.Array, jax.Array] | None = None,
+        eps: float = 0.0,
+        kv_scales: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """heads [T, H + 2K, D] (queries, keys, values), kv [N, page, 2K, D] -> (q [T, H, D] in
+        heads' dtype, kv).
 
-        rope: cos and sin, float32 [T, 1, D // 2], rotating pairs (j, j + D/2). norms: weights [D] of an RMS norm with
-        `eps` over each query head, and of one over each key head, before the rotation.
+        rope: cos and sin, float32 [T, 1, D // 2], rotating pairs (j, j + D/2). norms: weights [D]
+        of an RMS norm with `eps` over each query head, and of one over each key head, before the
+        rotation.
         """
         ...
 
@@ -60,9 +87,18 @@ class RotateAndWrite(Protocol):
 class Attend(Protocol):
     """Attention over pages that hold the step's keys and values already; see `PagedAttention`."""
 
-    def __call__(self, q: jax.Array, kv: jax.Array, meta: AttentionMeta, *, scale: float, window: int = 0,
-                 softcap: float = 0.0, sinks: jax.Array | None = None,
-                 kv_scales: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        q: jax.Array,
+        kv: jax.Array,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: jax.Array | None = None,
+        kv_scales: jax.Array | None = None,
+    ) -> jax.Array:
         """q [T, H, D], kv [N, page, 2K, D] -> o [T, H, D] in q's dtype."""
         ...
 
@@ -71,23 +107,31 @@ class Threshold(Protocol):
     """Where top-k, then top-p of what it left, cut rows of logits."""
 
     def __call__(self, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-        """scaled float32 [S, V], greatest entry of each row 0; top_k int32 [S] (0: all), top_p float32 [S] (1: all).
+        """scaled float32 [S, V], greatest entry of each row 0; top_k int32 [S] (0: all), top_p
+        float32 [S] (1: all).
 
-        Returns the smallest kept entry, float32 [S]: entries that tie with it are kept too. -inf keeps all.
+        Returns the smallest kept entry, float32 [S]: entries that tie with it are kept too. -inf
+        keeps all.
         """
         ...
 
 
 class Arrange(Protocol):
-    """Lays a matrix out once, when a model is loaded, for the `matmul` or `gated` of the same set."""
+    """Lays a matrix out once, when a model is loaded, for the `matmul` or `gated` of the same
+    set.
+    """
 
     def __call__(self, w: jax.Array, parts: int = 1) -> jax.Array:
-        """w [I, O] -> the same numbers in whatever shape the set multiplies fastest; parts = 2 for `gated`."""
+        """w [I, O] -> the same numbers in whatever shape the set multiplies fastest; parts = 2 for
+        `gated`.
+        """
         ...
 
 
 class Matmul(Protocol):
-    """A product with weights [I, O], summed in float32; int8 and fp8 weights are widened to x's dtype on the way."""
+    """A product with weights [I, O], summed in float32; int8 and fp8 weights are widened to x's
+    dtype on the way.
+    """
 
     def __call__(self, x: jax.Array, w: jax.Array, /, dtype: Any = ...) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
@@ -98,15 +142,21 @@ class RMSNorm(Protocol):
     """The norm of all models."""
 
     def __call__(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-        """x [..., E], weight [E] -> x / sqrt(mean(x * x) + eps) * weight, computed in float32, in x's dtype."""
+        """x [..., E], weight [E] -> x / sqrt(mean(x * x) + eps) * weight, computed in float32, in
+        x's dtype.
+        """
         ...
 
 
 class Gated(Protocol):
-    """The product that opens an MLP, gated at once: its float32 sums are never written to memory if that can be."""
+    """The product that opens an MLP, gated at once: its float32 sums are never written to memory if
+    that can be.
+    """
 
     def __call__(self, x: jax.Array, w: jax.Array, /) -> jax.Array:
-        """x [T, I], w [I, 2F] -> silu(first F columns of x @ w) * the others, [T, F] in x's dtype."""
+        """x [T, I], w [I, 2F] -> silu(first F columns of x @ w) * the others, [T, F] in x's
+        dtype.
+        """
         ...
 
 
@@ -121,14 +171,19 @@ class Project(Protocol):
 class PoolShape(Protocol):
     """How a set wants the KV pool of one device to lie, where that is not [N, page, 2K, D]."""
 
-    def __call__(self, n_pages: int, page_size: int, n_kv_heads: int, head_dim: int,
-                 dtype: Any) -> tuple[int, ...]:
-        """The pool's shape, [N, page, rows, width]: N, page size, K and D of one device, and the pool's dtype."""
+    def __call__(
+        self, n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: Any
+    ) -> tuple[int, ...]:
+        """The pool's shape, [N, page, rows, width]: N, page size, K and D of one device, and the
+        pool's dtype.
+        """
         ...
 
 
 class Kernels(Protocol):
-    """What a model's step takes from a kernel set; a static argument of the jitted step, so hashable."""
+    """What a model's step takes from a kernel set; a static argument of the jitted step, so
+    hashable.
+    """
 
     @property
     def paged_attention(self) -> PagedAttention: ...
@@ -162,13 +217,15 @@ class KernelError(ValueError):
 class KernelSet:
     """A named implementation of every kernel the step calls.
 
-    `paged_attention` writes and attends; where a set has `rotate_and_write`, a model leaves norm and rotation to it,
-    then calls `attend`.
+    `paged_attention` writes and attends; where a set has `rotate_and_write`, a model leaves norm
+    and rotation to it, then calls `attend`.
     """
 
     name: str
     paged_attention: PagedAttention
-    rotate_and_write: RotateAndWrite | None  # None: the model norms and rotates, and XLA fuses it well enough
+    rotate_and_write: (
+        RotateAndWrite | None
+    )  # None: the model norms and rotates, and XLA fuses it well enough
     attend: Attend
     matmul_int4: Int4Matmul
     threshold: Threshold | None  # None: the sampler's own search does better on this platform

@@ -165,7 +165,9 @@ def without(kernels: KernelSet, names: Sequence[str]) -> KernelSet:
 
 
 def distance(got: Any, want: np.ndarray) -> float:
-    """The largest distance of arrays [..., n], in root mean squares of want's rows; NaN: infinite."""
+    """The largest distance of arrays [..., n], in root mean squares of want's rows; NaN:
+    infinite.
+    """
     wide = np.asarray(got).astype(np.float32)
     spread = np.sqrt(np.mean(want * want, axis=-1, keepdims=True))
     apart = np.abs(wide - want) / np.maximum(spread, 1e-6)
@@ -479,7 +481,9 @@ def narrowed(size: int, columns: int) -> int:
 
 
 def cut_errors(kernels: KernelSet, served: Served) -> Iterator[float]:
-    """Top-k and top-p in several sizes: how much more or less probability is kept than should be."""
+    """Top-k and top-p in several sizes: how much more or less probability is kept than should
+    be.
+    """
     if kernels.threshold is None:
         return
     size = served.vocab_size

@@ -1,8 +1,9 @@
-"""Paged attention in plain jax.numpy: the CPU implementation, and the oracle the other kernels are tested against.
+"""Paged attention in plain jax.numpy: the CPU implementation, and the oracle the other kernels are
+tested against.
 
-Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of pages with a dynamic trip count, so a step
-costs what its contexts need and never attends across sequences. Axes as in `jitney.kernels.interface`; C keys per
-chunk, B rows per query block, G = H // K.
+Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of pages with a dynamic trip
+count, so a step costs what its contexts need and never attends across sequences. Axes as in
+`jitney.kernels.interface`; C keys per chunk, B rows per query block, G = H // K.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import as_stored, scales_of
 
-#: Keys per chunk: small enough that a short context wastes little, large enough for XLA:CPU's matrix products.
+#: Keys per chunk: small enough that a short context wastes little, large enough for XLA:CPU's
+#: matrix products.
 DECODE_KEYS = 128
 PREFILL_KEYS = 128
 #: Sequences that share a trip count in decode.
@@ -27,7 +29,9 @@ HIDDEN = -1e30
 
 
 class Scoring(NamedTuple):
-    """What a call asks of every score; the arrays are per query head, [H] float32, or None for 0 and 1."""
+    """What a call asks of every score; the arrays are per query head, [H] float32, or None for 0
+    and 1.
+    """
 
     scale: float
     window: int
@@ -37,19 +41,42 @@ class Scoring(NamedTuple):
     values: jax.Array | None  # and of its values
 
 
-def paged_attention(q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, meta: AttentionMeta, *, scale: float,
-                    window: int = 0, softcap: float = 0.0, sinks: jax.Array | None = None,
-                    kv_scales: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv: jax.Array,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.PagedAttention`; any floating dtype, sums in float32."""
     kv = write_kv(kv, k, v, meta.write_rows, kv_scales)
-    return attend(q, kv, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scales=kv_scales), kv
+    return attend(
+        q, kv, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scales=kv_scales
+    ), kv
 
 
-def attend(q: jax.Array, kv: jax.Array, meta: AttentionMeta, *, scale: float, window: int = 0, softcap: float = 0.0,
-           sinks: jax.Array | None = None, kv_scales: jax.Array | None = None) -> jax.Array:
+def attend(
+    q: jax.Array,
+    kv: jax.Array,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
+) -> jax.Array:
     """See `jitney.kernels.interface.Attend`."""
     keys, values = head_factors(kv, kv_scales, q.shape[1])
-    how = Scoring(scale, window, softcap, None if sinks is None else sinks.astype(jnp.float32), keys, values)
+    how = Scoring(
+        scale, window, softcap, None if sinks is None else sinks.astype(jnp.float32), keys, values
+    )
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     if n_rows == n_seqs:  # a decode-only bucket: row s is sequence s
         return attend_decode(q, kv, meta.page_table, meta.kv_lens, how)
@@ -58,11 +85,13 @@ def attend(q: jax.Array, kv: jax.Array, meta: AttentionMeta, *, scale: float, wi
     decoded = attend_decode(q[:n_seqs], kv, meta.page_table, decode_lens, how)
     o = attend_prefill(q, kv, meta, how)
     return jax.lax.dynamic_update_slice_in_dim(
-        o, jnp.where(decoding[:, None, None], decoded, o[:n_seqs]), 0, axis=0)
+        o, jnp.where(decoding[:, None, None], decoded, o[:n_seqs]), 0, axis=0
+    )
 
 
 def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """x [..., I] times w [I, O] -> [..., O] in `dtype`; int8 and fp8 weights are widened to x's dtype on the way.
+    """x [..., I] times w [I, O] -> [..., O] in `dtype`; int8 and fp8 weights are widened to x's
+    dtype on the way.
 
     Without `preferred_element_type` XLA:CPU multiplies bfloat16 matrices 10 to 30 times slower.
     """
@@ -76,7 +105,9 @@ def gated(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def gate(y: jax.Array, dtype: Any) -> jax.Array:
-    """Gates and what they gate, float32 [T, 2F] -> silu(first half) * second half, [T, F] in `dtype`."""
+    """Gates and what they gate, float32 [T, 2F] -> silu(first half) * second half, [T, F] in
+    `dtype`.
+    """
     gates, ups = jnp.split(y, 2, axis=-1)
     return (jax.nn.silu(gates) * ups).astype(dtype)
 
@@ -84,15 +115,27 @@ def gate(y: jax.Array, dtype: Any) -> jax.Array:
 def project(x: jax.Array, table: jax.Array) -> jax.Array:
     """x [R, E] times the transpose of table [V, E] -> float32 [R, V].
 
-    One dot over both last axes: `x @ table.T` makes XLA:CPU convert the whole table to float32 in every step.
+    One dot over both last axes: `x @ table.T` makes XLA:CPU convert the whole table to float32 in
+    every step.
     """
-    return jax.lax.dot_general(x, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        x, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
-def rotate_and_write(heads: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, meta: AttentionMeta, *,
-                     norms: tuple[jax.Array, jax.Array] | None = None, eps: float = 0.0,
-                     kv_scales: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """See `jitney.kernels.interface.RotateAndWrite`; norm and rotation each round to heads' dtype."""
+def rotate_and_write(
+    heads: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    kv: jax.Array,
+    meta: AttentionMeta,
+    *,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    eps: float = 0.0,
+    kv_scales: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `jitney.kernels.interface.RotateAndWrite`; norm and rotation each round to heads'
+    dtype.
+    """
     n_kv = kv.shape[2] // 2
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * n_kv, heads.shape[1] - n_kv], axis=1)
     if norms is not None:
@@ -101,20 +144,28 @@ def rotate_and_write(heads: jax.Array, rope: tuple[jax.Array, jax.Array], kv: ja
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., E] / rms(x) * weight [E] -> x's dtype, in float32: bfloat16 squares lose the sum after 256 equal ones."""
+    """x [..., E] / rms(x) * weight [E] -> x's dtype, in float32: bfloat16 squares lose the sum
+    after 256 equal ones.
+    """
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate pairs (j, j + D/2) of x [T, heads, D] by cos and sin [T, 1, D // 2], in float32 -> x's dtype."""
+    """Rotate pairs (j, j + D/2) of x [T, heads, D] by cos and sin [T, 1, D // 2], in float32 -> x's
+    dtype.
+    """
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def head_factors(kv: jax.Array, kv_scales: jax.Array | None, n_heads: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """(keys [H], values [H]): factors of what each query head reads from a quantised pool, None for plain floats."""
+def head_factors(
+    kv: jax.Array, kv_scales: jax.Array | None, n_heads: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """(keys [H], values [H]): factors of what each query head reads from a quantised pool, None for
+    plain floats.
+    """
     scales = scales_of(kv, kv_scales)
     if scales is None:
         return None, None
@@ -122,45 +173,57 @@ def head_factors(kv: jax.Array, kv_scales: jax.Array | None, n_heads: int) -> tu
     return keys, values
 
 
-def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array,
-             kv_scales: jax.Array | None = None) -> jax.Array:
-    """Put k and v [T, K, D] at flat rows [T] of the pool [N, page, 2K, D], in place when it is donated.
+def write_kv(
+    kv: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array, kv_scales: jax.Array | None = None
+) -> jax.Array:
+    """Put k and v [T, K, D] at flat rows [T] of the pool [N, page, 2K, D], in place when it is
+    donated.
 
-    A value that is not finite is stored as 0: a masked key still meets its value as 0 * v, and 0 * NaN would carry one
-    request's NaN to the next owner of the page. The request itself ends by its own logits.
+    A value that is not finite is stored as 0: a masked key still meets its value as 0 * v, and 0 *
+    NaN would carry one request's NaN to the next owner of the page. The request itself ends by its
+    own logits.
     """
-    new = as_stored(jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2]), kv, scales_of(kv, kv_scales))
+    new = as_stored(
+        jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2]), kv, scales_of(kv, kv_scales)
+    )
     flat = kv.reshape(-1, *kv.shape[2:])
     return flat.at[rows].set(new, mode="drop", unique_indices=True).reshape(kv.shape)
 
 
-def attend_decode(q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array,
-                  how: Scoring) -> jax.Array:
-    """One query row a sequence: q [S, H, D], page_table [S, P], kv_lens [S] (0: no sequence) -> [S, H, D].
+def attend_decode(
+    q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, how: Scoring
+) -> jax.Array:
+    """One query row a sequence: q [S, H, D], page_table [S, P], kv_lens [S] (0: no sequence) -> [S,
+    H, D].
 
-    A group of sequences takes as many rounds as its longest context. The scheduler puts long contexts first, so that
-    short ones are grouped with short ones, and absent sequences fill groups that take none.
+    A group of sequences takes as many rounds as its longest context. The scheduler puts long
+    contexts first, so that short ones are grouped with short ones, and absent sequences fill groups
+    that take none.
     """
     n_seqs = q.shape[0]
     if n_seqs <= DECODE_GROUP or n_seqs % DECODE_GROUP:
         return attend_group(q, kv, page_table, kv_lens, how)
 
     def group(g, o):
-        queries, tables, lens = (jax.lax.dynamic_slice_in_dim(array, g * DECODE_GROUP, DECODE_GROUP)
-                                 for array in (q, page_table, kv_lens))
+        queries, tables, lens = (
+            jax.lax.dynamic_slice_in_dim(array, g * DECODE_GROUP, DECODE_GROUP)
+            for array in (q, page_table, kv_lens)
+        )
         done = attend_group(queries, kv, tables, lens, how)
         return jax.lax.dynamic_update_slice_in_dim(o, done, g * DECODE_GROUP, 0)
 
     return jax.lax.fori_loop(0, n_seqs // DECODE_GROUP, group, jnp.zeros_like(q))
 
 
-def attend_group(q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array,
-                 how: Scoring) -> jax.Array:
+def attend_group(
+    q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, how: Scoring
+) -> jax.Array:
     """`attend_decode` for sequences that take the same number of rounds; same shapes.
 
-    The queries are spread over a row of the pool ([H, 2K * D], zero outside their own key head), so that scores and
-    values are one product per sequence over the pages as they lie: six times the arithmetic, but no transposed copy of
-    the keys. 25 ms against 38 ms for 30 layers of 32 rows with 160 keys (2 Zen 5 cores, bfloat16).
+    The queries are spread over a row of the pool ([H, 2K * D], zero outside their own key head), so
+    that scores and values are one product per sequence over the pages as they lie: six times the
+    arithmetic, but no transposed copy of the keys. 25 ms against 38 ms for 30 layers of 32 rows
+    with 160 keys (2 Zen 5 cores, bfloat16).
     """
     n_seqs, n_heads, dim = q.shape
     n_kv = kv.shape[2] // 2
@@ -172,17 +235,34 @@ def attend_group(q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: ja
 
     def chunk(i, carry):
         ids = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages, 1).reshape(-1)
-        rows = kv.reshape(kv.shape[0], -1).at[ids].get(mode="promise_in_bounds").reshape(n_seqs, n_keys, -1)
+        rows = (
+            kv.reshape(kv.shape[0], -1)
+            .at[ids]
+            .get(mode="promise_in_bounds")
+            .reshape(n_seqs, n_keys, -1)
+        )
         rows = rows.astype(q.dtype)
-        scores = jax.lax.dot_general(wide, rows, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        scores = jax.lax.dot_general(
+            wide, rows, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+        )
         at = i * n_keys + jnp.arange(n_keys)
         seen = (at < kv_lens[:, None]) & (at >= first_seen[:, None])
         scores = jnp.where(seen[:, None], cap(scores * scale, how.softcap), HIDDEN)
-        return merge(carry, scores, lambda p: jax.lax.dot_general(
-            p.astype(rows.dtype), rows, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32))
+        return merge(
+            carry,
+            scores,
+            lambda p: jax.lax.dot_general(
+                p.astype(rows.dtype),
+                rows,
+                (((2,), (1,)), ((0,), (0,))),
+                preferred_element_type=jnp.float32,
+            ),
+        )
 
     start = jnp.min(jnp.where(kv_lens > 0, first_seen, jnp.max(first_seen))) // n_keys
-    o = online_softmax(chunk, start, -(-jnp.max(kv_lens) // n_keys), (n_seqs, n_heads), 2 * n_kv * dim, how.sinks)
+    o = online_softmax(
+        chunk, start, -(-jnp.max(kv_lens) // n_keys), (n_seqs, n_heads), 2 * n_kv * dim, how.sinks
+    )
     o = gather_values(o, n_kv, dim)
     return (o if how.values is None else o * how.values[:, None]).astype(q.dtype)
 
@@ -190,28 +270,37 @@ def attend_group(q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: ja
 def spread_queries(q: jax.Array, n_kv: int) -> jax.Array:
     """q [S, H, D] -> [S, H, 2K * D]: each query in the columns of its key head, zero elsewhere.
 
-    Slices are copied: a product with a 0/1 mask costs XLA:CPU five times as much in index arithmetic.
+    Slices are copied: a product with a 0/1 mask costs XLA:CPU five times as much in index
+    arithmetic.
     """
     n_seqs, n_heads, dim = q.shape
     group = n_heads // n_kv
     wide = jnp.zeros((n_seqs, n_heads, 2 * n_kv * dim), q.dtype)
     for h in range(n_kv):
-        wide = jax.lax.dynamic_update_slice(wide, q[:, h * group : (h + 1) * group], (0, h * group, 2 * h * dim))
+        wide = jax.lax.dynamic_update_slice(
+            wide, q[:, h * group : (h + 1) * group], (0, h * group, 2 * h * dim)
+        )
     return wide
 
 
 def gather_values(o: jax.Array, n_kv: int, dim: int) -> jax.Array:
     """o [S, H, 2K * D] -> [S, H, D]: each query head's own value columns."""
     group = o.shape[1] // n_kv
-    return jnp.concatenate([o[:, h * group : (h + 1) * group, (2 * h + 1) * dim : (2 * h + 2) * dim]
-                            for h in range(n_kv)], axis=1)
+    return jnp.concatenate(
+        [
+            o[:, h * group : (h + 1) * group, (2 * h + 1) * dim : (2 * h + 2) * dim]
+            for h in range(n_kv)
+        ],
+        axis=1,
+    )
 
 
 def attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: Scoring) -> jax.Array:
-    """The rows of prompt chunks: q [T, H, D] -> [T, H, D]; rows of decoding sequences and padding are undefined.
+    """The rows of prompt chunks: q [T, H, D] -> [T, H, D]; rows of decoding sequences and padding
+    are undefined.
 
-    Each sequence's rows are cut into blocks; a block's tail past its sequence is overwritten by the next block, since
-    blocks lie in row order.
+    Each sequence's rows are cut into blocks; a block's tail past its sequence is overwritten by the
+    next block, since blocks lie in row order.
     """
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     size = min(PREFILL_ROWS, n_rows)
@@ -232,13 +321,23 @@ def attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: Scorin
     return jax.lax.fori_loop(0, last_block[-1], block, jnp.zeros_like(q))[:n_rows]
 
 
-def attend_block(q: jax.Array, kv: jax.Array, pages_of: jax.Array, first: jax.Array, kv_len: jax.Array,
-                 how: Scoring) -> jax.Array:
-    """B consecutive rows of one sequence, the first at position `first`: q [B, H, D], pages_of [P] -> [B, H, D]."""
+def attend_block(
+    q: jax.Array,
+    kv: jax.Array,
+    pages_of: jax.Array,
+    first: jax.Array,
+    kv_len: jax.Array,
+    how: Scoring,
+) -> jax.Array:
+    """B consecutive rows of one sequence, the first at position `first`: q [B, H, D], pages_of [P]
+    -> [B, H, D].
+    """
     n_rows, n_heads, dim = q.shape
     n_kv = kv.shape[2] // 2
     group = n_heads // n_kv
-    grouped = q.reshape(n_rows, n_kv, group, dim).transpose(1, 2, 0, 3).reshape(n_kv, group * n_rows, dim)
+    grouped = (
+        q.reshape(n_rows, n_kv, group, dim).transpose(1, 2, 0, 3).reshape(n_kv, group * n_rows, dim)
+    )
     pages = chunk_pages(kv, pages_of[None], PREFILL_KEYS)
     n_keys = pages * kv.shape[1]
     position = first + jnp.arange(n_rows)
@@ -251,44 +350,72 @@ def attend_block(q: jax.Array, kv: jax.Array, pages_of: jax.Array, first: jax.Ar
 
     def chunk(i, carry):
         ids = jax.lax.dynamic_slice_in_dim(pages_of, i * pages, pages, 0)
-        rows = kv.reshape(kv.shape[0], -1).at[ids].get(mode="promise_in_bounds").reshape(n_keys, n_kv, 2, dim)
+        rows = (
+            kv.reshape(kv.shape[0], -1)
+            .at[ids]
+            .get(mode="promise_in_bounds")
+            .reshape(n_keys, n_kv, 2, dim)
+        )
         rows = rows.astype(q.dtype)
         key, value = rows[:, :, 0].transpose(1, 0, 2), rows[:, :, 1].transpose(1, 0, 2)  # [K, C, D]
-        scores = jax.lax.dot_general(grouped, key, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        scores = jax.lax.dot_general(
+            grouped, key, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+        )
         at = i * n_keys + jnp.arange(n_keys)
         seen = (at <= position[:, None]) & (at < kv_len)
         if how.window:
             seen &= at > position[:, None] - how.window
         scores = jnp.where(jnp.tile(seen, (group, 1)), cap(scores * scale, how.softcap), HIDDEN)
-        return merge(carry, scores, lambda p: jax.lax.dot_general(
-            p.astype(value.dtype), value, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32))
+        return merge(
+            carry,
+            scores,
+            lambda p: jax.lax.dot_general(
+                p.astype(value.dtype),
+                value,
+                (((2,), (1,)), ((0,), (0,))),
+                preferred_element_type=jnp.float32,
+            ),
+        )
 
     start = jnp.maximum(first - how.window + 1, 0) // n_keys if how.window else 0
     stop = -(-jnp.minimum(first + n_rows, kv_len) // n_keys)
     sinks = None if how.sinks is None else per_row(how.sinks)
     o = online_softmax(chunk, start, stop, (n_kv, group * n_rows), dim, sinks)
     o = o if how.values is None else o * per_row(how.values)[:, :, None]
-    return o.reshape(n_kv, group, n_rows, dim).transpose(2, 0, 1, 3).reshape(n_rows, n_heads, dim).astype(q.dtype)
+    return (
+        o.reshape(n_kv, group, n_rows, dim)
+        .transpose(2, 0, 1, 3)
+        .reshape(n_rows, n_heads, dim)
+        .astype(q.dtype)
+    )
 
 
-def online_softmax(chunk, start, stop, shape: tuple[int, ...], width: int,
-                   sinks: jax.Array | None = None) -> jax.Array:
-    """Run chunk(i, carry) over [start, stop); carry = (running max, running sum, accumulator) -> [*shape, width].
+def online_softmax(
+    chunk, start, stop, shape: tuple[int, ...], width: int, sinks: jax.Array | None = None
+) -> jax.Array:
+    """Run chunk(i, carry) over [start, stop); carry = (running max, running sum, accumulator) ->
+    [*shape, width].
 
-    sinks, broadcast to shape: scores that every row has seen before it starts, with a value of zero.
+    sinks, broadcast to shape: scores that every row has seen before it starts, with a value of
+    zero.
     """
     empty = jnp.zeros((*shape, width))
-    carry = ((jnp.full(shape, HIDDEN), jnp.zeros(shape), empty) if sinks is None else
-             (jnp.broadcast_to(sinks, shape), jnp.ones(shape), empty))
+    carry = (
+        (jnp.full(shape, HIDDEN), jnp.zeros(shape), empty)
+        if sinks is None
+        else (jnp.broadcast_to(sinks, shape), jnp.ones(shape), empty)
+    )
     _, total, acc = jax.lax.fori_loop(start, stop, chunk, carry)
     return acc / jnp.maximum(total, 1e-30)[..., None]
 
 
 def merge(carry, scores: jax.Array, weigh):
-    """Add one chunk's scores [..., rows, C] to the running softmax; weigh(p) gives p's sum of values.
+    """Add one chunk's scores [..., rows, C] to the running softmax; weigh(p) gives p's sum of
+    values.
 
-    A row that has seen nothing yet weighs hidden keys by exp(0); its first visible key multiplies all that by
-    exp(HIDDEN - top) = 0. A row that never sees a key (padding) ends as a finite mean that nobody reads.
+    A row that has seen nothing yet weighs hidden keys by exp(0); its first visible key multiplies
+    all that by exp(HIDDEN - top) = 0. A row that never sees a key (padding) ends as a finite mean
+    that nobody reads.
     """
     top, total, acc = carry
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
@@ -303,6 +430,8 @@ def cap(scores: jax.Array, softcap: float) -> jax.Array:
 
 
 def chunk_pages(kv: jax.Array, page_table: jax.Array, keys: int) -> int:
-    """Pages per chunk: about `keys` positions, a divisor of P so that the last chunk never runs off the table."""
+    """Pages per chunk: about `keys` positions, a divisor of P so that the last chunk never runs off
+    the table.
+    """
     wanted = max(1, min(keys // kv.shape[1], page_table.shape[1]))
     return next(n for n in range(wanted, 0, -1) if page_table.shape[1] % n == 0)

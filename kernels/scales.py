@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 
 #: Largest magnitude that a quantised pool holds; other dtypes hold the numbers as they are.
-LIMITS = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
+LIMITS = {
+    jnp.dtype(jnp.int8): 127.0,
+    jnp.dtype(jnp.float8_e4m3fn): 448.0,
+    jnp.dtype(jnp.float8_e5m2): 57344.0,
+}
 
 
 def limit_of(kv: jax.Array) -> float:
@@ -18,7 +22,8 @@ def limit_of(kv: jax.Array) -> float:
 
 
 def scales_of(kv: jax.Array, kv_scales: jax.Array | None) -> jax.Array | None:
-    """kv_scales as float32 [2K] (row 2h key head h, row 2h + 1 value head h) from [2K] or []; None for plain floats.
+    """kv_scales as float32 [2K] (row 2h key head h, row 2h + 1 value head h) from [2K] or []; None
+    for plain floats.
 
     Raises ValueError where pool and scales do not fit each other.
     """
@@ -29,12 +34,16 @@ def scales_of(kv: jax.Array, kv_scales: jax.Array | None) -> jax.Array | None:
     if kv_scales is None:
         raise ValueError(f"a pool of {kv.dtype} needs kv_scales")
     if kv_scales.shape not in ((), (kv.shape[2],)):
-        raise ValueError(f"kv_scales has shape {kv_scales.shape}; this pool takes () or ({kv.shape[2]},)")
+        raise ValueError(
+            f"kv_scales has shape {kv_scales.shape}; this pool takes () or ({kv.shape[2]},)"
+        )
     return jnp.broadcast_to(kv_scales.astype(jnp.float32), (kv.shape[2],))
 
 
 def as_stored(new: jax.Array, kv: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """new [T, 2K, D] in the pool's dtype: over its factor, clipped, int8 rounded half up; what is not finite as 0."""
+    """new [T, 2K, D] in the pool's dtype: over its factor, clipped, int8 rounded half up; what is
+    not finite as 0.
+    """
     if scales is not None:
         limit = limit_of(kv)
         wide = new.astype(jnp.float32)

@@ -18,8 +18,19 @@ def reference() -> KernelSet:
     from jitney.kernels.int4 import matmul_int4
     from jitney.kernels.reference import attend, gated, matmul, paged_attention, project, rms_norm
 
-    return KernelSet("reference", paged_attention, None, attend, matmul_int4, None, rms_norm, None, matmul, gated,
-                     project)
+    return KernelSet(
+        "reference",
+        paged_attention,
+        None,
+        attend,
+        matmul_int4,
+        None,
+        rms_norm,
+        None,
+        matmul,
+        gated,
+        project,
+    )
 
 
 def native() -> KernelSet:
@@ -51,7 +62,9 @@ def native() -> KernelSet:
 
 
 def triton() -> KernelSet:
-    """Triton kernels for the NVIDIA GPU that jax sees. Raises KernelError where there is none or jax-triton fails."""
+    """Triton kernels for the NVIDIA GPU that jax sees. Raises KernelError where there is none or
+    jax-triton fails.
+    """
     return triton_for(compute_capability())
 
 
@@ -59,7 +72,8 @@ def triton() -> KernelSet:
 def triton_for(sm: int) -> KernelSet:
     """Triton kernels for compute capability `sm` (90: 9.0), on a machine that may have no GPU.
 
-    One set each: bound methods of equal objects are not equal, and would compile a step's layers again.
+    One set each: bound methods of equal objects are not equal, and would compile a step's layers
+    again.
     """
     from jitney.kernels import compat
 
@@ -71,25 +85,37 @@ def triton_for(sm: int) -> KernelSet:
     from jitney.kernels.triton_gpu.launch import JaxTriton
 
     kernels = TritonKernels(JaxTriton(sm))
-    return replace(reference(), name="triton", paged_attention=kernels.paged_attention, attend=kernels.attend,
-                   rotate_and_write=kernels.rotate_and_write, matmul_int4=kernels.matmul_int4,
-                   threshold=kernels.threshold, matmul=kernels.matmul)
+    return replace(
+        reference(),
+        name="triton",
+        paged_attention=kernels.paged_attention,
+        attend=kernels.attend,
+        rotate_and_write=kernels.rotate_and_write,
+        matmul_int4=kernels.matmul_int4,
+        threshold=kernels.threshold,
+        matmul=kernels.matmul,
+    )
 
 
 def compute_capability() -> int:
-    """Of the first device that jax sees, as 90 for 9.0; KernelError if that is no NVIDIA GPU from sm_80 on."""
+    """Of the first device that jax sees, as 90 for 9.0; KernelError if that is no NVIDIA GPU from
+    sm_80 on.
+    """
     device = jax.devices()[0]
     text = str(getattr(device, "compute_capability", ""))
     major, _, minor = text.partition(".")
     if device.platform not in ("gpu", "cuda") or not (major.isdigit() and minor.isdigit()):
         raise KernelError(f"kernels triton need an NVIDIA GPU; jax runs on {device.platform}")
     if int(major) < 8:
-        raise KernelError(f"kernels triton need compute capability 8.0; this {device.device_kind} has {text}")
+        raise KernelError(
+            f"kernels triton need compute capability 8.0; this {device.device_kind} has {text}"
+        )
     return 10 * int(major) + int(minor)
 
 
 def pallas() -> KernelSet:
-    """Our own Pallas kernel for the TPU that jax sees; the reference's products, which XLA fuses well there.
+    """Our own Pallas kernel for the TPU that jax sees; the reference's products, which XLA fuses
+    well there.
 
     Raises KernelError on another platform.
     """
@@ -108,8 +134,13 @@ def pallas_set() -> KernelSet:
     from jitney.kernels.pallas_tpu.layout import pool_shape
 
     kernels = PallasKernels()
-    return replace(reference(), name="pallas", paged_attention=kernels.paged_attention, attend=kernels.attend,
-                   pool_shape=pool_shape)
+    return replace(
+        reference(),
+        name="pallas",
+        paged_attention=kernels.paged_attention,
+        attend=kernels.attend,
+        pool_shape=pool_shape,
+    )
 
 
 @cache
@@ -117,8 +148,13 @@ def pallas_jax_set() -> KernelSet:
     """What `pallas_jax` chooses, also on a machine that has no TPU; always the same object."""
     from jitney.kernels.pallas_tpu import jax_kernel as kernels
 
-    return replace(reference(), name="pallas-jax", paged_attention=kernels.paged_attention, attend=kernels.attend,
-                   pool_shape=kernels.pool_shape)
+    return replace(
+        reference(),
+        name="pallas-jax",
+        paged_attention=kernels.paged_attention,
+        attend=kernels.attend,
+        pool_shape=kernels.pool_shape,
+    )
 
 
 def on_tpu(kernels: KernelSet) -> KernelSet:
@@ -128,7 +164,13 @@ def on_tpu(kernels: KernelSet) -> KernelSet:
     return kernels
 
 
-KERNEL_SETS = {"reference": reference, "native": native, "triton": triton, "pallas": pallas, "pallas-jax": pallas_jax}
+KERNEL_SETS = {
+    "reference": reference,
+    "native": native,
+    "triton": triton,
+    "pallas": pallas,
+    "pallas-jax": pallas_jax,
+}
 #: The set that "auto" means, by platform; a platform not named here gets the reference.
 BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton", "tpu": "pallas"}
 
@@ -136,7 +178,8 @@ BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton", "tpu
 def select(platform: str, name: str = "auto") -> KernelSet:
     """The kernel set `name` for `platform` (cpu, gpu, tpu); "auto" is the best one that runs on it.
 
-    Raises KernelError for an unknown name, listing the known ones, and for a named set that cannot run here.
+    Raises KernelError for an unknown name, listing the known ones, and for a named set that cannot
+    run here.
     """
     if name == "auto":
         return best(platform)
@@ -146,12 +189,15 @@ def select(platform: str, name: str = "auto") -> KernelSet:
 
 
 def best(platform: str) -> KernelSet:
-    """The platform's own set. On a CPU the reference stands in for it, with a warning that says why; on a GPU or TPU,
-    where it costs most of the speed that the device was bought for, KernelError says how to choose it by hand."""
+    """The platform's own set. On a CPU the reference stands in for it, with a warning that says
+    why; on a GPU or TPU, where it costs most of the speed that the device was bought for,
+    KernelError says how to choose it by hand."""
     try:
         return KERNEL_SETS[BEST.get(platform, "reference")]()
     except KernelError as error:
         if platform != "cpu":
-            raise KernelError(f"{error}; or run the slow reference by its name, --kernels reference") from error
+            raise KernelError(
+                f"{error}; or run the slow reference by its name, --kernels reference"
+            ) from error
         log.warning("%s; the slower reference kernels serve", error)
         return reference()

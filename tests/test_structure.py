@@ -1,4 +1,6 @@
-"""The rooms of the code base and the doors between them: who may import whom, and what the distribution carries."""
+"""The rooms of the code base and the doors between them: who may import whom, and what the
+distribution carries.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def floor(module: str) -> int:
 def source_files() -> dict[str, Path]:
     """Module name -> file, for all of ours."""
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
-    names = {file: ".".join(("jitney", *file.relative_to(ROOT).with_suffix("").parts)) for file in files}
+    names = {
+        file: ".".join(("jitney", *file.relative_to(ROOT).with_suffix("").parts)) for file in files
+    }
     return {name.removesuffix(".__init__"): file for file, name in names.items()}
 
 
@@ -98,7 +102,9 @@ def imports(module: str, *, at_load: bool) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} has a relative import"
             base = node.module or ""
-            found |= {name if (name := f"{base}.{alias.name}") in FILES else base for alias in node.names}
+            found |= {
+                name if (name := f"{base}.{alias.name}") in FILES else base for alias in node.names
+            }
     return found
 
 
@@ -129,7 +135,9 @@ def top(modules: set[str]) -> set[str]:
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down(module: str):
     ours = {name for name in imports(module, at_load=False) if name.startswith("jitney.")}
-    climbing = {name for name in ours if floor(name) > floor(module)} - SHOP_WINDOW.get(module, set())
+    climbing = {name for name in ours if floor(name) > floor(module)} - SHOP_WINDOW.get(
+        module, set()
+    )
     assert not climbing, f"{module} (floor {floor(module)}) imports {climbing} from above"
     assert not top(imports(module, at_load=False)) & set(PACKAGES), "imports start with jitney."
 
@@ -158,23 +166,40 @@ def test_the_floors_name_modules_that_exist():
 
 
 def test_the_package_list_is_the_folders():
-    folders = {".".join(("jitney", *folder.relative_to(ROOT).parts))
-               for package in PACKAGES for folder in (ROOT / package, *(ROOT / package).rglob("*"))
-               if folder.is_dir() and any(folder.glob("*.py"))}
+    folders = {
+        ".".join(("jitney", *folder.relative_to(ROOT).parts))
+        for package in PACKAGES
+        for folder in (ROOT / package, *(ROOT / package).rglob("*"))
+        if folder.is_dir() and any(folder.glob("*.py"))
+    }
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders
-    assert not (ROOT / "kernels" / "__init__.py").exists(), "it would shadow the package that transformers probes for"
+    assert not (ROOT / "kernels" / "__init__.py").exists(), (
+        "it would shadow the package that transformers probes for"
+    )
 
 
 def python(code: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([sys.executable, *flags, "-c", code], cwd=cwd, env=environ, capture_output=True, text=True,
-                          timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code],
+        cwd=cwd,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_the_api_process_runs_without_jax(tmp_path: Path):
-    done = python("import jitney.engine.api.app, jitney.engine.process.supervisor, jitney.engine.text.tokenizer, sys\n"
-                  "import jitney.engine.cli.serve\n"
-                  "print(sorted({'jax', 'flax', 'torch'} & set(sys.modules)))", "-P", cwd=tmp_path)
+    done = python(
+        "import jitney.engine.api.app, jitney.engine.process.supervisor, "
+        "jitney.engine.text.tokenizer, sys\n"
+        "import jitney.engine.cli.serve\n"
+        "print(sorted({'jax', 'flax', 'torch'} & set(sys.modules)))",
+        "-P",
+        cwd=tmp_path,
+    )
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
@@ -184,35 +209,59 @@ def test_no_bare_name_is_importable(tmp_path: Path, name: str):
     assert (done.stdout, done.returncode) == ("None\n", 0), done.stderr
 
 
-@pytest.mark.parametrize("installed", [False, True], ids=["alone", "beside the kernels distribution"])
+@pytest.mark.parametrize(
+    "installed", [False, True], ids=["alone", "beside the kernels distribution"]
+)
 def test_transformers_works_from_the_repository_root(tmp_path: Path, installed: bool):
-    """From here `kernels/` is visible as a namespace package: transformers must take that for absent, and the real
-    package of that name must still win over it."""
+    """From here `kernels/` is visible as a namespace package: transformers must take that for
+    absent, and the real package of that name must still win over it."""
     if installed:
         (tmp_path / "kernels").mkdir()
         (tmp_path / "kernels" / "__init__.py").write_text("")
         (info := tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info").mkdir()
         (info / "METADATA").write_text(f"Name: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
-    done = python(f"import sys; sys.path.append({str(tmp_path)!r})\n"
-                  "import importlib.util\n"
-                  "from transformers.utils.import_utils import is_kernels_available\n"
-                  "from transformers import AutoTokenizer, PreTrainedTokenizerFast\n"
-                  "print(importlib.util.find_spec('kernels').origin, is_kernels_available(),"
-                  " callable(AutoTokenizer.from_pretrained))", cwd=ROOT)
+    done = python(
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "import importlib.util\n"
+        "from transformers.utils.import_utils import is_kernels_available\n"
+        "from transformers import AutoTokenizer, PreTrainedTokenizerFast\n"
+        "print(importlib.util.find_spec('kernels').origin, is_kernels_available(),"
+        " callable(AutoTokenizer.from_pretrained))",
+        cwd=ROOT,
+    )
     origin = tmp_path / "kernels" / "__init__.py" if installed else None
     assert done.stdout == f"{origin} {installed} True\n", done.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy: building in place would leave folders behind, and would pick up old ones."""
+    """A wheel built from a copy: building in place would leave folders behind, and would pick up
+    old ones.
+    """
     copy = tmp_path_factory.mktemp("source")
     for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
         path = ROOT / name
         shutil.copytree(path, copy / name) if path.is_dir() else shutil.copy(path, copy)
     # Kernels that are not compiled yet take their minutes.
-    subprocess.run([sys.executable, "-P", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--wheel-dir", "dist", "."], cwd=copy, check=True, capture_output=True, timeout=600)
+    subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            "dist",
+            ".",
+        ],
+        cwd=copy,
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
     (built,) = (copy / "dist").glob("jitney-*.whl")
     return zipfile.ZipFile(built)
 
@@ -223,12 +272,17 @@ def test_the_wheel_carries_every_source_file_and_only_jitney(wheel: zipfile.ZipF
     assert not expected - carried
     info = f"jitney-{PROJECT['project']['version']}.dist-info"
     assert {name.partition("/")[0] for name in carried} == {"jitney", info}
-    assert not [name for name in carried if "__pycache__" in name or name.startswith("jitney/tests")]
+    assert not [
+        name for name in carried if "__pycache__" in name or name.startswith("jitney/tests")
+    ]
 
 
 def test_the_wheel_carries_the_page(wheel: zipfile.ZipFile):
-    assets = {f"jitney/{file.relative_to(ROOT)}" for file in (ROOT / "dashboard").rglob("*")
-              if file.is_file() and file.suffix not in (".py", ".pyc")}
+    assets = {
+        f"jitney/{file.relative_to(ROOT)}"
+        for file in (ROOT / "dashboard").rglob("*")
+        if file.is_file() and file.suffix not in (".py", ".pyc")
+    }
     assert not assets - set(wheel.namelist())
 
 

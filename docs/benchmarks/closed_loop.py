@@ -1,13 +1,16 @@
-"""Closed-loop throughput of the engine's core called in this process, without HTTP, text or a client, and where the
-time of its steps went. What a served engine gives is measured by `jitney bench peers`.
+"""Closed-loop throughput of the engine's core called in this process, without HTTP, text or a
+client, and where the time of its steps went. What a served engine gives is measured by `jitney
+bench peers`.
 
     python docs/benchmarks/closed_loop.py [--model smollm2-135m] [--streams 32 8 1] [--json FILE]
 
-With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment it has the huge pages that a served core asks for.
+With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment it has the huge pages that a served
+core asks for.
 
-96 requests, prompts around 96 tokens and outputs around 64 (log-normal), greedy, end-of-sequence ignored, prefix cache
-off; `streams` of them are open at any time. Then prompts of 512 tokens with one output token each: prompt tokens per
-second. Lengths and ids come from a fixed seed. host_ms_median: plan, batch and commit together; the parts are means.
+96 requests, prompts around 96 tokens and outputs around 64 (log-normal), greedy, end-of-sequence
+ignored, prefix cache off; `streams` of them are open at any time. Then prompts of 512 tokens with
+one output token each: prompt tokens per second. Lengths and ids come from a fixed seed.
+host_ms_median: plan, batch and commit together; the parts are means.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ def requests(count: int, prompt: int, output: int, *, spread: bool) -> list[tupl
     rng = np.random.default_rng(0)
     prompts = lengths(rng, prompt, count) if spread else [prompt] * count
     outputs = lengths(rng, output, count) if spread else [output] * count
-    return [(rng.integers(100, 40000, n).tolist(), m) for n, m in zip(prompts, outputs, strict=True)]
+    return [
+        (rng.integers(100, 40000, n).tolist(), m) for n, m in zip(prompts, outputs, strict=True)
+    ]
 
 
 def closed_loop(llm: LLM, work: list[tuple[list[int], int]], streams: int) -> dict[str, float]:
@@ -52,23 +57,35 @@ def closed_loop(llm: LLM, work: list[tuple[list[int], int]], streams: int) -> di
         while waiting and open_now < streams:
             number, (prompt, output) = waiting.pop()
             params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-            core.add(EngineRequest(id=f"{first_step}-{number}", prompt=prompt, sampling=params,
-                                   arrival=time.monotonic()))
+            core.add(
+                EngineRequest(
+                    id=f"{first_step}-{number}",
+                    prompt=prompt,
+                    sampling=params,
+                    arrival=time.monotonic(),
+                )
+            )
             open_now += 1
         open_now -= sum(output.finish is not None for output in core.step().outputs)
     seconds = time.perf_counter() - started
     records = ledger.since(first_step)
     rows = {kind: int(records[kind].sum()) for kind in ("prefill", "decode", "padding")}
-    return {"seconds": seconds, "output_tok_s": sum(output for _, output in work) / seconds,
-            "prompt_tok_s": sum(len(prompt) for prompt, _ in work) / seconds, "steps": len(records),
-            "padding_share": rows["padding"] / max(1, sum(rows.values())),
-            "device_ms_per_step": 1e3 * float(records["device_s"].mean()),
-            "host_ms_median": 1e3 * float(np.median(sum(records[part] for part in HOST))),
-            **{part.replace("_s", "_ms"): 1e3 * float(records[part].mean()) for part in PARTS}}
+    return {
+        "seconds": seconds,
+        "output_tok_s": sum(output for _, output in work) / seconds,
+        "prompt_tok_s": sum(len(prompt) for prompt, _ in work) / seconds,
+        "steps": len(records),
+        "padding_share": rows["padding"] / max(1, sum(rows.values())),
+        "device_ms_per_step": 1e3 * float(records["device_s"].mean()),
+        "host_ms_median": 1e3 * float(np.median(sum(records[part] for part in HOST))),
+        **{part.replace("_s", "_ms"): 1e3 * float(records[part].mean()) for part in PARTS},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, nargs="+", default=[32, 8, 1])
     parser.add_argument("--token-budget", type=int, default=512)
@@ -78,8 +95,10 @@ def main() -> None:
     started = time.perf_counter()
     llm = LLM(args.model, prefix_cache=False, token_budget=args.token_budget)
     ready = time.perf_counter() - started
-    print(f"in process: {args.model} {llm.info.dtype}, {llm.info.kernels} kernels on {cpu_name()}; "
-          f"ready in {ready:.1f} s")
+    print(
+        f"in process: {args.model} {llm.info.dtype}, {llm.info.kernels} kernels on {cpu_name()}; "
+        f"ready in {ready:.1f} s"
+    )
     results = {}
     closed_loop(llm, requests(8, 96, 8, spread=False), 8)  # warm caches
     if not args.prefill_only:
@@ -88,12 +107,28 @@ def main() -> None:
             results[f"streams_{streams}"] = closed_loop(llm, work, streams)
     results["prompts_512"] = closed_loop(llm, requests(24, 512, 1, spread=False), 1)
     for name, figures in results.items():
-        print(f"{name:12}", " ".join(f"{key}={value:.3g}" if value < 100 else f"{key}={value:.0f}"
-                                     for key, value in figures.items()))
+        print(
+            f"{name:12}",
+            " ".join(
+                f"{key}={value:.3g}" if value < 100 else f"{key}={value:.0f}"
+                for key, value in figures.items()
+            ),
+        )
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"what": "the core called in process", "machine": cpu_name(), "kernels": llm.info.kernels,
-                       "model": args.model, "ready_s": ready, "load": os.getloadavg(), **results}, file, indent=1)
+            json.dump(
+                {
+                    "what": "the core called in process",
+                    "machine": cpu_name(),
+                    "kernels": llm.info.kernels,
+                    "model": args.model,
+                    "ready_s": ready,
+                    "load": os.getloadavg(),
+                    **results,
+                },
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What the page costs: CPU time of the core's news, of the journal, and of the feed with viewers, at many seats.
+"""What the page costs: CPU time of the core's news, of the journal, and of the feed with viewers,
+at many seats.
 
     python docs/benchmarks/feed_cost.py [--seats 1024] [--viewers 8] [--seconds 10]
 
-The scheduler plans real steps for a device that answers at once; its reports are then played to an API process's
-journal at one step per 10 ms, with and without viewers that read the feed over TCP from another process.
+The scheduler plans real steps for a device that answers at once; its reports are then played to an
+API process's journal at one step per 10 ms, with and without viewers that read the feed over TCP
+from another process.
 """
 
 from __future__ import annotations
@@ -76,15 +78,27 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
 def requests(seats: int, steps: int) -> list[EngineRequest]:
     """Enough traffic to keep all seats taken: outputs of 16 to 400 tokens, prompts of 8 to 200."""
     rng = random.Random(0)
-    return [EngineRequest(id=f"{number:032x}-0", prompt=[1] * rng.randint(8, 200), arrival=0.0, sampling=SamplingParams(
-        temperature=0.0, seed=0, max_tokens=rng.randint(16, 400), ignore_eos=True))
-        for number in range(seats + seats * steps // 100)]
+    return [
+        EngineRequest(
+            id=f"{number:032x}-0",
+            prompt=[1] * rng.randint(8, 200),
+            arrival=0.0,
+            sampling=SamplingParams(
+                temperature=0.0, seed=0, max_tokens=rng.randint(16, 400), ignore_eos=True
+            ),
+        )
+        for number in range(seats + seats * steps // 100)
+    ]
 
 
 def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineRequest]]:
     """Encoded reports of so many steps; prints what the news cost the core."""
-    limits = SchedulerLimits(max_seats=seats, context_length=2048, max_waiting_requests=10**6, max_waiting_tokens=10**9)
-    scheduler = Scheduler(limits, make_buckets(max_seats=seats, token_budget=4 * seats), PagePool(PAGES, PAGE_SIZE))
+    limits = SchedulerLimits(
+        max_seats=seats, context_length=2048, max_waiting_requests=10**6, max_waiting_tokens=10**9
+    )
+    scheduler = Scheduler(
+        limits, make_buckets(max_seats=seats, token_budget=4 * seats), PagePool(PAGES, PAGE_SIZE)
+    )
     core, traffic = EngineCore(scheduler, Instant(), Ledger()), requests(seats, steps)
     for request in traffic:
         core.add(request)
@@ -95,30 +109,62 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
     step, encode_news = timed(core.step, whole), timed(messages.encode, telling)
     for number in range(steps):
         if number % round(0.5 / STEP_S) == 0:
-            core.ask(messages.AskSlots(number, seats=False))  # the feed asks for the pages twice a second
+            core.ask(
+                messages.AskSlots(number, seats=False)
+            )  # the feed asks for the pages twice a second
         report = step()
         encode_news(messages.StepReport([], b"", report.life, report.chunks))
         reports.append(messages.encode(report))
-    per_step = {"host half of a step": whole[0], "news of life and prompts": telling[0], "page states": asking[0]}
+    per_step = {
+        "host half of a step": whole[0],
+        "news of life and prompts": telling[0],
+        "page states": asking[0],
+    }
     for name, spent in per_step.items():
-        print(f"core, {name}: {1e6 * spent / steps:8.1f} us a step = {100 * spent / steps / STEP_S:.3f} % of "
-              f"{1000 * STEP_S:g} ms steps")
+        print(
+            f"core, {name}: {1e6 * spent / steps:8.1f} us a step = "
+            f"{100 * spent / steps / STEP_S:.3f} % of "
+            f"{1000 * STEP_S:g} ms steps"
+        )
     return reports, traffic
 
 
 def make_client(seats: int) -> Any:
-    info = EngineInfo(model="bench", context_length=2048, vocab_size=1000, seats=seats, pages=PAGES - 1,
-                      page_size=PAGE_SIZE, token_budget=4 * seats, policy="continuous", order="fcfs", kernels="none",
-                      platform="none", device="none", dtype="none", kv_dtype="none", prefix_cache=True, version="0",
-                      max_waiting_requests=1)
+    info = EngineInfo(
+        model="bench",
+        context_length=2048,
+        vocab_size=1000,
+        seats=seats,
+        pages=PAGES - 1,
+        page_size=PAGE_SIZE,
+        token_budget=4 * seats,
+        policy="continuous",
+        order="fcfs",
+        kernels="none",
+        platform="none",
+        device="none",
+        dtype="none",
+        kv_dtype="none",
+        prefix_cache=True,
+        version="0",
+        max_waiting_requests=1,
+    )
     journal, rng = Journal(), random.Random(1)
     journal.core_ready(info)
 
     async def page_states() -> bytes:
         return bytes(rng.randbytes(PAGES)).translate(bytes(code % 4 for code in range(256)))
 
-    return SimpleNamespace(info=info, journal=journal, counters=EngineCounters(), state="ready", progress=None,
-                           last_step_age=lambda: 0.0, records=journal.records.since, page_states=page_states)
+    return SimpleNamespace(
+        info=info,
+        journal=journal,
+        counters=EngineCounters(),
+        state="ready",
+        progress=None,
+        last_step_age=lambda: 0.0,
+        records=journal.records.since,
+        page_states=page_states,
+    )
 
 
 async def play(client: Any, reports: list[bytes], seconds: float) -> float:
@@ -142,13 +188,17 @@ async def measure(seats: int, viewers: int, seconds: float) -> None:
     for request in traffic:
         client.journal.submit(request)
     app = create_dashboard(client, ServerSettings())
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, http="h11", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_config=None, http="h11", lifespan="off")
+    )
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.05)
     alone = await play(client, reports[:steps], seconds)
     port = server.servers[0].sockets[0].getsockname()[1]
-    with subprocess.Popen([sys.executable, "-c", WATCH, str(port), str(viewers)], stdin=subprocess.PIPE) as watching:
+    with subprocess.Popen(
+        [sys.executable, "-c", WATCH, str(port), str(viewers)], stdin=subprocess.PIPE
+    ) as watching:
         while app.state.feed.viewers < viewers:
             await asyncio.sleep(0.05)
         watched = await play(client, reports[steps:], seconds)
@@ -156,12 +206,17 @@ async def measure(seats: int, viewers: int, seconds: float) -> None:
     server.should_exit = True
     await serving
     print(f"API process, journal alone:       {1000 * alone / seconds:7.1f} ms of CPU a second")
-    print(f"API process, {viewers} viewers at 10 Hz:  {1000 * watched / seconds:7.1f} ms of CPU a second, "
-          f"{1000 * (watched - alone) / seconds:.1f} of them for the feed")
+    print(
+        f"API process, {viewers} viewers at 10 Hz:  {1000 * watched / seconds:7.1f} ms of CPU a "
+        "second, "
+        f"{1000 * (watched - alone) / seconds:.1f} of them for the feed"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seats", type=int, default=1024)
     parser.add_argument("--viewers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)

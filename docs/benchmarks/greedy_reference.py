@@ -1,11 +1,12 @@
-"""The default model's greedy answers in float32, beside those that transformers gave, with every kernel set
-that runs on this CPU and with the CPU kernels compiled for other CPUs by name.
+"""The default model's greedy answers in float32, beside those that transformers gave, with every
+kernel set that runs on this CPU and with the CPU kernels compiled for other CPUs by name.
 
     python docs/benchmarks/greedy_reference.py [CPU ...]
 
 Weights are rounded to bfloat16 first, as the reference's were (tests/data/smollm2_greedy.json). An
-answer is equal if it is so token for token, up to a token at which the reference's own best two were
-within 1e-3. A CPU whose instructions this one lacks is compiled for and not run. Half a minute a CPU.
+answer is equal if it is so token for token, up to a token at which the reference's own best two
+were within 1e-3. A CPU whose instructions this one lacks is compiled for and not run. Half a minute
+a CPU.
 """
 
 from __future__ import annotations
@@ -29,14 +30,27 @@ TIE = 1e-3
 
 
 def answers(kernels: str) -> tuple[int, int, float]:
-    """(equal answers, all answers, largest distance of a top-5 log-probability) of one kernel set."""
+    """(equal answers, all answers, largest distance of a top-5 log-probability) of one kernel
+    set.
+    """
     items = json.loads((TESTS / "data" / "smollm2_greedy.json").read_text())["items"]
-    llm = LLM("smollm2-135m", dtype="float32", max_seats=8, token_budget=64, context=256,
-              seat_buckets=[8], token_buckets=[64], pages=200, kernels=kernels)
+    llm = LLM(
+        "smollm2-135m",
+        dtype="float32",
+        max_seats=8,
+        token_budget=64,
+        context=256,
+        seat_buckets=[8],
+        token_buckets=[64],
+        pages=200,
+        kernels=kernels,
+    )
     runner = llm.core.runner
     runner.leaves = [leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves]
     params = [
-        SamplingParams(temperature=0, max_tokens=len(item["output_ids"]), ignore_eos=True, logprobs=5)
+        SamplingParams(
+            temperature=0, max_tokens=len(item["output_ids"]), ignore_eos=True, logprobs=5
+        )
         for item in items
     ]
     outputs = llm.generate([item["prompt_ids"] for item in items], params)

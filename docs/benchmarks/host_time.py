@@ -1,10 +1,12 @@
-"""Host time of a step (plan + batch + commit, medians in ms) by kind of step, in a closed loop at 32 seats.
+"""Host time of a step (plan + batch + commit, medians in ms) by kind of step, in a closed loop at
+32 seats.
 
     python docs/benchmarks/host_time.py [--model smollm2-135m] [--repeats 8] [--idle]
 
-Without a model nothing is computed: the device is a thread per core that streams 120 MB between the host's parts, as
-weights do, so that the host comes back to cold caches. That takes seconds and scatters less than the whole engine.
---idle: the threads do nothing, which shows what the instructions cost by themselves. With a model it is the engine.
+Without a model nothing is computed: the device is a thread per core that streams 120 MB between the
+host's parts, as weights do, so that the host comes back to cold caches. That takes seconds and
+scatters less than the whole engine. --idle: the threads do nothing, which shows what the
+instructions cost by themselves. With a model it is the engine.
 
 These figures move with the machine: compare two versions in turn, not on two days.
 """
@@ -47,7 +49,9 @@ class Streamer:
         self.done, self.running = threading.Semaphore(0), 0
         self.go = [threading.Semaphore(0) for _ in range(count)]
         for go in self.go:
-            threading.Thread(target=self.work, args=(go, 1 if idle else WORDS // count), daemon=True).start()
+            threading.Thread(
+                target=self.work, args=(go, 1 if idle else WORDS // count), daemon=True
+            ).start()
 
     def work(self, go: threading.Semaphore, words: int) -> None:
         """One thread's life."""
@@ -77,7 +81,9 @@ class StreamingRunner:
     compiles = 0
 
     def __init__(self, idle: bool):
-        self.builder = BatchBuilder(seats=SEATS, pages_per_seat=512, page_size=PAGE, pool_rows=PAGE * PAGES)
+        self.builder = BatchBuilder(
+            seats=SEATS, pages_per_seat=512, page_size=PAGE, pool_rows=PAGE * PAGES
+        )
         self.device = Streamer(idle)
 
     def batch(self, plan: Plan) -> Any:
@@ -99,7 +105,9 @@ class StreamingRunner:
 def streaming_core(idle: bool) -> EngineCore:
     """An engine core without a model."""
     limits = SchedulerLimits(SEATS, 8192, prefill_share=0.25)
-    scheduler = Scheduler(limits, make_buckets(max_seats=SEATS, token_budget=512), PagePool(PAGES, PAGE, retain=False))
+    scheduler = Scheduler(
+        limits, make_buckets(max_seats=SEATS, token_budget=512), PagePool(PAGES, PAGE, retain=False)
+    )
     return EngineCore(scheduler, StreamingRunner(idle), Ledger())
 
 
@@ -109,8 +117,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8, help="times 96 requests")
     parser.add_argument("--idle", action="store_true", help="without a model: do not stream memory")
     args = parser.parse_args()
-    llm: Any = (LLM(args.model, prefix_cache=False, max_seats=SEATS) if args.model
-                else SimpleNamespace(core=streaming_core(args.idle)))
+    llm: Any = (
+        LLM(args.model, prefix_cache=False, max_seats=SEATS)
+        if args.model
+        else SimpleNamespace(core=streaming_core(args.idle))
+    )
     work = requests(96, 96, 64, spread=True)
     closed_loop(llm, work, SEATS)  # warm up
     gc.collect()
@@ -121,13 +132,26 @@ def main() -> None:
     seconds = time.perf_counter() - started
     records = llm.core.ledger.since(first)
     full = records["decode"] == SEATS
-    kinds = {"all": records["step"] > 0, f"{SEATS} decoding rows": full & (records["mixed"] == 0),
-             "fewer": ~full & (records["mixed"] == 0), "with prompts": records["mixed"] == 1}
-    table = Table("steps", "number", *(part.removesuffix("_s") for part in HOST), "together",
-                  title=f"{args.repeats * sum(output for _, output in work) / seconds:.0f} output tok/s")
+    kinds = {
+        "all": records["step"] > 0,
+        f"{SEATS} decoding rows": full & (records["mixed"] == 0),
+        "fewer": ~full & (records["mixed"] == 0),
+        "with prompts": records["mixed"] == 1,
+    }
+    table = Table(
+        "steps",
+        "number",
+        *(part.removesuffix("_s") for part in HOST),
+        "together",
+        title=f"{args.repeats * sum(output for _, output in work) / seconds:.0f} output tok/s",
+    )
     for name, chosen in kinds.items():
         parts = [1e3 * records[part][chosen] for part in HOST]
-        table.add_row(name, str(int(chosen.sum())), *(f"{np.median(values):.3f}" for values in (*parts, sum(parts))))
+        table.add_row(
+            name,
+            str(int(chosen.sum())),
+            *(f"{np.median(values):.3f}" for values in (*parts, sum(parts))),
+        )
     Console().print(table)
 
 

@@ -1,5 +1,5 @@
-"""What each kernel of a set gives: closed loops with the whole set, and with each kernel in turn replaced
-by the reference's.
+"""What each kernel of a set gives: closed loops with the whole set, and with each kernel in turn
+replaced by the reference's.
 
     python docs/benchmarks/kernel_gain.py [--model smollm2-135m] [--repeats 2] [--kernels norm head]
 
@@ -58,11 +58,20 @@ def main() -> None:
         for name, kernels in sets.items():
             runs[name].append(measured(args.model, kernels))
     print(f"{whole.name} kernels, {args.model} on {cpu_name()}")
-    best = {work: median(run[work] for run in runs["all of them"]) for work in runs["all of them"][0]}
-    print(f"{'all of them':<20}" + "".join(f"{work}: {value:6.0f}     " for work, value in best.items()))
+    best = {
+        work: median(run[work] for run in runs["all of them"]) for work in runs["all of them"][0]
+    }
+    print(
+        f"{'all of them':<20}"
+        + "".join(f"{work}: {value:6.0f}     " for work, value in best.items())
+    )
     for name in list(sets)[1:]:
-        ratios = {work: median(run[work] for run in runs[name]) / value for work, value in best.items()}
-        print(f"{name:<20}" + "".join(f"{work}: {ratio:6.2f}     " for work, ratio in ratios.items()))
+        ratios = {
+            work: median(run[work] for run in runs[name]) / value for work, value in best.items()
+        }
+        print(
+            f"{name:<20}" + "".join(f"{work}: {ratio:6.2f}     " for work, ratio in ratios.items())
+        )
 
 
 if __name__ == "__main__":

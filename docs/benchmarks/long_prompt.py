@@ -1,9 +1,12 @@
-"""What a long prompt does to the streams that run beside it: their inter-token times alone, and while it is read.
+"""What a long prompt does to the streams that run beside it: their inter-token times alone, and
+while it is read.
 
-    python docs/benchmarks/long_prompt.py [--model smollm2-135m] [--streams 16] [--prompt 4000] [--prefill-share auto]
+    python docs/benchmarks/long_prompt.py [--model smollm2-135m] [--streams 16] [--prompt 4000]
+    [--prefill-share auto]
 
-All streams generate alone first; then a request with a long prompt and one output token arrives. Printed: median and
-p99 of the time between two tokens of a stream in both phases, the ratio of the p99s, and how long the prompt took.
+All streams generate alone first; then a request with a long prompt and one output token arrives.
+Printed: median and p99 of the time between two tokens of a stream in both phases, the ratio of the
+p99s, and how long the prompt took.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ class Watch:
 
     def add(self, name: str, prompt: list[int], tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        self.core.add(EngineRequest(id=name, prompt=prompt, sampling=params, arrival=time.monotonic()))
+        self.core.add(
+            EngineRequest(id=name, prompt=prompt, sampling=params, arrival=time.monotonic())
+        )
 
     def step(self) -> None:
         for output in self.core.step().outputs:
@@ -69,18 +74,31 @@ def measure(llm: LLM, streams: int, prompt: int, alone_steps: int) -> dict[str, 
         llm.core.abort(f"stream-{stream}")
     llm.core.run_until_idle()
     (p50, p99), (q50, q99) = np.percentile(alone, [50, 99]), np.percentile(beside, [50, 99])
-    return {"alone_p50_ms": p50, "alone_p99_ms": p99, "beside_p50_ms": q50, "beside_p99_ms": q99,
-            "p99_ratio": q99 / p99, "prompt_s": prompt_s}
+    return {
+        "alone_p50_ms": p50,
+        "alone_p99_ms": p99,
+        "beside_p50_ms": q50,
+        "beside_p99_ms": q99,
+        "p99_ratio": q99 / p99,
+        "prompt_s": prompt_s,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=4000)
     parser.add_argument("--prefill-share", default="auto")
     parser.add_argument("--alone-steps", type=int, default=150)
-    parser.add_argument("--runs", type=int, default=2, help="the first one also teaches the scheduler the step times")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=2,
+        help="the first one also teaches the scheduler the step times",
+    )
     parser.add_argument("--json")
     args = parser.parse_args()
     llm = LLM(args.model, prefix_cache=False, prefill_share=args.prefill_share)
@@ -89,7 +107,9 @@ def main() -> None:
         print(" ".join(f"{name}={value:.3g}" for name, value in run.items()))
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"arguments": vars(args), "load": os.getloadavg(), "runs": runs}, file, indent=1)
+            json.dump(
+                {"arguments": vars(args), "load": os.getloadavg(), "runs": runs}, file, indent=1
+            )
 
 
 if __name__ == "__main__":

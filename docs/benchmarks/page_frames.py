@@ -2,8 +2,9 @@
 
     python docs/benchmarks/page_frames.py [--seats 1024] [--hz 10] [--seconds 60]
 
-A scripted engine in this process keeps every seat moving; Debian's chromium without a GPU looks at it. Prints the
-distribution of the times between animation frames, and the JavaScript heap after a collection at the start and end.
+A scripted engine in this process keeps every seat moving; Debian's chromium without a GPU looks at
+it. Prints the distribution of the times between animation frames, and the JavaScript heap after a
+collection at the start and end.
 """
 
 from __future__ import annotations
@@ -27,9 +28,17 @@ from jitney.engine.records import STEP_DTYPE
 from jitney.engine.telemetry.history import Journal
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, SequenceOutput
 
-ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync",
-             "--enable-precise-memory-info"]
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-precise-memory-info",
+]
 #: Steps a second of the scripted engine.
 STEPS_S = 20
 FRAMES = """(seconds) => new Promise((resolve) => {
@@ -47,30 +56,55 @@ FRAMES = """(seconds) => new Promise((resolve) => {
 
 
 class Crowd:
-    """An engine of STEPS_S steps a second whose every seat reads a prompt, generates 50 to 400 tokens, and is refilled
-    at once. It goes on when the feed looks at it."""
+    """An engine of STEPS_S steps a second whose every seat reads a prompt, generates 50 to 400
+    tokens, and is refilled at once. It goes on when the feed looks at it."""
 
     state, progress = "ready", None
 
     def __init__(self, seats: int):
         self.info = EngineInfo(
-            model="scripted", context_length=4096, vocab_size=256, seats=seats, pages=seats * 8, page_size=16,
-            token_budget=2048, policy="continuous", order="fcfs", kernels="reference", platform="cpu", device="cpu",
-            dtype="float32", kv_dtype="float32", prefix_cache=True, version="0", max_waiting_requests=4096)
+            model="scripted",
+            context_length=4096,
+            vocab_size=256,
+            seats=seats,
+            pages=seats * 8,
+            page_size=16,
+            token_budget=2048,
+            policy="continuous",
+            order="fcfs",
+            kernels="reference",
+            platform="cpu",
+            device="cpu",
+            dtype="float32",
+            kv_dtype="float32",
+            prefix_cache=True,
+            version="0",
+            max_waiting_requests=4096,
+        )
         self.counters, self.journal = EngineCounters(), Journal()
         self.journal.core_ready(self.info)
         self.draw = random.Random(1)
         self.left, self.names = [0] * seats, [""] * seats  # tokens to come and request, by seat
         self.steps, self.served, self.began = 0, 0, time.monotonic()
-        self.journal.take(StepReport([], life=[self.board(seat, self.draw.randrange(1, 400)) for seat in range(seats)]))
+        self.journal.take(
+            StepReport(
+                [], life=[self.board(seat, self.draw.randrange(1, 400)) for seat in range(seats)]
+            )
+        )
 
     def board(self, seat: int, output: int) -> Life:
         """A new request in this seat."""
         self.served += 1
         name = f"req-{self.served:08x}"
         prompt = self.draw.randrange(20, 400)
-        self.journal.submit(EngineRequest(id=name, prompt=[0] * prompt, sampling=SamplingParams(max_tokens=output),
-                                          arrival=time.monotonic()))
+        self.journal.submit(
+            EngineRequest(
+                id=name,
+                prompt=[0] * prompt,
+                sampling=SamplingParams(max_tokens=output),
+                arrival=time.monotonic(),
+            )
+        )
         self.left[seat], self.names[seat] = output, name
         return Life("seated", name, 0, seat, self.steps, time.monotonic(), prompt, 0)
 
@@ -79,15 +113,34 @@ class Crowd:
         for seat in range(seats):
             self.left[seat] -= 1
             ends = self.left[seat] == 0
-            outputs.append(SequenceOutput(request_id=self.names[seat], index=0, tokens=[1],
-                                          finish="length" if ends else None))
+            outputs.append(
+                SequenceOutput(
+                    request_id=self.names[seat],
+                    index=0,
+                    tokens=[1],
+                    finish="length" if ends else None,
+                )
+            )
             if ends:
                 life.append(self.board(seat, self.draw.randrange(50, 400)))
         record = np.zeros(1, STEP_DTYPE)
-        given = {"step": self.steps, "started": time.monotonic() - 1 / STEPS_S, "mixed": 1, "bucket_tokens": 2 * seats,
-                 "bucket_seats": seats, "prefill": seats // 2, "decode": seats, "padding": seats - seats // 2,
-                 "seats": seats, "seats_busy": seats, "pages": self.info.pages, "pages_used": seats, "waiting": 40,
-                 "device_s": 1 / STEPS_S - 0.001, "gap_s": 0.001}
+        given = {
+            "step": self.steps,
+            "started": time.monotonic() - 1 / STEPS_S,
+            "mixed": 1,
+            "bucket_tokens": 2 * seats,
+            "bucket_seats": seats,
+            "prefill": seats // 2,
+            "decode": seats,
+            "padding": seats - seats // 2,
+            "seats": seats,
+            "seats_busy": seats,
+            "pages": self.info.pages,
+            "pages_used": seats,
+            "waiting": 40,
+            "device_s": 1 / STEPS_S - 0.001,
+            "gap_s": 0.001,
+        }
         for name, value in given.items():
             record[name] = value
         self.steps += 1
@@ -104,7 +157,7 @@ class Crowd:
         states = np.zeros(self.info.pages + 1, np.uint8)
         states[1:held] = 1
         states[1:held:7] = 2
-        states[held:held + 200] = 3
+        states[held : held + 200] = 3
         return states.tobytes()
 
     def last_step_age(self) -> float:
@@ -113,8 +166,16 @@ class Crowd:
 
 @contextlib.contextmanager
 def served(app: Any):
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False,
-                                           timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host="127.0.0.1",
+            port=0,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -132,11 +193,15 @@ def heap_mb(page: Page) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seats", type=int, default=1024)
     parser.add_argument("--hz", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--scroll", type=int, default=0, help="pixels to scroll down before measuring")
+    parser.add_argument(
+        "--scroll", type=int, default=0, help="pixels to scroll down before measuring"
+    )
     parser.add_argument("--picture", help="save what the page looks like at the end")
     args = parser.parse_args()
     app = create_dashboard(Crowd(args.seats), ServerSettings(), hz=args.hz)  # type: ignore[arg-type]
@@ -156,9 +221,12 @@ def main() -> None:
         browser.close()
     p50, p95, p99 = np.percentile(times, (50, 95, 99))
     print(headline)
-    print(f"{args.seats} seats at {args.hz:g} Hz for {args.seconds:g} s: {len(times)} frames, p50 {p50:.1f} ms, "
-          f"p95 {p95:.1f} ms, p99 {p99:.1f} ms, longest {times.max():.0f} ms; heap {before:.1f} MB, "
-          f"grew {grown:+.2f} MB")
+    print(
+        f"{args.seats} seats at {args.hz:g} Hz for {args.seconds:g} s: {len(times)} frames, p50 "
+        f"{p50:.1f} ms, "
+        f"p95 {p95:.1f} ms, p99 {p99:.1f} ms, longest {times.max():.0f} ms; heap {before:.1f} MB, "
+        f"grew {grown:+.2f} MB"
+    )
 
 
 if __name__ == "__main__":

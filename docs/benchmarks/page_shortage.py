@@ -1,10 +1,12 @@
-"""More seats than pages: output tokens a second, the longest stall of a stream that began, and what preemption cost.
+"""More seats than pages: output tokens a second, the longest stall of a stream that began, and what
+preemption cost.
 
-    python docs/benchmarks/page_shortage.py [--model smollm2-135m] [--pages 200] [--seats 8 32] [--requests 64]
+    python docs/benchmarks/page_shortage.py [--model smollm2-135m] [--pages 200] [--seats 8 32]
+    [--requests 64]
         [--outputs 50 800]
 
-32 streams in a closed loop, prompts around 96 tokens, outputs drawn evenly; greedy, end-of-sequence ignored, prefix
-cache off. Every number of seats gets the same requests, one after the other.
+32 streams in a closed loop, prompts around 96 tokens, outputs drawn evenly; greedy, end-of-sequence
+ignored, prefix cache off. Every number of seats gets the same requests, one after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ STREAMS = 32
 
 
 def measure(llm: LLM, work: list[tuple[list[int], int]]) -> dict[str, float]:
-    """Run the work with STREAMS requests open at a time; stall_s: longest time between two tokens of one."""
+    """Run the work with STREAMS requests open at a time; stall_s: longest time between two tokens
+    of one.
+    """
     core, waiting, open_now = llm.core, list(enumerate(work))[::-1], 0
     before = dict(core.ledger.totals)
     last: dict[str, float] = {}
@@ -31,7 +35,11 @@ def measure(llm: LLM, work: list[tuple[list[int], int]]) -> dict[str, float]:
         while waiting and open_now < STREAMS:
             number, (prompt, output) = waiting.pop()
             params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-            core.add(EngineRequest(id=str(number), prompt=prompt, sampling=params, arrival=time.monotonic()))
+            core.add(
+                EngineRequest(
+                    id=str(number), prompt=prompt, sampling=params, arrival=time.monotonic()
+                )
+            )
             open_now += 1
         for output in core.step().outputs:
             now = time.perf_counter()
@@ -40,13 +48,18 @@ def measure(llm: LLM, work: list[tuple[list[int], int]]) -> dict[str, float]:
             open_now -= output.finish is not None
     seconds = time.perf_counter() - started
     after = core.ledger.totals
-    return {"output_tok_s": sum(output for _, output in work) / seconds, "stall_s": stall,
-            "preempted": after["preempted"] - before["preempted"],
-            "recomputed": after["recomputed"] - before["recomputed"]}
+    return {
+        "output_tok_s": sum(output for _, output in work) / seconds,
+        "stall_s": stall,
+        "preempted": after["preempted"] - before["preempted"],
+        "recomputed": after["recomputed"] - before["recomputed"],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--pages", type=int, default=200)
     parser.add_argument("--seats", type=int, nargs="+", default=[8, 32])
@@ -55,11 +68,17 @@ def main() -> None:
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     outputs = rng.integers(*args.outputs, args.requests, endpoint=True).tolist()
-    prompts = [rng.integers(100, 40000, count).tolist() for count in lengths(rng, 96, args.requests)]
+    prompts = [
+        rng.integers(100, 40000, count).tolist() for count in lengths(rng, 96, args.requests)
+    ]
     for seats in args.seats:
         llm = LLM(args.model, prefix_cache=False, max_seats=seats, pages=args.pages + 1)
         figures = measure(llm, list(zip(prompts, outputs, strict=True)))
-        print(f"{seats} seats:", " ".join(f"{name}={value:.4g}" for name, value in figures.items()), flush=True)
+        print(
+            f"{seats} seats:",
+            " ".join(f"{name}={value:.4g}" for name, value in figures.items()),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

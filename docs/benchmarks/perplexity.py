@@ -2,13 +2,15 @@
 
     python docs/benchmarks/perplexity.py [--model smollm2-135m] [--dtype float32] [--only int8,KV]
 
-The forward pass is the engine's own: its model, loaded in the scheme, its kernels, and pools of the KV type, the whole
-text as one prompt. Beside perplexity: the mean Kullback-Leibler divergence of the next-token distribution from that of
-the first row, and how often both name the same likeliest token.
+The forward pass is the engine's own: its model, loaded in the scheme, its kernels, and pools of the
+KV type, the whole text as one prompt. Beside perplexity: the mean Kullback-Leibler divergence of
+the next-token distribution from that of the first row, and how often both name the same likeliest
+token.
 
-The default model's file holds most matrices in 4 bits already (Q4_1, groups of 32): "plain" are its numbers as floats,
-"as stored" the same numbers in 4 bits. The rows of int4 round those once more, to other levels, as making int4 from a
-checkpoint of floats would; a 4-bit file served with `--weights int4` stays as stored.
+The default model's file holds most matrices in 4 bits already (Q4_1, groups of 32): "plain" are its
+numbers as floats, "as stored" the same numbers in 4 bits. The rows of int4 round those once more,
+to other levels, as making int4 from a checkpoint of floats would; a 4-bit file served with
+`--weights int4` stays as stored.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table. weights: a scheme, or stored: as the checkpoint has them; group: of int4, 0 by size."""
+    """One row of the table. weights: a scheme, or stored: as the checkpoint has them; group: of
+    int4, 0 by size.
+    """
 
     name: str
     weights: str = "plain"
@@ -55,9 +59,16 @@ class Case:
 
 
 CASES = (
-    Case("plain"), Case("plain, bfloat16", dtype="bfloat16"), Case("as stored", "stored"), Case("int8", "int8"),
-    Case("fp8", "fp8"), Case("int4, groups of 32", "int4", group=32), Case("int4, groups of 64", "int4", group=64),
-    Case("plain, KV int8", kv="int8"), Case("plain, KV fp8", kv="fp8"), Case("int8, KV int8", "int8", "int8"),
+    Case("plain"),
+    Case("plain, bfloat16", dtype="bfloat16"),
+    Case("as stored", "stored"),
+    Case("int8", "int8"),
+    Case("fp8", "fp8"),
+    Case("int4, groups of 32", "int4", group=32),
+    Case("int4, groups of 64", "int4", group=64),
+    Case("plain, KV int8", kv="int8"),
+    Case("plain, KV fp8", kv="fp8"),
+    Case("int8, KV int8", "int8", "int8"),
     Case("as stored, KV int8", "stored", "int8"),
 )
 
@@ -76,11 +87,17 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--only", help="words that a row's name must contain one of, separated by commas")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "perplexity.json")
+    parser.add_argument(
+        "--only", help="words that a row's name must contain one of, separated by commas"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "benchmarks" / "perplexity.json"
+    )
     known = parser.parse_args()
     source = resolve(known.model)
     tokens = load_tokenizer(source).encode(TEXT.read_text())[: source.config.context_length]
@@ -95,17 +112,32 @@ def main() -> None:
         result, first = measure(case, model, tokens, kernels, first)
         results.append(result)
         print(f"{row(result)}  {time.perf_counter() - started:5.0f} s", flush=True)
-    known.out.write_text(json.dumps({
-        "model": known.model, "dtype": known.dtype, "tokens": len(tokens), "text": str(TEXT.relative_to(ROOT)),
-        "kernels": kernels.name, "device": jax.devices()[0].device_kind, "machine": platform.machine(),
-        "jax": jax.__version__, "rows": [asdict(result) for result in results]}, indent=1) + "\n")
+    known.out.write_text(
+        json.dumps(
+            {
+                "model": known.model,
+                "dtype": known.dtype,
+                "tokens": len(tokens),
+                "text": str(TEXT.relative_to(ROOT)),
+                "kernels": kernels.name,
+                "device": jax.devices()[0].device_kind,
+                "machine": platform.machine(),
+                "jax": jax.__version__,
+                "rows": [asdict(result) for result in results],
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 def load(source: ModelSource, case: Case, dtype: Any) -> Llama:
     """The model as the row wants it."""
     if case.group:
         return grouped(source, case, dtype)
-    keeping = {"stored": Keeping("plain", frozenset({"int4", "int8", "fp8"}))}.get(case.weights, Keeping(case.weights))
+    keeping = {"stored": Keeping("plain", frozenset({"int4", "int8", "fp8"}))}.get(
+        case.weights, Keeping(case.weights)
+    )
     model = load_model(source, source.config, dtype, keeping=keeping)
     if case.kv != "auto":
         hold_factors(model, source, quantization.KV_TYPES[case.kv])
@@ -116,14 +148,21 @@ def grouped(source: ModelSource, case: Case, dtype: Any) -> Llama:
     """int4 in groups of the row's size, where loading would choose the largest that fits."""
     model = load_model(source, source.config, jnp.float32)
     for linear in model.linears():
-        linear.hold(quantization.keep(linear.kept.kernel, scheme="int4", dtype=dtype, group=case.group))
+        linear.hold(
+            quantization.keep(linear.kept.kernel, scheme="int4", dtype=dtype, group=case.group)
+        )
     return model
 
 
-def measure(case: Case, model: Llama, tokens: list[int], kernels: KernelSet,
-            first: list[np.ndarray]) -> tuple[Result, list[np.ndarray]]:
-    """The row's figures. first: log-probabilities [T - 1, V] of the first row in parts, empty for that row itself."""
-    hidden = read(model, tokens, quantization.KV_TYPES.get(case.kv, model.embed[...].dtype), kernels)
+def measure(
+    case: Case, model: Llama, tokens: list[int], kernels: KernelSet, first: list[np.ndarray]
+) -> tuple[Result, list[np.ndarray]]:
+    """The row's figures. first: log-probabilities [T - 1, V] of the first row in parts, empty for
+    that row itself.
+    """
+    hidden = read(
+        model, tokens, quantization.KV_TYPES.get(case.kv, model.embed[...].dtype), kernels
+    )
     targets, parts = np.asarray(tokens[1:]), []
     loss = divergence = same = 0.0
     for index, start in enumerate(range(0, len(targets), ROWS)):
@@ -135,8 +174,15 @@ def measure(case: Case, model: Llama, tokens: list[int], kernels: KernelSet,
         parts.append(part)
     count = len(targets)
     size = sum(array.nbytes for linear in model.linears() for array in jax.tree.leaves(linear.kept))
-    return Result(case.name, describe_weights(model), case.kv, size, math.exp(loss / count), divergence / count,
-                  same / count), first or parts
+    return Result(
+        case.name,
+        describe_weights(model),
+        case.kv,
+        size,
+        math.exp(loss / count),
+        divergence / count,
+        same / count,
+    ), first or parts
 
 
 def read(model: Llama, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> jax.Array:
@@ -159,8 +205,11 @@ def log_probabilities(model: Llama, hidden: jax.Array, kernels: KernelSet) -> np
 
 
 def row(result: Result) -> str:
-    return (f"| {result.name:20} | {result.weight_bytes / 1e6:8.1f} MB | {result.perplexity:8.4f} | {result.kl:9.6f} | "
-            f"{100 * result.same_top:6.2f} % |")
+    return (
+        f"| {result.name:20} | {result.weight_bytes / 1e6:8.1f} MB | {result.perplexity:8.4f} | "
+        f"{result.kl:9.6f} | "
+        f"{100 * result.same_top:6.2f} % |"
+    )
 
 
 if __name__ == "__main__":

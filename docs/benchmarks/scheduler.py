@@ -1,10 +1,12 @@
-"""What the scheduler's own work costs on the host, without any device: milliseconds to plan and to commit a step.
+"""What the scheduler's own work costs on the host, without any device: milliseconds to plan and to
+commit a step.
 
     python docs/benchmarks/scheduler.py [--seats 64,128,256,512] [--steps 200] [--json FILE]
 
-Every seat decodes and one more prompt of 16 tokens boards in each step while an old sequence ends, with as many waiting
-as there are seats: the busiest steps there are. Static and dynamic batches board once and then decode, as they do.
-Medians over the steps, after a collection of garbage that then stays out of the way, as in a running engine.
+Every seat decodes and one more prompt of 16 tokens boards in each step while an old sequence ends,
+with as many waiting as there are seats: the busiest steps there are. Static and dynamic batches
+board once and then decode, as they do. Medians over the steps, after a collection of garbage that
+then stays out of the way, as in a running engine.
 """
 
 from __future__ import annotations
@@ -34,17 +36,32 @@ PAGE, PROMPT = 16, 16
 
 def scheduler_for(seats: int, policy: str, order: str) -> Scheduler:
     """A scheduler whose pool never runs out."""
-    limits = SchedulerLimits(seats, 4096, max_waiting_requests=10**6, max_waiting_tokens=10**9, policy=policy,
-                             order=order, prefill_share=0.25)
+    limits = SchedulerLimits(
+        seats,
+        4096,
+        max_waiting_requests=10**6,
+        max_waiting_tokens=10**9,
+        policy=policy,
+        order=order,
+        prefill_share=0.25,
+    )
     buckets = make_buckets(max_seats=seats, token_budget=4 * seats)
-    return Scheduler(limits, buckets, PagePool(seats * 40 + 1, PAGE, retain=False), clock=lambda: 0.0)
+    return Scheduler(
+        limits, buckets, PagePool(seats * 40 + 1, PAGE, retain=False), clock=lambda: 0.0
+    )
 
 
 def requests(seats: int) -> Iterator[EngineRequest]:
     """Endless: eight tenants, outputs so long that one sequence ends in every step."""
     for number in itertools.count():
-        yield EngineRequest(id=str(number), prompt=[number % 1000 + 1] * PROMPT, arrival=0.0, user=str(number % 8),
-                            priority=number % 5, sampling=SamplingParams(temperature=0.0, max_tokens=seats))
+        yield EngineRequest(
+            id=str(number),
+            prompt=[number % 1000 + 1] * PROMPT,
+            arrival=0.0,
+            user=str(number % 8),
+            priority=number % 5,
+            sampling=SamplingParams(temperature=0.0, max_tokens=seats),
+        )
 
 
 def measure(seats: int, policy: str, order: str, steps: int) -> tuple[float, float]:
@@ -74,14 +91,20 @@ def measure(seats: int, policy: str, order: str, steps: int) -> tuple[float, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seats", default="64,128,256,512", help="numbers of seats, separated by commas")
+    parser.add_argument(
+        "--seats", default="64,128,256,512", help="numbers of seats, separated by commas"
+    )
     parser.add_argument("--steps", type=int, default=200, help="steps measured of each")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     known = parser.parse_args()
     sizes = [int(word) for word in known.seats.split(",")]
-    kinds = [("continuous", order) for order in ORDERS] + [(policy, "fcfs") for policy in POLICIES][1:]
-    figures = {f"{policy} {order}": {seats: measure(seats, policy, order, known.steps) for seats in sizes}
-               for policy, order in kinds}
+    kinds = [("continuous", order) for order in ORDERS] + [(policy, "fcfs") for policy in POLICIES][
+        1:
+    ]
+    figures = {
+        f"{policy} {order}": {seats: measure(seats, policy, order, known.steps) for seats in sizes}
+        for policy, order in kinds
+    }
     table = Table("seats", *map(str, sizes), title="plan + commit, ms")
     for kind, row in figures.items():
         table.add_row(kind, *(f"{plan:.3f} + {commit:.3f}" for plan, commit in row.values()))

@@ -1,10 +1,12 @@
-"""Measures tile sizes of attention on the NVIDIA GPU at hand, and prints rows for `kernels/triton_gpu/configs.py`.
+"""Measures tile sizes of attention on the NVIDIA GPU at hand, and prints rows for
+`kernels/triton_gpu/configs.py`.
 
-python docs/benchmarks/triton_configs.py [--dims 64 128 256] [--groups 4 32] [--pages 16 128] [--quick]
+python docs/benchmarks/triton_configs.py [--dims 64 128 256] [--groups 4 32] [--pages 16 128]
+[--quick]
 
-Decode is measured at 32 sequences of 4096 keys and at one of 32768, prompts at 4096 rows; all in bfloat16 with 8 key
-heads. Candidates that do not compile are left out. Beside each winner: its share of what a plain copy, or a bfloat16
-product, reaches in the same run.
+Decode is measured at 32 sequences of 4096 keys and at one of 32768, prompts at 4096 rows; all in
+bfloat16 with 8 key heads. Candidates that do not compile are left out. Beside each winner: its
+share of what a plain copy, or a bfloat16 product, reaches in the same run.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ import numpy as np
 
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import compute_capability
-from jitney.kernels.triton_gpu.configs import PROCESSORS, Decode, Prompt, attention_config, generation
+from jitney.kernels.triton_gpu.configs import (
+    PROCESSORS,
+    Decode,
+    Prompt,
+    attention_config,
+    generation,
+)
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 from jitney.kernels.triton_gpu.launch import JaxTriton
 
@@ -54,22 +62,33 @@ def product_rate() -> float:
     return 2 * 8192**3 / seconds(lambda x, w: x @ w, x, x)
 
 
-def batch(lengths: list[int], rows: int, heads: int, dim: int, page: int) -> tuple[jax.Array, jax.Array, AttentionMeta]:
+def batch(
+    lengths: list[int], rows: int, heads: int, dim: int, page: int
+) -> tuple[jax.Array, jax.Array, AttentionMeta]:
     """(q, kv, meta): `rows` new rows of each sequence, pages of all sequences shuffled."""
     pages = -(-max(lengths) // page)
     seqs = len(lengths)
     order = np.random.default_rng(0).permutation(seqs * pages).astype(np.int32) + 1
     counts = np.array([seqs if rows == 1 else 0, seqs, seqs * rows], np.int32)
     total = seqs * rows + (rows > 1)  # as many rows as sequences would be a bucket of decode only
-    meta = AttentionMeta(jnp.array(lengths, jnp.int32), jnp.arange(seqs + 1, dtype=jnp.int32) * rows,
-                         jnp.asarray(order.reshape(seqs, pages)), jnp.zeros((total,), jnp.int32),
-                         jnp.zeros((total,), jnp.int32), jnp.asarray(counts))
+    meta = AttentionMeta(
+        jnp.array(lengths, jnp.int32),
+        jnp.arange(seqs + 1, dtype=jnp.int32) * rows,
+        jnp.asarray(order.reshape(seqs, pages)),
+        jnp.zeros((total,), jnp.int32),
+        jnp.zeros((total,), jnp.int32),
+        jnp.asarray(counts),
+    )
     q = jax.random.normal(jax.random.key(0), (total, heads, dim), jnp.bfloat16)
-    kv = jax.random.normal(jax.random.key(1), (seqs * pages + 1, page, 2 * KEY_HEADS, dim), jnp.bfloat16)
+    kv = jax.random.normal(
+        jax.random.key(1), (seqs * pages + 1, page, 2 * KEY_HEADS, dim), jnp.bfloat16
+    )
     return q, kv, meta
 
 
-def time_tiles(tiles: tuple[Decode, Prompt], sm: int, given: tuple[jax.Array, jax.Array, AttentionMeta]) -> float:
+def time_tiles(
+    tiles: tuple[Decode, Prompt], sm: int, given: tuple[jax.Array, jax.Array, AttentionMeta]
+) -> float:
     """Seconds of one attention with these tiles; infinite if they do not compile or fit."""
     q, kv, meta = given
     kernels = TritonKernels(JaxTriton(sm), lambda *_: tiles)
@@ -86,9 +105,13 @@ def attend(kernels: TritonKernels, q: jax.Array, kv: jax.Array, meta: AttentionM
 
 def decode_candidates(known: Decode, sm: int, quick: bool) -> Iterator[Decode]:
     processors = PROCESSORS[generation(sm)]
-    for block, warps, stages, resident in itertools.product((32, 64, 128), (4, 8), (2, 3, 5), (2, 3, 4, 6)):
+    for block, warps, stages, resident in itertools.product(
+        (32, 64, 128), (4, 8), (2, 3, 5), (2, 3, 4, 6)
+    ):
         if not quick or (warps, stages) == (known.warps, known.stages):
-            yield replace(known, block_n=block, warps=warps, stages=stages, programs=processors * resident)
+            yield replace(
+                known, block_n=block, warps=warps, stages=stages, programs=processors * resident
+            )
 
 
 def prompt_candidates(known: Prompt, quick: bool) -> Iterator[Prompt]:
@@ -101,14 +124,20 @@ def best_decode(dim: int, group: int, page: int, sm: int, quick: bool, bandwidth
     """The fastest over many sequences and one long one, each counted by its share of the best."""
     known, prompt = attention_config(sm, dim, 2, group)
     heads = group * KEY_HEADS
-    cases = {lengths: batch(list(lengths), 1, heads, dim, page) for lengths in ((4096,) * 32, (32768,))}
+    cases = {
+        lengths: batch(list(lengths), 1, heads, dim, page) for lengths in ((4096,) * 32, (32768,))
+    }
     candidates = list(decode_candidates(known, sm, quick))
-    taken = np.array([[time_tiles((tiles, prompt), sm, case) for case in cases.values()] for tiles in candidates])
+    taken = np.array(
+        [[time_tiles((tiles, prompt), sm, case) for case in cases.values()] for tiles in candidates]
+    )
     chosen = int(np.argmin((taken / taken.min(0)).sum(1)))
     for lengths, spent in zip(cases, taken[chosen], strict=True):
         moved = sum(lengths) * 2 * KEY_HEADS * dim * 2
         share = moved / spent / bandwidth
-        print(f"  decode {len(lengths)} x {lengths[0]}: {spent * 1e6:.0f} us, {share:.0%} of a copy")
+        print(
+            f"  decode {len(lengths)} x {lengths[0]}: {spent * 1e6:.0f} us, {share:.0%} of a copy"
+        )
     return candidates[chosen]
 
 
@@ -119,15 +148,26 @@ def best_prompt(dim: int, group: int, page: int, sm: int, quick: bool, rate: flo
     candidates = list(prompt_candidates(known, quick))
     taken = [time_tiles((decode, tiles), sm, case) for tiles in candidates]
     chosen = int(np.argmin(taken))
-    work = 4 * group * KEY_HEADS * dim * 4096 * 4096 / 2  # two products, half of them behind the causal mask
-    print(f"  prompt of 4096: {taken[chosen] * 1e3:.2f} ms, {work / taken[chosen] / rate:.0%} of a product's rate")
+    work = (
+        4 * group * KEY_HEADS * dim * 4096 * 4096 / 2
+    )  # two products, half of them behind the causal mask
+    print(
+        f"  prompt of 4096: {taken[chosen] * 1e3:.2f} ms, {work / taken[chosen] / rate:.0%} of a "
+        "product's rate"
+    )
     return candidates[chosen]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256], help="padded head dims")
-    parser.add_argument("--groups", type=int, nargs="+", default=[4, 32], help="query heads per key head")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dims", type=int, nargs="+", default=[64, 128, 256], help="padded head dims"
+    )
+    parser.add_argument(
+        "--groups", type=int, nargs="+", default=[4, 32], help="query heads per key head"
+    )
     parser.add_argument("--pages", type=int, nargs="+", default=[16], help="positions per page")
     parser.add_argument("--quick", action="store_true", help="keep today's warps and stages")
     options = parser.parse_args()

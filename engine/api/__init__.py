@@ -1,4 +1,6 @@
-"""The OpenAI-compatible HTTP generation endpoint. Never imports jax: it talks to the core through `EngineClient`."""
+"""The OpenAI-compatible HTTP generation endpoint. Never imports jax: it talks to the core through
+`EngineClient`.
+"""
 
 from jitney.engine.api.app import create_app
 from jitney.engine.api.service import Service

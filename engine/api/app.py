@@ -25,14 +25,21 @@ if TYPE_CHECKING:
     from jitney.engine.text.tokenizer import Tokenizer
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: ServerSettings, model_name: str,
-               extra_routes: Sequence[BaseRoute] = (), *,
-               lifespan: Callable[[], AbstractAsyncContextManager[None]] = nullcontext) -> Starlette:
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    settings: ServerSettings,
+    model_name: str,
+    extra_routes: Sequence[BaseRoute] = (),
+    *,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+) -> Starlette:
     """The application; `app.state.service` is its `Service`.
 
-    tokenizer may be None while the model is being fetched; set `app.state.service.tokenizer` when it is there.
-    `app.state.service.begin_drain()` refuses new requests, `await app.state.service.drained()` waits for the open ones.
-    extra_routes stand behind the same keys and limits. lifespan runs around the server's life, on its event loop.
+    tokenizer may be None while the model is being fetched; set `app.state.service.tokenizer` when
+    it is there. `app.state.service.begin_drain()` refuses new requests, `await
+    app.state.service.drained()` waits for the open ones. extra_routes stand behind the same keys
+    and limits. lifespan runs around the server's life, on its event loop.
     """
     service = Service(client, tokenizer, settings, model_name)
 
@@ -43,11 +50,18 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, settings: Serv
         service.close()
 
     app = Starlette(
-        routes=[Route("/v1/completions", completions(service), methods=["POST"]),
-                Route("/v1/chat/completions", chat_completions(service), methods=["POST"]),
-                *ops_routes(service), *extra_routes],
-        middleware=[Middleware(Edge, service=service), Middleware(Heads, settings=settings),
-                    Middleware(Keys, settings=settings), Middleware(Bodies, settings=settings)],
+        routes=[
+            Route("/v1/completions", completions(service), methods=["POST"]),
+            Route("/v1/chat/completions", chat_completions(service), methods=["POST"]),
+            *ops_routes(service),
+            *extra_routes,
+        ],
+        middleware=[
+            Middleware(Edge, service=service),
+            Middleware(Heads, settings=settings),
+            Middleware(Keys, settings=settings),
+            Middleware(Bodies, settings=settings),
+        ],
         exception_handlers={HTTPException: _router_error},
         lifespan=life,
     )

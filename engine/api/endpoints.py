@@ -1,4 +1,6 @@
-"""The generation routes as plain ASGI: read, run, answer; and stop the engine's work when the client leaves."""
+"""The generation routes as plain ASGI: read, run, answer; and stop the engine's work when the
+client leaves.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +56,26 @@ class Generate:
     async def _answer(self, body: bytes, context: Context, scope: Scope, send: Send) -> None:
         _, tokenizer = self.service.ready()
         settings = self.service.settings
-        fields, ignored = parse(self.body, read_object(body, settings.max_depth), settings.max_messages)
+        fields, ignored = parse(
+            self.body, read_object(body, settings.max_depth), settings.max_messages
+        )
         job = await self.job(self.service, fields, context)
         self.service.quotas.enter(context.tenant, context.prompt_tokens)
         async with Run(self.service, job, context) as run:
             answer = self._stream if job.stream else self._plain
-            await answer(run, self.format(run, tokenizer), _ignored_header(ignored), context, scope, send)
+            await answer(
+                run, self.format(run, tokenizer), _ignored_header(ignored), context, scope, send
+            )
 
-    async def _plain(self, run: Run, format: Format, headers: dict[str, str], context: Context, scope: Scope,
-                     send: Send) -> None:
+    async def _plain(
+        self,
+        run: Run,
+        format: Format,
+        headers: dict[str, str],
+        context: Context,
+        scope: Scope,
+        send: Send,
+    ) -> None:
         whole = {choice.index: Piece() for choice in run.choices}
         while not run.done:
             for choice, piece in await run.pieces(None):
@@ -73,9 +86,18 @@ class Generate:
         response = Response(format.whole(whole), 200, headers, "application/json")
         await response(scope, _nothing, send)
 
-    async def _stream(self, run: Run, format: Format, headers: dict[str, str], context: Context, scope: Scope,
-                      send: Send) -> None:
-        """The engine's first word decides the status; what goes wrong later is an event in the stream."""
+    async def _stream(
+        self,
+        run: Run,
+        format: Format,
+        headers: dict[str, str],
+        context: Context,
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        """The engine's first word decides the status; what goes wrong later is an event in the
+        stream.
+        """
         pieces = await run.pieces(self.service.settings.header_wait_s)
         headers |= {"cache-control": "no-store", "x-accel-buffering": "no"}
         head = Response(None, 200, headers, "text/event-stream")
@@ -85,7 +107,9 @@ class Generate:
             await _send_body(send, b"".join(format.chunks(*each) for each in pieces) or KEEP_ALIVE)
             while not run.done:
                 pieces = await run.pieces(self.service.settings.keep_alive_s)
-                await _send_body(send, b"".join(format.chunks(*each) for each in pieces) or KEEP_ALIVE)
+                await _send_body(
+                    send, b"".join(format.chunks(*each) for each in pieces) or KEEP_ALIVE
+                )
             tail = format.tail()
         except Exception as error:
             tail = error_event(error, context.request_id) + DONE
@@ -101,9 +125,11 @@ def chat_completions(service: Service) -> Generate:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work`, cancelling it if the client leaves first; True if it did. Errors of `work` are raised.
+    """Run `work`, cancelling it if the client leaves first; True if it did. Errors of `work` are
+    raised.
 
-    Starlette notices a client's leaving only in some responses and ASGI versions, and never while a request waits.
+    Starlette notices a client's leaving only in some responses and ASGI versions, and never while a
+    request waits.
     """
     task, watch = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
@@ -136,4 +162,8 @@ def _ignored_header(names: list[str]) -> dict[str, str]:
     if not names:
         return {}
     count, length = IGNORED
-    return {"x-ignored-params": ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:length]) for name in names[:count])}
+    return {
+        "x-ignored-params": ", ".join(
+            re.sub(r"[^A-Za-z0-9_.-]", "?", name[:length]) for name in names[:count]
+        )
+    }

@@ -15,20 +15,34 @@ LOWEST = -9999.0
 
 
 class Format:
-    """Answers of one run. `whole` for a plain answer, `chunks` and `tail` for a stream (SSE frames)."""
+    """Answers of one run. `whole` for a plain answer, `chunks` and `tail` for a stream (SSE
+    frames).
+    """
 
     whole_object = chunk_object = ""
 
     def __init__(self, run: Run, tokenizer: TokenBytes):
         self.run, self.job = run, run.job
         self._token_bytes = tokenizer.token_bytes
-        self._head = {"id": self.job.id, "object": "", "created": self.job.created, "model": self.job.model}
+        self._head = {
+            "id": self.job.id,
+            "object": "",
+            "created": self.job.created,
+            "model": self.job.model,
+        }
 
     def whole(self, pieces: dict[int, Piece]) -> bytes:
         """The body of a plain answer; pieces: everything each choice gained, by choice index."""
-        choices = [self._choice(index, choice, pieces[choice.index]) for index, choice in enumerate(self._best())]
-        return orjson.dumps(self._head | {"object": self.whole_object, "choices": choices} | self._whole_extra()
-                            | {"usage": self.run.usage()})
+        choices = [
+            self._choice(index, choice, pieces[choice.index])
+            for index, choice in enumerate(self._best())
+        ]
+        return orjson.dumps(
+            self._head
+            | {"object": self.whole_object, "choices": choices}
+            | self._whole_extra()
+            | {"usage": self.run.usage()}
+        )
 
     def chunks(self, choice: Choice, piece: Piece) -> bytes:
         """The frames of one piece; the first one of a choice opens it."""
@@ -40,23 +54,35 @@ class Format:
         """What follows the last chunk."""
         return (self._frame([], self.run.usage()) if self.job.include_usage else b"") + DONE
 
-    def _frame(self, choices: list[dict[str, Any]], usage: dict[str, object] | None = None) -> bytes:
+    def _frame(
+        self, choices: list[dict[str, Any]], usage: dict[str, object] | None = None
+    ) -> bytes:
         body = self._head | {"object": self.chunk_object, "choices": choices}
         if self.job.continuous_usage or self.job.include_usage:
             body["usage"] = self.run.usage() if self.job.continuous_usage else usage
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
     def _best(self) -> list[Choice]:
-        """The choices to return, prompt by prompt; with best_of > n those of highest mean log-probability."""
+        """The choices to return, prompt by prompt; with best_of > n those of highest mean
+        log-probability.
+        """
         n, made = self.job.n, self.job.sampling.n
         if made == n:
             return self.run.choices
-        groups = (self.run.choices[start:start + made] for start in range(0, len(self.run.choices), made))
-        return [choice for group in groups
-                for choice in sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[:n]]
+        groups = (
+            self.run.choices[start : start + made]
+            for start in range(0, len(self.run.choices), made)
+        )
+        return [
+            choice
+            for group in groups
+            for choice in sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[:n]
+        ]
 
     def _token_ids(self, piece: Piece) -> dict[str, Any]:
-        return {"token_ids": [token.id for token in piece.tokens]} if self.job.return_token_ids else {}
+        return (
+            {"token_ids": [token.id for token in piece.tokens]} if self.job.return_token_ids else {}
+        )
 
     def _choice(self, index: int, choice: Choice, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
@@ -71,7 +97,9 @@ class Format:
 class CompletionFormat(Format):
     whole_object = chunk_object = "text_completion"
 
-    def _choice(self, index: int, choice: Choice, piece: Piece, *, echo: bool = True) -> dict[str, Any]:
+    def _choice(
+        self, index: int, choice: Choice, piece: Piece, *, echo: bool = True
+    ) -> dict[str, Any]:
         """echo: this is where the prompt is repeated, if it is to be."""
         text, tokens, echoed = piece.text, piece.tokens, 0
         if self.job.prompt_only:
@@ -83,9 +111,15 @@ class CompletionFormat(Format):
                 text = prompt.text + text
         logprobs = None
         if self.job.top_logprobs is not None:
-            logprobs = self._logprobs(prompt.tokens() if self.job.echo and echo else [], tokens, echoed)
-        entry = {"index": index, "text": text, "finish_reason": "length" if self.job.prompt_only else piece.finish,
-                 "logprobs": logprobs}
+            logprobs = self._logprobs(
+                prompt.tokens() if self.job.echo and echo else [], tokens, echoed
+            )
+        entry = {
+            "index": index,
+            "text": text,
+            "finish_reason": "length" if self.job.prompt_only else piece.finish,
+            "logprobs": logprobs,
+        }
         if self.job.return_token_ids and echo:
             entry["prompt_token_ids"] = choice.request.prompt
         return entry | self._token_ids(Piece(tokens=tokens))
@@ -95,22 +129,33 @@ class CompletionFormat(Format):
 
     def _logprobs(self, prompt: list[Token], output: list[Token], shift: int) -> dict[str, Any]:
         tokens = prompt + output
-        return {"tokens": [self._text(token.id) for token in tokens],
-                "token_logprobs": [_finite(token.logprobs.logprob) if token.logprobs else None for token in tokens],
-                "top_logprobs": [self._top(token) for token in tokens],
-                "text_offset": [*(token.offset for token in prompt), *(token.offset + shift for token in output)]}
+        return {
+            "tokens": [self._text(token.id) for token in tokens],
+            "token_logprobs": [
+                _finite(token.logprobs.logprob) if token.logprobs else None for token in tokens
+            ],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": [
+                *(token.offset for token in prompt),
+                *(token.offset + shift for token in output),
+            ],
+        }
 
     def _top(self, token: Token) -> dict[str, float] | None:
         """Token text -> log-probability of the most likely ones and of the token itself."""
         if (entry := token.logprobs) is None:
             return None
         count = self.job.top_logprobs
-        top = {self._text(id): _finite(value)
-               for id, value in zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)}
+        top = {
+            self._text(id): _finite(value)
+            for id, value in zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
+        }
         return top | {self._text(token.id): _finite(entry.logprob)}
 
     def _text(self, token: int) -> str:
-        """A token as a JSON key; `bytes:\\x..` (OpenAI's form) where it is no whole character: no two may collide."""
+        """A token as a JSON key; `bytes:\\x..` (OpenAI's form) where it is no whole character: no
+        two may collide.
+        """
         data = self._token_bytes(token)
         try:
             return data.decode()
@@ -124,8 +169,12 @@ class ChatFormat(Format):
 
     def _choice(self, index: int, choice: Choice, piece: Piece) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"index": index, "message": message, "finish_reason": piece.finish,
-                "logprobs": self._logprobs(piece.tokens)} | self._token_ids(piece)
+        return {
+            "index": index,
+            "message": message,
+            "finish_reason": piece.finish,
+            "logprobs": self._logprobs(piece.tokens),
+        } | self._token_ids(piece)
 
     def _whole_extra(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.job.prompts[0].ids} if self.job.return_token_ids else {}
@@ -137,14 +186,18 @@ class ChatFormat(Format):
             entries.append(self._delta(choice, {"role": "assistant", "content": ""}))
             if self.job.return_token_ids:
                 entries[0]["prompt_token_ids"] = choice.request.prompt
-        if piece.text or (piece.tokens and (self.job.top_logprobs is not None or self.job.return_token_ids)):
+        if piece.text or (
+            piece.tokens and (self.job.top_logprobs is not None or self.job.return_token_ids)
+        ):
             entry = self._delta(choice, {"content": piece.text}) | self._token_ids(piece)
             entries.append(entry | {"logprobs": self._logprobs(piece.tokens)})
         if piece.finish is not None:
             entries.append(self._delta(choice, {}, piece.finish))
         return entries
 
-    def _delta(self, choice: Choice, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
+    def _delta(
+        self, choice: Choice, delta: dict[str, str], finish: str | None = None
+    ) -> dict[str, Any]:
         return {"index": choice.index, "delta": delta, "finish_reason": finish, "logprobs": None}
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
@@ -157,11 +210,17 @@ class ChatFormat(Format):
         if entry is None:
             return self._spelled(token.id, LOWEST) | {"top_logprobs": []}
         top = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
-        return self._spelled(token.id, entry.logprob) | {"top_logprobs": [self._spelled(*each) for each in top]}
+        return self._spelled(token.id, entry.logprob) | {
+            "top_logprobs": [self._spelled(*each) for each in top]
+        }
 
     def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._token_bytes(token)
-        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+        return {
+            "token": data.decode(errors="replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(data),
+        }
 
 
 def _finite(logprob: float) -> float:

@@ -1,7 +1,7 @@
 """Running a job: the engine's outputs of all its sequences in, text for its choices out.
 
-A `Run` owns the engine requests of one HTTP request. However it ends (done, error, client gone), leaving it ends every
-sequence that is still open.
+A `Run` owns the engine requests of one HTTP request. However it ends (done, error, client gone),
+leaving it ends every sequence that is still open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ type News = tuple[int, SequenceOutput] | Exception
 
 @dataclass(slots=True)
 class Token:
-    """One token as log-probability lists show it; offset: character position in the text; None: nothing before it."""
+    """One token as log-probability lists show it; offset: character position in the text; None:
+    nothing before it.
+    """
 
     id: int
     offset: int
@@ -33,7 +35,9 @@ class Token:
 
 @dataclass(slots=True)
 class Piece:
-    """What one choice gained: text that is final, tokens (all of them, held-back text or not), and its end."""
+    """What one choice gained: text that is final, tokens (all of them, held-back text or not), and
+    its end.
+    """
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -57,10 +61,23 @@ class Echo:
 class Choice:
     """One sequence on its way to the client."""
 
-    __slots__ = ("_stream", "_unsent", "cumulative", "finish", "index", "n_tokens", "prompt", "request", "sequence",
-                 "started", "tokens_at")
+    __slots__ = (
+        "_stream",
+        "_unsent",
+        "cumulative",
+        "finish",
+        "index",
+        "n_tokens",
+        "prompt",
+        "request",
+        "sequence",
+        "started",
+        "tokens_at",
+    )
 
-    def __init__(self, index: int, prompt: int, sequence: int, request: EngineRequest, stream: TextStream):
+    def __init__(
+        self, index: int, prompt: int, sequence: int, request: EngineRequest, stream: TextStream
+    ):
         self.index, self.prompt, self.sequence, self.request = index, prompt, sequence, request
         self.n_tokens = 0
         self.cumulative = 0.0  # sum of the tokens' log-probabilities, if they are asked for
@@ -75,8 +92,12 @@ class Choice:
         return self.cumulative / max(1, self.n_tokens)
 
     def accept(self, output: SequenceOutput) -> Piece | None:
-        """Add an output; None while nothing can be shown (half a character, a possible stop string)."""
-        delta = self._stream.push(output.tokens, final=output.finish is not None, stop_token=output.stop_token)
+        """Add an output; None while nothing can be shown (half a character, a possible stop
+        string).
+        """
+        delta = self._stream.push(
+            output.tokens, final=output.finish is not None, stop_token=output.stop_token
+        )
         self.n_tokens += delta.tokens
         logprobs = output.logprobs or [None] * delta.tokens
         for token, offset, entry in zip(output.tokens, delta.offsets, logprobs, strict=False):
@@ -90,24 +111,37 @@ class Choice:
 
 
 class Run:
-    """Async context manager: submits the job's requests, merges their outputs, aborts what is open at the end.
+    """Async context manager: submits the job's requests, merges their outputs, aborts what is open
+    at the end.
 
-    Raises RequestError on entry if the engine refuses at once, and from `pieces` when a sequence ends badly.
+    Raises RequestError on entry if the engine refuses at once, and from `pieces` when a sequence
+    ends badly.
     """
 
     def __init__(self, service: Service, job: Job, context: Context):
         _, tokenizer = service.ready()
         self.job = job
         self.cached_tokens = [0] * len(job.requests)
-        self.echoes = [_echo(tokenizer, job.sampling, prompt) for prompt in job.prompts] if job.echo else []
+        self.echoes = (
+            [_echo(tokenizer, job.sampling, prompt) for prompt in job.prompts] if job.echo else []
+        )
         self.choices = [
-            Choice(prompt * job.sampling.n + sequence, prompt, sequence, request,
-                   TextStream(tokenizer, job.sampling, request.prompt))
-            for prompt, request in enumerate(job.requests) for sequence in range(job.sampling.n)]
+            Choice(
+                prompt * job.sampling.n + sequence,
+                prompt,
+                sequence,
+                request,
+                TextStream(tokenizer, job.sampling, request.prompt),
+            )
+            for prompt, request in enumerate(job.requests)
+            for sequence in range(job.sampling.n)
+        ]
         self._client, self._metrics, self._context = service.client, service.metrics, context
         self._quotas = service.quotas
         self._news: asyncio.Queue[News] = asyncio.Queue()
-        self._failure: Exception | None = None  # to be raised once what came before it has been shown
+        self._failure: Exception | None = (
+            None  # to be raised once what came before it has been shown
+        )
         self._pumps: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Run:
@@ -134,11 +168,17 @@ class Run:
         """OpenAI's usage object, as things stand now."""
         prompt = sum(len(request.prompt) for request in self.job.requests)
         completion = 0 if self.job.prompt_only else sum(choice.n_tokens for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)}}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
+        }
 
     async def pieces(self, wait_s: float | None) -> list[tuple[Choice, Piece]]:
-        """What is new since the last call, at least one piece; empty if `wait_s` seconds bring none."""
+        """What is new since the last call, at least one piece; empty if `wait_s` seconds bring
+        none.
+        """
         if self._failure is not None:
             raise self._failure
         with suppress(TimeoutError):
@@ -149,7 +189,9 @@ class Run:
         return []
 
     def _taken(self, item: News) -> list[tuple[Choice, Piece]]:
-        """The pieces of `item` and of all that waits behind it; what came before a failure is still shown."""
+        """The pieces of `item` and of all that waits behind it; what came before a failure is still
+        shown.
+        """
         pieces = self._take(item)
         while not self._news.empty() and self._failure is None:
             try:
@@ -216,11 +258,13 @@ class Run:
                 self._news.put_nowait(from_output(None, "error"))
 
     async def _end(self) -> None:
-        """Abort what is open. Said outright: closing an iterator that was never advanced tells its owner nothing."""
+        """Abort what is open. Said outright: closing an iterator that was never advanced tells its
+        owner nothing.
+        """
         self._context.completion_tokens = sum(choice.n_tokens for choice in self.choices)
         self._metrics.generated_tokens.inc(self._context.completion_tokens)
-        for number, request in enumerate(self.job.requests[:len(self._pumps)]):
-            mine = self.choices[number * self.job.sampling.n:][:self.job.sampling.n]
+        for number, request in enumerate(self.job.requests[: len(self._pumps)]):
+            mine = self.choices[number * self.job.sampling.n :][: self.job.sampling.n]
             if still_open := sum(choice.finish is None for choice in mine):
                 self._client.abort(request.id)
                 self._metrics.finished.labels("abort").inc(still_open)
@@ -230,7 +274,9 @@ class Run:
 
 
 def _echo(tokenizer: TokenBytes, sampling: SamplingParams, prompt: Prompt) -> Echo:
-    """The prompt's text and where each token begins in it; a character cut off at its end is left to the output."""
+    """The prompt's text and where each token begins in it; a character cut off at its end is left
+    to the output.
+    """
     stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=sampling.skip_special_tokens))
     delta = stream.push(prompt.ids)
     return Echo(delta.text if prompt.text is None else prompt.text, prompt.ids, delta.offsets)

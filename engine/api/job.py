@@ -1,4 +1,6 @@
-"""From a checked body to engine requests: prompts become token ids, fields become sampling parameters."""
+"""From a checked body to engine requests: prompts become token ids, fields become sampling
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, in_ra
 if TYPE_CHECKING:
     from jitney.engine.text.tokenizer import Tokenizer
 
-#: max_tokens of a completion that names none, as OpenAI has it; a chat may go on to the end of the context.
+#: max_tokens of a completion that names none, as OpenAI has it; a chat may go on to the end of the
+#: context.
 COMPLETION_TOKENS = 16
 
 
@@ -35,9 +38,10 @@ class Prompt:
 class Job:
     """All that one HTTP request wants.
 
-    requests: one per prompt, in order. n: choices returned per prompt; sampling.n of them are generated. top_logprobs:
-    alternatives shown per token, None for no log-probabilities. prompt_only: echo without a continuation
-    (max_tokens 0); the one token the engine must generate is dropped.
+    requests: one per prompt, in order. n: choices returned per prompt; sampling.n of them are
+    generated. top_logprobs: alternatives shown per token, None for no log-probabilities.
+    prompt_only: echo without a continuation (max_tokens 0); the one token the engine must generate
+    is dropped.
     """
 
     id: str
@@ -61,7 +65,9 @@ async def completion_job(service: Service, body: CompletionBody, context: Contex
     _check_model(service, body.model)
     prompt_only = body.max_tokens == 0
     wanted = 1 if prompt_only else body.max_tokens
-    sampling = _sampling(body, info, n=body.best_of or body.n or 1, max_tokens=wanted, logprobs=body.logprobs)
+    sampling = _sampling(
+        body, info, n=body.best_of or body.n or 1, max_tokens=wanted, logprobs=body.logprobs
+    )
     if body.echo and body.logprobs is not None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
     if (body.best_of or 1) > (body.n or 1) and sampling.logprobs is None:
@@ -69,9 +75,22 @@ async def completion_job(service: Service, body: CompletionBody, context: Contex
     _check_choices(service, len(body.prompt) * sampling.n, info)
     texts = [item for item in body.prompt if isinstance(item, str)]
     _check_chars(service, texts, info, "prompt")
-    prompts = await service.off_loop(lambda: [_completion_prompt(item, tokenizer) for item in body.prompt])
-    return _job(service, body, context, prompts, sampling, "cmpl-", "prompt", default=COMPLETION_TOKENS,
-                top_logprobs=body.logprobs, echo=bool(body.echo), prompt_only=prompt_only)
+    prompts = await service.off_loop(
+        lambda: [_completion_prompt(item, tokenizer) for item in body.prompt]
+    )
+    return _job(
+        service,
+        body,
+        context,
+        prompts,
+        sampling,
+        "cmpl-",
+        "prompt",
+        default=COMPLETION_TOKENS,
+        top_logprobs=body.logprobs,
+        echo=bool(body.echo),
+        prompt_only=prompt_only,
+    )
 
 
 async def chat_job(service: Service, body: ChatBody, context: Context) -> Job:
@@ -86,66 +105,147 @@ async def chat_job(service: Service, body: ChatBody, context: Context) -> Job:
     messages = [_template_message(message) for message in body.messages]
     _check_chars(service, [str(message["content"]) for message in messages], info, "messages")
     prompt = await service.off_loop(lambda: _chat_prompt(messages, tokenizer))
-    return _job(service, body, context, [prompt], sampling, "chatcmpl-", "messages", default=None,
-                top_logprobs=top_logprobs)
+    return _job(
+        service,
+        body,
+        context,
+        [prompt],
+        sampling,
+        "chatcmpl-",
+        "messages",
+        default=None,
+        top_logprobs=top_logprobs,
+    )
 
 
-def _job(service: Service, body: GenerationBody, context: Context, prompts: list[Prompt], sampling: SamplingParams,
-         prefix: str, field: str, *, default: int | None, top_logprobs: int | None, **extra: Any) -> Job:
+def _job(
+    service: Service,
+    body: GenerationBody,
+    context: Context,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    prefix: str,
+    field: str,
+    *,
+    default: int | None,
+    top_logprobs: int | None,
+    **extra: Any,
+) -> Job:
     info, _ = service.ready()
     for prompt in prompts:
         _check_prompt(prompt, body, info, field)
     engine_id = uuid.uuid4().hex
     options = body.stream_options
     deadline = _deadline(service, body, context)
-    requests = [EngineRequest(
-        id=f"{engine_id}-{number}", prompt=prompt.ids, arrival=context.started, deadline=deadline,
-        sampling=_with_room(sampling, len(prompt.ids), info.context_length, default, field),
-        priority=_priority(body, info), tenant=context.tenant, cache_salt=body.cache_salt or "",
-        user=body.user or "",
-    ) for number, prompt in enumerate(prompts)]
+    requests = [
+        EngineRequest(
+            id=f"{engine_id}-{number}",
+            prompt=prompt.ids,
+            arrival=context.started,
+            deadline=deadline,
+            sampling=_with_room(sampling, len(prompt.ids), info.context_length, default, field),
+            priority=_priority(body, info),
+            tenant=context.tenant,
+            cache_salt=body.cache_salt or "",
+            user=body.user or "",
+        )
+        for number, prompt in enumerate(prompts)
+    ]
     context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-    return Job(id=prefix + (body.request_id or engine_id), created=int(time.time()), model=body.model, prompts=prompts,
-               requests=requests, sampling=sampling, n=body.n or 1, stream=bool(body.stream),
-               include_usage=bool(options and options.include_usage),
-               continuous_usage=bool(options and options.continuous_usage_stats),
-               return_token_ids=bool(body.return_token_ids), top_logprobs=top_logprobs, **extra)
+    return Job(
+        id=prefix + (body.request_id or engine_id),
+        created=int(time.time()),
+        model=body.model,
+        prompts=prompts,
+        requests=requests,
+        sampling=sampling,
+        n=body.n or 1,
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
+        top_logprobs=top_logprobs,
+        **extra,
+    )
 
 
-def _sampling(body: GenerationBody, info: EngineInfo, *, n: int, max_tokens: int | None,
-              logprobs: int | None) -> SamplingParams:
-    """Sampling parameters, checked; a field that was not given has the model's default, or the engine's."""
-    given = {name: value for name in ("min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos",
-                                      "repetition_penalty", "presence_penalty", "frequency_penalty",
-                                      "include_stop_str_in_output", "skip_special_tokens")
-             if (value := getattr(body, name)) is not None}
-    params = SamplingParams(n=n, max_tokens=max_tokens, logit_bias=body.logit_bias, stop=body.stop, logprobs=logprobs,
-                            stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())))
+def _sampling(
+    body: GenerationBody, info: EngineInfo, *, n: int, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Sampling parameters, checked; a field that was not given has the model's default, or the
+    engine's.
+    """
+    given = {
+        name: value
+        for name in (
+            "min_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "ignore_eos",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+        )
+        if (value := getattr(body, name)) is not None
+    }
+    params = SamplingParams(
+        n=n,
+        max_tokens=max_tokens,
+        logit_bias=body.logit_bias,
+        stop=body.stop,
+        logprobs=logprobs,
+        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
+    )
     params = msgspec.structs.replace(params, **(info.sampling_defaults | given))
     params.validate(info.vocab_size)
-    return params if params.top_k <= info.vocab_size else msgspec.structs.replace(params, top_k=info.vocab_size)
+    return (
+        params
+        if params.top_k <= info.vocab_size
+        else msgspec.structs.replace(params, top_k=info.vocab_size)
+    )
 
 
-def _with_room(sampling: SamplingParams, prompt_tokens: int, context_length: int, default: int | None,
-               field: str) -> SamplingParams:
-    """The parameters with max_tokens made explicit. Raises RequestError if prompt and output exceed the context."""
+def _with_room(
+    sampling: SamplingParams,
+    prompt_tokens: int,
+    context_length: int,
+    default: int | None,
+    field: str,
+) -> SamplingParams:
+    """The parameters with max_tokens made explicit. Raises RequestError if prompt and output exceed
+    the context.
+    """
     room = context_length - prompt_tokens
     if room < (sampling.max_tokens or 1):
         wanted = f" and max_tokens {sampling.max_tokens}" if sampling.max_tokens else ""
-        raise RequestError(f"the context holds {context_length} tokens; the prompt has {prompt_tokens}{wanted}",
-                           code="context_length_exceeded", param=field)
+        raise RequestError(
+            f"the context holds {context_length} tokens; the prompt has {prompt_tokens}{wanted}",
+            code="context_length_exceeded",
+            param=field,
+        )
     if sampling.max_tokens is not None:
         return sampling
     tokens = room if default is None else min(default, room)
     if sampling.min_tokens > tokens:
-        raise RequestError(f"min_tokens is more than max_tokens, which is {tokens} here", param="min_tokens")
+        raise RequestError(
+            f"min_tokens is more than max_tokens, which is {tokens} here", param="min_tokens"
+        )
     return msgspec.structs.replace(sampling, max_tokens=tokens)
 
 
 def _check_model(service: Service, name: str) -> None:
     if name != service.model_name:
-        raise HttpError(404, f"no model {echo(name)}; /v1/models lists what there is", code="model_not_found",
-                        param="model")
+        raise HttpError(
+            404,
+            f"no model {echo(name)}; /v1/models lists what there is",
+            code="model_not_found",
+            param="model",
+        )
 
 
 def _check_choices(service: Service, choices: int, info: EngineInfo) -> None:
@@ -159,17 +259,22 @@ def _check_chars(service: Service, texts: Sequence[str], info: EngineInfo, field
     most = info.context_length * service.settings.max_chars_per_token
     chars = max(map(len, texts), default=0) if field == "prompt" else sum(map(len, texts))
     if chars > most:
-        raise RequestError(f"the text has {chars} characters; at most {most} are tokenised here",
-                           code="context_length_exceeded", param=field)
+        raise RequestError(
+            f"the text has {chars} characters; at most {most} are tokenised here",
+            code="context_length_exceeded",
+            param=field,
+        )
 
 
 def _check_prompt(prompt: Prompt, body: GenerationBody, info: EngineInfo, field: str) -> None:
     if not prompt.ids:
         raise RequestError("the prompt is empty", param=field)
     if min(prompt.ids) < 0 or max(prompt.ids) >= info.vocab_size:
-        raise RequestError(f"token ids must be at least 0 and at most {info.vocab_size - 1}", param=field)
+        raise RequestError(
+            f"token ids must be at least 0 and at most {info.vocab_size - 1}", param=field
+        )
     if body.truncate_prompt_tokens is not None and len(prompt.ids) > body.truncate_prompt_tokens:
-        prompt.ids = prompt.ids[-body.truncate_prompt_tokens:]
+        prompt.ids = prompt.ids[-body.truncate_prompt_tokens :]
         prompt.text = None  # an echo shows what the model read
 
 
@@ -197,5 +302,9 @@ def _priority(body: GenerationBody, info: EngineInfo) -> int:
 
 
 def _deadline(service: Service, body: GenerationBody, context: Context) -> float | None:
-    limits = [limit for limit in (service.settings.request_timeout_s, (body.timeout_ms or 0) / 1000) if limit]
+    limits = [
+        limit
+        for limit in (service.settings.request_timeout_s, (body.timeout_ms or 0) / 1000)
+        if limit
+    ]
     return context.started + min(limits) if limits else None

@@ -1,4 +1,6 @@
-"""Reading a JSON body that may be hostile: depth first, then parse, then a reason that names the field."""
+"""Reading a JSON body that may be hostile: depth first, then parse, then a reason that names the
+field.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import orjson
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.errors import RequestError
 
-#: A string, closed or not: a scan that must find the closing quote would take quadratic time on a body of quotes.
+#: A string, closed or not: a scan that must find the closing quote would take quadratic time on a
+#: body of quotes.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
@@ -26,12 +29,16 @@ def read_object(body: bytes, max_depth: int) -> dict[str, Any]:
     Raises HttpError 400 invalid_json, or RequestError for a number that is not finite.
     """
     if depth(body) > max_depth:
-        raise HttpError(400, f"the body is nested deeper than {max_depth} levels", code="invalid_json")
+        raise HttpError(
+            400, f"the body is nested deeper than {max_depth} levels", code="invalid_json"
+        )
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         if (path := _not_finite(body)) is not None:
-            raise RequestError(f"{echo(path)} must be a finite number", param=re.split(r"[.\[]", path)[0]) from None
+            raise RequestError(
+                f"{echo(path)} must be a finite number", param=re.split(r"[.\[]", path)[0]
+            ) from None
         raise HttpError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise HttpError(400, "the body must be a JSON object", code="invalid_json")
@@ -47,7 +54,9 @@ def depth(body: bytes) -> int:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """The path of the first NaN, Infinity or 1e999, if that is all that is wrong (the fast parser does not say)."""
+    """The path of the first NaN, Infinity or 1e999, if that is all that is wrong (the fast parser
+    does not say).
+    """
     try:
         value = json.loads(body.decode())
     except ValueError:

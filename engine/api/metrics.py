@@ -1,4 +1,5 @@
-"""Prometheus metrics: what the HTTP side counts itself, and what it reads from the engine's running totals.
+"""Prometheus metrics: what the HTTP side counts itself, and what it reads from the engine's running
+totals.
 
 Every label has few values: route templates, status classes, finish reasons, ledger kinds.
 """
@@ -37,17 +38,31 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.requests = self._counter("requests", "HTTP requests answered", "route", "class")
         self.finished = self._counter("request_finished", "sequences ended, by reason", "reason")
-        self.rejected = self._counter("rejected", "generation requests refused, by error code", "reason")
+        self.rejected = self._counter(
+            "rejected", "generation requests refused, by error code", "reason"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of accepted requests")
-        self.cached_tokens = self._counter("cached_prompt_tokens", "prompt tokens whose KV came from the prefix cache")
+        self.cached_tokens = self._counter(
+            "cached_prompt_tokens", "prompt tokens whose KV came from the prefix cache"
+        )
         self.generated_tokens = self._counter("generated_tokens", "tokens generated for clients")
-        self.disconnects = self._counter("disconnects", "generation requests whose client left early")
-        self.ttft = self._histogram("ttft_seconds", "arrival to the first token, per sequence", _SECONDS)
-        self.itl = self._histogram("itl_seconds", "time between two tokens of a sequence", _ITL_SECONDS)
+        self.disconnects = self._counter(
+            "disconnects", "generation requests whose client left early"
+        )
+        self.ttft = self._histogram(
+            "ttft_seconds", "arrival to the first token, per sequence", _SECONDS
+        )
+        self.itl = self._histogram(
+            "itl_seconds", "time between two tokens of a sequence", _ITL_SECONDS
+        )
         self.e2e = self._histogram("e2e_seconds", "arrival to the end of a sequence", _SECONDS)
         self.queue = self._histogram("queue_seconds", "arrival to boarding, per sequence", _SECONDS)
-        self.prompt_lengths = self._histogram("prompt_tokens_per_request", "tokens per prompt", _TOKENS)
-        self.output_lengths = self._histogram("output_tokens_per_sequence", "tokens per sequence", _TOKENS)
+        self.prompt_lengths = self._histogram(
+            "prompt_tokens_per_request", "tokens per prompt", _TOKENS
+        )
+        self.output_lengths = self._histogram(
+            "output_tokens_per_sequence", "tokens per sequence", _TOKENS
+        )
         self.registry.register(EngineCollector(service))
         if service.settings.metrics_compat == "vllm":
             self.registry.register(VllmNames(service, self))
@@ -86,17 +101,31 @@ class EngineCollector(Collector):
             ("seats_busy", "seats taken", counters.gauge("seats_busy")),
             ("kv_pages", "KV pages", info.pages if info else 0),
             ("kv_pages_used", "KV pages held by sequences", counters.gauge("pages_used")),
-            ("kv_pages_cached", "KV pages kept for the prefix cache alone", counters.gauge("pages_cached")),
+            (
+                "kv_pages_cached",
+                "KV pages kept for the prefix cache alone",
+                counters.gauge("pages_cached"),
+            ),
             ("draining", "1 while no new requests are taken", int(draining)),
             ("engine_up", "1 while the engine serves", int(client.state in ("ready", "draining"))),
-            ("canary_worst_difference", "largest difference of a log-probability from the reference's",
-             counters.canary_worst),
-            ("last_step_age_seconds", "time since the engine's last sign of life", client.last_step_age()),
+            (
+                "canary_worst_difference",
+                "largest difference of a log-probability from the reference's",
+                counters.canary_worst,
+            ),
+            (
+                "last_step_age_seconds",
+                "time since the engine's last sign of life",
+                client.last_step_age(),
+            ),
         ):
             yield GaugeMetricFamily(f"jitney_{name}", text, value)
         labels = {"version": version("jitney")}
         if info is not None:
-            labels |= {name: str(getattr(info, name)) for name in ("model", "platform", "device", "kernels", "dtype")}
+            labels |= {
+                name: str(getattr(info, name))
+                for name in ("model", "platform", "device", "kernels", "dtype")
+            }
         yield InfoMetricFamily("jitney_build", "what is running", labels)
 
     def _kernels(self) -> Iterator[Metric]:
@@ -122,27 +151,54 @@ class EngineCollector(Collector):
         counters, info = self._service.client.counters, self._service.client.info
         yield _labelled("rows", "computed rows by where they went", "kind", counters.rows)
         yield _labelled("steps", "engine steps", "kind", counters.steps)
-        yield _labelled("compiles", "executables compiled", "when",
-                        {"start": info.executables if info else 0, "late": counters.compiles})
+        yield _labelled(
+            "compiles",
+            "executables compiled",
+            "when",
+            {"start": info.executables if info else 0, "late": counters.compiles},
+        )
         for name, text, value in (
-            ("compile_seconds", "time spent compiling at start", info.compile_seconds if info else 0),
-            ("preemptions", "sequences put back to waiting for lack of pages", counters.preemptions),
+            (
+                "compile_seconds",
+                "time spent compiling at start",
+                info.compile_seconds if info else 0,
+            ),
+            (
+                "preemptions",
+                "sequences put back to waiting for lack of pages",
+                counters.preemptions,
+            ),
             ("nan_rows", "rows whose logits were not finite", counters.nan_rows),
-            ("canary_checked", "sequences computed again with the reference kernels", counters.canary_checked),
-            ("canary_mismatches", "of them, those that differed by more than rounding explains",
-             counters.canary_mismatched),
-            ("engine_restarts", "engine processes started to replace a dead one", counters.engine_restarts),
+            (
+                "canary_checked",
+                "sequences computed again with the reference kernels",
+                counters.canary_checked,
+            ),
+            (
+                "canary_mismatches",
+                "of them, those that differed by more than rounding explains",
+                counters.canary_mismatched,
+            ),
+            (
+                "engine_restarts",
+                "engine processes started to replace a dead one",
+                counters.engine_restarts,
+            ),
         ):
             yield CounterMetricFamily(f"jitney_{name}", text, value)
 
     def _histograms(self) -> Iterator[Metric]:
         counters = self._service.client.counters
-        steps = HistogramMetricFamily("jitney_step_seconds", "one step's result to the next one's", labels=["kind"])
+        steps = HistogramMetricFamily(
+            "jitney_step_seconds", "one step's result to the next one's", labels=["kind"]
+        )
         for kind, histogram in counters.step_seconds.items():
             steps.add_metric([kind], *_samples(histogram))
         yield steps
-        for name, text in (("host_gap_seconds", "time the device waited for the host before a step"),
-                           ("seat_fill_ratio", "seats taken of all seats, per step")):
+        for name, text in (
+            ("host_gap_seconds", "time the device waited for the host before a step"),
+            ("seat_fill_ratio", "seats taken of all seats, per step"),
+        ):
             buckets, total = _samples(getattr(counters, name))
             yield HistogramMetricFamily(f"jitney_{name}", text, buckets, total)
 
@@ -168,24 +224,36 @@ class VllmNames(Collector):
             ("prefix_cache_hits", "prompt tokens found", self._metrics.cached_tokens),
         ):
             yield _with_model(CounterMetricFamily, name, text, model, next(_values(metric)))
-        yield _with_model(CounterMetricFamily, "num_preemptions", "preemptions", model, counters.preemptions)
+        yield _with_model(
+            CounterMetricFamily, "num_preemptions", "preemptions", model, counters.preemptions
+        )
         yield self._finished(model)
-        for name, histogram in (("time_to_first_token_seconds", self._metrics.ttft),
-                                ("inter_token_latency_seconds", self._metrics.itl),
-                                ("e2e_request_latency_seconds", self._metrics.e2e)):
+        for name, histogram in (
+            ("time_to_first_token_seconds", self._metrics.ttft),
+            ("inter_token_latency_seconds", self._metrics.itl),
+            ("e2e_request_latency_seconds", self._metrics.e2e),
+        ):
             yield _renamed(histogram, f"vllm:{name}", model)
         if info is not None:
-            config = GaugeMetricFamily("vllm:cache_config_info", "KV cache", labels=[
-                "block_size", "num_gpu_blocks", "enable_prefix_caching"])
+            config = GaugeMetricFamily(
+                "vllm:cache_config_info",
+                "KV cache",
+                labels=["block_size", "num_gpu_blocks", "enable_prefix_caching"],
+            )
             config.add_metric([str(info.page_size), str(info.pages), str(info.prefix_cache)], 1)
             yield config
 
     def _finished(self, model: str) -> Metric:
-        family = CounterMetricFamily("vllm:request_success", "sequences ended well",
-                                     labels=["model_name", "finished_reason"])
+        family = CounterMetricFamily(
+            "vllm:request_success", "sequences ended well", labels=["model_name", "finished_reason"]
+        )
         for metric in self._metrics.finished.collect():
             for sample in metric.samples:
-                if sample.name.endswith("_total") and sample.labels["reason"] in ("stop", "length", "abort"):
+                if sample.name.endswith("_total") and sample.labels["reason"] in (
+                    "stop",
+                    "length",
+                    "abort",
+                ):
                     family.add_metric([model, sample.labels["reason"]], sample.value)
         return family
 
@@ -204,12 +272,21 @@ def _samples(histogram: engine.Histogram) -> tuple[list[tuple[str, float]], floa
 
 
 def _values(counter: Counter) -> Iterator[float]:
-    return (sample.value for metric in counter.collect() for sample in metric.samples
-            if sample.name.endswith("_total"))
+    return (
+        sample.value
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    )
 
 
-def _with_model(family: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, model: str,
-                value: float) -> Metric:
+def _with_model(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    model: str,
+    value: float,
+) -> Metric:
     metric = family(f"vllm:{name}", text, labels=["model_name"])
     metric.add_metric([model], value)
     return metric
@@ -220,6 +297,9 @@ def _renamed(histogram: Histogram, name: str, model: str) -> Metric:
     metric = Metric(name, source.documentation, "histogram")
     for sample in source.samples:
         if not sample.name.endswith("_created"):
-            metric.add_sample(name + sample.name.removeprefix(source.name), {"model_name": model, **sample.labels},
-                              sample.value)
+            metric.add_sample(
+                name + sample.name.removeprefix(source.name),
+                {"model_name": model, **sample.labels},
+                sample.value,
+            )
     return metric

@@ -23,13 +23,16 @@ log = logging.getLogger("jitney.api")
 
 _HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
 _JSON = re.compile(r'application/json\s*(?:;\s*charset="?utf-8"?\s*)?\Z', re.IGNORECASE)
-#: Seconds for which bytes over the limit are still taken, so that a client that writes before it reads gets its 413.
+#: Seconds for which bytes over the limit are still taken, so that a client that writes before it
+#: reads gets its 413.
 LINGER_S = 0.5
 MAX_HEADERS = 256
 MAX_HEADER_BYTES = 1 << 16
 #: Status logged for a client that left before its answer.
 LEFT = 499
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
+METHODS = frozenset(
+    {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"}
+)
 
 
 def headers_named(scope: Scope, name: bytes) -> list[bytes]:
@@ -54,8 +57,11 @@ class Edge:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 elapsed = round((time.monotonic() - context.started) * 1000)
-                message["headers"] = [*message["headers"], (b"x-request-id", context.request_id.encode()),
-                                      (b"openai-processing-ms", str(elapsed).encode())]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", context.request_id.encode()),
+                    (b"openai-processing-ms", str(elapsed).encode()),
+                ]
             await send(message)
 
         try:
@@ -65,9 +71,13 @@ class Edge:
         finally:
             self._note(scope, context)
 
-    async def _failed(self, error: Exception, context: Context, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _failed(
+        self, error: Exception, context: Context, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if context.status:
-            log.error("request %s failed after its answer began", context.request_id, exc_info=error)
+            log.error(
+                "request %s failed after its answer began", context.request_id, exc_info=error
+            )
             raise error
         await error_response(error, context.request_id)(scope, receive, send)
 
@@ -77,18 +87,26 @@ class Edge:
         self.service.metrics.requests.labels(route, f"{status // 100}xx").inc()
         # Probes come every second or so and would bury the rest.
         level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
-        access.log(level, "%s %s %d %.1fms id=%s prompt=%d completion=%d",
-                    scope["method"] if scope["method"] in METHODS else "other", route, status,
-                    (time.monotonic() - context.started) * 1000, context.request_id, context.prompt_tokens,
-                    context.completion_tokens)
+        access.log(
+            level,
+            "%s %s %d %.1fms id=%s prompt=%d completion=%d",
+            scope["method"] if scope["method"] in METHODS else "other",
+            route,
+            status,
+            (time.monotonic() - context.started) * 1000,
+            context.request_id,
+            context.prompt_tokens,
+            context.completion_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Headers of bounded size, and exactly one well-formed Host that we answer to.
 
-    The HTTP parser bounds a head only while it is incomplete; one that arrives in a single read passes it. A Host of
-    somebody else's choice is how a page elsewhere, by pointing its own name at us, would read our answers.
+    The HTTP parser bounds a head only while it is incomplete; one that arrives in a single read
+    passes it. A Host of somebody else's choice is how a page elsewhere, by pointing its own name at
+    us, would read our answers.
     """
 
     app: ASGIApp
@@ -97,11 +115,16 @@ class Heads:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = scope["headers"]
-            if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            if (
+                len(headers) > MAX_HEADERS
+                or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES
+            ):
                 raise HttpError(431, "the request's headers are too large", close=True)
             hosts = headers_named(scope, b"host")
             if len(hosts) != 1 or not _HOST.match(hosts[0]):
-                raise HttpError(400, "the Host header must be given once, as name or name:port", close=True)
+                raise HttpError(
+                    400, "the Host header must be given once, as name or name:port", close=True
+                )
             name = re.sub(rb":[0-9]+\Z", b"", hosts[0]).decode().lower()
             if self.settings.hosts is not None and name not in self.settings.hosts:
                 raise HttpError(400, "this server does not answer to that Host", close=True)
@@ -110,7 +133,9 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Bearer keys. Decides on scope["path"]: a path rebuilt from the Host header can be made to look public."""
+    """Bearer keys. Decides on scope["path"]: a path rebuilt from the Host header can be made to
+    look public.
+    """
 
     app: ASGIApp
     settings: ServerSettings
@@ -129,14 +154,20 @@ class Keys:
         digest = digest_key(key.strip().decode("latin-1"))
         known = sum([hmac.compare_digest(digest, other) for other in self.settings.api_keys])
         if scheme.lower() != b"bearer" or not known:
-            raise HttpError(401, "give a valid API key as 'Authorization: Bearer KEY'", code="invalid_api_key",
-                            headers={"www-authenticate": "Bearer"}, close=True)
+            raise HttpError(
+                401,
+                "give a valid API key as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+                close=True,
+            )
         return digest
 
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """Reads a POST body whole before anything looks at it: type, size and time are checked here, once.
+    """Reads a POST body whole before anything looks at it: type, size and time are checked here,
+    once.
 
     What runs behind it receives the body in one message and then whatever the server says next.
     """
@@ -146,8 +177,12 @@ class Bodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            if headers_named(scope, b"content-length") and headers_named(scope, b"transfer-encoding"):
-                raise HttpError(400, "Content-Length and Transfer-Encoding exclude each other", close=True)
+            if headers_named(scope, b"content-length") and headers_named(
+                scope, b"transfer-encoding"
+            ):
+                raise HttpError(
+                    400, "Content-Length and Transfer-Encoding exclude each other", close=True
+                )
             if scope["method"] == "POST":
                 receive = await self._read(scope, receive)
         await self.app(scope, receive, send)
@@ -180,8 +215,11 @@ class Bodies:
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise HttpError(408, f"the body did not arrive within {self.settings.body_timeout_s:g} s",
-                            close=True) from None
+            raise HttpError(
+                408,
+                f"the body did not arrive within {self.settings.body_timeout_s:g} s",
+                close=True,
+            ) from None
         if len(body) > self.settings.body_limit:
             raise await self._too_large(receive, more)
         return {"type": "http.request", "body": bytes(body), "more_body": False}
@@ -195,7 +233,9 @@ class Bodies:
                     message = await receive()
                     left -= len(message.get("body", b""))
                     more = message.get("more_body", False)
-        return HttpError(413, f"the body may have at most {self.settings.body_limit} bytes", close=True)
+        return HttpError(
+            413, f"the body may have at most {self.settings.body_limit} bytes", close=True
+        )
 
 
 def _check_type(scope: Scope) -> None:
@@ -208,7 +248,9 @@ def _check_type(scope: Scope) -> None:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's id if it is harmless, else a new one. It names the request in headers and logs and nowhere else."""
+    """The client's id if it is harmless, else a new one. It names the request in headers and logs
+    and nowhere else.
+    """
     given = headers_named(scope, b"x-request-id")
     text = given[0].decode("latin-1") if len(given) == 1 else ""
     return text if SAFE_ID.match(text) else uuid.uuid4().hex

@@ -34,10 +34,19 @@ RUNNING = (
 def ops_routes(service: Service) -> list[BaseRoute]:
     """All GET routes."""
     table: dict[str, Callable[..., Any]] = {
-        "/v1/models": models, "/v1/models/{model:path}": model, "/livez": livez, "/readyz": readyz,
-        "/health": readyz, "/startupz": startupz, "/version": version_of, "/metrics": metrics, "/slots": slots,
+        "/v1/models": models,
+        "/v1/models/{model:path}": model,
+        "/livez": livez,
+        "/readyz": readyz,
+        "/health": readyz,
+        "/startupz": startupz,
+        "/version": version_of,
+        "/metrics": metrics,
+        "/slots": slots,
     }
-    return [Route(path, partial(handler, service), methods=["GET"]) for path, handler in table.items()]
+    return [
+        Route(path, partial(handler, service), methods=["GET"]) for path, handler in table.items()
+    ]
 
 
 async def models(service: Service, request: Request) -> Response:
@@ -57,7 +66,9 @@ async def livez(service: Service, request: Request) -> Response:
 
 
 async def readyz(service: Service, request: Request) -> Response:
-    """New requests would be served: the engine is up, shows signs of life, and we are not draining."""
+    """New requests would be served: the engine is up, shows signs of life, and we are not
+    draining.
+    """
     if (reason := service.unready() or service.stalled()) is not None:
         raise reason
     return _json({"status": "ready"})
@@ -102,16 +113,30 @@ async def slots(service: Service, request: Request) -> Response:
 
 
 def _slot(slot: Slot, info: EngineInfo) -> dict[str, Any]:
-    return {"id": slot.seat, "is_processing": slot.state != "free", "state": slot.state, "n_ctx": info.context_length,
-            "request_id": slot.request_id, "index": slot.index, "n_prompt_tokens": slot.n_prompt,
-            "n_prompt_tokens_processed": min(slot.n_computed, slot.n_prompt), "n_decoded": slot.n_output,
-            "n_remain": max(0, slot.max_tokens - slot.n_output), "n_pages": slot.pages}
+    return {
+        "id": slot.seat,
+        "is_processing": slot.state != "free",
+        "state": slot.state,
+        "n_ctx": info.context_length,
+        "request_id": slot.request_id,
+        "index": slot.index,
+        "n_prompt_tokens": slot.n_prompt,
+        "n_prompt_tokens_processed": min(slot.n_computed, slot.n_prompt),
+        "n_decoded": slot.n_output,
+        "n_remain": max(0, slot.max_tokens - slot.n_output),
+        "n_pages": slot.pages,
+    }
 
 
 def _model(service: Service) -> dict[str, Any]:
     info = service.client.info
-    return {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "jitney",
-            "max_model_len": info.context_length if info else None}
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "jitney",
+        "max_model_len": info.context_length if info else None,
+    }
 
 
 def _json(value: Any) -> Response:

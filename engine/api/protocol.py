@@ -1,7 +1,8 @@
-"""uvicorn's h11 protocol with the two things it lacks: a time limit for headers, and our form of error.
+"""uvicorn's h11 protocol with the two things it lacks: a time limit for headers, and our form of
+error.
 
-Give `http_protocol(settings)` to `uvicorn.Config(http=...)`. What h11 cannot parse never reaches the application, so it
-is answered here.
+Give `http_protocol(settings)` to `uvicorn.Config(http=...)`. What h11 cannot parse never reaches
+the application, so it is answered here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from jitney.engine.api.settings import ServerSettings
 
 
 def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
-    """The protocol class for these limits (uvicorn wants a class, and makes the instances itself)."""
+    """The protocol class for these limits (uvicorn wants a class, and makes the instances
+    itself).
+    """
 
     class LimitedProtocol(BoundedProtocol):
         header_timeout_s = settings.header_timeout_s
@@ -49,14 +52,27 @@ class BoundedProtocol(H11Protocol):
         self._watch_head()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this while handling h11's error, which knows whether the head was too large (431)."""
+        """uvicorn calls this while handling h11's error, which knows whether the head was too large
+        (431).
+        """
         status = getattr(sys.exception(), "error_status_hint", 400)
-        self._refuse(HttpError(431 if status == 431 else 400, "the request head is too large" if status == 431
-                               else "not a valid HTTP request", close=True))
+        self._refuse(
+            HttpError(
+                431 if status == 431 else 400,
+                "the request head is too large" if status == 431 else "not a valid HTTP request",
+                close=True,
+            )
+        )
 
     def _watch_head(self) -> None:
-        """Start the timer while a head is awaited; stop it once one is there. Between requests uvicorn's own runs."""
-        if self._refused or self.conn.their_state is not h11.IDLE or self.timeout_keep_alive_task is not None:
+        """Start the timer while a head is awaited; stop it once one is there. Between requests
+        uvicorn's own runs.
+        """
+        if (
+            self._refused
+            or self.conn.their_state is not h11.IDLE
+            or self.timeout_keep_alive_task is not None
+        ):
             self._stop_timer()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(self.header_timeout_s, self._head_is_late)
@@ -68,13 +84,19 @@ class BoundedProtocol(H11Protocol):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        self._refuse(HttpError(408, f"the request head did not arrive within {self.header_timeout_s:g} s", close=True))
+        self._refuse(
+            HttpError(
+                408,
+                f"the request head did not arrive within {self.header_timeout_s:g} s",
+                close=True,
+            )
+        )
 
     def _refuse(self, error: HttpError) -> None:
         """Answer, if nothing has been answered on this turn yet, and close.
 
-        A close with unread bytes resets the connection, and the answer is lost with it: so what still comes is thrown
-        away for a moment first.
+        A close with unread bytes resets the connection, and the answer is lost with it: so what
+        still comes is thrown away for a moment first.
         """
         self._refused = True
         self._stop_timer()
@@ -82,8 +104,11 @@ class BoundedProtocol(H11Protocol):
             request_id = uuid.uuid4().hex
             response = error_response(error, request_id)
             headers = [*response.raw_headers, (b"x-request-id", request_id.encode())]
-            for event in (h11.Response(status_code=response.status_code, headers=headers),
-                          h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            for event in (
+                h11.Response(status_code=response.status_code, headers=headers),
+                h11.Data(data=bytes(response.body)),
+                h11.EndOfMessage(),
+            ):
                 self.transport.write(self.conn.send(event) or b"")
             self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.close)

@@ -1,4 +1,6 @@
-"""What one API key may have at a time and in a minute, so that no client can take the whole server."""
+"""What one API key may have at a time and in a minute, so that no client can take the whole
+server.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ RETRY_S = 1.0
 
 @dataclass(slots=True)
 class Usage:
-    """One key. open: requests under way. tokens: what is left to spend, below 0 after long answers; as of `at`."""
+    """One key. open: requests under way. tokens: what is left to spend, below 0 after long answers;
+    as of `at`.
+    """
 
     open: int
     tokens: float
@@ -26,22 +30,37 @@ class Usage:
 class Quotas:
     """Open requests and tokens per minute of each key; 0 for no limit. clock: seconds.
 
-    Tokens are a bucket: it holds a minute's worth and fills at that rate. A request enters if its prompt is covered (a
-    prompt larger than the bucket: if the bucket is full); its output is charged as it comes, so a long answer is not
-    cut off, and the debt keeps the next request waiting.
+    Tokens are a bucket: it holds a minute's worth and fills at that rate. A request enters if its
+    prompt is covered (a prompt larger than the bucket: if the bucket is full); its output is
+    charged as it comes, so a long answer is not cut off, and the debt keeps the next request
+    waiting.
     """
 
-    def __init__(self, max_concurrent: int, tokens_per_minute: int, clock: Callable[[], float] = time.monotonic):
-        self.max_concurrent, self.tokens_per_minute, self.clock = max_concurrent, tokens_per_minute, clock
+    def __init__(
+        self,
+        max_concurrent: int,
+        tokens_per_minute: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.max_concurrent, self.tokens_per_minute, self.clock = (
+            max_concurrent,
+            tokens_per_minute,
+            clock,
+        )
         self._usage: dict[str, Usage] = {}
 
     @contextmanager
     def open(self, key: str) -> Iterator[None]:
-        """One request of this key is under way. Raises RequestError rate_limit if it is one too many."""
+        """One request of this key is under way. Raises RequestError rate_limit if it is one too
+        many.
+        """
         usage = self._of(key)
         if self.max_concurrent and usage.open >= self.max_concurrent:
-            raise RequestError(f"at most {self.max_concurrent} requests of one client may be open at a time",
-                               code="rate_limit", retry_after=RETRY_S)
+            raise RequestError(
+                f"at most {self.max_concurrent} requests of one client may be open at a time",
+                code="rate_limit",
+                retry_after=RETRY_S,
+            )
         usage.open += 1
         try:
             yield
@@ -49,15 +68,21 @@ class Quotas:
             usage.open -= 1
 
     def enter(self, key: str, prompt_tokens: int) -> None:
-        """Spend a prompt. Raises RequestError rate_limit with the seconds after which there is enough for it."""
+        """Spend a prompt. Raises RequestError rate_limit with the seconds after which there is
+        enough for it.
+        """
         if not self.tokens_per_minute:
             return
         usage = self._of(key)
         missing = min(prompt_tokens, self.tokens_per_minute) - usage.tokens
         if missing > 0:
             wait = missing * MINUTE_S / self.tokens_per_minute
-            raise RequestError(f"one client may use {self.tokens_per_minute} tokens a minute; retry in {wait:.1f} s",
-                               code="rate_limit", retry_after=wait)
+            raise RequestError(
+                f"one client may use {self.tokens_per_minute} tokens a minute; retry in {wait:.1f} "
+                "s",
+                code="rate_limit",
+                retry_after=wait,
+            )
         usage.tokens -= prompt_tokens
 
     def spend(self, key: str, tokens: int) -> None:

@@ -1,8 +1,8 @@
 """The request bodies of the two generation routes: which fields exist, and of which type.
 
-A field is implemented, or refused by name when it asks for something we do not do (`REFUSED`), or unknown and listed
-in `x-ignored-params`. null always means: not given. Ranges that the engine knows are checked by
-`SamplingParams.validate`; here stand types, sizes and combinations.
+A field is implemented, or refused by name when it asks for something we do not do (`REFUSED`), or
+unknown and listed in `x-ignored-params`. null always means: not given. Ranges that the engine knows
+are checked by `SamplingParams.validate`; here stand types, sizes and combinations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from jitney.engine.api.errors import echo
@@ -29,21 +37,62 @@ _SALT = r"^[A-Za-z0-9_-]{1,128}$"
 
 #: Known fields whose meaning we do not give -> the values that ask for nothing (null always does).
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (), "audio": (), "bad_words": ([],), "chat_template": (), "chat_template_kwargs": ({},),
-    "add_special_tokens": (), "continue_final_message": (False,), "documents": ([],), "early_stopping": (False,),
-    "function_call": ("none",), "functions": ([],), "grammar": (), "guided_choice": (), "guided_decoding_backend": (),
-    "guided_grammar": (), "guided_json": (), "guided_regex": (), "json_schema": (), "length_penalty": (1, 1.0),
-    "logits_processors": ([],), "mm_processor_kwargs": ({},), "modalities": (["text"],), "prediction": (),
-    "prompt_embeds": (), "prompt_logprobs": (), "reasoning_effort": ("none",), "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"), "store": (False,), "structured_outputs": (), "suffix": (), "tools": ([],),
-    "typical_p": (1, 1.0), "use_beam_search": (False,), "verbosity": (), "web_search_options": (),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_special_tokens": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": (),
+    "tools": ([],),
+    "typical_p": (1, 1.0),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
 }
 #: Fields of the sibling route, refused likewise.
 REFUSED_COMPLETION = {"max_completion_tokens": (), "messages": (), "top_logprobs": ()}
 REFUSED_CHAT = {"best_of": (1,), "echo": (False,), "prompt": ()}
-#: Kinds of content part that exist elsewhere; a text model cannot read them, and no URL is ever fetched.
-MEDIA_PARTS = frozenset({"image", "image_url", "input_image", "input_audio", "audio_url", "video_url", "file",
-                         "input_file", "image_embeds", "image_pil"})
+#: Kinds of content part that exist elsewhere; a text model cannot read them, and no URL is ever
+#: fetched.
+MEDIA_PARTS = frozenset(
+    {
+        "image",
+        "image_url",
+        "input_image",
+        "input_audio",
+        "audio_url",
+        "video_url",
+        "file",
+        "input_file",
+        "image_embeds",
+        "image_pil",
+    }
+)
 
 
 class Body(BaseModel):
@@ -71,7 +120,10 @@ def _logit_bias(value: Any) -> dict[int, float]:
         return {}
     if not isinstance(value, dict) or len(value) > LABEL:
         raise ValueError(f"must be an object of at most {LABEL} token ids")
-    if not all(re.fullmatch(r"[0-9]{1,10}", token) and type(bias) in (int, float) for token, bias in value.items()):
+    if not all(
+        re.fullmatch(r"[0-9]{1,10}", token) and type(bias) in (int, float)
+        for token, bias in value.items()
+    ):
         raise ValueError("must map token ids to numbers")
     return {int(token): float(bias) for token, bias in value.items()}
 
@@ -83,9 +135,15 @@ def _prompts(value: Any) -> list[str | list[int]]:
         items = [items]
     if not 0 < len(items) <= MAX_PROMPTS:
         raise ValueError(f"must hold 1 to {MAX_PROMPTS} prompts")
-    if not (all(isinstance(item, str) for item in items) or all(_is_token_list(item) for item in items)):
-        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
-    if not all(items) and value != "":  # "" is a prompt for a model that begins its texts with a token of its own
+    if not (
+        all(isinstance(item, str) for item in items) or all(_is_token_list(item) for item in items)
+    ):
+        raise ValueError(
+            "must be a string, a list of strings, a list of token ids or a list of such lists"
+        )
+    if (
+        not all(items) and value != ""
+    ):  # "" is a prompt for a model that begins its texts with a token of its own
         raise ValueError("a prompt is empty")
     return items
 
@@ -200,7 +258,9 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message. An assistant's content may be null when it called tools; everyone else must say something."""
+    """One message. An assistant's content may be null when it called tools; everyone else must say
+    something.
+    """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Annotated[str | None, PlainValidator(_content)] = None
@@ -224,10 +284,11 @@ class Message(Body):
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions. Of two different token limits max_completion_tokens, the newer name, wins.
+    """POST /v1/chat/completions. Of two different token limits max_completion_tokens, the newer
+    name, wins.
 
-    Several system messages and a last message of the assistant are allowed; the chat template decides how they read,
-    and a new assistant turn always begins. "developer" reads as "system".
+    Several system messages and a last message of the assistant are allowed; the chat template
+    decides how they read, and a new assistant turn always begins. "developer" reads as "system".
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -242,13 +303,19 @@ class ChatBody(GenerationBody):
         return self
 
 
-def parse[B: GenerationBody](kind: type[B], raw: Mapping[str, Any], max_messages: int) -> tuple[B, list[str]]:
-    """The body, and the names of fields nobody knows. Raises RequestError naming the first field at fault."""
+def parse[B: GenerationBody](
+    kind: type[B], raw: Mapping[str, Any], max_messages: int
+) -> tuple[B, list[str]]:
+    """The body, and the names of fields nobody knows. Raises RequestError naming the first field at
+    fault.
+    """
     refused = REFUSED | (REFUSED_CHAT if kind is ChatBody else REFUSED_COMPLETION)
     for name, neutral in refused.items():
         value = raw.get(name)
         if value is not None and not any(type(value) is type(ok) and value == ok for ok in neutral):
-            raise RequestError(f"{name} is not supported here", code="unsupported_parameter", param=name)
+            raise RequestError(
+                f"{name} is not supported here", code="unsupported_parameter", param=name
+            )
     messages = raw.get("messages")
     if isinstance(messages, list) and len(messages) > max_messages:
         raise RequestError(f"messages may hold at most {max_messages}", param="messages")
@@ -263,7 +330,9 @@ def _unknown(raw: Mapping[str, Any], known: set[str]) -> list[str]:
     names = [name for name in raw if name not in known]
     options = raw.get("stream_options")
     if isinstance(options, dict):
-        names += [f"stream_options.{name}" for name in options if name not in StreamOptions.model_fields]
+        names += [
+            f"stream_options.{name}" for name in options if name not in StreamOptions.model_fields
+        ]
     return names
 
 
@@ -277,17 +346,27 @@ def _unsupported(reason: str) -> PydanticCustomError:
 
 
 def _readable(error: ValidationError) -> RequestError:
-    """At most 10 of the errors in one message, no input repeated but names; the first one is `param`."""
+    """At most 10 of the errors in one message, no input repeated but names; the first one is
+    `param`.
+    """
     entries = error.errors(include_url=False, include_input=False)[:10]
-    lines = [f"{path}: {entry['msg'].removeprefix('Value error, ')}"
-             for entry in entries for path in [_path(entry)]]
+    lines = [
+        f"{path}: {entry['msg'].removeprefix('Value error, ')}"
+        for entry in entries
+        for path in [_path(entry)]
+    ]
     unsupported = entries[0]["type"] == "unsupported_parameter"
-    return RequestError("; ".join(lines), param=_path(entries[0]),
-                        code="unsupported_parameter" if unsupported else "invalid_value")
+    return RequestError(
+        "; ".join(lines),
+        param=_path(entries[0]),
+        code="unsupported_parameter" if unsupported else "invalid_value",
+    )
 
 
 def _path(entry: Any) -> str:
-    """`messages[0].content`; a branch of a union, which pydantic names after its type, is no part of it."""
+    """`messages[0].content`; a branch of a union, which pydantic names after its type, is no part
+    of it.
+    """
     names = list(entry["loc"])
     if entry["type"] == "combination":
         names.append(entry["ctx"]["field"])

@@ -1,4 +1,6 @@
-"""What all routes share: the engine, the tokenizer, the limits, the counters, and whether we still take requests."""
+"""What all routes share: the engine, the tokenizer, the limits, the counters, and whether we still
+take requests.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 class Context:
     """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney".
 
-    tenant: digest of the key it came with. started: time.monotonic(). prompt_tokens, completion_tokens: for the log.
-    left: the client went away before the answer was complete.
+    tenant: digest of the key it came with. started: time.monotonic(). prompt_tokens,
+    completion_tokens: for the log. left: the client went away before the answer was complete.
     """
 
     request_id: str
@@ -45,9 +47,17 @@ def context_of(scope: Scope) -> Context:
 
 
 class Service:
-    """One served model. tokenizer may be set later than the rest: until then the service is loading."""
+    """One served model. tokenizer may be set later than the rest: until then the service is
+    loading.
+    """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, settings: ServerSettings, model_name: str):
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        settings: ServerSettings,
+        model_name: str,
+    ):
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings
@@ -103,14 +113,18 @@ class Service:
         """An engine that is up but shows no sign of life."""
         age = self.client.last_step_age()
         if age > self.settings.stall_s:
-            return RequestError(f"the engine has not finished a step for {age:.0f} s", code="engine_dead")
+            return RequestError(
+                f"the engine has not finished a step for {age:.0f} s", code="engine_dead"
+            )
         return None
 
     def ready(self) -> tuple[EngineInfo, Tokenizer]:
         """The running engine and its tokenizer. Raises RequestError when there is none."""
         if (reason := self.unready()) is not None:
             raise reason
-        assert self.client.info is not None and self.tokenizer is not None  # what `unready` has just checked
+        assert (
+            self.client.info is not None and self.tokenizer is not None
+        )  # what `unready` has just checked
         return self.client.info, self.tokenizer
 
     async def off_loop[T](self, work: Callable[[], T]) -> T:

@@ -14,13 +14,15 @@ PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health"})
 class ServerSettings:
     """Limits and keys of the HTTP generation endpoint. Sizes are bytes, times seconds.
 
-    api_keys: `digest_key` of each accepted key; empty means no key is asked for. public_paths: exact paths that need
-    none; public_prefixes: paths below these look after keys themselves (the page has its own sign-in). hosts: accepted
-    Host names (without port), None for any. max_chars_per_token times the context length is the longest text that is
-    tokenised at all. header_wait_s: how long a stream's status line waits for the engine's first word.
-    request_timeout_s: the deadline of a request that names none, and the longest it may name; 0 for no limit. stall_s:
-    an engine that shows no sign of life for so long is not ready. key_max_concurrent, key_tokens_per_minute: open
-    requests, and prompt and output tokens, of one key (all who need none count as one); 0 for no limit.
+    api_keys: `digest_key` of each accepted key; empty means no key is asked for. public_paths:
+    exact paths that need none; public_prefixes: paths below these look after keys themselves (the
+    page has its own sign-in). hosts: accepted Host names (without port), None for any.
+    max_chars_per_token times the context length is the longest text that is tokenised at all.
+    header_wait_s: how long a stream's status line waits for the engine's first word.
+    request_timeout_s: the deadline of a request that names none, and the longest it may name; 0 for
+    no limit. stall_s: an engine that shows no sign of life for so long is not ready.
+    key_max_concurrent, key_tokens_per_minute: open requests, and prompt and output tokens, of one
+    key (all who need none count as one); 0 for no limit.
     """
 
     api_keys: tuple[str, ...] = ()

@@ -1,1 +1,3 @@
-"""Measuring: traffic sent over HTTP or into an engine in this process, the policies side by side, and reports."""
+"""Measuring: traffic sent over HTTP or into an engine in this process, the policies side by side,
+and reports.
+"""

@@ -1,8 +1,8 @@
 """Sending traffic on time, and watching whether the sender itself keeps up.
 
-A request's latency counts from when it should have been sent. A server that stalls therefore shows its whole queue: a
-client that waits for an answer before it sends the next request would not have asked during the stall, and would not
-have seen it.
+A request's latency counts from when it should have been sent. A server that stalls therefore shows
+its whole queue: a client that waits for an answer before it sends the next request would not have
+asked during the stall, and would not have seen it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from jitney.engine.telemetry.summary import RequestTimes, spread
 
 #: How often the event loop is asked whether it is late, seconds.
 LAG_EVERY_S = 0.02
-#: The client is the bottleneck above these: share of one CPU, and late by so many seconds at the 99th percentile.
+#: The client is the bottleneck above these: share of one CPU, and late by so many seconds at the
+#: 99th percentile.
 MOST_CPU, MOST_LAG_S = 0.85, 0.05
 
 #: Sends request number n and waits for its answer.
@@ -33,8 +34,9 @@ Watch = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Sender:
-    """How well the client kept up. cpu_share: of one CPU, over the run; lag_s: how late its event loop woke up; late_s:
-    how long after its time each request was sent (open loop, no limit on open requests; else empty)."""
+    """How well the client kept up. cpu_share: of one CPU, over the run; lag_s: how late its event
+    loop woke up; late_s: how long after its time each request was sent (open loop, no limit on open
+    requests; else empty)."""
 
     cpu_share: float = 0.0
     lag_s: list[float] = field(default_factory=list)
@@ -46,20 +48,27 @@ class Sender:
         found = []
         if self.cpu_share > MOST_CPU:
             found.append(f"it used {self.cpu_share:.0%} of a CPU")
-        for what, values in (("its event loop woke up", self.lag_s), ("requests left", self.late_s)):
+        for what, values in (
+            ("its event loop woke up", self.lag_s),
+            ("requests left", self.late_s),
+        ):
             if values and (p99 := float(np.percentile(values, 99))) > MOST_LAG_S:
                 found.append(f"{what} {1e3 * p99:.0f} ms late (p99)")
         return f"the client may be the bottleneck: {', '.join(found)}" if found else ""
 
     def as_json(self) -> dict[str, Any]:
-        return {"cpu_share": self.cpu_share, "lag_s": spread(self.lag_s), "late_s": spread(self.late_s),
-                "trouble": self.trouble or None}
+        return {
+            "cpu_share": self.cpu_share,
+            "lag_s": spread(self.lag_s),
+            "late_s": spread(self.late_s),
+            "trouble": self.trouble or None,
+        }
 
 
 @dataclass(slots=True)
 class Load:
-    """What a run over HTTP brought. times: in order of the arrivals; answers: likewise; started: zero of the arrivals;
-    seconds: from the first intended arrival to the last end."""
+    """What a run over HTTP brought. times: in order of the arrivals; answers: likewise; started:
+    zero of the arrivals; seconds: from the first intended arrival to the last end."""
 
     times: list[RequestTimes]
     answers: list[Answer]
@@ -68,12 +77,19 @@ class Load:
     sender: Sender
 
 
-async def run_load(send: Send, arrivals: Sequence[Arrival], *, concurrency: int = 0, closed: bool = False,
-                   watch: Watch = lambda done, total: None) -> Load:
+async def run_load(
+    send: Send,
+    arrivals: Sequence[Arrival],
+    *,
+    concurrency: int = 0,
+    closed: bool = False,
+    watch: Watch = lambda done, total: None,
+) -> Load:
     """Send every arrival at its time and wait for all answers.
 
-    concurrency: most requests open at a time, 0: any number. closed: a request comes when one of those ends, so that
-    its time counts from then; else whoever has to wait for a place among the `concurrency` waits on its own time.
+    concurrency: most requests open at a time, 0: any number. closed: a request comes when one of
+    those ends, so that its time counts from then; else whoever has to wait for a place among the
+    `concurrency` waits on its own time.
     """
     times: list[RequestTimes | None] = [None] * len(arrivals)
     answers: list[Answer | None] = [None] * len(arrivals)
@@ -88,7 +104,10 @@ async def run_load(send: Send, arrivals: Sequence[Arrival], *, concurrency: int 
             answer = await send(number)
         finally:
             places.release()
-        answers[number], times[number] = answer, times_of(number, arrivals[number], intended, answer)
+        answers[number], times[number] = (
+            answer,
+            times_of(number, arrivals[number], intended, answer),
+        )
         done += 1
         watch(done, len(arrivals))
 
@@ -100,24 +119,41 @@ async def run_load(send: Send, arrivals: Sequence[Arrival], *, concurrency: int 
             await places.acquire()
             group.create_task(one(number, time.monotonic() if closed else intended))
     known = [t for t in times if t is not None]
-    return Load(known, [a for a in answers if a is not None], started,
-                max(t.finished for t in known) - min(t.arrival for t in known), sender)
+    return Load(
+        known,
+        [a for a in answers if a is not None],
+        started,
+        max(t.finished for t in known) - min(t.arrival for t in known),
+        sender,
+    )
 
 
 def times_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestTimes:
-    """A request's times; the endpoint's token counts where it tells them. When it boarded only the server knows."""
+    """A request's times; the endpoint's token counts where it tells them. When it boarded only the
+    server knows.
+    """
     first = answer.pieces[0] if answer.pieces else None
     served = answer.finish in ("stop", "length")
     if served and first is None and answer.n_output:
         first = answer.finished  # its only tokens are no text: they came with the end
-    return RequestTimes(number, arrival.tenant, answer.n_prompt or arrival.n_prompt,
-                        (answer.n_output or len(answer.pieces)) if served else 0, intended, None, first,
-                        answer.finished, answer.finish, answer.pieces or None)
+    return RequestTimes(
+        number,
+        arrival.tenant,
+        answer.n_prompt or arrival.n_prompt,
+        (answer.n_output or len(answer.pieces)) if served else 0,
+        intended,
+        None,
+        first,
+        answer.finished,
+        answer.finish,
+        answer.pieces or None,
+    )
 
 
 @asynccontextmanager
 async def watched(sender: Sender):
     """Measure this process's share of a CPU and its event loop's lag while the block runs."""
+
     async def look() -> None:
         while True:
             due = time.monotonic() + LAG_EVERY_S

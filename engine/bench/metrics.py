@@ -1,4 +1,6 @@
-"""What a Jitney server says of a run at /metrics: the ledger (`jitney_rows_total`) and the queue, as differences."""
+"""What a Jitney server says of a run at /metrics: the ledger (`jitney_rows_total`) and the queue,
+as differences.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,12 @@ def rows(samples: Samples, kind: str) -> float | None:
 def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, Line]:
     """Rows and device time by kind between two readings, `seconds` apart.
 
-    The server tells the time of all steps together, so it is split over the rows of all steps alike, unlike a bill made
-    from step records; idle is the rest of `seconds`.
+    The server tells the time of all steps together, so it is split over the rows of all steps
+    alike, unlike a bill made from step records; idle is the rest of `seconds`.
     """
-    counts = {kind: round((rows(after, kind) or 0) - (rows(before, kind) or 0)) for kind in ROW_KINDS}
+    counts = {
+        kind: round((rows(after, kind) or 0) - (rows(before, kind) or 0)) for kind in ROW_KINDS
+    }
     busy = round((step_seconds(after) - step_seconds(before)) * NANO)
     total, edge, lines = max(1, sum(counts.values())), 0, {}
     passed = 0
@@ -54,7 +58,9 @@ def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, L
         passed += counts[kind]
         lines[kind] = Line(counts[kind], busy * passed // total - edge)
         edge = busy * passed // total
-    return {kind: lines[kind] for kind in ROW_KINDS} | {IDLE: Line(0, max(0, round(seconds * NANO) - busy))}
+    return {kind: lines[kind] for kind in ROW_KINDS} | {
+        IDLE: Line(0, max(0, round(seconds * NANO) - busy))
+    }
 
 
 def step_seconds(samples: Samples) -> float:
@@ -63,7 +69,11 @@ def step_seconds(samples: Samples) -> float:
 
 
 def queue_mean(before: Samples, after: Samples) -> float | None:
-    """Mean wait in the server's queue, seconds, of who boarded between two readings; None if nobody did."""
-    count, total = (after.get((name, ()), 0.0) - before.get((name, ()), 0.0)
-                    for name in ("jitney_queue_seconds_count", "jitney_queue_seconds_sum"))
+    """Mean wait in the server's queue, seconds, of who boarded between two readings; None if nobody
+    did.
+    """
+    count, total = (
+        after.get((name, ()), 0.0) - before.get((name, ()), 0.0)
+        for name in ("jitney_queue_seconds_count", "jitney_queue_seconds_sum")
+    )
     return total / count if count > 0 else None

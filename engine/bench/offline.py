@@ -1,4 +1,6 @@
-"""Runs in this process: one set of compiled programs, and for each run a scheduler, page pool and core of its own."""
+"""Runs in this process: one set of compiled programs, and for each run a scheduler, page pool and
+core of its own.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,13 @@ class Request:
 
 @dataclass(slots=True)
 class Measured:
-    """One run. times: in order of the requests, seconds of time.monotonic(); tokens: output ids of each request.
+    """One run. times: in order of the requests, seconds of time.monotonic(); tokens: output ids of
+    each request.
 
-    records: [steps] STEP_DTYPE. rides: who sat where and when, first_token None if it came in another ride. started:
-    the zero of the arrivals' times. seconds: from the first arrival to the last end. shape: the engine that ran.
-    concurrency: requests that a closed loop kept open, 0: they came at their times.
+    records: [steps] STEP_DTYPE. rides: who sat where and when, first_token None if it came in
+    another ride. started: the zero of the arrivals' times. seconds: from the first arrival to the
+    last end. shape: the engine that ran. concurrency: requests that a closed loop kept open, 0:
+    they came at their times.
     """
 
     times: list[RequestTimes]
@@ -65,12 +69,23 @@ class Measured:
     @property
     def as_measured(self) -> MeasuredRun:
         """The run as the simulator compares it with a prediction."""
-        return MeasuredRun(self.times, self.records, self.rides, RunNote(self.shape, self.concurrency))
+        return MeasuredRun(
+            self.times, self.records, self.rides, RunNote(self.shape, self.concurrency)
+        )
 
-    def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
+    def figures(
+        self, slo: Slo | None = None, price_per_hour: float | None = None
+    ) -> dict[str, Any]:
         """As `engine.telemetry.summary.summarise`."""
-        return summarise(self.times, records=self.records, seats=self.limits.max_seats, seconds=self.seconds,
-                         seated_s=seated(self.rides), slo=slo, price_per_hour=price_per_hour)
+        return summarise(
+            self.times,
+            records=self.records,
+            seats=self.limits.max_seats,
+            seconds=self.seconds,
+            seated_s=seated(self.rides),
+            slo=slo,
+            price_per_hour=price_per_hour,
+        )
 
 
 class Watched:
@@ -100,12 +115,16 @@ class Watched:
 class Bench:
     """Measures traffic on an engine of this process, given its core and how its text becomes ids.
 
-    The engine must be idle. Every run starts with empty pages; what differs between runs is said to `run`. sleep:
-    passes so many seconds of the clock.
+    The engine must be idle. Every run starts with empty pages; what differs between runs is said to
+    `run`. sleep: passes so many seconds of the clock.
     """
 
-    def __init__(self, core: EngineCore, encode: Callable[[str], list[int]],
-                 sleep: Callable[[float], None] = time.sleep):
+    def __init__(
+        self,
+        core: EngineCore,
+        encode: Callable[[str], list[int]],
+        sleep: Callable[[float], None] = time.sleep,
+    ):
         self._core, self._encode, self._sleep = core, encode, sleep
         self.clock = core.clock
         self.limits = core.scheduler.limits
@@ -113,30 +132,47 @@ class Bench:
         self.shape = EngineShape(self.limits, core.scheduler.buckets, pool.n_pages, pool.page_size)
 
     def requests(self, arrivals: Sequence[Arrival], seed: int = 0) -> list[Request]:
-        """The arrivals with prompts of exactly their lengths. ConfigError if one does not fit the engine."""
+        """The arrivals with prompts of exactly their lengths. ConfigError if one does not fit the
+        engine.
+        """
         pool = self._core.scheduler.pool
         most = min(self.limits.context_length, pool.capacity * pool.page_size + 1)
         for number, arrival in enumerate(arrivals):
             if arrival.n_prompt + arrival.n_output > most:
-                raise ConfigError(f"request {number} has {arrival.n_prompt} prompt and {arrival.n_output} output "
-                                  f"tokens, a sequence here {most} at most: lower the lengths or give more pages")
-        return [Request(arrival, arrival_ids(self._encode, arrival, number, seed))
-                for number, arrival in enumerate(arrivals)]
+                raise ConfigError(
+                    f"request {number} has {arrival.n_prompt} prompt and {arrival.n_output} output "
+                    f"tokens, a sequence here {most} at most: lower the lengths or give more pages"
+                )
+        return [
+            Request(arrival, arrival_ids(self._encode, arrival, number, seed))
+            for number, arrival in enumerate(arrivals)
+        ]
 
     def warm_up(self, requests: Sequence[Request], seconds: float = 2.0) -> None:
-        """Run some of the requests for about so long, for caches and clock frequencies; nothing of it is kept."""
+        """Run some of the requests for about so long, for caches and clock frequencies; nothing of
+        it is kept.
+        """
         until = self.clock() + seconds
         while self.clock() < until:
-            short = [replace(r, arrival=Arrival(0.0, r.arrival.n_prompt, min(8, r.arrival.n_output)))
-                     for r in requests[:self.limits.max_seats]]
+            short = [
+                replace(r, arrival=Arrival(0.0, r.arrival.n_prompt, min(8, r.arrival.n_output)))
+                for r in requests[: self.limits.max_seats]
+            ]
             self.run(short)
 
-    def run(self, requests: Sequence[Request], *, concurrency: int = 0, watch: Watch = lambda done, total: None,
-            **limits: Any) -> Measured:
+    def run(
+        self,
+        requests: Sequence[Request],
+        *,
+        concurrency: int = 0,
+        watch: Watch = lambda done, total: None,
+        **limits: Any,
+    ) -> Measured:
         """Serve the requests (ascending in time) and take everything down.
 
-        concurrency: a closed loop, in which a request comes when fewer than so many are open; 0: by their times.
-        limits: fields of SchedulerLimits that differ from the engine's. Raises ConfigError for impossible limits.
+        concurrency: a closed loop, in which a request comes when fewer than so many are open; 0: by
+        their times. limits: fields of SchedulerLimits that differ from the engine's. Raises
+        ConfigError for impossible limits.
         """
         book, riders = Conductor(keep_tokens=True), Riders()
         runner = Watched(self._core.runner, book, riders, self.clock)
@@ -145,29 +181,67 @@ class Bench:
         gc.collect()
         started = self.clock()
         records = self._drive(core, runner, book, requests, tokens, started, concurrency, watch)
-        seconds = max(times.finished for times in book.times) - min(times.arrival for times in book.times)
+        seconds = max(times.finished for times in book.times) - min(
+            times.arrival for times in book.times
+        )
         core.check()
-        return Measured(book.times, tokens, np.frombuffer(b"".join(records), STEP_DTYPE),
-                        [Ride(*ride) for ride in book.rides], riders, started, seconds,
-                        replace(self.shape, limits=core.scheduler.limits), concurrency)
+        return Measured(
+            book.times,
+            tokens,
+            np.frombuffer(b"".join(records), STEP_DTYPE),
+            [Ride(*ride) for ride in book.rides],
+            riders,
+            started,
+            seconds,
+            replace(self.shape, limits=core.scheduler.limits),
+            concurrency,
+        )
 
-    def _fresh(self, runner: Watched, requests: Sequence[Request], limits: dict[str, Any]) -> EngineCore:
-        """A core as the engine's own, with other limits; nobody is refused for the length of the queue."""
+    def _fresh(
+        self, runner: Watched, requests: Sequence[Request], limits: dict[str, Any]
+    ) -> EngineCore:
+        """A core as the engine's own, with other limits; nobody is refused for the length of the
+        queue.
+        """
         own, old = self._core.scheduler, self._core.scheduler.pool
-        open_door = {"max_waiting_requests": len(requests) + 1, "max_predicted_wait_s": 0.0,
-                     "max_waiting_tokens": sum(len(r.prompt) for r in requests) + 1}
-        scheduler = Scheduler(replace(own.limits, **open_door, **limits), own.buckets,
-                              PagePool(old.n_pages, old.page_size, retain=old.retain), self.clock)
+        open_door = {
+            "max_waiting_requests": len(requests) + 1,
+            "max_predicted_wait_s": 0.0,
+            "max_waiting_tokens": sum(len(r.prompt) for r in requests) + 1,
+        }
+        scheduler = Scheduler(
+            replace(own.limits, **open_door, **limits),
+            own.buckets,
+            PagePool(old.n_pages, old.page_size, retain=old.retain),
+            self.clock,
+        )
         return EngineCore(scheduler, runner, Ledger(capacity=1), self.clock)
 
-    def _drive(self, core: EngineCore, runner: Watched, book: Conductor, requests: Sequence[Request],
-               tokens: list[list[int]], started: float, concurrency: int, watch: Watch) -> list[bytes]:
-        """The loop of the core's process: take in who has come, step, hand out; returns the step records."""
+    def _drive(
+        self,
+        core: EngineCore,
+        runner: Watched,
+        book: Conductor,
+        requests: Sequence[Request],
+        tokens: list[list[int]],
+        started: float,
+        concurrency: int,
+        watch: Watch,
+    ) -> list[bytes]:
+        """The loop of the core's process: take in who has come, step, hand out; returns the step
+        records.
+        """
         clock, records, coming, total = self.clock, [], 0, len(requests)
         while coming < total or core.has_work:
-            while coming < total and self._comes(requests[coming], book.n_open, concurrency, started):
+            while coming < total and self._comes(
+                requests[coming], book.n_open, concurrency, started
+            ):
                 at = clock() if concurrency else started + requests[coming].arrival.at
-                core.add(engine_request(book.enter(coming, requests[coming].arrival, at), requests[coming], at))
+                core.add(
+                    engine_request(
+                        book.enter(coming, requests[coming].arrival, at), requests[coming], at
+                    )
+                )
                 coming += 1
             core.scheduler.more_to_come = not concurrency and coming < total
             if not core.has_work:
@@ -193,6 +267,14 @@ class Bench:
 def engine_request(name: str, request: Request, at: float) -> EngineRequest:
     """A greedy request that ends by length alone."""
     arrival = request.arrival
-    sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=max(1, arrival.n_output), ignore_eos=True)
-    return EngineRequest(id=name, prompt=request.prompt, sampling=sampling, arrival=at, tenant=arrival.tenant,
-                         priority=arrival.priority)
+    sampling = SamplingParams(
+        temperature=0.0, seed=0, max_tokens=max(1, arrival.n_output), ignore_eos=True
+    )
+    return EngineRequest(
+        id=name,
+        prompt=request.prompt,
+        sampling=sampling,
+        arrival=at,
+        tenant=arrival.tenant,
+        priority=arrival.priority,
+    )

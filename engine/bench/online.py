@@ -1,4 +1,6 @@
-"""A measurement over HTTP: find the model, learn how long texts are there, warm up, send, and read the ledger."""
+"""A measurement over HTTP: find the model, learn how long texts are there, warm up, send, and read
+the ledger.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ from jitney.engine.errors import JitneyError
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.cost import Line
 
-#: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the longest prompt has,
-#: but no more than this.
+#: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the
+#: longest prompt has, but no more than this.
 FEW_WORDS, MANY_WORDS = 16, 160
-#: Requests open while the capacity of a server is measured that does not say how many it runs at once.
+#: Requests open while the capacity of a server is measured that does not say how many it runs at
+#: once.
 UNKNOWN_STREAMS = 64
 
 
@@ -42,7 +45,9 @@ class Ruler(NamedTuple):
 
 
 class EngineAbout(NamedTuple):
-    """What an endpoint says of itself at /version; a text is empty where it says nothing of that kind."""
+    """What an endpoint says of itself at /version; a text is empty where it says nothing of that
+    kind.
+    """
 
     version: str = ""
     device: str = ""
@@ -52,8 +57,15 @@ class EngineAbout(NamedTuple):
 
     def __str__(self) -> str:
         if not self.device:
-            return f"version {self.version}" if self.version else "an engine that does not say what it is"
-        return f"version {self.version}, {self.dtype}, {self.kernels} kernels on {self.device} ({self.platform})"
+            return (
+                f"version {self.version}"
+                if self.version
+                else "an engine that does not say what it is"
+            )
+        return (
+            f"version {self.version}, {self.dtype}, {self.kernels} "
+            f"kernels on {self.device} ({self.platform})"
+        )
 
 
 #: An endpoint without such a page.
@@ -62,8 +74,8 @@ UNKNOWN_ENGINE = EngineAbout()
 
 @dataclass(slots=True)
 class Online:
-    """What was measured. bill: the server's own ledger over the run; queue_mean_s: mean wait in its queue. Both are
-    None where it publishes none. about: what the endpoint says of itself."""
+    """What was measured. bill: the server's own ledger over the run; queue_mean_s: mean wait in its
+    queue. Both are None where it publishes none. about: what the endpoint says of itself."""
 
     target: Target
     load: Load
@@ -72,13 +84,30 @@ class Online:
     about: EngineAbout = UNKNOWN_ENGINE
 
 
-async def measure(target: Target, arrivals: Sequence[Arrival], *, concurrency: int, closed: bool, warmup: int,
-                  watch: Watch) -> Online:
-    """Send the arrivals to the endpoint. Raises ConfigError or JitneyError if it does not answer at all."""
+async def measure(
+    target: Target,
+    arrivals: Sequence[Arrival],
+    *,
+    concurrency: int,
+    closed: bool,
+    warmup: int,
+    watch: Watch,
+) -> Online:
+    """Send the arrivals to the endpoint. Raises ConfigError or JitneyError if it does not answer at
+    all.
+    """
     async with open_client(target) as client:
         ready, ruler = await prepare(client, target, max(arrival.n_prompt for arrival in arrivals))
-        return await measure_with(client, ready, ruler, arrivals, concurrency=concurrency, closed=closed,
-                                  warmup=warmup, watch=watch)
+        return await measure_with(
+            client,
+            ready,
+            ruler,
+            arrivals,
+            concurrency=concurrency,
+            closed=closed,
+            warmup=warmup,
+            watch=watch,
+        )
 
 
 async def prepare(client: httpx.AsyncClient, target: Target, longest: int) -> tuple[Target, Ruler]:
@@ -86,7 +115,9 @@ async def prepare(client: httpx.AsyncClient, target: Target, longest: int) -> tu
     ready = target if target.model else replace(target, model=await first_model(client, target))
     one, few = await probe(client, ready, [prose(words, seed=words) for words in (1, FEW_WORDS)])
     if few <= one:
-        raise JitneyError(f"the endpoint counts {one} and {few} tokens for texts of 1 and {FEW_WORDS} words")
+        raise JitneyError(
+            f"the endpoint counts {one} and {few} tokens for texts of 1 and {FEW_WORDS} words"
+        )
     ruler = Ruler.of(one, few, FEW_WORDS)
     words = min(MANY_WORDS, ruler.words(longest))
     if words > FEW_WORDS:
@@ -108,7 +139,9 @@ async def read_about(client: httpx.AsyncClient, base: str) -> EngineAbout:
 
 
 async def read_seats(client: httpx.AsyncClient, base: str) -> int | None:
-    """How many requests the server runs at once, by its list of seats at /slots; None if it has none."""
+    """How many requests the server runs at once, by its list of seats at /slots; None if it has
+    none.
+    """
     try:
         response = await client.get(f"{base}/slots")
         listed = response.json() if response.status_code == 200 else None
@@ -117,23 +150,45 @@ async def read_seats(client: httpx.AsyncClient, base: str) -> int | None:
     return len(listed) if isinstance(listed, list) and listed else None
 
 
-async def measure_with(client: httpx.AsyncClient, target: Target, ruler: Ruler, arrivals: Sequence[Arrival], *,
-                       concurrency: int, closed: bool, warmup: int, watch: Watch) -> Online:
+async def measure_with(
+    client: httpx.AsyncClient,
+    target: Target,
+    ruler: Ruler,
+    arrivals: Sequence[Arrival],
+    *,
+    concurrency: int,
+    closed: bool,
+    warmup: int,
+    watch: Watch,
+) -> Online:
     """As `measure`, on an endpoint that is known already.
 
-    Texts are new in every run: an endpoint that remembers prompts would answer those of an earlier run too fast.
+    Texts are new in every run: an endpoint that remembers prompts would answer those of an earlier
+    run too fast.
     """
     salt = secrets.randbits(32)
-    texts = [arrival_prose(arrival, ruler.words, number, salt) for number, arrival in enumerate(arrivals)]
+    texts = [
+        arrival_prose(arrival, ruler.words, number, salt) for number, arrival in enumerate(arrivals)
+    ]
     sizes = [ruler.words(arrival.n_prompt) for arrival in arrivals[:warmup]]
     extra = [prose(size, [salt, number, 1]) for number, size in enumerate(sizes)]
     if extra:
-        await run_load(lambda n: ask(client, target, target.body(extra[n], min(16, arrivals[n].n_output))),
-                       [Arrival(0.0, 1, 1)] * len(extra), concurrency=concurrency or len(extra), closed=True)
+        await run_load(
+            lambda n: ask(client, target, target.body(extra[n], min(16, arrivals[n].n_output))),
+            [Arrival(0.0, 1, 1)] * len(extra),
+            concurrency=concurrency or len(extra),
+            closed=True,
+        )
     before = await read_metrics(client, target.base)
-    load = await run_load(lambda n: ask(client, target, target.body(texts[n], arrivals[n].n_output,
-                                                                    arrivals[n].tenant)),
-                          arrivals, concurrency=concurrency, closed=closed, watch=watch)
+    load = await run_load(
+        lambda n: ask(
+            client, target, target.body(texts[n], arrivals[n].n_output, arrivals[n].tenant)
+        ),
+        arrivals,
+        concurrency=concurrency,
+        closed=closed,
+        watch=watch,
+    )
     online = Online(target, load, about=await read_about(client, target.base))
     after = await read_metrics(client, target.base) if before is not None else None
     if before is not None and after is not None:
@@ -147,9 +202,9 @@ async def capacity_at(
 ) -> float:
     """Requests a second that the endpoint serves when there is always a next one.
 
-    A closed loop on the first requests, so many open at a time (0: twice the seats that the server lists, 64 where it
-    lists none), at most three times as many in all; only the time in which all of them were open counts. JitneyError if
-    too few were served to tell.
+    A closed loop on the first requests, so many open at a time (0: twice the seats that the server
+    lists, 64 where it lists none), at most three times as many in all; only the time in which all
+    of them were open counts. JitneyError if too few were served to tell.
     """
     async with open_client(target) as client:
         longest = max(arrival.n_prompt for arrival in arrivals)
@@ -165,5 +220,7 @@ async def capacity_at(
     ends = sorted(t.finished for t in online.load.times if t.served)
     full = len(ends) - streams
     if full < 1:
-        raise JitneyError(f"the endpoint's capacity is unknown: it served {len(ends)} of {len(some)} requests")
+        raise JitneyError(
+            f"the endpoint's capacity is unknown: it served {len(ends)} of {len(some)} requests"
+        )
     return full / (ends[full - 1] - online.load.started)

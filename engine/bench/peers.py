@@ -33,7 +33,14 @@ from jitney.engine.bench.online import read_about
 from jitney.engine.bench.text import prompt_ids
 from jitney.engine.errors import JitneyError
 from jitney.engine.machine import cpu_name
-from jitney.engine.simulation.workload import Arrival, Closed, Fixed, LengthSummary, LogNormal, synthesise
+from jitney.engine.simulation.workload import (
+    Arrival,
+    Closed,
+    Fixed,
+    LengthSummary,
+    LogNormal,
+    synthesise,
+)
 from jitney.engine.telemetry.summary import spread_of, summarise, token_gaps
 
 #: Log-normal lengths around 96 and 64 tokens.
@@ -106,9 +113,13 @@ def ours(model: str, kernels: str, dtype: str) -> Peer:
 def vllm(executable: str, folder: str, dtype: str) -> Peer:
     """vLLM's CPU build on a Hugging Face folder of the same model."""
     flags = (
-        "--served-model-name", "m", "--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "32",
-        "--no-enable-prefix-caching", "--disable-uvicorn-access-log",
-    )  # fmt: skip
+        *("--served-model-name", "m"),
+        *("--dtype", dtype),
+        *("--max-model-len", "2048"),
+        *("--max-num-seqs", "32"),
+        "--no-enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+    )
     own_openmp = str(Path(executable).resolve().parent.parent / "lib" / "libiomp5.so")
     preload = [*sorted(glob.glob(TCMALLOC))[:1], *glob.glob(glob.escape(own_openmp))]
     environment = {
@@ -406,7 +417,9 @@ def serving(peer: Peer, port: int) -> Iterator[str]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Have SIGTERM end this process as an exception, so that the engine it started is stopped too."""
+    """Have SIGTERM end this process as an exception, so that the engine it started is stopped
+    too.
+    """
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)

@@ -1,4 +1,6 @@
-"""One HTML file with everything in it: plotly.js, the charts and the tables. It asks the network for nothing."""
+"""One HTML file with everything in it: plotly.js, the charts and the tables. It asks the network
+for nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from jitney.engine.errors import ConfigError
 STYLE = """
 body { margin: 0 auto; max-width: 1180px; padding: 24px; background: #f4f6f8; color: #17202a;
   font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 28px 0 8px; } p { margin: 4px 0 10px; }
+h1 { font-size: 26px; margin: 0 0 4px; }
+h2 { font-size: 19px; margin: 28px 0 8px; } p { margin: 4px 0 10px; }
 section { background: #fff; border-radius: 12px; padding: 14px 18px; margin-bottom: 16px;
   box-shadow: 0 2px 8px rgb(16 32 48 / .06); overflow-x: auto; }
 section h2 { margin-top: 4px; }
@@ -46,8 +49,8 @@ class Table:
 class Section:
     """A heading, sentences under it, tables and charts, in this order.
 
-    Texts and cells are shown as they are, markup and all. plotly reads some tags in a chart's own texts, so a name that
-    came from outside never stands in a chart.
+    Texts and cells are shown as they are, markup and all. plotly reads some tags in a chart's own
+    texts, so a name that came from outside never stands in a chart.
     """
 
     title: str
@@ -56,7 +59,9 @@ class Section:
     charts: Sequence[Figure] = field(default_factory=list)
 
 
-def write_report(path: str | Path, title: str, summary: Sequence[str], sections: Sequence[Section]) -> None:
+def write_report(
+    path: str | Path, title: str, summary: Sequence[str], sections: Sequence[Section]
+) -> None:
     """Write the page. ConfigError if the file cannot be written."""
     try:
         Path(path).write_text(page(title, summary, sections), encoding="utf-8")
@@ -70,12 +75,18 @@ def page(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str
 
     charts: list[Figure] = []
     body = "".join(_section(section, charts) for section in sections)
-    data = "".join(f'<script type="application/json" id="chart-{number}">{_json(chart)}</script>\n'
-                   for number, chart in enumerate(charts))
-    return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
-            f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{_paragraphs(summary, 'faint')}"
-            f"{body}\n{data}<script>{get_plotlyjs()}</script>\n<script>{DRAW}</script>\n</body>\n</html>\n")
+    data = "".join(
+        f'<script type="application/json" id="chart-{number}">{_json(chart)}</script>\n'
+        for number, chart in enumerate(charts)
+    )
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, '
+        f'initial-scale=1">\n<title>{escape(title)}</title>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n"
+        f"{_paragraphs(summary, 'faint')}"
+        f"{body}\n{data}<script>{get_plotlyjs()}</script>\n<script>{DRAW}</script>\n</body>\n</html>\n"
+    )
 
 
 def _section(section: Section, charts: list[Figure]) -> str:
@@ -84,8 +95,10 @@ def _section(section: Section, charts: list[Figure]) -> str:
     for chart in section.charts:
         boxes.append(f'<div data-chart="chart-{len(charts)}"></div>\n')
         charts.append(chart)
-    return (f"<section>\n<h2>{escape(section.title)}</h2>\n{_paragraphs(section.notes)}"
-            f"{''.join(_table(table) for table in section.tables)}{''.join(boxes)}</section>\n")
+    return (
+        f"<section>\n<h2>{escape(section.title)}</h2>\n{_paragraphs(section.notes)}"
+        f"{''.join(_table(table) for table in section.tables)}{''.join(boxes)}</section>\n"
+    )
 
 
 def _paragraphs(lines: Iterable[str], kind: str = "") -> str:
@@ -94,7 +107,9 @@ def _paragraphs(lines: Iterable[str], kind: str = "") -> str:
 
 def _table(table: Table) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table.heads)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in table.rows)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in table.rows
+    )
     return f"<table>\n<tr>{head}</tr>\n{rows}</table>\n"
 
 

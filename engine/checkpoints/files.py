@@ -8,7 +8,8 @@ from typing import Any, Literal, overload
 
 from jitney.engine.errors import ModelError
 
-#: config.json and its like are a few kB; an index of a very large model some MB; a tokenizer up to tens of MB.
+#: config.json and its like are a few kB; an index of a very large model some MB; a tokenizer up to
+#: tens of MB.
 MAX_JSON_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 100 << 20
 
@@ -22,8 +23,9 @@ def safe_file(folder: Path, name: str, *, missing_ok: bool) -> Path | None: ...
 def safe_file(folder: Path, name: str, *, missing_ok: bool = False) -> Path | None:
     """The file `name` of the folder; None if absent and that is fine.
 
-    Raises ModelError for a name that is not plain (`..`, absolute, with a separator) and for a link that leads out of
-    the folder. Links of the Hugging Face cache, snapshots/REVISION/name -> ../../blobs/HASH, stay inside that cache.
+    Raises ModelError for a name that is not plain (`..`, absolute, with a separator) and for a link
+    that leads out of the folder. Links of the Hugging Face cache, snapshots/REVISION/name ->
+    ../../blobs/HASH, stay inside that cache.
     """
     if not name or "\x00" in name or name in (".", "..") or "/" in name or "\\" in name:
         raise ModelError(f"unsafe file name in the model folder: {name[:100]!r}")
@@ -40,8 +42,12 @@ def safe_file(folder: Path, name: str, *, missing_ok: bool = False) -> Path | No
     return path
 
 
-def read_json(folder: Path, name: str, *, missing_ok: bool = False, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of the folder; {} if the file is absent and that is fine; ModelError if unsound."""
+def read_json(
+    folder: Path, name: str, *, missing_ok: bool = False, limit: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
+    """The object in a JSON file of the folder; {} if the file is absent and that is fine;
+    ModelError if unsound.
+    """
     path = safe_file(folder, name, missing_ok=missing_ok)
     if path is None:
         return {}

@@ -1,8 +1,9 @@
-"""GGUF files: header, key-values and tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md); jax-free.
+"""GGUF files: header, key-values and tensors
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md); jax-free.
 
-The header is parsed here: `gguf.GGUFReader` builds several objects per vocabulary entry and takes 2 s for 49,152 tokens
-and their merges, this takes 0.1 s, and counts and lengths are checked against the file before anything is
-allocated. Block formats are decoded by the `gguf` library.
+The header is parsed here: `gguf.GGUFReader` builds several objects per vocabulary entry and takes 2
+s for 49,152 tokens and their merges, this takes 0.1 s, and counts and lengths are checked against
+the file before anything is allocated. Block formats are decoded by the `gguf` library.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 
 #: GGUF value type -> struct code; 8 is a string and 9 an array.
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 STRING, ARRAY = 8, 9
 #: Tensors decoded at once: 4 Mi elements are 16 MiB of float32.
 DECODE_ELEMENTS = 1 << 22
@@ -55,7 +68,9 @@ class GGUFFile:
         try:
             self.parse()
         except (struct.error, UnicodeDecodeError, RecursionError) as error:
-            raise ModelError(f"{self.name}: broken GGUF header near byte {self.at}: {error}") from error
+            raise ModelError(
+                f"{self.name}: broken GGUF header near byte {self.at}: {error}"
+            ) from error
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -75,15 +90,20 @@ class GGUFFile:
 
         info = self.tensors[name]
         rows = self.rows(name)
-        # The library decodes rows; a view of a few rows at a time keeps its float32 temporaries small.
+        # The library decodes rows; a view of a few rows at a time keeps its float32 temporaries
+        # small.
         step = max(1, DECODE_ELEMENTS // info.shape[-1])
         out = np.empty((len(rows), info.shape[-1]), np.float32)
         kind = GGMLQuantizationType(info.kind)
         for first in range(0, len(rows), step):
             try:
-                out[first : first + step] = dequantize(as_stored(rows[first : first + step], kind), kind)
+                out[first : first + step] = dequantize(
+                    as_stored(rows[first : first + step], kind), kind
+                )
             except NotImplementedError as error:
-                raise ModelError(f"{self.name}: {name} has type {kind.name}, which cannot be decoded") from error
+                raise ModelError(
+                    f"{self.name}: {name} has type {kind.name}, which cannot be decoded"
+                ) from error
         return out.reshape(info.shape)
 
     def rows(self, name: str) -> np.ndarray:
@@ -122,7 +142,9 @@ class GGUFFile:
         return name, shape, self.scalar("I"), self.scalar("Q")
 
     def placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
-        """The tensor's place in the file; ModelError if its type is unknown or it does not lie inside."""
+        """The tensor's place in the file; ModelError if its type is unknown or it does not lie
+        inside.
+        """
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if name in self.tensors:
@@ -133,7 +155,10 @@ class GGUFFile:
             raise ModelError(f"{self.name}: {name[:100]} has the unknown type {kind}") from error
         size = math.prod(shape) // block * block_bytes
         if 0 in shape or shape[-1] % block or start + size > len(self.data):
-            raise ModelError(f"{self.name}: {name[:100]} {list(shape)} does not fit in the file; it may be cut short")
+            raise ModelError(
+                f"{self.name}: {name[:100]} {list(shape)} does not fit in the file; it may be cut "
+                "short"
+            )
         return TensorInfo(shape, kind, start, size)
 
     def scalar(self, code: str) -> Any:
@@ -143,10 +168,14 @@ class GGUFFile:
         return value
 
     def count(self, smallest: int) -> int:
-        """A 64-bit count of things of at least `smallest` bytes each, which must still fit in the file."""
+        """A 64-bit count of things of at least `smallest` bytes each, which must still fit in the
+        file.
+        """
         count = self.scalar("Q")
         if count * smallest > len(self.data) - self.at:
-            raise ModelError(f"{self.name}: broken GGUF header: a count of {count} at byte {self.at - 8}")
+            raise ModelError(
+                f"{self.name}: broken GGUF header: a count of {count} at byte {self.at - 8}"
+            )
         return count
 
     def string(self) -> str:
@@ -176,12 +205,16 @@ class GGUFFile:
 
     def code(self, kind: int) -> str:
         if kind not in SCALARS:
-            raise ModelError(f"{self.name}: broken GGUF header: unknown value type {kind} at byte {self.at}")
+            raise ModelError(
+                f"{self.name}: broken GGUF header: unknown value type {kind} at byte {self.at}"
+            )
         return SCALARS[kind]
 
 
 def as_stored(rows: np.ndarray, kind: Any) -> np.ndarray:
-    """Bytes [R, bytes] viewed as the library expects: float16 and float32 as themselves, blocks as bytes."""
+    """Bytes [R, bytes] viewed as the library expects: float16 and float32 as themselves, blocks as
+    bytes.
+    """
     plain = {"F32": np.float32, "F16": np.float16}.get(kind.name)
     return rows if plain is None else rows.view(plain)
 
@@ -189,7 +222,8 @@ def as_stored(rows: np.ndarray, kind: Any) -> np.ndarray:
 def half_split(rows: np.ndarray, heads: int) -> np.ndarray:
     """Undo llama.cpp's reordering of query and key rows [heads * D, ...].
 
-    Its `llama` files pair rotated rows (2j, 2j + 1) of a head; ours, like Hugging Face's, pair (j, j + D/2).
+    Its `llama` files pair rotated rows (2j, 2j + 1) of a head; ours, like Hugging Face's, pair (j,
+    j + D/2).
     """
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)

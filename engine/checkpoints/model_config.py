@@ -1,6 +1,7 @@
 """What a model is, read from `config.json` or from GGUF metadata; plain data, jax-free.
 
-Everything here comes from untrusted files: each number is checked for type and range before anything is sized by it.
+Everything here comes from untrusted files: each number is checked for type and range before
+anything is sized by it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ log = logging.getLogger(__name__)
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
-#: Class names in `config.json` -> our name of the architecture. GGUF files use the short names themselves.
+#: Class names in `config.json` -> our name of the architecture. GGUF files use the short names
+#: themselves.
 HF_ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -29,9 +31,18 @@ HF_ARCHITECTURES: dict[str, Architecture] = {
 #: What transformers assumes when `config.json` leaves a key out.
 HF_DEFAULTS: dict[Architecture, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mistral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
 }
 
 #: No model comes near these; a file that does is broken or hostile.
@@ -45,9 +56,10 @@ MAX_CONTEXT = 1 << 26
 class RopeScaling:
     """How the rotary frequencies of a long-context model differ from the plain ones.
 
-    linear: all divided by `factor`. llama3: low frequencies divided, high kept, smooth between (Llama 3.1).
-    yarn: blend by rotations per context, cos and sin times `attention_factor` (arXiv 2309.00071).
-    factors: frequency j divided by factors[j] (GGUF's `rope_freqs.weight`), D // 2 numbers.
+    linear: all divided by `factor`. llama3: low frequencies divided, high kept, smooth between
+    (Llama 3.1). yarn: blend by rotations per context, cos and sin times `attention_factor` (arXiv
+    2309.00071). factors: frequency j divided by factors[j] (GGUF's `rope_freqs.weight`), D // 2
+    numbers.
     """
 
     kind: Literal["linear", "llama3", "yarn", "factors"]
@@ -66,9 +78,10 @@ class RopeScaling:
 class ModelConfig:
     """The shape of a Llama-family decoder.
 
-    windows[l]: how many positions layer l sees, its own included; 0 is all of them. context_length: the most tokens
-    of prompt and output together. eos_ids: every token that ends a generation, from all files that name one.
-    shards: among how many devices the model is split; heads and intermediate_size are then one device's (see `local`).
+    windows[l]: how many positions layer l sees, its own included; 0 is all of them. context_length:
+    the most tokens of prompt and output together. eos_ids: every token that ends a generation, from
+    all files that name one. shards: among how many devices the model is split; heads and
+    intermediate_size are then one device's (see `local`).
     """
 
     architecture: Architecture
@@ -95,12 +108,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
-            raise ModelError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key-value heads evenly")
+            raise ModelError(
+                f"{self.n_heads} query heads cannot share {self.n_kv_heads} key-value heads evenly"
+            )
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, found {self.head_dim}")
         for token in (*self.eos_ids, *([] if self.bos_id is None else [self.bos_id])):
             if not 0 <= token < self.vocab_size:
-                raise ModelError(f"special token id {token} lies outside the vocabulary of {self.vocab_size}")
+                raise ModelError(
+                    f"special token id {token} lies outside the vocabulary of {self.vocab_size}"
+                )
 
     @property
     def window(self) -> int:
@@ -124,31 +141,51 @@ class ModelConfig:
         """
         if shards < 1:
             raise ConfigError(f"a model cannot be divided over {shards} devices")
-        sizes = {"query heads": self.n_heads, "feed-forward columns": self.intermediate_size,
-                 "vocabulary entries": self.vocab_size}
+        sizes = {
+            "query heads": self.n_heads,
+            "feed-forward columns": self.intermediate_size,
+            "vocabulary entries": self.vocab_size,
+        }
         if self.n_kv_heads % shards and shards % self.n_kv_heads:
             sizes = {"key-value heads": self.n_kv_heads}
         uneven = [f"{size} {name}" for name, size in sizes.items() if size % shards]
         if uneven:
-            raise ConfigError(f"tensor_parallel {shards} does not divide the model's {' and '.join(uneven)}")
-        return replace(self, n_heads=self.n_heads // shards, n_kv_heads=max(1, self.n_kv_heads // shards),
-                       intermediate_size=self.intermediate_size // shards, shards=shards)
+            raise ConfigError(
+                f"tensor_parallel {shards} does not divide the model's {' and '.join(uneven)}"
+            )
+        return replace(
+            self,
+            n_heads=self.n_heads // shards,
+            n_kv_heads=max(1, self.n_kv_heads // shards),
+            intermediate_size=self.intermediate_size // shards,
+            shards=shards,
+        )
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Read the contents of `config.json` (and of `generation_config.json`, which may name more end tokens).
+    def from_hf(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        """Read the contents of `config.json` (and of `generation_config.json`, which may name more
+        end tokens).
 
-        Nothing the file names is ever imported. Raises ModelError for an architecture, activation, quantisation or
-        rope scaling that is not supported, and for numbers that are missing or out of range.
+        Nothing the file names is ever imported. Raises ModelError for an architecture, activation,
+        quantisation or rope scaling that is not supported, and for numbers that are missing or out
+        of range.
         """
         return from_hf(config, generation or {})
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
-                  rope_factors: tuple[float, ...] = ()) -> ModelConfig:
-        """Read GGUF key-values; shapes (row-major, as numpy sees them) tell which optional tensors exist.
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        rope_factors: tuple[float, ...] = (),
+    ) -> ModelConfig:
+        """Read GGUF key-values; shapes (row-major, as numpy sees them) tell which optional tensors
+        exist.
 
-        rope_factors: contents of `rope_freqs.weight` if the file has it. Raises ModelError as `from_hf` does.
+        rope_factors: contents of `rope_freqs.weight` if the file has it. Raises ModelError as
+        `from_hf` does.
         """
         return from_gguf(metadata, shapes, rope_factors)
 
@@ -187,18 +224,24 @@ class Fields:
 
 
 def known_architecture(names: Any) -> Architecture:
-    """The first supported class name in `architectures`; ModelError listing the known ones otherwise."""
+    """The first supported class name in `architectures`; ModelError listing the known ones
+    otherwise.
+    """
     for name in names if isinstance(names, list) else []:
         if isinstance(name, str) and name in HF_ARCHITECTURES:
             return HF_ARCHITECTURES[name]
-    raise ModelError(f"config.json: unknown architecture {repr(names)[:100]}; known: {', '.join(HF_ARCHITECTURES)}")
+    raise ModelError(
+        f"config.json: unknown architecture {repr(names)[:100]}; known: "
+        f"{', '.join(HF_ARCHITECTURES)}"
+    )
 
 
 def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """See ModelConfig.from_hf."""
     architecture = known_architecture(config.get("architectures"))
     refuse_unsupported(config)
-    # A key set to null is not a missing key: Mistral's `sliding_window: null` means none, its absence means 4096.
+    # A key set to null is not a missing key: Mistral's `sliding_window: null` means none, its
+    # absence means 4096.
     fields = Fields(HF_DEFAULTS[architecture] | dict(config), "config.json")
     heads = fields.integer("num_attention_heads", 1, MAX_WIDTH)
     hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
@@ -226,28 +269,42 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCo
         mlp_bias=architecture == "llama" and fields.flag("mlp_bias"),
         qk_norm=architecture == "qwen3",
         bos_id=next(iter(token_ids(fields, "bos_token_id")), None),
-        eos_ids=unique(token_ids(fields, "eos_token_id"),
-                       token_ids(Fields(generation, "generation_config.json"), "eos_token_id")),
+        eos_ids=unique(
+            token_ids(fields, "eos_token_id"),
+            token_ids(Fields(generation, "generation_config.json"), "eos_token_id"),
+        ),
     )
 
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Raise for settings that would change the answer in a way this engine does not compute."""
     if "auto_map" in config:
-        log.warning("config.json names custom code (auto_map); it is not run, the known architecture is used instead")
+        log.warning(
+            "config.json names custom code (auto_map); it is not run, the known architecture is "
+            "used instead"
+        )
     read_packing(config.get("quantization_config"))
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"config.json: hidden_act {str(config['hidden_act'])[:40]!r} is not supported, only silu")
+        raise ModelError(
+            f"config.json: hidden_act {str(config['hidden_act'])[:40]!r} is not supported, only "
+            "silu"
+        )
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
 
 
 def hf_rope(fields: Fields, context: int) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
+    (before).
+    """
     settings = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    if not isinstance(settings, dict) or any(isinstance(value, dict) for value in settings.values()):
+    if not isinstance(settings, dict) or any(
+        isinstance(value, dict) for value in settings.values()
+    ):
         fields.reject("rope_parameters", settings, "one flat table for all layers")
-    rope = Fields({"rope_theta": fields.get("rope_theta"), **settings}, "config.json: rope_parameters")
+    rope = Fields(
+        {"rope_theta": fields.get("rope_theta"), **settings}, "config.json: rope_parameters"
+    )
     theta = rope.number("rope_theta", 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     original = rope.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=context)
@@ -259,13 +316,19 @@ def hf_rope(fields: Fields, context: int) -> tuple[float, RopeScaling | None]:
         case "linear":
             return theta, RopeScaling("linear", rope.number("factor"))
         case "llama3":
-            return theta, RopeScaling("llama3", rope.number("factor"), original,
-                                      low_freq_factor=rope.number("low_freq_factor"),
-                                      high_freq_factor=rope.number("high_freq_factor"))
+            return theta, RopeScaling(
+                "llama3",
+                rope.number("factor"),
+                original,
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+            )
         case "yarn":
             return theta, hf_yarn(rope, original)
-    raise ModelError(f"config.json: rope scaling {str(kind)[:40]!r} is not supported; "
-                     "known: default, linear, llama3, yarn")
+    raise ModelError(
+        f"config.json: rope scaling {str(kind)[:40]!r} is not supported; "
+        "known: default, linear, llama3, yarn"
+    )
 
 
 def hf_yarn(rope: Fields, original: int) -> RopeScaling:
@@ -273,11 +336,18 @@ def hf_yarn(rope: Fields, original: int) -> RopeScaling:
     factor = rope.number("factor")
     attention = yarn_temperature(factor, 1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        attention = (yarn_temperature(factor, rope.number("mscale"))
-                     / yarn_temperature(factor, rope.number("mscale_all_dim")))
-    return RopeScaling("yarn", factor, original, beta_fast=rope.number("beta_fast", 32.0),
-                       beta_slow=rope.number("beta_slow", 1.0), truncate=rope.flag("truncate", True),
-                       attention_factor=rope.number("attention_factor", attention))
+        attention = yarn_temperature(factor, rope.number("mscale")) / yarn_temperature(
+            factor, rope.number("mscale_all_dim")
+        )
+    return RopeScaling(
+        "yarn",
+        factor,
+        original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", attention),
+    )
 
 
 def yarn_temperature(factor: float, scale: float) -> float:
@@ -285,15 +355,23 @@ def yarn_temperature(factor: float, scale: float) -> float:
 
 
 def extended_context(context: int, scaling: RopeScaling | None) -> int:
-    """YaRN configs commonly keep the trained length in max_position_embeddings; what they serve is factor times it."""
+    """YaRN configs commonly keep the trained length in max_position_embeddings; what they serve is
+    factor times it.
+    """
     if scaling is None or scaling.kind != "yarn":
         return context
     return min(max(context, int(scaling.original_context * scaling.factor)), MAX_CONTEXT)
 
 
 def hf_windows(architecture: Architecture, fields: Fields, layers: int) -> tuple[int, ...]:
-    """Window of each layer; Qwen needs `use_sliding_window`, and only from layer `max_window_layers` on."""
-    window = 0 if fields.values.get("sliding_window") is None else fields.integer("sliding_window", 1, MAX_CONTEXT)
+    """Window of each layer; Qwen needs `use_sliding_window`, and only from layer
+    `max_window_layers` on.
+    """
+    window = (
+        0
+        if fields.values.get("sliding_window") is None
+        else fields.integer("sliding_window", 1, MAX_CONTEXT)
+    )
     if architecture == "llama":
         return (0,) * layers
     if architecture == "mistral":
@@ -303,8 +381,11 @@ def hf_windows(architecture: Architecture, fields: Fields, layers: int) -> tuple
     if kinds is None:
         first = fields.integer("max_window_layers", 0, MAX_LAYERS, default=28)
         return tuple(window if layer >= first else 0 for layer in range(layers))
-    if (not isinstance(kinds, list) or len(kinds) != layers
-            or any(kind not in ("full_attention", "sliding_attention") for kind in kinds)):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or any(kind not in ("full_attention", "sliding_attention") for kind in kinds)
+    ):
         fields.reject("layer_types", kinds, f"{layers} times full_attention or sliding_attention")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
@@ -323,16 +404,27 @@ def unique(*groups: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for group in groups for token in group))
 
 
-def from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
-              rope_factors: tuple[float, ...]) -> ModelConfig:
+def from_gguf(
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: tuple[float, ...],
+) -> ModelConfig:
     """See ModelConfig.from_gguf."""
     name = metadata.get("general.architecture")
     known = ("llama", "qwen2", "qwen3")  # Mistral's GGUF files say "llama"
     if name not in known:
-        raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {', '.join(known)}")
+        raise ModelError(
+            f"GGUF: unknown architecture {str(name)[:40]!r}; known: {', '.join(known)}"
+        )
     prefix = f"{name}."
-    fields = Fields({key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)},
-                    f"GGUF {name}")
+    fields = Fields(
+        {
+            key.removeprefix(prefix): value
+            for key, value in metadata.items()
+            if key.startswith(prefix)
+        },
+        f"GGUF {name}",
+    )
     if fields.get("expert_count", 0):
         raise ModelError("GGUF: mixture-of-experts models are not supported")
     heads = fields.integer("attention.head_count", 1, MAX_WIDTH)
@@ -341,7 +433,10 @@ def from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     head_dim = fields.integer("attention.key_length", 2, MAX_WIDTH, default=hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.get(key, head_dim) != head_dim:
-            raise ModelError(f"GGUF {name}: {key} {str(fields.get(key))[:20]} must equal the head size {head_dim}")
+            raise ModelError(
+                f"GGUF {name}: {key} {str(fields.get(key))[:20]} must equal the head size "
+                f"{head_dim}"
+            )
     context = fields.integer("context_length", 1, MAX_CONTEXT)
     scaling = gguf_rope(fields, context, head_dim, rope_factors)
     vocab = Fields({"rows": shapes.get("token_embd.weight", (None,))[0]}, "GGUF token_embd.weight")
@@ -366,15 +461,23 @@ def from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
         qk_norm="blk.0.attn_q_norm.weight" in shapes,
         bos_id=next(iter(token_ids(Fields(metadata, "GGUF"), "tokenizer.ggml.bos_token_id")), None),
-        eos_ids=unique(*(token_ids(Fields(metadata, "GGUF"), f"tokenizer.ggml.{key}_token_id")
-                         for key in ("eos", "eot", "eom"))),
+        eos_ids=unique(
+            *(
+                token_ids(Fields(metadata, "GGUF"), f"tokenizer.ggml.{key}_token_id")
+                for key in ("eos", "eot", "eom")
+            )
+        ),
     )
 
 
-def gguf_rope(fields: Fields, context: int, head_dim: int, factors: tuple[float, ...]) -> RopeScaling | None:
+def gguf_rope(
+    fields: Fields, context: int, head_dim: int, factors: tuple[float, ...]
+) -> RopeScaling | None:
     """Scaling by key-values, or by the tensor of divisors that Llama 3.1 files carry instead."""
     if factors:
-        if len(factors) != head_dim // 2 or not all(math.isfinite(value) and value > 0 for value in factors):
+        if len(factors) != head_dim // 2 or not all(
+            math.isfinite(value) and value > 0 for value in factors
+        ):
             raise ModelError(f"GGUF: rope_freqs.weight must hold {head_dim // 2} positive numbers")
         return RopeScaling("factors", factors=factors)
     kind = fields.get("rope.scaling.type", "none")
@@ -384,24 +487,46 @@ def gguf_rope(fields: Fields, context: int, head_dim: int, factors: tuple[float,
     if kind == "linear":
         return RopeScaling("linear", factor)
     if kind != "yarn":
-        raise ModelError(f"GGUF: rope scaling {str(kind)[:40]!r} is not supported; known: none, linear, yarn")
+        raise ModelError(
+            f"GGUF: rope scaling {str(kind)[:40]!r} is not supported; known: none, linear, yarn"
+        )
     for key in ("yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
         if fields.get(f"rope.scaling.{key}") is not None:
             raise ModelError(f"GGUF: rope.scaling.{key} is not supported")
-    original = fields.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, default=context)
-    return RopeScaling("yarn", factor, original,
-                       beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
-                       beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
-                       attention_factor=fields.number("rope.scaling.attn_factor", 1.0) * yarn_temperature(factor, 1.0))
+    original = fields.integer(
+        "rope.scaling.original_context_length", 1, MAX_CONTEXT, default=context
+    )
+    return RopeScaling(
+        "yarn",
+        factor,
+        original,
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0)
+        * yarn_temperature(factor, 1.0),
+    )
 
 
 #: The smallest model of each architecture that still has more than one of everything.
-TINY = ModelConfig(architecture="llama", vocab_size=512, hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2,
-                   head_dim=16, intermediate_size=128, windows=(0, 0), context_length=2048, bos_id=257, eos_ids=(259,))
+TINY = ModelConfig(
+    architecture="llama",
+    vocab_size=512,
+    hidden_size=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    windows=(0, 0),
+    context_length=2048,
+    bos_id=257,
+    eos_ids=(259,),
+)
 
 
 def tiny_config(architecture: str = "llama") -> ModelConfig:
-    """The configuration behind `tiny-random[:architecture]`: L 2, E 64, H 4, K 2, D 16, F 128, V 512, untied.
+    """The configuration behind `tiny-random[:architecture]`: L 2, E 64, H 4, K 2, D 16, F 128, V
+    512, untied.
 
     Raises ModelError for an unknown architecture.
     """
@@ -414,4 +539,6 @@ def tiny_config(architecture: str = "llama") -> ModelConfig:
             return replace(TINY, architecture="qwen2", qkv_bias=True)
         case "qwen3":
             return replace(TINY, architecture="qwen3", qk_norm=True)
-    raise ModelError(f"tiny-random has no architecture {architecture!r}; known: {', '.join(HF_DEFAULTS)}")
+    raise ModelError(
+        f"tiny-random has no architecture {architecture!r}; known: {', '.join(HF_DEFAULTS)}"
+    )

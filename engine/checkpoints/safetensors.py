@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: one safetensors file or an index of shards; jax-free.
 
-A checkpoint folder is untrusted: shards must be plain names inside it, and the safetensors library checks every header
-(length, overlaps, offsets) before it maps a tensor.
+A checkpoint folder is untrusted: shards must be plain names inside it, and the safetensors library
+checks every header (length, overlaps, offsets) before it maps a tensor.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from jitney.engine.checkpoints.files import read_json, safe_file
 from jitney.engine.errors import ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: Types whose values mean what they say; an 8-bit or packed tensor needs scales this engine does not apply.
+#: Types whose values mean what they say; an 8-bit or packed tensor needs scales this engine does
+#: not apply.
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsFolder:
-    """The tensors of a model folder: `shapes`, `kinds` (safetensors' names of dtypes) and `read(name)`.
+    """The tensors of a model folder: `shapes`, `kinds` (safetensors' names of dtypes) and
+    `read(name)`.
 
-    Raises ModelError when the folder holds no safetensors, the index names a file outside it or one that is not there,
-    or a file is damaged.
+    Raises ModelError when the folder holds no safetensors, the index names a file outside it or one
+    that is not there, or a file is damaged.
     """
 
     #: dtypes that are read.
@@ -52,16 +54,29 @@ class SafetensorsFolder:
                     raise ModelError(f"{name[:100]} is stored in two files, the second is {shard}")
                 piece = file.get_slice(name)
                 if (dtype := piece.get_dtype()) not in self.types:
-                    raise ModelError(f"{shard}: {name[:100]} has type {dtype}, not one of {', '.join(self.types)}")
+                    raise ModelError(
+                        f"{shard}: {name[:100]} has type {dtype}, not one of "
+                        f"{', '.join(self.types)}"
+                    )
                 self.shapes[name] = tuple(piece.get_shape())
                 self.kinds[name], self.paths[name], self.files[name] = dtype, path, file
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{shard}: not a sound safetensors file: {str(error)[:200]}") from error
+            raise ModelError(
+                f"{shard}: not a sound safetensors file: {str(error)[:200]}"
+            ) from error
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in its stored dtype (bfloat16 and fp8 as ml_dtypes' types) and row-major shape."""
-        if self.kinds[name] == "F8_E4M3":  # safetensors 0.8 looks for numpy's own type of that name, which is not there
-            return stored_bytes(self.paths[name], name).view(ml_dtypes.float8_e4m3fn).reshape(self.shapes[name])
+        """One tensor in its stored dtype (bfloat16 and fp8 as ml_dtypes' types) and row-major
+        shape.
+        """
+        if (
+            self.kinds[name] == "F8_E4M3"
+        ):  # safetensors 0.8 looks for numpy's own type of that name, which is not there
+            return (
+                stored_bytes(self.paths[name], name)
+                .view(ml_dtypes.float8_e4m3fn)
+                .reshape(self.shapes[name])
+            )
         return self.files[name].get_tensor(name)
 
 
@@ -77,9 +92,13 @@ def shard_names(folder: Path) -> list[str]:
     """Names of the safetensors files that make up the model."""
     if safe_file(folder, INDEX, missing_ok=True) is not None:
         weight_map = read_json(folder, INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
             raise ModelError(f"{INDEX}: weight_map must name a file for each tensor")
         return sorted(set(weight_map.values()))
     if safe_file(folder, SINGLE, missing_ok=True) is not None:
         return [SINGLE]
-    raise ModelError(f"the model folder has neither {SINGLE} nor {INDEX}; other weight formats are not read")
+    raise ModelError(
+        f"the model folder has neither {SINGLE} nor {INDEX}; other weight formats are not read"
+    )

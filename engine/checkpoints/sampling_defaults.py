@@ -1,7 +1,9 @@
-"""What a request gets that names no temperature, top_p, top_k, min_p or repetition_penalty; jax-free.
+"""What a request gets that names no temperature, top_p, top_k, min_p or repetition_penalty;
+jax-free.
 
-The settings of [sampling] come before what the model's publisher recommends, which stands in `generation_config.json`
-(Hugging Face) or under `general.sampling.` (GGUF). What such a file asks for and we do not do is said in the log.
+The settings of [sampling] come before what the model's publisher recommends, which stands in
+`generation_config.json` (Hugging Face) or under `general.sampling.` (GGUF). What such a file asks
+for and we do not do is said in the log.
 """
 
 from __future__ import annotations
@@ -23,27 +25,58 @@ from jitney.engine.types import SAMPLING_DEFAULTS, SamplingParams
 log = logging.getLogger("jitney.core")
 
 HF_FILE = "generation_config.json"
-#: Temperature and top_p as the publisher of the built-in model recommends; its GGUF file does not say. The penalty is
-#: ours: in 4 bits, 14 of 48 answers ended in a loop without it, 2 with it.
+#: Temperature and top_p as the publisher of the built-in model recommends; its GGUF file does not
+#: say. The penalty is ours: in 4 bits, 14 of 48 answers ended in a loop without it, 2 with it.
 BUILT_IN: Mapping[str, Mapping[str, int | float]] = {
-    DEFAULT_MODEL: {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}}
+    DEFAULT_MODEL: {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
+}
 #: Our name -> the file's.
 HF_NAMES = {name: name for name in SAMPLING_DEFAULTS}
-GGUF_NAMES = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-              "repetition_penalty": "penalty_repeat"}
+GGUF_NAMES = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 GGUF_PREFIX = "general.sampling."
-#: Keys that ask for something that we do not do -> the values that ask for nothing (null always does).
+#: Keys that ask for something that we do not do -> the values that ask for nothing (null always
+#: does).
 HF_OTHERS: Mapping[str, tuple[Any, ...]] = {
-    "do_sample": (True,), "max_new_tokens": (), "max_length": (20,), "min_new_tokens": (), "min_length": (0,),
-    "num_beams": (1,), "num_beam_groups": (1,), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
-    "no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,),
-    "length_penalty": (1.0,), "diversity_penalty": (0.0,), "penalty_alpha": (0.0,), "guidance_scale": (1.0,),
-    "bad_words_ids": ([],), "sequence_bias": ([], {}), "suppress_tokens": ([],), "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (), "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "stop_strings": ([],),
-    "renormalize_logits": (False,), "presence_penalty": (0.0,), "frequency_penalty": (0.0,),
+    "do_sample": (True,),
+    "max_new_tokens": (),
+    "max_length": (20,),
+    "min_new_tokens": (),
+    "min_length": (0,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "length_penalty": (1.0,),
+    "diversity_penalty": (0.0,),
+    "penalty_alpha": (0.0,),
+    "guidance_scale": (1.0,),
+    "bad_words_ids": ([],),
+    "sequence_bias": ([], {}),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "stop_strings": ([],),
+    "renormalize_logits": (False,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
 }
 GGUF_OTHERS: Mapping[str, tuple[Any, ...]] = {
-    "sequence": (), "xtc_probability": (0.0,), "mirostat": (0,), "penalty_last_n": (-1,),
+    "sequence": (),
+    "xtc_probability": (0.0,),
+    "mirostat": (0,),
+    "penalty_last_n": (-1,),
 }
 
 
@@ -69,11 +102,19 @@ def recommended(generation_config: str, source: ModelSource) -> dict[str, int | 
     if source.name in BUILT_IN:
         return dict(BUILT_IN[source.name])
     if source.kind == "hf":
-        return from_values(read_json(Path(source.path), HF_FILE, missing_ok=True), HF_FILE, HF_NAMES, HF_OTHERS)
+        return from_values(
+            read_json(Path(source.path), HF_FILE, missing_ok=True), HF_FILE, HF_NAMES, HF_OTHERS
+        )
     if source.kind == "gguf":
         metadata = GGUFFile(source.path).metadata
-        own = {key.removeprefix(GGUF_PREFIX): value for key, value in metadata.items() if key.startswith(GGUF_PREFIX)}
-        return from_values(own, f"{Path(source.path).name} ({GGUF_PREFIX}*)", GGUF_NAMES, GGUF_OTHERS)
+        own = {
+            key.removeprefix(GGUF_PREFIX): value
+            for key, value in metadata.items()
+            if key.startswith(GGUF_PREFIX)
+        }
+        return from_values(
+            own, f"{Path(source.path).name} ({GGUF_PREFIX}*)", GGUF_NAMES, GGUF_OTHERS
+        )
     return {}
 
 
@@ -87,15 +128,25 @@ def from_path(path: Path) -> dict[str, int | float]:
     return from_values(values, str(file), HF_NAMES, HF_OTHERS)
 
 
-def from_values(values: Mapping[str, Any], file: str, names: Mapping[str, str],
-                others: Mapping[str, tuple[Any, ...]]) -> dict[str, int | float]:
+def from_values(
+    values: Mapping[str, Any],
+    file: str,
+    names: Mapping[str, str],
+    others: Mapping[str, tuple[Any, ...]],
+) -> dict[str, int | float]:
     """The defaults among a file's values; what else they ask for goes to the log, once."""
-    ignored = [name for name, neutral in others.items()
-               if values.get(name) is not None and values[name] not in neutral]
+    ignored = [
+        name
+        for name, neutral in others.items()
+        if values.get(name) is not None and values[name] not in neutral
+    ]
     if ignored:
         log.warning("%s also asks for %s, which is not done here", file, ", ".join(ignored))
-    found = {name: checked(name, values[key], file, key)
-             for name, key in names.items() if values.get(key) is not None}
+    found = {
+        name: checked(name, values[key], file, key)
+        for name, key in names.items()
+        if values.get(key) is not None
+    }
     return found
 
 
@@ -110,6 +161,8 @@ def checked(name: str, value: object, file: str, key: str) -> int | float:
     try:
         msgspec.structs.replace(SamplingParams(), **{name: value}).validate(vocab_size=1)
     except RequestError as error:
-        raise ConfigError(f"{file}: {str(error).replace(name, key, 1)}; mend it, or start with generation_config none"
-                          ) from error
+        raise ConfigError(
+            f"{file}: {str(error).replace(name, key, 1)}; mend it, or start with generation_config "
+            "none"
+        ) from error
     return value

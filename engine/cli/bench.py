@@ -1,4 +1,6 @@
-"""`jitney bench`: measure. Each kind is a module `bench_<kind>` here, with `run(arguments) -> exit status`."""
+"""`jitney bench`: measure. Each kind is a module `bench_<kind>` here, with `run(arguments) -> exit
+status`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ def run(arguments: Sequence[str]) -> int:
     """Hand over to the kind of measurement that the first word names."""
     lines = [f"  {name:<10}{text}" for name, text in KINDS.items()]
     parser = argparse.ArgumentParser(
-        prog="jitney bench", description="Measure an engine.", usage="jitney bench KIND ...",
+        prog="jitney bench",
+        description="Measure an engine.",
+        usage="jitney bench KIND ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(["kinds:", *lines, "", "`jitney bench KIND --help` lists the kind's flags."]))
+        epilog="\n".join(
+            ["kinds:", *lines, "", "`jitney bench KIND --help` lists the kind's flags."]
+        ),
+    )
     parser.add_argument("kind", nargs="?", metavar="KIND", help=argparse.SUPPRESS)
     kind = parser.parse_args(arguments[:1]).kind
     if kind is None:

@@ -1,4 +1,6 @@
-"""`jitney bench device`: what the accelerator at hand does, and how far that is from its own limits."""
+"""`jitney bench device`: what the accelerator at hand does, and how far that is from its own
+limits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ KERNELS = get_args(KernelsName)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Measure, write both files after every row, print the goals; exit status 0, 1 if a kernel gave wrong answers."""
+    """Measure, write both files after every row, print the goals; exit status 0, 1 if a kernel gave
+    wrong answers.
+    """
     parser = make_parser()
     known = parser.parse(arguments)
     check_numbers(known, budget_s=1, page_size=8)
@@ -31,11 +35,20 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--out-dir {folder}: there is no such folder")
     settings = EngineSection(platform=known.platform, page_size=known.page_size or 16)
     check_platform(settings.platform)
-    plan = Plan(shape=known.shape, dtype=known.dtype, kernels=known.kernels, against=known.against,
-                platform=settings.platform, page_size=known.page_size or 0,
-                only=check_parts(known.only.split(",") if known.only else ()),
-                seconds=known.budget_s, environment=platform_environment(settings))
-    found = measure(plan, lambda found: None if found.floors is None else write(found, folder) and None, say)
+    plan = Plan(
+        shape=known.shape,
+        dtype=known.dtype,
+        kernels=known.kernels,
+        against=known.against,
+        platform=settings.platform,
+        page_size=known.page_size or 0,
+        only=check_parts(known.only.split(",") if known.only else ()),
+        seconds=known.budget_s,
+        environment=platform_environment(settings),
+    )
+    found = measure(
+        plan, lambda found: None if found.floors is None else write(found, folder) and None, say
+    )
     for line in goal_table(found):
         print(line)
     print("written:", *write(found, folder))
@@ -43,21 +56,59 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    parser = Parser("bench device", "Measure copy bandwidth and product rate, then kernels, whole steps and the engine "
-                                    "against the floors that follow from them; every figure is checked on the way.")
+    parser = Parser(
+        "bench device",
+        "Measure copy bandwidth and product rate, then kernels, whole steps and the engine "
+        "against the floors that follow from them; every figure is checked on the way.",
+    )
     add = parser.add_argument
-    add("--shape", choices=NAMES, default="", help="model shape, with random weights [llama-3.1-8b; on a CPU tiny]")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of weights and activations [auto]")
+    add(
+        "--shape",
+        choices=NAMES,
+        default="",
+        help="model shape, with random weights [llama-3.1-8b; on a CPU tiny]",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="of weights and activations [auto]",
+    )
     add("--kernels", choices=KERNELS, default="auto", help="kernel set [auto]")
     add("--against", choices=KERNELS, default="", help="a second kernel set to time beside it")
-    add("--page-size", type=int, metavar="N", help="KV positions per page [64; of the tiny shape 16]")
-    add("--platform", choices=("auto", "cpu", "cuda", "tpu"), default="auto", help="where to run [auto]")
+    add(
+        "--page-size",
+        type=int,
+        metavar="N",
+        help="KV positions per page [64; of the tiny shape 16]",
+    )
+    add(
+        "--platform",
+        choices=("auto", "cpu", "cuda", "tpu"),
+        default="auto",
+        help="where to run [auto]",
+    )
     parts = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
-    add("--only", default="", metavar="A,B", help=f"parts to run, in this order; floors always are. {parts}")
-    add("--budget-s", type=float, default=1800.0, metavar="X", help="seconds for everything; what matters most comes "
-        "first, and nothing new begins after that [1800]")
-    add("--out-dir", metavar="FOLDER", help="where the JSON file and the Markdown page go [docs/benchmarks where that "
-        "is, else here]")
+    add(
+        "--only",
+        default="",
+        metavar="A,B",
+        help=f"parts to run, in this order; floors always are. {parts}",
+    )
+    add(
+        "--budget-s",
+        type=float,
+        default=1800.0,
+        metavar="X",
+        help="seconds for everything; what matters most comes "
+        "first, and nothing new begins after that [1800]",
+    )
+    add(
+        "--out-dir",
+        metavar="FOLDER",
+        help="where the JSON file and the Markdown page go [docs/benchmarks where that "
+        "is, else here]",
+    )
     return parser
 
 

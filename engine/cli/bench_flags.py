@@ -1,4 +1,6 @@
-"""Flags that the kinds of `jitney bench` share: the traffic, the service level, the price and where reports go."""
+"""Flags that the kinds of `jitney bench` share: the traffic, the service level, the price and where
+reports go.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +31,72 @@ from jitney.engine.telemetry.summary import Slo
 
 
 def add_traffic(parser: Parser, *, requests: int, arrivals: str, told: str = "") -> None:
-    """The flags that say what traffic comes, with a command's own defaults; told: how many requests come, in words,
-    where that is not one number."""
+    """The flags that say what traffic comes, with a command's own defaults; told: how many requests
+    come, in words, where that is not one number."""
     add = parser.add_argument_group("traffic").add_argument
     presets = "; ".join(f"{name}: {workload.about}" for name, workload in WORKLOADS.items())
     add("--preset", choices=WORKLOADS, default="mixed", help=f"what comes; {presets} [mixed]")
-    add("--prompt", metavar="LENGTH", help="prompt tokens: 128, 50..800, lognormal:mean=200,sigma=0.8,min=1,max=800 or "
-        "trace:FILE; for chat, of each turn's message [the preset's]")
+    add(
+        "--prompt",
+        metavar="LENGTH",
+        help="prompt tokens: 128, 50..800, lognormal:mean=200,sigma=0.8,min=1,max=800 or "
+        "trace:FILE; for chat, of each turn's message [the preset's]",
+    )
     add("--output", metavar="LENGTH", help="output tokens, likewise [the preset's]")
-    add("--scale", type=float, default=1.0, metavar="X", help="multiply all output lengths, for a quicker run [1]")
-    add("--requests", type=int, default=requests, metavar="N", help=f"how many requests come [{told or requests}]")
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply all output lengths, for a quicker run [1]",
+    )
+    add(
+        "--requests",
+        type=int,
+        default=requests,
+        metavar="N",
+        help=f"how many requests come [{told or requests}]",
+    )
     add("--arrivals", choices=PATTERNS, default=arrivals, help=f"when they come [{arrivals}]")
-    add("--burst-shape", type=float, default=1.0, metavar="X", help="gamma: below 1 comes in bursts [1]")
-    add("--trace", metavar="FILE", help="times and lengths from a file of JSON lines instead; with --rate, its times "
-        "are stretched to that mean rate")
+    add(
+        "--burst-shape",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="gamma: below 1 comes in bursts [1]",
+    )
+    add(
+        "--trace",
+        metavar="FILE",
+        help="times and lengths from a file of JSON lines instead; with --rate, its times "
+        "are stretched to that mean rate",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of lengths and times [0]")
 
 
 def add_report(parser: Parser, *, html: bool = True) -> None:
-    """The flags that say what is made of the measurement; html: whether the command can write a page."""
+    """The flags that say what is made of the measurement; html: whether the command can write a
+    page.
+    """
     add = parser.add_argument_group("report").add_argument
-    add("--slo-ttft-ms", type=float, metavar="MS", help="goodput counts requests whose first token came in time")
-    add("--slo-itl-ms", type=float, metavar="MS", help="and whose later tokens came this fast on average")
-    add("--price-per-hour", type=float, metavar="X", help="of the device, for the cost of tokens and rows")
+    add(
+        "--slo-ttft-ms",
+        type=float,
+        metavar="MS",
+        help="goodput counts requests whose first token came in time",
+    )
+    add(
+        "--slo-itl-ms",
+        type=float,
+        metavar="MS",
+        help="and whose later tokens came this fast on average",
+    )
+    add(
+        "--price-per-hour",
+        type=float,
+        metavar="X",
+        help="of the device, for the cost of tokens and rows",
+    )
     add("--json", metavar="FILE", help="write all figures to a file; - is standard output")
     if html:
         add("--html", metavar="FILE", help="write one page with charts that needs no network")
@@ -91,7 +136,9 @@ def scaled(arrivals: list[Arrival], scale: float) -> list[Arrival]:
     ]
 
 
-def describe_traffic(known: argparse.Namespace, arrivals: list[Arrival], rate: float) -> dict[str, Any]:
+def describe_traffic(
+    known: argparse.Namespace, arrivals: list[Arrival], rate: float
+) -> dict[str, Any]:
     """The traffic for the report: what was asked for, and what it came to."""
     workload = WORKLOADS[known.preset]
     prompt = known.prompt or workload.prompt
@@ -137,7 +184,10 @@ def traffic_line(traffic: Mapping[str, Any]) -> str:
     )
     if traffic["conversations"]:
         share = traffic["repeated_prompt_tokens"] / traffic["prompt_tokens"]
-        line += f"; {traffic['conversations']} conversations, {share:.0%} of the prompt tokens came before"
+        line += (
+            f"; {traffic['conversations']} conversations, {share:.0%} of "
+            "the prompt tokens came before"
+        )
     return line
 
 
@@ -163,7 +213,9 @@ def write_json(file: str, report: Mapping[str, Any]) -> None:
 
 
 def check_writable(known: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError before anything runs if a file that the flags name could not be written at the end."""
+    """Raise ConfigError before anything runs if a file that the flags name could not be written at
+    the end.
+    """
     for name in names:
         file = getattr(known, name)
         if file and file != "-" and not Path(file).resolve().parent.is_dir():
@@ -177,8 +229,15 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    with Progress(TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                  console=console, disable=not console.is_terminal, refresh_per_second=2) as shown:
+    with Progress(
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        refresh_per_second=2,
+    ) as shown:
         tasks: dict[str, Any] = {}
 
         def watch(name: str, done: int, of: int) -> None:

@@ -64,8 +64,10 @@ def make_parser() -> Parser:
     engines = "; ".join(f"{name}: {about}" for name, about in ENGINES.items())
     parser = Parser(
         "bench peers",
-        "Serve this engine and others in turn on this machine and drive each over HTTP with the same requests: closed "
-        "loops, and 512-token prompts with one output token. Prompts are token ids, outputs have fixed lengths, no "
+        "Serve this engine and others in turn on this machine and drive each over HTTP with the "
+        "same requests: closed "
+        "loops, and 512-token prompts with one output token. Prompts are token ids, outputs have "
+        "fixed lengths, no "
         "engine has a prefix cache. About 20 minutes with three engines on two cores.",
     )
     add = parser.add_argument
@@ -200,7 +202,8 @@ def remarks(report: Mapping[str, Any]) -> list[str]:
         shares = [figures["client_cpu_share"]["median"] for figures in engine["medians"].values()]
         if shares:
             lines.append(
-                f"{name}: the client used {min(shares):.0%} to {max(shares):.0%} of a core; {engine['settings']}"
+                f"{name}: the client used {min(shares):.0%} to {max(shares):.0%} of a core; "
+                f"{engine['settings']}"
             )
     ratios = report["auto_over_reference"]
     if ratios:

@@ -1,7 +1,8 @@
-"""`jitney bench policies`: static, dynamic and continuous batching on the same requests, one after another, in this
-process: the same weights, the same compiled programs, the same prompts.
+"""`jitney bench policies`: static, dynamic and continuous batching on the same requests, one after
+another, in this process: the same weights, the same compiled programs, the same prompts.
 
-Without further flags it takes the three cases of `bench.cases` in turn; flags that say what traffic comes make it one.
+Without further flags it takes the three cases of `bench.cases` in turn; flags that say what traffic
+comes make it one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from jitney.engine.bench.cases import (
     point_of,
     simulated_capacity,
 )
-from jitney.engine.bench.compare import POLICIES, PUBLISHED, Watch, capacity, differences, ratios, run_policies
+from jitney.engine.bench.compare import (
+    POLICIES,
+    PUBLISHED,
+    Watch,
+    capacity,
+    differences,
+    ratios,
+    run_policies,
+)
 from jitney.engine.bench.offline import Bench, Measured, Request
 from jitney.engine.cli.bench_flags import (
     add_report,
@@ -61,15 +70,25 @@ DEFAULT_REQUESTS = 256
 #: The case that flags describe.
 GIVEN = "given"
 #: Flags that say what traffic comes.
-TRAFFIC_FLAGS = ("trace", "rate", "load", "preset", "prompt", "output", "arrivals", "concurrency", "burst_shape")
+TRAFFIC_FLAGS = (
+    "trace",
+    "rate",
+    "load",
+    "preset",
+    "prompt",
+    "output",
+    "arrivals",
+    "concurrency",
+    "burst_shape",
+)
 
 
 @dataclass(slots=True)
 class Traffic:
     """A case with its requests. flags: as if it had been asked for alone.
 
-    arrivals: at one request a second if `open_loop`. rate: requests a second, 0: they have none. of: the policy that
-    the load is a share of, "" if it is not.
+    arrivals: at one request a second if `open_loop`. rate: requests a second, 0: they have none.
+    of: the policy that the load is a share of, "" if it is not.
     """
 
     flags: argparse.Namespace
@@ -92,13 +111,17 @@ class Traffic:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve the same requests under each policy and print the figures side by side; exit status 0."""
+    """Serve the same requests under each policy and print the figures side by side; exit status
+    0.
+    """
     known = make_parser().parse(arguments)
     policies = policies_of(known)
     wanted = cases_of(known)
     loads = loads_of(known)
     check_writable(known, "json", "html", "records", "traces")
-    if loads and any(traffic.trace or traffic.arrivals == "closed" for traffic, _ in wanted.values()):
+    if loads and any(
+        traffic.trace or traffic.arrivals == "closed" for traffic, _ in wanted.values()
+    ):
         raise ConfigError("--measure-loads is for traffic with a rate: poisson or gamma arrivals")
     check_numbers(known, rate=0.001, load=0.001, concurrency=0, warmup_s=0)
     slo_from(known)
@@ -112,8 +135,10 @@ def run(arguments: Sequence[str]) -> int:
     with progress() as watch:
         bench.warm_up(next(iter(traffics.values())).requests, known.warmup_s)
         rate = pace(bench, traffics, policies, loads, watch)
-        runs = {name: serve(bench, traffic, policies, timeout_ms, named(watch, name))
-                for name, traffic in traffics.items()}
+        runs = {
+            name: serve(bench, traffic, policies, timeout_ms, named(watch, name))
+            for name, traffic in traffics.items()
+        }
         at_loads = measure_loads(bench, traffics, policies, loads, rate, watch)
     report = make_report(known, traffics, runs, llm.info, at_loads)
     llm.close()
@@ -122,26 +147,71 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    parser = Parser("bench policies", "Compare the three ways to batch on the same requests, in this process.")
+    parser = Parser(
+        "bench policies", "Compare the three ways to batch on the same requests, in this process."
+    )
     add = parser.add_argument_group("comparison").add_argument
     cases = "; ".join(f"{name}: {case.what}" for name, case in CASES.items())
-    add("--cases", metavar="A,B", help=f"traffic to compare them on, one after another; {cases} [{','.join(CASES)}; "
-        "none if flags say what traffic comes]")
-    add("--policies", metavar="A,B", default=",".join(POLICIES), help=f"policies to compare [{','.join(POLICIES)}]")
+    add(
+        "--cases",
+        metavar="A,B",
+        help=f"traffic to compare them on, one after another; {cases} [{','.join(CASES)}; "
+        "none if flags say what traffic comes]",
+    )
+    add(
+        "--policies",
+        metavar="A,B",
+        default=",".join(POLICIES),
+        help=f"policies to compare [{','.join(POLICIES)}]",
+    )
     add("--seats", type=int, metavar="N", help="the same as --max-seats [the engine's]")
-    add("--rate", type=float, metavar="X", help="requests a second, for poisson and gamma [from --load]")
-    add("--load", type=float, default=DEFAULT_LOAD, metavar="X", help="without --rate: times what continuous batching "
-        f"can serve, which is measured first [{DEFAULT_LOAD}]")
-    add("--measure-loads", metavar="X,Y", help="measure the waits at these loads too, besides simulating the curve; as "
-        "--load")
-    add("--concurrency", type=int, default=0, metavar="N", help="closed arrivals: requests open at a time; 0: all [0]")
-    add("--warmup-s", type=float, default=2.0, metavar="X", help="seconds of work before anything is timed [2]")
+    add(
+        "--rate",
+        type=float,
+        metavar="X",
+        help="requests a second, for poisson and gamma [from --load]",
+    )
+    add(
+        "--load",
+        type=float,
+        default=DEFAULT_LOAD,
+        metavar="X",
+        help="without --rate: times what continuous batching "
+        f"can serve, which is measured first [{DEFAULT_LOAD}]",
+    )
+    add(
+        "--measure-loads",
+        metavar="X,Y",
+        help="measure the waits at these loads too, besides simulating the curve; as --load",
+    )
+    add(
+        "--concurrency",
+        type=int,
+        default=0,
+        metavar="N",
+        help="closed arrivals: requests open at a time; 0: all [0]",
+    )
+    add(
+        "--warmup-s",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="seconds of work before anything is timed [2]",
+    )
     add_traffic(parser, requests=DEFAULT_REQUESTS, arrivals="poisson")
     parser.set_defaults(requests=None)
     add_report(parser)
-    add("--records", metavar="FILE", help="write step records, times and seats of all runs to an .npz file")
-    add("--traces", metavar="PREFIX", help="write PREFIX.POLICY.jsonl for jitney simulate --trace: what came, and what "
-        "was measured; PREFIX.CASE.POLICY.jsonl if there are several cases")
+    add(
+        "--records",
+        metavar="FILE",
+        help="write step records, times and seats of all runs to an .npz file",
+    )
+    add(
+        "--traces",
+        metavar="PREFIX",
+        help="write PREFIX.POLICY.jsonl for jitney simulate --trace: what came, and what "
+        "was measured; PREFIX.CASE.POLICY.jsonl if there are several cases",
+    )
     add_settings(parser, ("model", "engine"), leave_out=("policy",))
     return parser
 
@@ -151,9 +221,13 @@ def policies_of(known: argparse.Namespace) -> list[str]:
     names = words_of(known.policies)
     unknown = [name for name in names if name not in POLICIES]
     if unknown or not names:
-        raise ConfigError(f"--policies: {', '.join(unknown) or 'nothing'} is none of {', '.join(POLICIES)}")
+        raise ConfigError(
+            f"--policies: {', '.join(unknown) or 'nothing'} is none of {', '.join(POLICIES)}"
+        )
     if known.concurrency and (known.trace or known.arrivals != "closed"):
-        raise ConfigError("--concurrency is for --arrivals closed: other arrivals come at their own times")
+        raise ConfigError(
+            "--concurrency is for --arrivals closed: other arrivals come at their own times"
+        )
     return names
 
 
@@ -163,21 +237,30 @@ def words_of(text: str) -> list[str]:
 
 
 def cases_of(known: argparse.Namespace) -> dict[str, tuple[argparse.Namespace, Case | None]]:
-    """The cases by name: the flags that describe each, and None for the one that the flags given describe."""
+    """The cases by name: the flags that describe each, and None for the one that the flags given
+    describe.
+    """
     defaults = make_parser().parse([])
     told = [name for name in TRAFFIC_FLAGS if getattr(known, name) != getattr(defaults, name)]
     if known.cases is None and told:
         return {GIVEN: (with_flags(known, requests=requests_of(known, DEFAULT_REQUESTS)), None)}
     if told and known.cases is not None:
-        raise ConfigError(f"--cases has traffic of its own: give no --{told[0].replace('_', '-')} with it")
+        raise ConfigError(
+            f"--cases has traffic of its own: give no --{told[0].replace('_', '-')} with it"
+        )
     names = words_of(known.cases) if known.cases is not None else list(CASES)
     unknown = [name for name in names if name not in CASES]
     if unknown or not names:
-        raise ConfigError(f"--cases: {', '.join(unknown) or 'nothing'} is none of {', '.join(CASES)}")
+        raise ConfigError(
+            f"--cases: {', '.join(unknown) or 'nothing'} is none of {', '.join(CASES)}"
+        )
     found = {}
     for name in names:
         case = CASES[name]
-        found[name] = with_flags(known, requests=requests_of(known, case.requests), output=case.output), case
+        found[name] = (
+            with_flags(known, requests=requests_of(known, case.requests), output=case.output),
+            case,
+        )
     return found
 
 
@@ -196,7 +279,9 @@ def loads_of(known: argparse.Namespace) -> list[float]:
     except ValueError:
         loads = [0.0]
     if not all(0 < load < float("inf") for load in loads):
-        raise ConfigError(f"--measure-loads: {known.measure_loads!r} must be numbers above 0, separated by commas")
+        raise ConfigError(
+            f"--measure-loads: {known.measure_loads!r} must be numbers above 0, separated by commas"
+        )
     return loads
 
 
@@ -224,13 +309,21 @@ def is_closed(known: argparse.Namespace) -> bool:
     return not known.trace and known.arrivals == "closed"
 
 
-def pace(bench: Bench, traffics: Mapping[str, Traffic], policies: Sequence[str], loads: Sequence[float],
-         watch: Watch) -> float:
-    """Give each open case its rate and say how long all will take; returns the requests a second that continuous
-    batching was measured to serve of the first case's lengths, 0 where no case has a rate to find."""
+def pace(
+    bench: Bench,
+    traffics: Mapping[str, Traffic],
+    policies: Sequence[str],
+    loads: Sequence[float],
+    watch: Watch,
+) -> float:
+    """Give each open case its rate and say how long all will take; returns the requests a second
+    that continuous batching was measured to serve of the first case's lengths, 0 where no case has
+    a rate to find."""
     if not any(traffic.open_loop for traffic in traffics.values()):
         return 0.0
-    rate, measured = capacity(bench, next(iter(traffics.values())).requests, bench.limits.max_seats, watch)
+    rate, measured = capacity(
+        bench, next(iter(traffics.values())).requests, bench.limits.max_seats, watch
+    )
     table = StepTable.from_records(measured.records)
     set_rates(bench, traffics, table, rate)
     tell_duration(traffics, policies, bench, table, loads)
@@ -238,8 +331,8 @@ def pace(bench: Bench, traffics: Mapping[str, Traffic], policies: Sequence[str],
 
 
 def set_rates(bench: Bench, traffics: Mapping[str, Traffic], table: StepTable, rate: float) -> None:
-    """Give each open case its rate: of what continuous batching was measured to serve of the first one's lengths, and
-    of what the simulator says for other lengths and policies."""
+    """Give each open case its rate: of what continuous batching was measured to serve of the first
+    one's lengths, and of what the simulator says for other lengths and policies."""
     shape = open_to_all(bench.shape)
     lengths = next(iter(traffics.values())).flags.output
     for traffic in traffics.values():
@@ -251,84 +344,148 @@ def set_rates(bench: Bench, traffics: Mapping[str, Traffic], table: StepTable, r
         traffic.rate = traffic.load * able
 
 
-def tell_duration(traffics: Mapping[str, Traffic], policies: Sequence[str], bench: Bench, table: StepTable,
-                  loads: Sequence[float]) -> None:
+def tell_duration(
+    traffics: Mapping[str, Traffic],
+    policies: Sequence[str],
+    bench: Bench,
+    table: StepTable,
+    loads: Sequence[float],
+) -> None:
     """Say on standard error how long all runs should take, by simulation."""
     shape, seconds, count = open_to_all(bench.shape), 0.0, 0
     for traffic in traffics.values():
         coming = at_load(traffic.arrivals, traffic.rate) if traffic.open_loop else traffic.arrivals
         for policy in policies:
-            run = simulate(coming, shape.under(policy, 0.0), table, concurrency=traffic.flags.concurrency or None)
+            run = simulate(
+                coming,
+                shape.under(policy, 0.0),
+                table,
+                concurrency=traffic.flags.concurrency or None,
+            )
             seconds += run.seconds
             count += 1
     more = f"; beside them {len(loads) * len(policies)} at other loads" if loads else ""
-    print(f"{count} runs, about {seconds / 60:.1f} minutes by simulation{more}", file=sys.stderr, flush=True)
+    print(
+        f"{count} runs, about {seconds / 60:.1f} minutes by simulation{more}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def named(watch: Watch, case: str) -> Watch:
     """The same, with the case before the policy's name."""
-    return watch if case == GIVEN else lambda what, done, total: watch(f"{case}, {what}", done, total)
+    return (
+        watch if case == GIVEN else lambda what, done, total: watch(f"{case}, {what}", done, total)
+    )
 
 
-def serve(bench: Bench, traffic: Traffic, policies: Sequence[str], timeout_ms: float,
-          watch: Watch) -> dict[str, Measured]:
+def serve(
+    bench: Bench, traffic: Traffic, policies: Sequence[str], timeout_ms: float, watch: Watch
+) -> dict[str, Measured]:
     """The case under each policy."""
     requests = traffic.paced(traffic.rate) if traffic.open_loop else traffic.requests
-    return run_policies(bench, requests, policies, concurrency=traffic.flags.concurrency, watch=watch,
-                        static_timeout_ms=timeout_ms)
+    return run_policies(
+        bench,
+        requests,
+        policies,
+        concurrency=traffic.flags.concurrency,
+        watch=watch,
+        static_timeout_ms=timeout_ms,
+    )
 
 
-def measure_loads(bench: Bench, traffics: Mapping[str, Traffic], policies: Sequence[str], loads: Sequence[float],
-                  rate: float, watch: Watch) -> list[dict[str, Any]]:
-    """The points of `cases.load_curve`, measured on the first case; shares of capacity are not known here."""
+def measure_loads(
+    bench: Bench,
+    traffics: Mapping[str, Traffic],
+    policies: Sequence[str],
+    loads: Sequence[float],
+    rate: float,
+    watch: Watch,
+) -> list[dict[str, Any]]:
+    """The points of `cases.load_curve`, measured on the first case; shares of capacity are not
+    known here.
+    """
     first, points = next(iter(traffics.values())), []
     for load in loads:
-        runs = run_policies(bench, first.paced(load * rate), policies, watch=named(watch, f"load {load:g}"),
-                            static_timeout_ms=0.0)
+        runs = run_policies(
+            bench,
+            first.paced(load * rate),
+            policies,
+            watch=named(watch, f"load {load:g}"),
+            static_timeout_ms=0.0,
+        )
         told = {policy: point_of(run.figures(), None) for policy, run in runs.items()}
         points.append({"load": load, "rate": load * rate, "policies": told})
     return points
 
 
-def make_report(known: argparse.Namespace, traffics: Mapping[str, Traffic],
-                runs: Mapping[str, Mapping[str, Measured]], info: EngineInfo,
-                at_loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def make_report(
+    known: argparse.Namespace,
+    traffics: Mapping[str, Traffic],
+    runs: Mapping[str, Mapping[str, Measured]],
+    info: EngineInfo,
+    at_loads: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
     """Everything that was found, ready for JSON."""
     cases = {name: case_report(known, traffics[name], found) for name, found in runs.items()}
     first = next(iter(traffics))
     curve = curve_of(traffics[first], runs[first]) if traffics[first].open_loop else []
-    return {"cases": cases, "load_curve": curve, "measured_loads": list(at_loads), "published": PUBLISHED,
-            "engine": msgspec.to_builtins(info)}
+    return {
+        "cases": cases,
+        "load_curve": curve,
+        "measured_loads": list(at_loads),
+        "published": PUBLISHED,
+        "engine": msgspec.to_builtins(info),
+    }
 
 
-def case_report(known: argparse.Namespace, traffic: Traffic, runs: Mapping[str, Measured]) -> dict[str, Any]:
+def case_report(
+    known: argparse.Namespace, traffic: Traffic, runs: Mapping[str, Measured]
+) -> dict[str, Any]:
     """What was found of one case."""
     price = known.price_per_hour
-    figures = {name: run.figures(slo_from(known), price) | {
-        "ledger": as_json(bill(run.records, run.seconds), price),
-        "backlog": None if is_closed(known) else msgspec.to_builtins(backlog_of(run.times)),
-        "request_shares": as_json(run.riders.bill(run.records)[0], price)} for name, run in runs.items()}
+    figures = {
+        name: run.figures(slo_from(known), price)
+        | {
+            "ledger": as_json(bill(run.records, run.seconds), price),
+            "backlog": None if is_closed(known) else msgspec.to_builtins(backlog_of(run.times)),
+            "request_shares": as_json(run.riders.bill(run.records)[0], price),
+        }
+        for name, run in runs.items()
+    }
     unlike = differences(runs)
     arrivals = [request.arrival for request in traffic.requests]
     described = describe_traffic(traffic.flags, arrivals, traffic.rate)
-    return {"what": f"{traffic_line(described)}: {traffic.what}", "policies": figures, "ratios": ratios(figures),
-            "same_tokens": not unlike,
-            "differences": [difference._asdict() for difference in unlike],
-            "traffic": described,
-            "lengths": {"prompts": lengths_of([a.n_prompt for a in arrivals]),
-                        "outputs": lengths_of([a.n_output for a in arrivals])},
-            "share_of_capacity": shares_of_capacity(traffic, runs),
-            "cross_errors": cross_errors({name: run.as_measured for name, run in runs.items()}),
-            "limits": {name: msgspec.to_builtins(run.limits) for name, run in runs.items()}}
+    return {
+        "what": f"{traffic_line(described)}: {traffic.what}",
+        "policies": figures,
+        "ratios": ratios(figures),
+        "same_tokens": not unlike,
+        "differences": [difference._asdict() for difference in unlike],
+        "traffic": described,
+        "lengths": {
+            "prompts": lengths_of([a.n_prompt for a in arrivals]),
+            "outputs": lengths_of([a.n_output for a in arrivals]),
+        },
+        "share_of_capacity": shares_of_capacity(traffic, runs),
+        "cross_errors": cross_errors({name: run.as_measured for name, run in runs.items()}),
+        "limits": {name: msgspec.to_builtins(run.limits) for name, run in runs.items()},
+    }
 
 
 def shares_of_capacity(traffic: Traffic, runs: Mapping[str, Measured]) -> dict[str, float]:
-    """For each policy the load over what it can serve, simulated with its own run's steps; empty without a rate."""
+    """For each policy the load over what it can serve, simulated with its own run's steps; empty
+    without a rate.
+    """
     if not traffic.rate:
         return {}
-    return {name: traffic.rate / simulated_capacity(traffic.arrivals, open_to_all(run.shape),
-                                                    StepTable.from_records(run.records))
-            for name, run in runs.items()}
+    return {
+        name: traffic.rate
+        / simulated_capacity(
+            traffic.arrivals, open_to_all(run.shape), StepTable.from_records(run.records)
+        )
+        for name, run in runs.items()
+    }
 
 
 def curve_of(traffic: Traffic, runs: Mapping[str, Measured]) -> list[dict[str, Any]]:
@@ -340,14 +497,19 @@ def curve_of(traffic: Traffic, runs: Mapping[str, Measured]) -> list[dict[str, A
     return load_curve(arrivals, open_to_all(next(iter(runs.values())).shape), table, list(runs))
 
 
-def deliver(known: argparse.Namespace, report: Mapping[str, Any], runs: Mapping[str, Mapping[str, Measured]]) -> None:
+def deliver(
+    known: argparse.Namespace, report: Mapping[str, Any], runs: Mapping[str, Mapping[str, Measured]]
+) -> None:
     """Print the tables and write the files that were asked for."""
     from jitney.engine.bench import tables
     from jitney.engine.bench.policies_page import write_page
     from jitney.engine.bench.saved import write_recording, write_records
 
-    everything = {policy if case == GIVEN else f"{case}.{policy}": run
-                  for case, found in runs.items() for policy, run in found.items()}
+    everything = {
+        policy if case == GIVEN else f"{case}.{policy}": run
+        for case, found in runs.items()
+        for policy, run in found.items()
+    }
     if known.records:
         write_records(known.records, everything)
     for name, measured in everything.items() if known.traces else ():
@@ -362,13 +524,17 @@ def deliver(known: argparse.Namespace, report: Mapping[str, Any], runs: Mapping[
     for case, found in report["cases"].items():
         print_case(case, found, runs[case], known.price_per_hour)
     if report["load_curve"]:
-        tables.print_table(tables.curve_table(report["load_curve"]), "p99 time to first token over the load, simulated")
+        tables.print_table(
+            tables.curve_table(report["load_curve"]),
+            "p99 time to first token over the load, simulated",
+        )
     if report["measured_loads"]:
         tables.print_table(tables.curve_table(report["measured_loads"]), "the same, measured")
 
 
-def print_case(case: str, found: Mapping[str, Any], runs: Mapping[str, Measured],
-               price_per_hour: float | None) -> None:
+def print_case(
+    case: str, found: Mapping[str, Any], runs: Mapping[str, Measured], price_per_hour: float | None
+) -> None:
     """What was found of one case."""
     from jitney.engine.bench import tables
 
@@ -384,8 +550,10 @@ def print_case(case: str, found: Mapping[str, Any], runs: Mapping[str, Measured]
 
 
 def engine_line(engine: Mapping[str, Any]) -> str:
-    return (f"{engine['model']} in {engine['dtype']} on {engine['device']} ({engine['platform']}), "
-            f"{engine['seats']} seats")
+    return (
+        f"{engine['model']} in {engine['dtype']} on {engine['device']} ({engine['platform']}), "
+        f"{engine['seats']} seats"
+    )
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:

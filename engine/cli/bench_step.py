@@ -1,4 +1,6 @@
-"""`jitney bench step`: how long a step takes by rows, seats and context, and how far that is from the floor."""
+"""`jitney bench step`: how long a step takes by rows, seats and context, and how far that is from
+the floor.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,23 @@ from jitney.engine.cli.flags import Parser, add_settings, config_from
 
 def run(arguments: Sequence[str]) -> int:
     """Measure, print, and write the table; exit status 0."""
-    parser = Parser("bench step", "Time single steps of the engine: the table that jitney simulate --table reads.")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="times each step is run [7]")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="X", help="begin no new round after this [60]")
-    parser.add_argument("--json", metavar="FILE", help="write the report with the table; - is standard output")
+    parser = Parser(
+        "bench step",
+        "Time single steps of the engine: the table that jitney simulate --table reads.",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=7, metavar="N", help="times each step is run [7]"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="X",
+        help="begin no new round after this [60]",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the report with the table; - is standard output"
+    )
     add_settings(parser, ("model", "engine"))
     known = parser.parse(arguments)
     check_numbers(known, repeats=1, seconds=0)
@@ -36,22 +51,34 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """One row a case, times in ms; the floor is the larger of bytes over bandwidth and operations over rate."""
+    """One row a case, times in ms; the floor is the larger of bytes over bandwidth and operations
+    over rate.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{report['model']} {report['dtype']}, {report['kernels']} kernels on {report['device']}",
-                  caption="rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: what the "
-                          "table says; floor: bytes or operations at the measured rates",
-                  box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(
+        title=f"{report['model']} {report['dtype']}, {report['kernels']} kernels on "
+        f"{report['device']}",
+        caption="rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: "
+        "what the "
+        "table says; floor: bytes or operations at the measured rates",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+    )
     for name in ("bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"):
         table.add_column(name, justify="left" if name == "bucket" else "right", no_wrap=True)
     for case in report["cases"]:
         floor = max(case["bytes_floor_s"], case["flops_floor_s"])
-        table.add_row(case["bucket"], f"{case['decode']} + {case['prompt']}", str(case["keys"]), str(case["longest"]),
-                      *(f"{1e3 * seconds:.2f}" for seconds in (case["median_s"], case["fitted_s"], floor)),
-                      f"{case['median_s'] / floor:.1f}")
+        table.add_row(
+            case["bucket"],
+            f"{case['decode']} + {case['prompt']}",
+            str(case["keys"]),
+            str(case["longest"]),
+            *(f"{1e3 * seconds:.2f}" for seconds in (case["median_s"], case["fitted_s"], floor)),
+            f"{case['median_s'] / floor:.1f}",
+        )
     console = Console()
     console.print(table)
     for line in notes(report):
@@ -60,10 +87,18 @@ def show(report: Mapping[str, Any]) -> None:
 
 def notes(report: Mapping[str, Any]) -> Iterator[str]:
     """What else was measured, and how well the table fits."""
-    yield (f"copying {report['copy_bytes_s'] / 1e9:.1f} GB/s, matrix products "
-           f"{report['product_flops_s'] / 1e9:,.0f} GFLOP/s")
+    yield (
+        f"copying {report['copy_bytes_s'] / 1e9:.1f} GB/s, matrix products "
+        f"{report['product_flops_s'] / 1e9:,.0f} GFLOP/s"
+    )
     host = report["table"]["host"]
-    yield (f"host: {1e3 * host['before']:.2f} ms a step + {1e6 * host['before_per_row']:.1f} us a sequence before the "
-           f"launch, {1e3 * host['after']:.2f} ms + {1e6 * host['after_per_row']:.1f} us after")
+    yield (
+        f"host: {1e3 * host['before']:.2f} ms a step + {1e6 * host['before_per_row']:.1f} us a "
+        "sequence before the "
+        f"launch, {1e3 * host['after']:.2f} ms + {1e6 * host['after_per_row']:.1f} us after"
+    )
     for kind, error in report["table"]["errors"].items():
-        yield f"fit of {kind} steps: median error {error['median']:.1%}, of the sum {error['total']:+.1%}"
+        yield (
+            f"fit of {kind} steps: median error {error['median']:.1%}, of "
+            f"the sum {error['total']:+.1%}"
+        )

@@ -1,4 +1,6 @@
-"""`jitney bench sweep`: the same traffic at growing concurrency, rate or load, in this process or at an endpoint."""
+"""`jitney bench sweep`: the same traffic at growing concurrency, rate or load, in this process or
+at an endpoint.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from jitney.engine.bench.online import EngineAbout
 
 DEFAULT_CONCURRENCIES = "1,2,4,8,16,32"
-#: Requests at a point unless told otherwise: enough for a p99 where requests come at times of their own.
+#: Requests at a point unless told otherwise: enough for a p99 where requests come at times of their
+#: own.
 CLOSED_REQUESTS, OPEN_REQUESTS = 32, 128
 STEEPENS = "the knee is where the p99 end-to-end time steepens (Kneedle, Satopää et al. 2011)"
 METHODS = {
@@ -81,20 +84,45 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    parser = Parser("bench sweep", "Throughput and latency over concurrency, rate or load: of an engine in this "
-                    "process, or of an endpoint with --url.")
+    parser = Parser(
+        "bench sweep",
+        "Throughput and latency over concurrency, rate or load: of an engine in this "
+        "process, or of an endpoint with --url.",
+    )
     add = parser.add_argument_group("sweep").add_argument
-    add("--concurrencies", metavar="A,B,...", help="requests open at a time: one point each, as closed loops "
-        f"[{DEFAULT_CONCURRENCIES}]")
-    add("--rates", metavar="A,B,...", help="requests a second instead: one point each, as --arrivals says")
-    add("--loads", metavar="A,B,...", help="rates as shares of what continuous batching can serve, which is measured "
-        "first; 0.25,0.5,0.75,0.9,1.1 shows how p99 depends on the load")
-    add("--capacity-streams", type=int, default=0, metavar="N", help="for --loads with --url: requests open while the "
-        "capacity is measured; 0: twice the server's seats, 64 where it does not list them [0]")
+    add(
+        "--concurrencies",
+        metavar="A,B,...",
+        help=f"requests open at a time: one point each, as closed loops [{DEFAULT_CONCURRENCIES}]",
+    )
+    add(
+        "--rates",
+        metavar="A,B,...",
+        help="requests a second instead: one point each, as --arrivals says",
+    )
+    add(
+        "--loads",
+        metavar="A,B,...",
+        help="rates as shares of what continuous batching can serve, which is measured "
+        "first; 0.25,0.5,0.75,0.9,1.1 shows how p99 depends on the load",
+    )
+    add(
+        "--capacity-streams",
+        type=int,
+        default=0,
+        metavar="N",
+        help="for --loads with --url: requests open while the "
+        "capacity is measured; 0: twice the server's seats, 64 where it does not list them [0]",
+    )
     add("--warmup", type=int, default=8, metavar="N", help="short requests before each point [8]")
     add_target(parser, required=False)
-    add_traffic(parser, requests=CLOSED_REQUESTS, arrivals="poisson", told=f"{CLOSED_REQUESTS} and four for each open "
-                f"one; with --rates and --loads {OPEN_REQUESTS}")
+    add_traffic(
+        parser,
+        requests=CLOSED_REQUESTS,
+        arrivals="poisson",
+        told=f"{CLOSED_REQUESTS} and four for each open "
+        f"one; with --rates and --loads {OPEN_REQUESTS}",
+    )
     parser.set_defaults(requests=None)
     add_report(parser)
     add_settings(parser, ("model", "engine"))
@@ -115,7 +143,9 @@ def axis_of(known: argparse.Namespace) -> tuple[str, list[float]]:
         if known.arrivals == "closed":
             raise ConfigError(f"--{name} needs --arrivals poisson or gamma")
         return name.removesuffix("s"), numbers(f"--{name}", getattr(known, name), float)
-    return "concurrency", numbers("--concurrencies", known.concurrencies or DEFAULT_CONCURRENCIES, int)
+    return "concurrency", numbers(
+        "--concurrencies", known.concurrencies or DEFAULT_CONCURRENCIES, int
+    )
 
 
 def numbers(flag: str, text: str, kind: type) -> list[float]:
@@ -125,13 +155,15 @@ def numbers(flag: str, text: str, kind: type) -> list[float]:
     except ValueError:
         values = []
     if not values or not 0 < values[0] <= values[-1] < float("inf"):
-        raise ConfigError(f"{flag}: must be positive {'whole ' if kind is int else ''}numbers separated by commas")
+        raise ConfigError(
+            f"{flag}: must be positive {'whole ' if kind is int else ''}numbers separated by commas"
+        )
     return values
 
 
 def traffic_at(known: argparse.Namespace, axis: str, value: float) -> list[Arrival]:
-    """The requests of one point, where `value` requests are open or come a second: the same lengths at every point,
-    more of them at a high concurrency."""
+    """The requests of one point, where `value` requests are open or come a second: the same lengths
+    at every point, more of them at a high concurrency."""
     return traffic_from(asked_at(known, axis, value), 0.0 if axis == "concurrency" else value)
 
 
@@ -146,7 +178,9 @@ def asked_at(known: argparse.Namespace, axis: str, value: float) -> argparse.Nam
 
 
 def offline(known: argparse.Namespace, axis: str, values: Sequence[float]) -> dict[str, Any]:
-    """All points on an engine in this process, with as many seats as the highest concurrency unless told otherwise."""
+    """All points on an engine in this process, with as many seats as the highest concurrency unless
+    told otherwise.
+    """
     from jitney.engine.bench.compare import capacity
     from jitney.engine.bench.offline import Bench
     from jitney.engine.cli.display import load_llm
@@ -194,29 +228,46 @@ def online(known: argparse.Namespace, axis: str, values: Sequence[float]) -> dic
 
     settings = [name for name in ("max_seats", "policy", "order") if name in vars(known)]
     if settings:
-        raise ConfigError(f"--{settings[0].replace('_', '-')} is the server's business: leave it out with --url")
+        raise ConfigError(
+            f"--{settings[0].replace('_', '-')} is the server's business: leave it out with --url"
+        )
     target = target_from(known)
     about = EngineAbout()
     most = None
     if axis == "load":
         with progress() as watch:
-            most = asyncio.run(capacity_at(
-                target,
-                traffic_at(known, axis, values[0]),
-                streams=known.capacity_streams,
-                warmup=known.warmup,
-                watch=lambda done, total: watch("capacity", done, total),
-            ))
+            most = asyncio.run(
+                capacity_at(
+                    target,
+                    traffic_at(known, axis, values[0]),
+                    streams=known.capacity_streams,
+                    warmup=known.warmup,
+                    watch=lambda done, total: watch("capacity", done, total),
+                )
+            )
 
     def measure(value: float, watch: Watch) -> dict[str, Any]:
         nonlocal about
         closed = axis == "concurrency"
-        found = asyncio.run(measure_online(
-            target, traffic_at(known, axis, value * (most or 1.0)), concurrency=int(value) if closed else 0,
-            closed=closed, warmup=known.warmup, watch=watch))
+        found = asyncio.run(
+            measure_online(
+                target,
+                traffic_at(known, axis, value * (most or 1.0)),
+                concurrency=int(value) if closed else 0,
+                closed=closed,
+                warmup=known.warmup,
+                watch=watch,
+            )
+        )
         about, load = found.about, found.load
-        figures = summarise(load.times, records=None, seats=0, seconds=load.seconds, slo=slo_from(known),
-                            price_per_hour=known.price_per_hour)
+        figures = summarise(
+            load.times,
+            records=None,
+            seats=0,
+            seconds=load.seconds,
+            slo=slo_from(known),
+            price_per_hour=known.price_per_hour,
+        )
         return figures | {"client": load.sender.as_json()} | queue_of(axis, load.times)
 
     points = points_of(axis, values, most, measure)
@@ -232,7 +283,9 @@ def queue_of(axis: str, times: Sequence[RequestTimes]) -> dict[str, Any]:
 def points_of(
     axis: str, values: Sequence[float], capacity: float | None, measure: Measure
 ) -> list[dict[str, Any]]:
-    """One measured point for each value, with the run's figures in it; capacity: requests a second at load 1."""
+    """One measured point for each value, with the run's figures in it; capacity: requests a second
+    at load 1.
+    """
     points = []
     with progress() as watch:
         for value in values:
@@ -272,7 +325,9 @@ def summary(report: Mapping[str, Any]) -> list[str]:
     points = report["points"]
     fewest = min(point["figures"]["served"] for point in points)
     if fewest < ENOUGH_FOR_P99:
-        lines.append(f"p99 of {fewest} requests is nearly the slowest of them: give more --requests")
+        lines.append(
+            f"p99 of {fewest} requests is nearly the slowest of them: give more --requests"
+        )
     lines += [
         f"{report['axis']} {point[report['axis']]:g}: {Backlog(**point['figures']['backlog'])}"
         for point in points
@@ -283,7 +338,10 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"failed requests: {failed}, in no percentile")
     clients = [point["figures"]["client"] for point in points if "client" in point["figures"]]
     if clients:
-        lines.append(f"this client used at most {max(client['cpu_share'] for client in clients):.0%} of a core")
+        lines.append(
+            f"this client used at most {max(client['cpu_share'] for client in clients):.0%} of a "
+            "core"
+        )
     return lines + sorted({str(client["trouble"]) for client in clients if client["trouble"]})
 
 
@@ -313,7 +371,16 @@ def curve_table(report: Mapping[str, Any], knee: int | None) -> Any:
     heads = ["open" if axis == "concurrency" else axis]
     if axis == "load":
         heads.append("rate")
-    heads += ["output tok/s", "req/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "e2e p50", "e2e p99"]
+    heads += [
+        "output tok/s",
+        "req/s",
+        "TTFT p50",
+        "TTFT p99",
+        "ITL p50",
+        "ITL p99",
+        "e2e p50",
+        "e2e p99",
+    ]
     if axis != "concurrency":
         heads.append("queue")
     rows = []
@@ -328,7 +395,9 @@ def curve_table(report: Mapping[str, Any], knee: int | None) -> Any:
             for quantile in ("p50", "p99")
         ]
         if axis != "concurrency":
-            row.append("grew" if grew(point) else "did not grow" if point["figures"]["backlog"] else "")
+            row.append(
+                "grew" if grew(point) else "did not grow" if point["figures"]["backlog"] else ""
+            )
         rows.append(row)
     return tables.Table(heads, rows)
 
@@ -342,19 +411,37 @@ def write_page(known: argparse.Namespace, report: Mapping[str, Any], knee: int |
     unit = UNITS[axis]
 
     def chart(title: str, y: str, name: str, x: str = axis, x_title: str = unit) -> Any:
-        pairs = [(point[x], point[name]) for point in points if point[x] is not None and point[name] is not None]
+        pairs = [
+            (point[x], point[name])
+            for point in points
+            if point[x] is not None and point[name] is not None
+        ]
         return curve(title, x_title, y, pairs, knee if len(pairs) == len(points) else None)
 
     waits = waits_over(
         unit,
         [point[axis] for point in points],
-        {quantile: [point[f"ttft_{quantile}_s"] for point in points] for quantile in ("p50", "p99")},
+        {
+            quantile: [point[f"ttft_{quantile}_s"] for point in points]
+            for quantile in ("p50", "p99")
+        },
         [grew(point) for point in points],
     )
-    charts = [chart("Throughput", "output tokens/s", "output_tok_s"),
-              waits,
-              chart("Between tokens, p99", "s", "itl_p99_s"),
-              chart("What throughput costs in latency", "end to end p99, s", "e2e_p99_s", "output_tok_s",
-                    "output tokens/s")]
-    write_report(known.html, f"Throughput and latency over {axis}", summary(report),
-                 [Section("Points", tables=[curve_table(report, knee)]), Section("Curves", charts=charts)])
+    charts = [
+        chart("Throughput", "output tokens/s", "output_tok_s"),
+        waits,
+        chart("Between tokens, p99", "s", "itl_p99_s"),
+        chart(
+            "What throughput costs in latency",
+            "end to end p99, s",
+            "e2e_p99_s",
+            "output_tok_s",
+            "output tokens/s",
+        ),
+    ]
+    write_report(
+        known.html,
+        f"Throughput and latency over {axis}",
+        summary(report),
+        [Section("Points", tables=[curve_table(report, knee)]), Section("Curves", charts=charts)],
+    )

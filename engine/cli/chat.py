@@ -22,7 +22,9 @@ HELP = "Empty line or Ctrl-D ends; /new starts over."
 def run(arguments: Sequence[str]) -> int:
     """Talk until the input ends; exit status 0."""
     parser = Parser("chat", "Talk to a model in the terminal. " + HELP)
-    parser.add_argument("--system", metavar="TEXT", default="", help="instructions that precede the conversation")
+    parser.add_argument(
+        "--system", metavar="TEXT", default="", help="instructions that precede the conversation"
+    )
     add_sampling(parser)
     add_settings(parser, ("model", "engine", "sampling"))
     known = parser.parse(arguments)

@@ -27,22 +27,52 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser("dashboard", "Serve the page for one or several engines elsewhere.")
     parser.usage = "jitney dashboard --engine URL [--engine URL ...] [FLAG ...]"
     add = parser.add_argument
-    add("--engine", action="append", metavar="URL", default=[], help=f"an engine; may be repeated [{DEFAULT_ENGINE}]")
+    add(
+        "--engine",
+        action="append",
+        metavar="URL",
+        default=[],
+        help=f"an engine; may be repeated [{DEFAULT_ENGINE}]",
+    )
     add("--host", default="127.0.0.1", metavar="TEXT", help="address to listen on [127.0.0.1]")
-    add("--port", default=DEFAULT_PORT, metavar="N", help=f"port to listen on; 0: any free one [{DEFAULT_PORT}]")
-    add("--hosts", default="", metavar="A,B,...", help="Host header values to accept, without port; empty: any")
-    add("--insecure", action="store_true", help="allow listening beyond this machine without an API key")
+    add(
+        "--port",
+        default=DEFAULT_PORT,
+        metavar="N",
+        help=f"port to listen on; 0: any free one [{DEFAULT_PORT}]",
+    )
+    add(
+        "--hosts",
+        default="",
+        metavar="A,B,...",
+        help="Host header values to accept, without port; empty: any",
+    )
+    add(
+        "--insecure",
+        action="store_true",
+        help="allow listening beyond this machine without an API key",
+    )
     add_key_flag(parser)
     known = parser.parse(arguments)
     key = engine_key(known)
-    serve(known.engine or [DEFAULT_ENGINE], key, {
-        "host": known.host, "port": known.port, "insecure": known.insecure, "hosts": known.hosts,
-        "api_keys": (key,) if key else ()})
+    serve(
+        known.engine or [DEFAULT_ENGINE],
+        key,
+        {
+            "host": known.host,
+            "port": known.port,
+            "insecure": known.insecure,
+            "hosts": known.hosts,
+            "api_keys": (key,) if key else (),
+        },
+    )
     return 0
 
 
 def serve(urls: Sequence[str], key: str, flags: dict[str, object]) -> None:
-    """The engines' key is also what visitors sign in with: nobody sees more here than there. Raises ConfigError."""
+    """The engines' key is also what visitors sign in with: nobody sees more here than there. Raises
+    ConfigError.
+    """
     from jitney.dashboard.remote import RemoteEngine
     from jitney.dashboard.standalone import create_standalone
     from jitney.engine.cli.display import make_display
@@ -55,9 +85,14 @@ def serve(urls: Sequence[str], key: str, flags: dict[str, object]) -> None:
     engines = [RemoteEngine(url, key) for url in urls]
     make_display().close()
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        print(f"Jitney's page of {', '.join(engine.url for engine in engines)}: "
-              f"{base_url(config.server, bound.getsockname()[1])}/", flush=True)
-        asyncio.run(until_told(web_server(config, settings, create_standalone(engines, settings)), bound))
+        print(
+            f"Jitney's page of {', '.join(engine.url for engine in engines)}: "
+            f"{base_url(config.server, bound.getsockname()[1])}/",
+            flush=True,
+        )
+        asyncio.run(
+            until_told(web_server(config, settings, create_standalone(engines, settings)), bound)
+        )
 
 
 async def until_told(server: uvicorn.Server, bound: socket.socket) -> None:

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("jitney")
 
 #: What each stage is called, and whether it counts bytes.
-STAGES = {"download": ("downloading", True), "weights": ("reading weights", True), "proof": ("proving kernels", False),
-          "compile": ("compiling", False),
-          "warmup": ("warming up", False)}
+STAGES = {
+    "download": ("downloading", True),
+    "weights": ("reading weights", True),
+    "proof": ("proving kernels", False),
+    "compile": ("compiling", False),
+    "warmup": ("warming up", False),
+}
 
 
 class Display(Protocol):
@@ -37,8 +41,11 @@ class Lines:
     """One log line when a stage starts and one when it ends: a log file wants no bars."""
 
     def __init__(self) -> None:
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr,
-                            format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        logging.basicConfig(
+            level=logging.INFO,
+            stream=sys.stderr,
+            format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        )
         quiet_libraries()
         self._said = ("", False)
 
@@ -64,11 +71,20 @@ class Bars:
         from rich.progress import Progress as RichProgress
 
         console = Console(stderr=True)
-        logging.basicConfig(level=logging.INFO, format="%(message)s",
-                            handlers=[RichHandler(console=console, show_path=False, markup=False)])
+        logging.basicConfig(
+            level=logging.INFO,
+            format="%(message)s",
+            handlers=[RichHandler(console=console, show_path=False, markup=False)],
+        )
         quiet_libraries()
-        self._bars = RichProgress(TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(),
-                                  TimeElapsedColumn(), TextColumn("{task.fields[detail]}"), console=console)
+        self._bars = RichProgress(
+            TextColumn("{task.description:<16}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[detail]}"),
+            console=console,
+        )
         self._tasks = {}
         self._bars.start()
 
@@ -76,9 +92,15 @@ class Bars:
         name, in_bytes = STAGES.get(news.stage, (news.stage, False))
         scale = 1 << 20 if in_bytes and news.total > 1 << 20 else 1
         if news.stage not in self._tasks:
-            self._tasks[news.stage] = self._bars.add_task(name + (" (MiB)" if scale > 1 else ""), detail="")
-        self._bars.update(self._tasks[news.stage], completed=news.done // scale, total=news.total // scale or None,
-                          detail=news.detail)
+            self._tasks[news.stage] = self._bars.add_task(
+                name + (" (MiB)" if scale > 1 else ""), detail=""
+            )
+        self._bars.update(
+            self._tasks[news.stage],
+            completed=news.done // scale,
+            total=news.total // scale or None,
+            detail=news.detail,
+        )
 
     def close(self) -> None:
         self._bars.stop()

@@ -16,14 +16,28 @@ from pathlib import Path
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import listen
 from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import Config, cache_dir, compilation_cache_dir, platform_environment
+from jitney.engine.config.schema import (
+    Config,
+    cache_dir,
+    compilation_cache_dir,
+    platform_environment,
+)
 from jitney.engine.errors import JitneyError
 from jitney.engine.executor.memory import claim_memory
 from jitney.engine.process.main import refuse_open_folder
 from jitney.engine.types import KernelProof
 
-PACKAGES = ("jitney", "jax", "jaxlib", "flax", "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu",
-            "jax-triton")
+PACKAGES = (
+    "jitney",
+    "jax",
+    "jaxlib",
+    "flax",
+    "transformers",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "libtpu",
+    "jax-triton",
+)
 #: What a CPU needs to multiply bfloat16 in hardware.
 CPU_FEATURES = ("avx512_bf16", "amx_bf16")
 GIB = 1 << 30
@@ -40,7 +54,9 @@ class Finding:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the findings; exit status 1 if one of them keeps Jitney from running here."""
-    parser = Parser("doctor", "Say what this machine has, and whether Jitney runs on it with these settings.")
+    parser = Parser(
+        "doctor", "Say what this machine has, and whether Jitney runs on it with these settings."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser)
     known = parser.parse(arguments)
@@ -60,12 +76,16 @@ MARKS = {True: "ok", False: "BAD", None: ""}
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """All findings in order; a check that raises becomes a bad finding, never the end of the report."""
+    """All findings in order; a check that raises becomes a bad finding, never the end of the
+    report.
+    """
     for name, check in CHECKS.items():
         try:
             yield from check(config)
         except Exception as error:
-            text = str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
+            text = (
+                str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
+            )
             yield Finding(name, " ".join(text.split())[:500], False)
 
 
@@ -82,14 +102,21 @@ def processor(config: Config) -> Iterator[Finding]:
     yield Finding("cpu", f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}")
     flags = _words("/proc/cpuinfo", "flags")
     has = [feature for feature in CPU_FEATURES if feature in flags]
-    yield Finding("cpu bfloat16", ", ".join(has) or "not in hardware: dtype auto means float32 on this CPU")
+    yield Finding(
+        "cpu bfloat16", ", ".join(has) or "not in hardware: dtype auto means float32 on this CPU"
+    )
     if kib := _words("/proc/meminfo", "MemAvailable:"):
         total = _words("/proc/meminfo", "MemTotal:")
-        yield Finding("memory", f"{int(kib[0]) * 1024 / GIB:.1f} GiB available of {int(total[0]) * 1024 / GIB:.1f}")
+        yield Finding(
+            "memory",
+            f"{int(kib[0]) * 1024 / GIB:.1f} GiB available of {int(total[0]) * 1024 / GIB:.1f}",
+        )
 
 
 def _words(file: str, key: str) -> list[str]:
-    """The words after `key` on its first line of a /proc file; [] where there is none (not Linux)."""
+    """The words after `key` on its first line of a /proc file; [] where there is none (not
+    Linux).
+    """
     path = Path(file)
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.split()[1:] for line in lines if line.startswith(key)), [])
@@ -101,7 +128,9 @@ def devices(config: Config) -> Iterator[Finding]:
 
     found, wanted = devices_of(config.engine.platform), config.engine.tensor_parallel
     if wanted > 1:
-        yield Finding("tensor parallel", f"{wanted} devices wanted, {len(found)} found", len(found) >= wanted)
+        yield Finding(
+            "tensor parallel", f"{wanted} devices wanted, {len(found)} found", len(found) >= wanted
+        )
     for device in found:
         stats = device.memory_stats() or {}
         memory = ""
@@ -137,16 +166,22 @@ def model(config: Config) -> Iterator[Finding]:
 
 
 def split(config: Config) -> Iterator[Finding]:
-    """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its weights."""
+    """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its
+    weights.
+    """
     from jitney.engine.checkpoints.sources import is_repository, resolve
 
     if not is_repository(config.model.id):
         own = resolve(config.model.id).config.local(config.engine.tensor_parallel)
-        yield Finding("model on each", f"{own.n_heads} query and {own.n_kv_heads} key-value heads", True)
+        yield Finding(
+            "model on each", f"{own.n_heads} query and {own.n_kv_heads} key-value heads", True
+        )
 
 
 def is_here(name: str, revision: str) -> bool:
-    """True when running the model needs no network. Raises ModelError if there can be no such model."""
+    """True when running the model needs no network. Raises ModelError if there can be no such
+    model.
+    """
     from jitney.engine.checkpoints.sources import DEFAULT_MODEL, is_repository, resolve
 
     if name == DEFAULT_MODEL:
@@ -154,33 +189,53 @@ def is_here(name: str, revision: str) -> bool:
     if is_repository(name):
         from huggingface_hub import try_to_load_from_cache
 
-        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision or None), str)
+        return isinstance(
+            try_to_load_from_cache(name, "config.json", revision=revision or None), str
+        )
     resolve(name)
     return True
 
 
 def one_token(config: Config) -> Iterator[Finding]:
-    """Runs the whole engine on a random model of a few kilobytes, on the platform and kernels that were asked for, and
-    on as many of the devices as its few heads can be split over."""
+    """Runs the whole engine on a random model of a few kilobytes, on the platform and kernels that
+    were asked for, and on as many of the devices as its few heads can be split over."""
     from jitney.engine.llm import LLM
     from jitney.engine.types import SamplingParams
 
-    small = config.model_copy(update={
-        "model": config.model.model_copy(update={"id": "tiny-random", "revision": "", "context": 0}),
-        "engine": config.engine.model_copy(update={"max_seats": 4, "token_budget": 64, "pages": 64,
-                                                   "seat_buckets": (4,), "token_buckets": (64,),
-                                                   "tensor_parallel": math.gcd(config.engine.tensor_parallel, 4)})})
+    small = config.model_copy(
+        update={
+            "model": config.model.model_copy(
+                update={"id": "tiny-random", "revision": "", "context": 0}
+            ),
+            "engine": config.engine.model_copy(
+                update={
+                    "max_seats": 4,
+                    "token_budget": 64,
+                    "pages": 64,
+                    "seat_buckets": (4,),
+                    "token_buckets": (64,),
+                    "tensor_parallel": math.gcd(config.engine.tensor_parallel, 4),
+                }
+            ),
+        }
+    )
     started = time.perf_counter()
     llm = LLM(small)
     try:
         yield Finding("kernels", llm.info.kernels, True)
         yield from (proof_finding(proof) for proof in llm.info.proofs)
         yield Finding("weights and KV", f"{llm.info.weights} and {llm.info.kv_dtype}", True)
-        (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+        (output,) = llm.generate(
+            [[1, 2, 3]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        )
         tokens = len(output.outputs[0].token_ids)
     finally:
         llm.close()
-    yield Finding("one token", f"computed in {time.perf_counter() - started:.1f} s, compilation included", tokens == 1)
+    yield Finding(
+        "one token",
+        f"computed in {time.perf_counter() - started:.1f} s, compilation included",
+        tokens == 1,
+    )
 
 
 def proof_finding(proof: KernelProof) -> Finding:
@@ -195,6 +250,11 @@ def proof_finding(proof: KernelProof) -> Finding:
 
 
 CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {
-    "versions": versions, "cpu": processor, "devices": devices, "cache folder": folders, "port": port, "model": model,
+    "versions": versions,
+    "cpu": processor,
+    "devices": devices,
+    "cache folder": folders,
+    "port": port,
+    "model": model,
     "one token": one_token,
 }

@@ -1,4 +1,6 @@
-"""Flags made from the configuration's own fields, so that help, file and environment never disagree."""
+"""Flags made from the configuration's own fields, so that help, file and environment never
+disagree.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ class Parser(argparse.ArgumentParser):
     """argparse without guessing at abbreviations, which suggests the flag that was meant."""
 
     def __init__(self, command: str, description: str):
-        super().__init__(prog=f"jitney {command}", usage=f"jitney {command} [MODEL] [FLAG ...]",
-                         description=description, allow_abbrev=False)
+        super().__init__(
+            prog=f"jitney {command}",
+            usage=f"jitney {command} [MODEL] [FLAG ...]",
+            description=description,
+            allow_abbrev=False,
+        )
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
@@ -29,14 +35,20 @@ class Parser(argparse.ArgumentParser):
         return known
 
 
-def add_settings(parser: Parser, sections: Sequence[str] = tuple(Config.model_fields),
-                 leave_out: Sequence[str] = ()) -> None:
-    """Add --config and one flag for each setting of `sections`; absent flags leave no trace in the namespace.
+def add_settings(
+    parser: Parser,
+    sections: Sequence[str] = tuple(Config.model_fields),
+    leave_out: Sequence[str] = (),
+) -> None:
+    """Add --config and one flag for each setting of `sections`; absent flags leave no trace in the
+    namespace.
 
     leave_out: names of settings that mean nothing to this command.
     """
     parser.add_argument("model_word", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--config", metavar="FILE", help="read settings from a TOML file; flags override them")
+    parser.add_argument(
+        "--config", metavar="FILE", help="read settings from a TOML file; flags override them"
+    )
     for section in sections:
         group = parser.add_argument_group(f"[{section}]")
         for setting in settings().values():
@@ -49,12 +61,19 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
     shown = f" [{str(default).lower()}]" if default not in ("", ()) else ""
     text = f"{setting.field.description}{shown}".replace("%", "%%")  # argparse formats help with %
     if setting.kind is bool:
-        group.add_argument(setting.flag, dest=setting.name, action=argparse.BooleanOptionalAction,
-                           default=argparse.SUPPRESS, help=text)
+        group.add_argument(
+            setting.flag,
+            dest=setting.name,
+            action=argparse.BooleanOptionalAction,
+            default=argparse.SUPPRESS,
+            help=text,
+        )
     else:
         kinds = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
         metavar = "|".join(filter(None, setting.choices)) or kinds[setting.kind]
-        group.add_argument(setting.flag, dest=setting.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+        group.add_argument(
+            setting.flag, dest=setting.name, metavar=metavar, default=argparse.SUPPRESS, help=text
+        )
 
 
 def config_from(known: argparse.Namespace) -> Config:

@@ -25,9 +25,15 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 def run(arguments: Sequence[str]) -> int:
     """Print one text per prompt; exit status 0."""
     parser = Parser("generate", "Complete prompts offline and print the texts.")
-    parser.add_argument("--prompt", action="append", metavar="TEXT",
-                        help="a prompt; may be repeated; without it, standard input is one prompt")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per sequence and line")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="a prompt; may be repeated; without it, standard input is one prompt",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per sequence and line"
+    )
     add_sampling(parser)
     parser.add_argument("--n", type=int, default=1, metavar="N", help="sequences per prompt [1]")
     add_settings(parser, ("model", "engine", "sampling"))
@@ -51,9 +57,18 @@ def run(arguments: Sequence[str]) -> int:
 def show(prompt: str, sequence: Completion, *, as_json: bool) -> None:
     """One sequence on standard output."""
     if as_json:
-        print(json.dumps({"prompt": prompt, "index": sequence.index, "text": sequence.text,
-                          "finish_reason": sequence.finish_reason, "tokens": len(sequence.token_ids)},
-                         ensure_ascii=False))
+        print(
+            json.dumps(
+                {
+                    "prompt": prompt,
+                    "index": sequence.index,
+                    "text": sequence.text,
+                    "finish_reason": sequence.finish_reason,
+                    "tokens": len(sequence.token_ids),
+                },
+                ensure_ascii=False,
+            )
+        )
     else:
         print(sequence.text)
 
@@ -63,22 +78,47 @@ def add_sampling(parser: Parser) -> None:
     add = parser.add_argument_group("sampling").add_argument
     add("--max-tokens", type=int, metavar="N", default=256, help="most tokens to generate [256]")
     add("--temperature", type=float, metavar="X", help="0 is greedy [the model's own]")
-    add("--top-p", type=float, metavar="X", help="keep the likeliest tokens up to this mass [the model's own]")
-    add("--top-k", type=int, metavar="N", help="keep this many of the likeliest tokens; 0: all [the model's own]")
-    add("--min-p", type=float, metavar="X", help="drop tokens below this share of the best [the model's own]")
+    add(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="keep the likeliest tokens up to this mass [the model's own]",
+    )
+    add(
+        "--top-k",
+        type=int,
+        metavar="N",
+        help="keep this many of the likeliest tokens; 0: all [the model's own]",
+    )
+    add(
+        "--min-p",
+        type=float,
+        metavar="X",
+        help="drop tokens below this share of the best [the model's own]",
+    )
     add("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    add("--stop", action="append", metavar="TEXT", default=[], help="end before this text; may be repeated")
+    add(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        default=[],
+        help="end before this text; may be repeated",
+    )
 
 
-def sampling_from(known: argparse.Namespace, n: int = 1, defaults: Mapping[str, float] = NOTHING) -> SamplingParams:
-    """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming the flag that is out of
-    range."""
+def sampling_from(
+    known: argparse.Namespace, n: int = 1, defaults: Mapping[str, float] = NOTHING
+) -> SamplingParams:
+    """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming the
+    flag that is out of range."""
     values = dict(defaults)
     for name in ("temperature", "top_p", "top_k", "min_p"):
         given = getattr(known, name)
         if given is not None:
             values[name] = given
-    params = SamplingParams(n=n, max_tokens=known.max_tokens, seed=known.seed, stop=tuple(known.stop))
+    params = SamplingParams(
+        n=n, max_tokens=known.max_tokens, seed=known.seed, stop=tuple(known.stop)
+    )
     params = msgspec.structs.replace(params, **values)
     try:
         params.validate(vocab_size=1)  # the flags name no token

@@ -1,4 +1,6 @@
-"""The API key with which a command asks an engine elsewhere: from the environment or a file, never a flag's value."""
+"""The API key with which a command asks an engine elsewhere: from the environment or a file, never
+a flag's value.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,15 @@ ENV = "JITNEY_ENGINE_KEY"
 
 def add_key_flag(parser: argparse.ArgumentParser) -> None:
     """Add --key-file."""
-    parser.add_argument("--key-file", metavar="FILE", default="", help=(
-        f"file whose first line is the engine's API key, readable by its owner only (or set {ENV})"))
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        default="",
+        help=(
+            "file whose first line is the engine's API key, readable by its owner only (or set "
+            f"{ENV})"
+        ),
+    )
 
 
 def engine_key(known: argparse.Namespace) -> str:

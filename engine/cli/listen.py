@@ -19,15 +19,19 @@ REASONS = {
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound and ready to be served on. Raises ConfigError, in one line, if it cannot be had."""
+    """A socket that is bound and ready to be served on. Raises ConfigError, in one line, if it
+    cannot be had.
+    """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
-                                                                flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except socket.gaierror:
         raise ConfigError(f"host {host} is not an address of this machine") from None
     with contextlib.ExitStack() as undo:
         bound = undo.enter_context(socket.socket(family, kind, protocol))
-        # Only lets us follow our own last run's closed connections; a living listener still makes bind fail.
+        # Only lets us follow our own last run's closed connections; a living listener still makes
+        # bind fail.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind(address)
@@ -46,7 +50,9 @@ def base_url(server: ServerSection, port: int) -> str:
 
 
 def read_keys(server: ServerSection) -> tuple[str, ...]:
-    """The accepted API keys from the file and the settings. Raises ConfigError, never showing a key."""
+    """The accepted API keys from the file and the settings. Raises ConfigError, never showing a
+    key.
+    """
     return (*server.api_keys, *(_keys_of(Path(server.api_key_file)) if server.api_key_file else ()))
 
 

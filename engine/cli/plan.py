@@ -1,4 +1,6 @@
-"""`jitney plan`: size a deployment from a device's published peaks, or propose buckets from what was seen."""
+"""`jitney plan`: size a deployment from a device's published peaks, or propose buckets from what
+was seen.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from jitney.engine.cli.bench_flags import check_numbers, check_writable, slo_fro
 from jitney.engine.cli.flags import Parser
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, find_device
-from jitney.engine.simulation.planner import TTFT_QUANTILE, UTILISATION, Demand, Operating, Sizing, plan
+from jitney.engine.simulation.planner import (
+    TTFT_QUANTILE,
+    UTILISATION,
+    Demand,
+    Operating,
+    Sizing,
+    plan,
+)
 from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
 from jitney.engine.telemetry.summary import Slo
 
@@ -29,13 +38,29 @@ def run(arguments: Sequence[str]) -> int:
     check_writable(known, "json")
     if not known.model or not known.device:
         raise ConfigError("say what to size: jitney plan MODEL --device NAME")
-    limits = Assumptions(known.bandwidth_efficiency, known.flops_efficiency, known.overhead_ms / 1e3,
-                         memory=known.memory_share)
-    roofline = Roofline(ModelCost(find_shape(known.model), known.weights, known.kv), find_device(known.device),
-                        known.count, limits)
+    limits = Assumptions(
+        known.bandwidth_efficiency,
+        known.flops_efficiency,
+        known.overhead_ms / 1e3,
+        memory=known.memory_share,
+    )
+    roofline = Roofline(
+        ModelCost(find_shape(known.model), known.weights, known.kv),
+        find_device(known.device),
+        known.count,
+        limits,
+    )
     slo = slo_from(known) or Slo()
-    demand = Demand(known.prompt, known.output, slo.itl_s, slo.ttft_s, known.rate, known.price_per_hour,
-                    known.token_budget, known.page_size)
+    demand = Demand(
+        known.prompt,
+        known.output,
+        slo.itl_s,
+        slo.ttft_s,
+        known.rate,
+        known.price_per_hour,
+        known.token_budget,
+        known.page_size,
+    )
     sizing = plan(roofline, demand)
     if known.json:
         write_json(known.json, report_of(roofline, demand, sizing))
@@ -45,41 +70,95 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    parser = Parser("plan", "Size a deployment: what fits, tokens/s by batch size, the knee, cost and replicas. "
-                            "`jitney plan buckets --help`: propose buckets instead.")
+    parser = Parser(
+        "plan",
+        "Size a deployment: what fits, tokens/s by batch size, the knee, cost and replicas. "
+        "`jitney plan buckets --help`: propose buckets instead.",
+    )
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help=f"{', '.join(SHAPES)}, a config.json, or what --model takes")
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"{', '.join(SHAPES)}, a config.json, or what --model takes",
+    )
     add("--device", metavar="NAME", help=f"one of: {', '.join(DEVICES)}")
-    add("--count", type=int, default=1, metavar="N", help="chips of a replica, by tensor parallelism [1]")
+    add(
+        "--count",
+        type=int,
+        default=1,
+        metavar="N",
+        help="chips of a replica, by tensor parallelism [1]",
+    )
     add("--weights", choices=WEIGHTS, default="bf16", help="number format of the layers [bf16]")
     add("--kv", choices=KV, default="bf16", help="number format of keys and values [bf16]")
     add("--prompt", type=int, default=512, metavar="N", help="mean prompt tokens [512]")
     add("--output", type=int, default=256, metavar="N", help="mean output tokens [256]")
     add("--slo-itl-ms", type=float, metavar="MS", help="most milliseconds between two tokens")
-    add("--slo-ttft-ms", type=float, metavar="MS", help="most milliseconds to the first token, for 99 in 100 requests")
+    add(
+        "--slo-ttft-ms",
+        type=float,
+        metavar="MS",
+        help="most milliseconds to the first token, for 99 in 100 requests",
+    )
     add("--price-per-hour", type=float, metavar="X", help="of one chip")
-    add("--rate", type=float, default=0.0, metavar="X", help="requests a second to serve: how many replicas")
+    add(
+        "--rate",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="requests a second to serve: how many replicas",
+    )
     add("--token-budget", type=int, default=2048, metavar="N", help="most rows of a step [2048]")
     add("--page-size", type=int, default=16, metavar="N", help="KV positions per page [16]")
     assumed = parser.add_argument_group("assumptions").add_argument
     default = Assumptions()
-    assumed("--bandwidth-efficiency", type=float, default=default.bandwidth, metavar="X",
-            help=f"share of the published memory bandwidth that is reached [{default.bandwidth}]")
-    assumed("--flops-efficiency", type=float, default=default.flops, metavar="X",
-            help=f"share of the published operations that is reached [{default.flops}]")
-    assumed("--overhead-ms", type=float, default=1e3 * default.overhead_s, metavar="MS",
-            help=f"fixed time of a step [{1e3 * default.overhead_s:g}]")
-    assumed("--memory-share", type=float, default=default.memory, metavar="X",
-            help=f"share of the memory that may be used [{default.memory}]")
-    parser.add_argument("--json", metavar="FILE", help="write everything to a file; - is standard output")
+    assumed(
+        "--bandwidth-efficiency",
+        type=float,
+        default=default.bandwidth,
+        metavar="X",
+        help=f"share of the published memory bandwidth that is reached [{default.bandwidth}]",
+    )
+    assumed(
+        "--flops-efficiency",
+        type=float,
+        default=default.flops,
+        metavar="X",
+        help=f"share of the published operations that is reached [{default.flops}]",
+    )
+    assumed(
+        "--overhead-ms",
+        type=float,
+        default=1e3 * default.overhead_s,
+        metavar="MS",
+        help=f"fixed time of a step [{1e3 * default.overhead_s:g}]",
+    )
+    assumed(
+        "--memory-share",
+        type=float,
+        default=default.memory,
+        metavar="X",
+        help=f"share of the memory that may be used [{default.memory}]",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write everything to a file; - is standard output"
+    )
     return parser
 
 
 def report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, Any]:
     """Everything, as plain data."""
-    return {"device": roofline.device.name, "count": roofline.count, "weights": roofline.cost.weights,
-            "kv": roofline.cost.kv, "parameters": roofline.cost.parameters, "demand": msgspec.to_builtins(demand),
-            **msgspec.to_builtins(sizing), "assumed": list(assumptions(roofline, demand))}
+    return {
+        "device": roofline.device.name,
+        "count": roofline.count,
+        "weights": roofline.cost.weights,
+        "kv": roofline.cost.kv,
+        "parameters": roofline.cost.parameters,
+        "demand": msgspec.to_builtins(demand),
+        **msgspec.to_builtins(sizing),
+        "assumed": list(assumptions(roofline, demand)),
+    }
 
 
 def show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None:
@@ -88,14 +167,26 @@ def show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{model} on {roofline.count} x {roofline.device.name}: {demand.prompt} prompt and "
-                        f"{demand.output} output tokens", box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(
+        title=f"{model} on {roofline.count} x {roofline.device.name}: {demand.prompt} prompt and "
+        f"{demand.output} output tokens",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+    )
     for name in ("seats", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""):
         table.add_column(name, justify="left" if name in ("bound", "") else "right", no_wrap=True)
     for point in sizing.curve:
         cost = "" if point.cost_per_million is None else f"{point.cost_per_million:.3f}"
-        table.add_row(str(point.seats), f"{1e3 * point.step_s:.2f}", f"{point.output_tok_s:,.0f}", f"{point.req_s:.2f}",
-                      f"{1e3 * point.ttft_s:.0f}", point.bound, cost, mark(point, sizing))
+        table.add_row(
+            str(point.seats),
+            f"{1e3 * point.step_s:.2f}",
+            f"{point.output_tok_s:,.0f}",
+            f"{point.req_s:.2f}",
+            f"{1e3 * point.ttft_s:.0f}",
+            point.bound,
+            cost,
+            mark(point, sizing),
+        )
     console = Console()
     console.print(table)
     for line in answers(roofline, demand, sizing):
@@ -107,47 +198,86 @@ def show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None
 
 def mark(point: Operating, sizing: Sizing) -> str:
     """What is special about a point of the curve."""
-    return ", ".join(name for name, other in (("knee", sizing.knee), ("within limits", sizing.within_slo))
-                     if other == point)
+    return ", ".join(
+        name
+        for name, other in (("knee", sizing.knee), ("within limits", sizing.within_slo))
+        if other == point
+    )
 
 
 def answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str]:
     """The answers, a line each."""
     memory, chosen = sizing.memory, sizing.chosen
-    yield (f"memory: {memory.weight_bytes / 1e9:.1f} GB of weights, {memory.kv_room_bytes / 1e9:.1f} GB for KV = "
-           f"{memory.positions:,} tokens in {memory.pages:,} pages: {memory.seats_mean} seats at the mean context, "
-           f"{memory.seats_full} at the whole length")
+    yield (
+        f"memory: {memory.weight_bytes / 1e9:.1f} GB of weights, {memory.kv_room_bytes / 1e9:.1f} "
+        "GB for KV = "
+        f"{memory.positions:,} tokens in {memory.pages:,} pages: {memory.seats_mean} seats at the "
+        "mean context, "
+        f"{memory.seats_full} at the whole length"
+    )
     if chosen is None:
-        yield f"no batch size keeps the limits: with one seat a step takes {1e3 * sizing.curve[0].step_s:.1f} ms and "\
-              f"the first token {1e3 * sizing.curve[0].ttft_s:.0f} ms"
+        yield (
+            "no batch size keeps the limits: with one seat a step takes "
+            f"{1e3 * sizing.curve[0].step_s:.1f} ms and "
+            f"the first token {1e3 * sizing.curve[0].ttft_s:.0f} ms"
+        )
         return
-    yield (f"chosen: {chosen.seats} seats, {chosen.output_tok_s:,.0f} output tokens/s, {1e3 * chosen.step_s:.1f} ms "
-           "between tokens")
+    yield (
+        f"chosen: {chosen.seats} seats, {chosen.output_tok_s:,.0f} output tokens/s, "
+        f"{1e3 * chosen.step_s:.1f} ms "
+        "between tokens"
+    )
     yield f"load at {UTILISATION:.0%}: {sizing.load_req_s:.2f} requests/s a replica"
     if sizing.cost_per_million_loaded is not None:
-        yield (f"cost: {chosen.cost_per_million:.3f} a million output tokens when full, "
-               f"{sizing.cost_per_million_loaded:.3f} at {UTILISATION:.0%}")
+        yield (
+            f"cost: {chosen.cost_per_million:.3f} a million output tokens when full, "
+            f"{sizing.cost_per_million_loaded:.3f} at {UTILISATION:.0%}"
+        )
     if sizing.replicas is not None:
-        yield f"replicas: {sizing.replicas} for {demand.rate:g} requests/s ({sizing.replicas * roofline.count} chips)"
+        yield (
+            f"replicas: {sizing.replicas} for {demand.rate:g} requests/s "
+            f"({sizing.replicas * roofline.count} chips)"
+        )
 
 
 def assumptions(roofline: Roofline, demand: Demand) -> Iterator[str]:
     """Everything that was taken for granted, a line each."""
     device, assumed, cost = roofline.device, roofline.assumed, roofline.cost
     peaks = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.flops.items())
-    yield (f"{device.name}: {device.memory / 1e9:g} GB, {device.bandwidth / 1e9:,.0f} GB/s, TFLOP/s {peaks} "
-           "(published peaks, dense)")
-    yield (f"reached: {assumed.bandwidth:.0%} of the bandwidth, {assumed.flops:.0%} of the operations, "
-           f"{1e3 * assumed.overhead_s:g} ms fixed a step, {assumed.memory:.0%} of the memory usable")
-    yield (f"{cost.parameters / 1e9:.2f} G parameters; embedding (and a head tied to it) stay 16 bit; attention over "
-           "the whole context, in every layer")
+    yield (
+        f"{device.name}: {device.memory / 1e9:g} GB, {device.bandwidth / 1e9:,.0f} GB/s, TFLOP/s "
+        f"{peaks} "
+        "(published peaks, dense)"
+    )
+    yield (
+        f"reached: {assumed.bandwidth:.0%} of the bandwidth, {assumed.flops:.0%} of the "
+        "operations, "
+        f"{1e3 * assumed.overhead_s:g} ms fixed a step, {assumed.memory:.0%} of the memory usable"
+    )
+    yield (
+        f"{cost.parameters / 1e9:.2f} G parameters; embedding (and a head tied to it) stay 16 bit; "
+        "attention over "
+        "the whole context, in every layer"
+    )
     if cost.weights != "bf16" or cost.kv != "bf16":
-        yield "narrow weights and KV are widened to bfloat16 as they are read: fewer bytes, the same arithmetic"
-    yield (f"steady state: every step carries {demand.prompt_rows:g} prompt rows beside each decode row, at most "
-           f"{demand.token_budget} rows; mean context {demand.mean_context:g}; nothing shared between prompts")
-    yield (f"TTFT: p{100 * TTFT_QUANTILE:g} at {UTILISATION:.0%} load, seats as servers of a Markov queue (Erlang C), "
-           "then the prompt's own steps")
+        yield (
+            "narrow weights and KV are widened to bfloat16 as they are "
+            "read: fewer bytes, the same arithmetic"
+        )
+    yield (
+        f"steady state: every step carries {demand.prompt_rows:g} prompt rows beside each decode "
+        "row, at most "
+        f"{demand.token_budget} rows; mean context {demand.mean_context:g}; nothing shared between "
+        "prompts"
+    )
+    yield (
+        f"TTFT: p{100 * TTFT_QUANTILE:g} at {UTILISATION:.0%} load, seats as servers of a Markov "
+        "queue (Erlang C), "
+        "then the prompt's own steps"
+    )
     if roofline.count > 1:
-        yield (f"tensor parallel: two ring all-reduces a layer over {device.link / 1e9:g} GB/s one way, "
-               f"{1e6 * assumed.hop_s:g} us each, not overlapped; KV divided over {roofline.kv_split}")
-
+        yield (
+            f"tensor parallel: two ring all-reduces a layer over {device.link / 1e9:g} GB/s one "
+            "way, "
+            f"{1e6 * assumed.hop_s:g} us each, not overlapped; KV divided over {roofline.kv_split}"
+        )

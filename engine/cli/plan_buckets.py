@@ -1,4 +1,6 @@
-"""`jitney plan buckets`: the padded sizes to compile for, from step records or from simulated traffic."""
+"""`jitney plan buckets`: the padded sizes to compile for, from step records or from simulated
+traffic.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +37,63 @@ def run(arguments: Sequence[str]) -> int:
     check_numbers(known, budget=0, rate=1e-9, concurrency=0)
     config = config_from(known)
     settings = config.engine
-    present = make_buckets(max_seats=settings.max_seats, token_budget=settings.token_budget,
-                           seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets,
-                           on_device=bool(known.chip))
+    present = make_buckets(
+        max_seats=settings.max_seats,
+        token_budget=settings.token_budget,
+        seat_sizes=settings.seat_buckets,
+        token_sizes=settings.token_buckets,
+        on_device=bool(known.chip),
+    )
     records = seen_steps(known, config, present)
     budget = known.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
     proposal = propose(seen_in(records), present, budget)
     if known.json:
-        write_json(known.json, {**msgspec.to_builtins(proposal), "steps": len(records), "share": proposal.share,
-                                "share_now": proposal.share_now})
+        write_json(
+            known.json,
+            {
+                **msgspec.to_builtins(proposal),
+                "steps": len(records),
+                "share": proposal.share,
+                "share_now": proposal.share_now,
+            },
+        )
     if known.json != "-":
         show(proposal, len(records), budget)
     return 0
 
 
 def make_parser() -> Parser:
-    parser = Parser("plan buckets", "Propose seat and token buckets that waste the fewest rows under a compile budget.")
-    parser.add_argument("--budget", type=int, default=0, metavar="N",
-                        help="executables to compile; 0: as many as the present buckets take [0]")
-    parser.add_argument("--json", metavar="FILE", help="write the proposal to a file; - is standard output")
+    parser = Parser(
+        "plan buckets",
+        "Propose seat and token buckets that waste the fewest rows under a compile budget.",
+    )
+    parser.add_argument(
+        "--budget",
+        type=int,
+        default=0,
+        metavar="N",
+        help="executables to compile; 0: as many as the present buckets take [0]",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the proposal to a file; - is standard output"
+    )
     add = parser.add_argument_group("what was seen").add_argument
-    add("--records", metavar="FILE", help="step records of a real run (.npz or .npy); else traffic is simulated")
-    add("--table", metavar="FILE", help="for simulated traffic: step times measured by jitney bench step --json FILE")
-    add("--device", dest="chip", metavar="NAME", help="for simulated traffic: step times of a device's roofline")
+    add(
+        "--records",
+        metavar="FILE",
+        help="step records of a real run (.npz or .npy); else traffic is simulated",
+    )
+    add(
+        "--table",
+        metavar="FILE",
+        help="for simulated traffic: step times measured by jitney bench step --json FILE",
+    )
+    add(
+        "--device",
+        dest="chip",
+        metavar="NAME",
+        help="for simulated traffic: step times of a device's roofline",
+    )
     add_traffic(parser, requests=1000, arrivals="poisson")
     add_pace(parser)
     add_settings(parser, ("model", "engine"), leave_out=NOT_SIMULATED)
@@ -66,22 +102,35 @@ def make_parser() -> Parser:
 
 
 def seen_steps(known: argparse.Namespace, config: Config, present: Buckets) -> np.ndarray:
-    """The records given, or those of the traffic simulated with a bucket for every size, so that none is rounded up."""
+    """The records given, or those of the traffic simulated with a bucket for every size, so that
+    none is rounded up.
+    """
     if known.records and (known.table or known.chip or known.trace):
-        raise ConfigError("--records says what was seen: give no --table, --device or --trace with it")
+        raise ConfigError(
+            "--records says what was seen: give no --table, --device or --trace with it"
+        )
     if known.records:
         records = read_records(known.records)
-        if records["bucket_seats"].max() > present.seats or records["bucket_tokens"].max() > present.token_budget:
-            raise ConfigError("the records are of an engine with more seats or a larger token budget: give its "
-                              "--max-seats and --token-budget")
+        if (
+            records["bucket_seats"].max() > present.seats
+            or records["bucket_tokens"].max() > present.token_budget
+        ):
+            raise ConfigError(
+                "the records are of an engine with more seats or a larger token budget: give its "
+                "--max-seats and --token-budget"
+            )
         return records
     arrivals = traffic(known)
     table = step_times(known, config)
     seats = present.seats
-    every = Buckets(tuple(Bucket(rows, rows) for rows in range(1, seats + 1)),
-                    tuple(Bucket(rows, seats) for rows in range(seats + 1, present.token_budget + 1)))
+    every = Buckets(
+        tuple(Bucket(rows, rows) for rows in range(1, seats + 1)),
+        tuple(Bucket(rows, seats) for rows in range(seats + 1, present.token_budget + 1)),
+    )
     shape = replace(shape_for(known, config, arrivals, table), buckets=every)
-    return simulate_policy(config.engine.policy, arrivals, shape, table, known, known.concurrency).records
+    return simulate_policy(
+        config.engine.policy, arrivals, shape, table, known, known.concurrency
+    ).records
 
 
 def show(proposal: Proposal, steps: int, budget: int) -> None:
@@ -90,5 +139,8 @@ def show(proposal: Proposal, steps: int, budget: int) -> None:
     print(f"from {steps:,} steps, {proposal.executables} of {budget} executables:")
     print(f"  --seat-buckets {','.join(map(str, proposal.seat_buckets))}")
     print(f"  --token-buckets {','.join(map(str, proposal.token_buckets))}")
-    print(f"padding: {proposal.share_now:.1%} of all rows with the present buckets, {proposal.share:.1%} with these "
-          f"({saved:,} rows saved)")
+    print(
+        f"padding: {proposal.share_now:.1%} of all rows with the present buckets, "
+        f"{proposal.share:.1%} with these "
+        f"({saved:,} rows saved)"
+    )

@@ -42,9 +42,15 @@ DASHBOARD = "/dashboard"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until told to stop. Exit status: 0 after a drain, 128 + its number after a second signal, else 1."""
-    parser = Parser("serve", "Serve a model over HTTP (OpenAI-compatible), with in-flight batching.")
-    parser.add_argument("--print-config", action="store_true", help="print the settings as TOML and exit")
+    """Serve until told to stop. Exit status: 0 after a drain, 128 + its number after a second
+    signal, else 1.
+    """
+    parser = Parser(
+        "serve", "Serve a model over HTTP (OpenAI-compatible), with in-flight batching."
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the settings as TOML and exit"
+    )
     add_settings(parser)
     known = parser.parse(arguments)
     config = config_from(known)
@@ -65,7 +71,9 @@ def start(config: Config) -> int:
 class Server:
     """One run of `jitney serve`: the parts, and the order in which they come and go."""
 
-    def __init__(self, config: Config, keys: tuple[str, ...], bound: socket.socket, display: Display):
+    def __init__(
+        self, config: Config, keys: tuple[str, ...], bound: socket.socket, display: Display
+    ):
         from jitney.engine.process.supervisor import ProcessClient
         from jitney.engine.process.trace_recorder import Recorder, recording
 
@@ -76,12 +84,18 @@ class Server:
         self.client = ProcessClient(config, on_progress=display.progress)
         settings = limits(config, keys)
         self.recorder = Recorder(config.server.record) if config.server.record else None
-        self.app = build_app(config, settings, recording(self.client, self.recorder) if self.recorder else self.client)
+        self.app = build_app(
+            config,
+            settings,
+            recording(self.client, self.recorder) if self.recorder else self.client,
+        )
         self.web = web_server(config, settings, self.app)
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
     async def serve(self) -> int:
-        """Answer probes at once, load, serve, drain. Returns the exit status; raises JitneyError if loading fails."""
+        """Answer probes at once, load, serve, drain. Returns the exit status; raises JitneyError if
+        loading fails.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.signals.put_nowait, number)
@@ -119,7 +133,9 @@ class Server:
         await self.client.wait_ready()  # raises the reason
 
     async def drain(self) -> int:
-        """Let running requests finish, at most drain_s seconds; a second signal ends everything at once."""
+        """Let running requests finish, at most drain_s seconds; a second signal ends everything at
+        once.
+        """
         service, limit = self.app.state.service, self.config.server.drain_s
         service.begin_drain()
         self.client.drain()
@@ -142,10 +158,17 @@ def limits(config: Config, keys: tuple[str, ...]) -> ServerSettings:
 
     server = config.server
     return ServerSettings(
-        api_keys=tuple(digest_key(key) for key in keys), hosts=server.hosts or None, body_limit=server.body_limit,
-        header_timeout_s=server.read_timeout_s, body_timeout_s=server.read_timeout_s,
-        request_timeout_s=server.request_timeout_s, stall_s=server.heartbeat_s, metrics_compat=server.metrics_compat,
-        key_max_concurrent=server.key_max_concurrent, key_tokens_per_minute=server.key_tokens_per_minute)
+        api_keys=tuple(digest_key(key) for key in keys),
+        hosts=server.hosts or None,
+        body_limit=server.body_limit,
+        header_timeout_s=server.read_timeout_s,
+        body_timeout_s=server.read_timeout_s,
+        request_timeout_s=server.request_timeout_s,
+        stall_s=server.heartbeat_s,
+        metrics_compat=server.metrics_compat,
+        key_max_concurrent=server.key_max_concurrent,
+        key_tokens_per_minute=server.key_tokens_per_minute,
+    )
 
 
 def build_app(config: Config, settings: ServerSettings, client: EngineClient) -> Starlette:
@@ -157,16 +180,27 @@ def build_app(config: Config, settings: ServerSettings, client: EngineClient) ->
         tokenizer = app.state.service.tokenizer
         return tokenizer.decode(ids) if tokenizer is not None else ""
 
-    routes = dashboard_routes(client, settings, DASHBOARD, config.engine,
-                              decode if config.server.dashboard_show_text else None)
+    routes = dashboard_routes(
+        client,
+        settings,
+        DASHBOARD,
+        config.engine,
+        decode if config.server.dashboard_show_text else None,
+    )
     # The page's own sign-in guards it: a browser cannot send a bearer key with a page.
-    settings = replace(settings, public_prefixes=(DASHBOARD + "/",), public_paths=settings.public_paths | {DASHBOARD})
+    settings = replace(
+        settings,
+        public_prefixes=(DASHBOARD + "/",),
+        public_paths=settings.public_paths | {DASHBOARD},
+    )
     app = create_app(client, None, settings, config.model.id, extra_routes=routes)
     return app
 
 
 def web_server(config: Config, settings: ServerSettings, app: Starlette) -> uvicorn.Server:
-    """uvicorn with bounded headers; signals are ours, because a drain is more than closing connections."""
+    """uvicorn with bounded headers; signals are ours, because a drain is more than closing
+    connections.
+    """
     import uvicorn
 
     from jitney.engine.api.protocol import http_protocol
@@ -176,18 +210,32 @@ def web_server(config: Config, settings: ServerSettings, app: Starlette) -> uvic
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return WebServer(uvicorn.Config(
-        app, http=http_protocol(settings), ws="none", lifespan="on", log_config=None, access_log=False,
-        server_header=False, proxy_headers=False, timeout_keep_alive=max(1, round(config.server.keep_alive_s)),
-        timeout_graceful_shutdown=FAREWELL_S, h11_max_incomplete_event_size=HEADER_LIMIT))
+    return WebServer(
+        uvicorn.Config(
+            app,
+            http=http_protocol(settings),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=max(1, round(config.server.keep_alive_s)),
+            timeout_graceful_shutdown=FAREWELL_S,
+            h11_max_incomplete_event_size=HEADER_LIMIT,
+        )
+    )
 
 
 def find_model(config: Config, display: Display) -> ModelSource:
     """The model's files, fetched if need be. Raises ModelError."""
     from jitney.engine.checkpoints.sources import resolve
 
-    return resolve(config.model.id, revision=config.model.revision or None,
-                   progress=lambda *news: display.progress(Progress(*news)))
+    return resolve(
+        config.model.id,
+        revision=config.model.revision or None,
+        progress=lambda *news: display.progress(Progress(*news)),
+    )
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
@@ -197,7 +245,9 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 async def in_thread[T](work: Callable[[], T]) -> T:
-    """Run blocking work on a thread that the program's end does not wait for, such as a download."""
+    """Run blocking work on a thread that the program's end does not wait for, such as a
+    download.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -219,14 +269,26 @@ async def in_thread[T](work: Callable[[], T]) -> T:
 
 
 def greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -> Iterator[str]:
-    """What a person wants to know now: what runs, a line that works as it stands, and where the page is."""
-    narrow = [f"{name} {kept}, " for name, kept in (("weights", info.weights), ("KV", info.kv_dtype))
-              if kept not in ("", info.dtype)]
-    yield (f"Jitney serves {info.model} ({info.dtype}, {''.join(narrow)}{info.kernels} kernels on {info.device}): "
-           f"{info.seats} seats, {info.pages * info.page_size:,} tokens of KV memory, context {info.context_length:,}")
+    """What a person wants to know now: what runs, a line that works as it stands, and where the
+    page is.
+    """
+    narrow = [
+        f"{name} {kept}, "
+        for name, kept in (("weights", info.weights), ("KV", info.kv_dtype))
+        if kept not in ("", info.dtype)
+    ]
+    yield (
+        f"Jitney serves {info.model} ({info.dtype}, {''.join(narrow)}{info.kernels} kernels on "
+        f"{info.device}): "
+        f"{info.seats} seats, {info.pages * info.page_size:,} tokens of KV memory, context "
+        f"{info.context_length:,}"
+    )
     if info.kernels_out:
-        yield (f"  WRONG HERE: {', '.join(info.kernels_out)} of the {info.kernels} kernels; the slower reference "
-               "serves in their place (jitney doctor says more)")
+        yield (
+            f"  WRONG HERE: {', '.join(info.kernels_out)} of the {info.kernels} kernels; the "
+            "slower reference "
+            "serves in their place (jitney doctor says more)"
+        )
     yield f"  endpoint  {url}/v1"
     yield f"  try       {curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
     yield f"  page      {url}{DASHBOARD}"
@@ -234,11 +296,14 @@ def greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -
 
 def curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:
     """A shell command that asks the running endpoint for a few words."""
-    what = {"messages": [{"role": "user", "content": "Say hello."}]} if chat else {"prompt": "Hello"}
+    what = (
+        {"messages": [{"role": "user", "content": "Say hello."}]} if chat else {"prompt": "Hello"}
+    )
     body = json.dumps({"model": model, **what, "max_tokens": 32})
     server, key = config.server, ""
     if server.api_key_file:
-        key = f""" -H "authorization: Bearer $(grep -m1 '^[^#]' {shlex.quote(server.api_key_file)})\""""
+        key = """ -H "authorization: Bearer $(grep -m1 '^[^#]' "
+            f"{shlex.quote(server.api_key_file)})\""""
     elif server.api_keys:
         key = ' -H "authorization: Bearer ${JITNEY_API_KEYS%%,*}"'
     route = "chat/completions" if chat else "completions"

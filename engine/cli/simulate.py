@@ -1,4 +1,6 @@
-"""`jitney simulate`: the scheduler and its policies on a virtual clock, on recorded or made-up traffic."""
+"""`jitney simulate`: the scheduler and its policies on a virtual clock, on recorded or made-up
+traffic.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,19 @@ POLICIES = "static,dynamic,continuous"
 CAPS = ("max_waiting_requests", "max_waiting_tokens")
 NO_CAP = 2**31 - 1
 #: Settings that say how to run on a real machine.
-NOT_SIMULATED = ("revision", "dtype", "weights", "memory_gib", "kv_dtype", "prefix_cache", "kernels",
-                 "compilation_cache", "platform", "device", "tensor_parallel")
+NOT_SIMULATED = (
+    "revision",
+    "dtype",
+    "weights",
+    "memory_gib",
+    "kv_dtype",
+    "prefix_cache",
+    "kernels",
+    "compilation_cache",
+    "platform",
+    "device",
+    "tensor_parallel",
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -64,12 +77,19 @@ def run(arguments: Sequence[str]) -> int:
     lines = recording(known)
     measured = measured_figures(lines, **options)
     clients = known.concurrency or clients_of(known, lines)
-    report: dict[str, Any] = {"source": source_of(table), "engine": describe(shape), "policies": {},
-                              "closed_loop": clients, "cached_tokens": sum(a.n_cached for a in arrivals),
-                              "measured": {known.measured_policy: measured} if measured else {}, "errors": {}}
+    report: dict[str, Any] = {
+        "source": source_of(table),
+        "engine": describe(shape),
+        "policies": {},
+        "closed_loop": clients,
+        "cached_tokens": sum(a.n_cached for a in arrivals),
+        "measured": {known.measured_policy: measured} if measured else {},
+        "errors": {},
+    }
     for policy in policies_of(known):
         report["policies"][policy] = timed_figures(
-            lambda p=policy: simulate_policy(p, arrivals, shape, table, known, clients), options)
+            lambda p=policy: simulate_policy(p, arrivals, shape, table, known, clients), options
+        )
     deliver(known, report)
     return 0
 
@@ -83,10 +103,15 @@ def timed_figures(simulated: Callable[[], Run], options: Mapping[str, Any]) -> d
 
 def deliver(known: argparse.Namespace, report: dict[str, Any]) -> None:
     """Work out the errors of what was also measured, print the tables and write the file."""
-    report["errors"] = {policy: errors(figures, report["measured"][policy])
-                        for policy, figures in report["policies"].items() if policy in report["measured"]}
-    report["verdict"] = verdict({policy: figures["output_tok_s"] for policy, figures in report["policies"].items()},
-                                {policy: speed_error(off) for policy, off in report["errors"].items()})
+    report["errors"] = {
+        policy: errors(figures, report["measured"][policy])
+        for policy, figures in report["policies"].items()
+        if policy in report["measured"]
+    }
+    report["verdict"] = verdict(
+        {policy: figures["output_tok_s"] for policy, figures in report["policies"].items()},
+        {policy: speed_error(off) for policy, off in report["errors"].items()},
+    )
     if known.json:
         write_json(known.json, report)
     if known.json != "-":
@@ -94,26 +119,73 @@ def deliver(known: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser("simulate", "Predict what an engine does with given traffic: the scheduler on a virtual clock.")
+    parser = Parser(
+        "simulate",
+        "Predict what an engine does with given traffic: the scheduler on a virtual clock.",
+    )
     add = parser.add_argument_group("what to simulate").add_argument
-    add("--policies", metavar="A,B", default=POLICIES, help=f"policies to compare [{POLICIES}]; --policy names one")
+    add(
+        "--policies",
+        metavar="A,B",
+        default=POLICIES,
+        help=f"policies to compare [{POLICIES}]; --policy names one",
+    )
     add("--table", metavar="FILE", help="step times measured by jitney bench step --json FILE")
-    add("--records", metavar="FILE", help="step times from the step records of a real run (.npz or .npy)")
-    add("--device", dest="chip", metavar="NAME", help="step times of the roofline of a named device, for the model")
-    add("--count", type=int, default=1, metavar="N", help="with --device: chips, by tensor parallelism [1]")
-    add("--weights", dest="weight_format", default="bf16", metavar="FORMAT",
-        help="with --device: bf16, fp8, int8 or int4 [bf16]")
+    add(
+        "--records",
+        metavar="FILE",
+        help="step times from the step records of a real run (.npz or .npy)",
+    )
+    add(
+        "--device",
+        dest="chip",
+        metavar="NAME",
+        help="step times of the roofline of a named device, for the model",
+    )
+    add(
+        "--count",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --device: chips, by tensor parallelism [1]",
+    )
+    add(
+        "--weights",
+        dest="weight_format",
+        default="bf16",
+        metavar="FORMAT",
+        help="with --device: bf16, fp8, int8 or int4 [bf16]",
+    )
     add("--kv", default="bf16", metavar="FORMAT", help="with --device: bf16, fp8 or int8 [bf16]")
     add("--seats", type=int, metavar="N", help="the same as --max-seats")
-    add("--measured", metavar="FILE", help="predict the runs in a file of jitney bench policies --records, each beside "
-        "its measurement; step times are theirs unless said otherwise")
-    add("--calibrate-on", metavar="NAME", default="", help="with --measured: the run whose steps tell how long "
-        "steps take; all: of all runs together; each: its own, if the machine's speed changed between them "
-        "[continuous]")
-    add("--open-loop", action="store_true", help="with --trace: let requests come at their recorded times even where "
-        "each followed the end of another, as clients do that wait for their answers")
-    add("--measured-policy", metavar="NAME", default="continuous",
-        help="the policy that --trace was recorded under, whose prediction is compared with it [continuous]")
+    add(
+        "--measured",
+        metavar="FILE",
+        help="predict the runs in a file of jitney bench policies --records, each beside "
+        "its measurement; step times are theirs unless said otherwise",
+    )
+    add(
+        "--calibrate-on",
+        metavar="NAME",
+        default="",
+        help="with --measured: the run whose steps tell how long "
+        "steps take; all: of all runs together; each: its own, if the machine's speed changed "
+        "between them "
+        "[continuous]",
+    )
+    add(
+        "--open-loop",
+        action="store_true",
+        help="with --trace: let requests come at their recorded times even where "
+        "each followed the end of another, as clients do that wait for their answers",
+    )
+    add(
+        "--measured-policy",
+        metavar="NAME",
+        default="continuous",
+        help="the policy that --trace was recorded under, whose prediction is compared with it "
+        "[continuous]",
+    )
     add_traffic(parser, requests=1000, arrivals="poisson")
     add_pace(parser)
     add_report(parser, html=False)
@@ -125,7 +197,13 @@ def add_pace(parser: Parser) -> None:
     """How fast the traffic comes."""
     add = parser.add_argument_group("pace").add_argument
     add("--rate", type=float, metavar="X", help="requests a second [1; a trace's own]")
-    add("--concurrency", type=int, default=0, metavar="N", help="closed arrivals: requests open at a time; 0: all [0]")
+    add(
+        "--concurrency",
+        type=int,
+        default=0,
+        metavar="N",
+        help="closed arrivals: requests open at a time; 0: all [0]",
+    )
 
 
 def check_flags(known: argparse.Namespace) -> None:
@@ -133,13 +211,19 @@ def check_flags(known: argparse.Namespace) -> None:
     check_numbers(known, rate=1e-9, concurrency=0, count=1, seats=1)
     if known.measured and known.trace:
         raise ConfigError("--measured brings its own requests: give no --trace with it")
-    if known.calibrate_on and not (known.measured and not (known.table or known.records or known.chip)):
-        raise ConfigError("--calibrate-on names a run of --measured whose own steps are used: give that, and no "
-                          "--table, --records or --device")
+    if known.calibrate_on and not (
+        known.measured and not (known.table or known.records or known.chip)
+    ):
+        raise ConfigError(
+            "--calibrate-on names a run of --measured whose own steps are used: give that, and no "
+            "--table, --records or --device"
+        )
     if known.open_loop and not known.trace:
         raise ConfigError("--open-loop is for --trace: made-up traffic is what --arrivals says")
     if not known.chip and (known.count, known.weight_format, known.kv) != (1, "bf16", "bf16"):
-        raise ConfigError("--count, --weights and --kv describe a roofline: give --device with them")
+        raise ConfigError(
+            "--count, --weights and --kv describe a roofline: give --device with them"
+        )
     if known.seats and "max_seats" in vars(known):
         raise ConfigError("--seats and --max-seats are the same setting: give one")
     check_writable(known, "json")
@@ -148,17 +232,25 @@ def check_flags(known: argparse.Namespace) -> None:
 def traffic(known: argparse.Namespace) -> list[Arrival]:
     """The requests that the flags describe."""
     if known.concurrency and (known.trace or known.arrivals != "closed"):
-        raise ConfigError("--concurrency is for --arrivals closed: other arrivals come at their own times")
+        raise ConfigError(
+            "--concurrency is for --arrivals closed: other arrivals come at their own times"
+        )
     return traffic_from(known, known.rate or (0.0 if known.trace else 1.0))
 
 
 def recording(known: argparse.Namespace) -> list[TraceLine]:
     """The lines of the trace, if it is simulated as it was recorded and can be compared."""
-    return read_trace_lines(known.trace) if known.trace and known.rate is None and known.scale == 1 else []
+    return (
+        read_trace_lines(known.trace)
+        if known.trace and known.rate is None and known.scale == 1
+        else []
+    )
 
 
 def clients_of(known: argparse.Namespace, lines: Sequence[TraceLine]) -> int:
-    """Clients that sent the recorded requests, each after its last answer; 0 if they came by themselves."""
+    """Clients that sent the recorded requests, each after its last answer; 0 if they came by
+    themselves.
+    """
     times = measured_times(lines)
     if known.open_loop or not times:
         return 0
@@ -176,8 +268,10 @@ def step_times(known: argparse.Namespace, config: Config) -> StepTimes:
     }
     given = {name: value for name in makers if (value := getattr(known, name))}
     if len(given) != 1:
-        raise ConfigError("say where step times come from: exactly one of --table, --records and --device")
-    (name, value), = given.items()
+        raise ConfigError(
+            "say where step times come from: exactly one of --table, --records and --device"
+        )
+    ((name, value),) = given.items()
     return makers[name](value)
 
 
@@ -185,8 +279,11 @@ def roofline(known: argparse.Namespace, config: Config) -> StepTimes:
     from jitney.engine.simulation.devices import find_device
     from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
 
-    return Roofline(ModelCost(find_shape(config.model.id), known.weight_format, known.kv), find_device(known.chip),
-                    known.count)
+    return Roofline(
+        ModelCost(find_shape(config.model.id), known.weight_format, known.kv),
+        find_device(known.chip),
+        known.count,
+    )
 
 
 def read_records(file: str) -> Any:
@@ -199,7 +296,9 @@ def read_records(file: str) -> Any:
         raise ConfigError(f"{file}: cannot be read as numpy arrays: {error}") from None
     arrays = [loaded] if isinstance(loaded, np.ndarray) else [loaded[name] for name in loaded.files]
     arrays = [array for array in arrays if array.dtype.names and "device_s" in array.dtype.names]
-    if not arrays or any(name not in array.dtype.names for array in arrays for name in ("keys", "longest", "pairs")):
+    if not arrays or any(
+        name not in array.dtype.names for array in arrays for name in ("keys", "longest", "pairs")
+    ):
         raise ConfigError(f"{file}: holds no step records of this version")
     return np.concatenate(arrays)
 
@@ -209,10 +308,12 @@ def policies_of(known: argparse.Namespace) -> list[str]:
     return [word.strip() for word in named.split(",") if word.strip()]
 
 
-def shape_for(known: argparse.Namespace, config: Config, arrivals: Sequence[Arrival], table: StepTimes) -> EngineShape:
-    """The engine of the settings. What they leave open is chosen so that it does not interfere: the context holds the
-    longest request, pages suffice for every seat (or fill the device's memory), and the caps on waiting requests are
-    off unless given."""
+def shape_for(
+    known: argparse.Namespace, config: Config, arrivals: Sequence[Arrival], table: StepTimes
+) -> EngineShape:
+    """The engine of the settings. What they leave open is chosen so that it does not interfere: the
+    context holds the longest request, pages suffice for every seat (or fill the device's memory),
+    and the caps on waiting requests are off unless given."""
     from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape
 
@@ -224,7 +325,9 @@ def shape_for(known: argparse.Namespace, config: Config, arrivals: Sequence[Arri
     longest = max(a.n_prompt + max(1, a.n_output) for a in arrivals)
     context = config.model.context or longest
     pages = settings.pages or pages_for(table, settings.page_size, settings.max_seats, context)
-    return EngineShape.of(settings, context_length=context, pages=pages, on_device=isinstance(table, Roofline))
+    return EngineShape.of(
+        settings, context_length=context, pages=pages, on_device=isinstance(table, Roofline)
+    )
 
 
 def pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int:
@@ -236,40 +339,66 @@ def pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int
         return wanted
     fit = int(table.kv_room / (table.cost.kv_bytes / table.kv_split * page_size))
     if fit < 2:
-        raise ConfigError(f"the model does not fit {table.count} x {table.device.name}: use more chips (--count) or "
-                          "smaller --weights")
+        raise ConfigError(
+            f"the model does not fit {table.count} x {table.device.name}: use more chips (--count) "
+            "or "
+            "smaller --weights"
+        )
     return min(fit, wanted)
 
 
-def simulate_policy(policy: str, arrivals: Sequence[Arrival], shape: EngineShape, table: StepTimes,
-                    known: argparse.Namespace, concurrency: int) -> Run:
-    """One run; only the policy differs from those of the others. Static waits for its batch unless told otherwise.
+def simulate_policy(
+    policy: str,
+    arrivals: Sequence[Arrival],
+    shape: EngineShape,
+    table: StepTimes,
+    known: argparse.Namespace,
+    concurrency: int,
+) -> Run:
+    """One run; only the policy differs from those of the others. Static waits for its batch unless
+    told otherwise.
 
     concurrency: requests that a closed loop keeps open; 0: they come at their times.
     """
     from jitney.engine.simulation.simulator import simulate
 
     timeout_ms = None if "static_timeout_ms" in vars(known) else 0.0
-    return simulate(arrivals, shape.under(policy, timeout_ms), table, concurrency=concurrency or None,
-                    seed=known.seed)
+    return simulate(
+        arrivals,
+        shape.under(policy, timeout_ms),
+        table,
+        concurrency=concurrency or None,
+        seed=known.seed,
+    )
 
 
 def describe(shape: EngineShape) -> dict[str, Any]:
     """The engine's shape, for the report."""
-    return msgspec.to_builtins({"limits": shape.limits, "pages": shape.pages, "page_size": shape.page_size,
-                                "buckets": [str(bucket) for bucket in shape.buckets.all()]})
+    return msgspec.to_builtins(
+        {
+            "limits": shape.limits,
+            "pages": shape.pages,
+            "page_size": shape.page_size,
+            "buckets": [str(bucket) for bucket in shape.buckets.all()],
+        }
+    )
 
 
 def source_of(table: StepTimes) -> str:
     from jitney.engine.simulation.roofline import Roofline
 
     if isinstance(table, Roofline):
-        return f"roofline of {table.count} x {table.device.name}, {table.cost.weights} weights, {table.cost.kv} KV"
+        return (
+            f"roofline of {table.count} x {table.device.name}, "
+            f"{table.cost.weights} weights, {table.cost.kv} KV"
+        )
     return getattr(table, "source", "")
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """The figures of all policies side by side, then each beside its measurement, if there is one."""
+    """The figures of all policies side by side, then each beside its measurement, if there is
+    one.
+    """
     from rich.console import Console
 
     from jitney.engine.bench.tables import CROSS_TITLE, cross_table, print_table
@@ -277,15 +406,28 @@ def show(report: Mapping[str, Any]) -> None:
     console, policies = Console(), report["policies"]
     console.print(f"step times: {report['source']}", highlight=False)
     if report.get("closed_loop"):
-        console.print(f"closed loop: {report['closed_loop']} requests are open at a time", highlight=False)
+        console.print(
+            f"closed loop: {report['closed_loop']} requests are open at a time", highlight=False
+        )
     if report.get("cached_tokens"):
-        console.print(f"{report['cached_tokens']:,} prompt tokens are found cached, as recorded", highlight=False)
-    rows = {name: [cell(name, figure(figures, name)) for figures in policies.values()] for name in COMPARED}
+        console.print(
+            f"{report['cached_tokens']:,} prompt tokens are found cached, as recorded",
+            highlight=False,
+        )
+    rows = {
+        name: [cell(name, figure(figures, name)) for figures in policies.values()]
+        for name in COMPARED
+    }
     console.print(table_of("predicted", list(policies), rows))
     for policy, off in report["errors"].items():
         pair = policies[policy], report["measured"][policy]
-        rows = {name: [*(cell(name, figure(figures, name)) for figures in pair), f"{off[name]:+.1%}"] for name in off}
-        console.print(table_of(f"{policy}: predicted and measured", ["predicted", "measured", "error"], rows))
+        rows = {
+            name: [*(cell(name, figure(figures, name)) for figures in pair), f"{off[name]:+.1%}"]
+            for name in off
+        }
+        console.print(
+            table_of(f"{policy}: predicted and measured", ["predicted", "measured", "error"], rows)
+        )
     if report.get("cross_errors"):
         print_table(cross_table(report["cross_errors"]), CROSS_TITLE)
     if report.get("verdict"):

@@ -1,4 +1,6 @@
-"""`jitney simulate --measured FILE`: predict runs that were measured, and say how far off the prediction is."""
+"""`jitney simulate --measured FILE`: predict runs that were measured, and say how far off the
+prediction is.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jitney.engine.cli.bench_flags import slo_from
-from jitney.engine.cli.simulate import deliver, describe, policies_of, source_of, step_times, timed_figures
+from jitney.engine.cli.simulate import (
+    deliver,
+    describe,
+    policies_of,
+    source_of,
+    step_times,
+    timed_figures,
+)
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import MeasuredRun, cross_errors, read_runs
@@ -24,15 +33,25 @@ def run_measured(known: argparse.Namespace, config: Config) -> int:
     options = {"slo": slo_from(known), "price_per_hour": known.price_per_hour}
     chosen = {name: run for name, run in runs.items() if name in wanted}
     if not chosen:
-        raise ConfigError(f"{known.measured} holds the runs {', '.join(runs)}, none of which is asked for")
+        raise ConfigError(
+            f"{known.measured} holds the runs {', '.join(runs)}, none of which is asked for"
+        )
     tables = calibrated(known, config, runs)
-    report: dict[str, Any] = {"source": "; ".join(dict.fromkeys(source_of(tables[name]) for name in chosen)),
-                              "engine": {}, "policies": {}, "measured": {}, "cross_errors": {}}
+    report: dict[str, Any] = {
+        "source": "; ".join(dict.fromkeys(source_of(tables[name]) for name in chosen)),
+        "engine": {},
+        "policies": {},
+        "measured": {},
+        "cross_errors": {},
+    }
     for name, run in chosen.items():
         report["engine"] = describe(run.note.shape)
         report["policies"][name] = timed_figures(
-            lambda name=name, run=run: run.predicted(tables[name], concurrency=known.concurrency or None,
-                                                     seed=known.seed), options)
+            lambda name=name, run=run: run.predicted(
+                tables[name], concurrency=known.concurrency or None, seed=known.seed
+            ),
+            options,
+        )
         report["measured"][name] = run.figures(**options)
     if of_the_runs(known):
         report["cross_errors"] = cross_errors(chosen, known.seed)
@@ -45,18 +64,28 @@ def of_the_runs(known: argparse.Namespace) -> bool:
     return not (known.table or known.records or known.chip)
 
 
-def calibrated(known: argparse.Namespace, config: Config, runs: Mapping[str, MeasuredRun]) -> dict[str, StepTimes]:
-    """The step times to predict each run with: what the flags ask for, else those of the runs themselves."""
+def calibrated(
+    known: argparse.Namespace, config: Config, runs: Mapping[str, MeasuredRun]
+) -> dict[str, StepTimes]:
+    """The step times to predict each run with: what the flags ask for, else those of the runs
+    themselves.
+    """
     from jitney.engine.simulation.step_table import StepTable
 
     if not of_the_runs(known):
         return dict.fromkeys(runs, step_times(known, config))
     source = known.calibrate_on or ("continuous" if "continuous" in runs else next(iter(runs)))
     if source == "each":
-        return {name: StepTable.from_records(run.records, f"the steps of {name}") for name, run in runs.items()}
+        return {
+            name: StepTable.from_records(run.records, f"the steps of {name}")
+            for name, run in runs.items()
+        }
     if source not in ("all", *runs):
-        raise ConfigError(f"--calibrate-on {source}: must be all, each, or one of {', '.join(runs)}")
+        raise ConfigError(
+            f"--calibrate-on {source}: must be all, each, or one of {', '.join(runs)}"
+        )
     names = list(runs) if source == "all" else [source]
-    table = StepTable.from_records(np.concatenate([runs[name].records for name in names]),
-                                   f"the steps of {', '.join(names)}")
+    table = StepTable.from_records(
+        np.concatenate([runs[name].records for name in names]), f"the steps of {', '.join(names)}"
+    )
     return dict.fromkeys(runs, table)

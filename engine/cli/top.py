@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from jitney.engine.cli.topview import Rates
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-#: Seconds between two drawings, between two attempts to connect, and that --once waits to know rates.
+#: Seconds between two drawings, between two attempts to connect, and that --once waits to know
+#: rates.
 DRAW_S, RETRY_S, RATES_S = 0.25, 2.0, 1.2
 
 
@@ -34,7 +35,9 @@ def run(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("top", "Watch an engine's seats in the terminal, here or over ssh.")
     parser.usage = "jitney top [URL] [FLAG ...]"
-    parser.add_argument("url", nargs="?", metavar="URL", default=DEFAULT_URL, help=f"the engine [{DEFAULT_URL}]")
+    parser.add_argument(
+        "url", nargs="?", metavar="URL", default=DEFAULT_URL, help=f"the engine [{DEFAULT_URL}]"
+    )
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
     add_key_flag(parser)
     return parser.parse(arguments)
@@ -61,7 +64,9 @@ async def once(url: str, key: str) -> None:
 
 
 async def watch(url: str, key: str) -> None:
-    """Pictures for ever; an engine that goes away is waited for. Raises Unreachable if it was never there."""
+    """Pictures for ever; an engine that goes away is waited for. Raises Unreachable if it was never
+    there.
+    """
     from rich.live import Live
 
     from jitney.dashboard.remote import RemoteEngine, Unreachable

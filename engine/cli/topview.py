@@ -1,4 +1,6 @@
-"""What `jitney top` draws: seats, figures, the ledger and the newest notes, as one rich renderable."""
+"""What `jitney top` draws: seats, figures, the ledger and the newest notes, as one rich
+renderable.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,14 @@ WINDOW_S = 3.0
 LEVELS = "▁▂▃▄▅▆▇█"
 #: Glyph and style of a seat; a decoding one shows how far it has come instead.
 SEATS = {"free": ("·", "bright_black"), "prefill": ("»", "bold yellow"), "held": ("×", "red")}
-LEDGER = (("prefill", "prompt", "yellow"), ("decode", "generated", "green"), ("padding", "padding", "bright_black"),
-          ("recomputed", "recomputed", "magenta"), ("past_end", "past the end", "red"),
-          ("cancelled", "cancelled", "red"))
+LEDGER = (
+    ("prefill", "prompt", "yellow"),
+    ("decode", "generated", "green"),
+    ("padding", "padding", "bright_black"),
+    ("recomputed", "recomputed", "magenta"),
+    ("past_end", "past the end", "red"),
+    ("cancelled", "cancelled", "red"),
+)
 STATES = {"ready": "green", "loading": "yellow", "draining": "yellow", "dead": "bold red"}
 BAR = 60
 MAX_NOTES = 4
@@ -69,7 +76,7 @@ class SeatGrid:
         groups = max(1, (options.max_width - 6) // 9)
         for first in range(0, len(self.seats), groups * 8):
             line = Text(f"{first:>4}  ", "bright_black")
-            for offset, seat in enumerate(self.seats[first:first + groups * 8]):
+            for offset, seat in enumerate(self.seats[first : first + groups * 8]):
                 if offset and offset % 8 == 0:
                     line.append(" ")
                 line.append(*cell(seat))
@@ -90,16 +97,29 @@ def picture(replica: Replica, rates: Rates, url: str, trouble: str = "") -> Grou
     if trouble:
         parts.append(Text(trouble, "bold red"))
     if replica.seats is not None:
-        parts += [figures(replica, rates), Text(), SeatGrid(replica.seats), legend(), Text(), ledger(rates.rows())]
-    parts += [Text(f"{note['level']}: {note['msg']}", "red" if note["level"] == "error" else "yellow")
-              for note in replica.notes[-MAX_NOTES:]]
+        parts += [
+            figures(replica, rates),
+            Text(),
+            SeatGrid(replica.seats),
+            legend(),
+            Text(),
+            ledger(rates.rows()),
+        ]
+    parts += [
+        Text(f"{note['level']}: {note['msg']}", "red" if note["level"] == "error" else "yellow")
+        for note in replica.notes[-MAX_NOTES:]
+    ]
     return Group(*parts)
 
 
 def title(replica: Replica, url: str) -> Text:
     info, text = replica.info, Text("Jitney ", "bold")
     text.append(replica.state, STATES.get(replica.state, ""))
-    text.append(f"  {info['model']} on {info['device']}, {info['policy']}, {info['kernels']} kernels" if info else "")
+    text.append(
+        f"  {info['model']} on {info['device']}, {info['policy']}, {info['kernels']} kernels"
+        if info
+        else ""
+    )
     wrong = [proof["kernel"] for proof in info.get("proofs", ()) if not is_right(proof)]
     if wrong:
         text.append(f"  without {', '.join(wrong)}, wrong here", "bold red")
@@ -128,11 +148,19 @@ def figures(replica: Replica, rates: Rates) -> Columns:
     counts, latency = replica.counts, replica.scalars.get("latency") or {}
     pages = sum(counts.values())
     used = counts.get("held", 0) + counts.get("shared", 0)
-    told = {"output tok/s": number(rates.per_second("decode")), "prompt tok/s": number(rates.per_second("prefill")),
-            "step ms": number(rates.step_ms(), 1), "pages used": f"{used / pages:.0%}" if pages else "–",
-            "wait p95": duration(latency, "wait"), "first token p95": duration(latency, "ttft"),
-            "between tokens p95": duration(latency, "itl"), "preempted": str(replica.scalars.get("preemptions", 0))}
-    tiles = [Text.assemble((name, "bright_black"), "\n", (value, "bold")) for name, value in told.items()]
+    told = {
+        "output tok/s": number(rates.per_second("decode")),
+        "prompt tok/s": number(rates.per_second("prefill")),
+        "step ms": number(rates.step_ms(), 1),
+        "pages used": f"{used / pages:.0%}" if pages else "–",
+        "wait p95": duration(latency, "wait"),
+        "first token p95": duration(latency, "ttft"),
+        "between tokens p95": duration(latency, "itl"),
+        "preempted": str(replica.scalars.get("preemptions", 0)),
+    }
+    tiles = [
+        Text.assemble((name, "bright_black"), "\n", (value, "bold")) for name, value in told.items()
+    ]
     return Columns(tiles, padding=(0, 3))
 
 
@@ -140,7 +168,9 @@ def legend() -> Text:
     text = Text("      ")
     for name, (glyph, style) in SEATS.items():
         text.append(glyph, style).append(f" {name}   ", "bright_black")
-    return text.append(f"{LEVELS[0]}..{LEVELS[-1]}", "green").append(" decode, by share of its limit", "bright_black")
+    return text.append(f"{LEVELS[0]}..{LEVELS[-1]}", "green").append(
+        " decode, by share of its limit", "bright_black"
+    )
 
 
 def ledger(rows: dict[str, int]) -> Text:

@@ -1,4 +1,5 @@
-"""Reading the configuration: defaults < TOML file < JITNEY_* environment < flags, and writing it back as TOML.
+"""Reading the configuration: defaults < TOML file < JITNEY_* environment < flags, and writing it
+back as TOML.
 
 Every error is one line that says where the bad value stands and what is accepted there.
 """
@@ -61,7 +62,9 @@ class Setting:
     def choices(self) -> tuple[str, ...]:
         """The accepted words of a Literal field, else ()."""
         annotation = self.field.annotation
-        return get_args(annotation) if self.kind is str and get_origin(annotation) is Literal else ()
+        return (
+            get_args(annotation) if self.kind is str and get_origin(annotation) is Literal else ()
+        )
 
     @property
     def _extra(self) -> Mapping[str, Any]:
@@ -69,26 +72,47 @@ class Setting:
         return extra if isinstance(extra, dict) else NOTHING
 
     def parse(self, text: str, where: str) -> Any:
-        """The value that `text` (from a flag or the environment) stands for; ConfigError if it stands for none."""
+        """The value that `text` (from a flag or the environment) stands for; ConfigError if it
+        stands for none.
+        """
         try:
             if self.kind is bool:
-                return {"true": True, "1": True, "yes": True, "on": True,
-                        "false": False, "0": False, "no": False, "off": False}[text.strip().lower()]
+                return {
+                    "true": True,
+                    "1": True,
+                    "yes": True,
+                    "on": True,
+                    "false": False,
+                    "0": False,
+                    "no": False,
+                    "off": False,
+                }[text.strip().lower()]
             if self.kind is tuple:
                 words = [word.strip() for word in text.split(",") if word.strip()]
-                return tuple(words) if "str" in str(self.field.annotation) else tuple(int(word) for word in words)
+                return (
+                    tuple(words)
+                    if "str" in str(self.field.annotation)
+                    else tuple(int(word) for word in words)
+                )
             return self.kind(text)
         except (KeyError, ValueError):
-            wanted = {bool: "true or false", int: "a whole number", float: "a number",
-                      tuple: "values separated by commas"}[self.kind]
+            wanted = {
+                bool: "true or false",
+                int: "a whole number",
+                float: "a number",
+                tuple: "values separated by commas",
+            }[self.kind]
             raise ConfigError(f"{where}: must be {wanted}, not {_short(text)}") from None
 
 
 @cache
 def settings() -> dict[str, Setting]:
     """All settings by flat name, in the order of the description."""
-    found = (Setting(section, key, field) for section, info in Config.model_fields.items()
-             for key, field in _section_class(info).model_fields.items())
+    found = (
+        Setting(section, key, field)
+        for section, info in Config.model_fields.items()
+        for key, field in _section_class(info).model_fields.items()
+    )
     return {setting.name: setting for setting in found}
 
 
@@ -97,11 +121,15 @@ def _section_class(info: FieldInfo) -> type[Section]:
     return info.annotation
 
 
-def load_config(file: str | Path | None = None, environ: Mapping[str, str] = NOTHING,
-                flags: Mapping[str, Any] = NOTHING) -> Config:
+def load_config(
+    file: str | Path | None = None,
+    environ: Mapping[str, str] = NOTHING,
+    flags: Mapping[str, Any] = NOTHING,
+) -> Config:
     """The frozen description from all layers.
 
-    flags: flat name -> value of the field's own type, or text to be parsed. Raises ConfigError, naming the place.
+    flags: flat name -> value of the field's own type, or text to be parsed. Raises ConfigError,
+    naming the place.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
     origin: dict[tuple[str, str], str] = {}
@@ -120,7 +148,9 @@ def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, Any, str]]:
     places = {(s.section, s.key): s for s in settings().values()}
     for section, table in _read_toml(file).items():
         if section not in Config.model_fields or not isinstance(table, dict):
-            raise ConfigError(f"{file}: {_unknown(f'[{section}]', [f'[{s}]' for s in Config.model_fields])}")
+            raise ConfigError(
+                f"{file}: {_unknown(f'[{section}]', [f'[{s}]' for s in Config.model_fields])}"
+            )
         for key, value in table.items():
             if (section, key) not in places:
                 known = [k for s, k in places if s == section]
@@ -168,7 +198,9 @@ def _explain(error: ValidationError, origin: Mapping[tuple[str, str], str]) -> s
         section, *rest = [str(part) for part in item["loc"]]
         where = origin.get((section, rest[0]), rest[0]) if rest else f"[{section}]"
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        given = f", not {_short(repr(item['input']))}" if rest and item["type"] != "value_error" else ""
+        given = (
+            f", not {_short(repr(item['input']))}" if rest and item["type"] != "value_error" else ""
+        )
         lines.append(f"{where}: {message}{given}")
     return "; ".join(lines)
 
@@ -179,7 +211,9 @@ def _short(value: object) -> str:
 
 
 def to_toml(config: Config, *, comments: bool = True) -> str:
-    """The configuration as TOML that `load_config` reads back to an equal one; secrets are left out and counted."""
+    """The configuration as TOML that `load_config` reads back to an equal one; secrets are left out
+    and counted.
+    """
     blocks = []
     for section in Config.model_fields:
         lines = [f"[{section}]"]

@@ -1,7 +1,9 @@
-"""Whether the platform that was asked for can be there at all; asked before anything is loaded or fetched. Jax-free.
+"""Whether the platform that was asked for can be there at all; asked before anything is loaded or
+fetched. Jax-free.
 
-jax itself falls back to the CPU in silence where `JAX_PLATFORMS` lists an accelerator whose plugin is missing. What is
-found here is quick to say no; `jitney.engine.build.start_jax` then asks jax, which alone can say yes.
+jax itself falls back to the CPU in silence where `JAX_PLATFORMS` lists an accelerator whose plugin
+is missing. What is found here is quick to say no; `jitney.engine.build.start_jax` then asks jax,
+which alone can say yes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ GOOGLE = "0x1ae0"
 
 
 def prepare_platform(engine: EngineSection) -> None:
-    """Set what jax reads from the environment, and refuse a platform that cannot be here (ConfigError, one line).
+    """Set what jax reads from the environment, and refuse a platform that cannot be here
+    (ConfigError, one line).
 
     Must come before jax is imported.
     """
@@ -41,7 +44,9 @@ def prepare_platform(engine: EngineSection) -> None:
 
 
 def check_platform(platform: str) -> None:
-    """Raise ConfigError, naming what to install, if `platform` (auto, cpu, cuda, tpu) cannot be here."""
+    """Raise ConfigError, naming what to install, if `platform` (auto, cpu, cuda, tpu) cannot be
+    here.
+    """
     if platform == "cuda":
         check_cuda()
     elif platform == "tpu":
@@ -54,8 +59,10 @@ def check_cuda() -> None:
         raise ConfigError(f"platform cuda: jax's CUDA plugin is not installed: {INSTALL['cuda']}")
     problem = gpu_problem()
     if problem:
-        raise ConfigError(f"platform cuda: {problem}; choose another platform, or see to the GPU and its driver "
-                          f"(the extra that brings jax's CUDA plugin: {INSTALL['cuda']})")
+        raise ConfigError(
+            f"platform cuda: {problem}; choose another platform, or see to the GPU and its driver "
+            f"(the extra that brings jax's CUDA plugin: {INSTALL['cuda']})"
+        )
 
 
 def check_tpu() -> None:
@@ -63,8 +70,11 @@ def check_tpu() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(f"platform tpu: libtpu is not installed: {INSTALL['tpu']}")
     if not tpu_chips_shown():
-        raise ConfigError("platform tpu: this machine shows no TPU chip; choose another platform, or run on a TPU VM "
-                          f"(the extra that brings libtpu: {INSTALL['tpu']})")
+        raise ConfigError(
+            "platform tpu: this machine shows no TPU chip; choose another platform, or run on a "
+            "TPU VM "
+            f"(the extra that brings libtpu: {INSTALL['tpu']})"
+        )
 
 
 def jax_plugins() -> set[str]:
@@ -72,12 +82,16 @@ def jax_plugins() -> set[str]:
     names = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
     package = importlib.util.find_spec("jax_plugins")
     if package is not None and package.submodule_search_locations is not None:
-        names |= {module.name for module in pkgutil.iter_modules(package.submodule_search_locations)}
+        names |= {
+            module.name for module in pkgutil.iter_modules(package.submodule_search_locations)
+        }
     return names
 
 
 def gpu_problem() -> str:
-    """Why NVIDIA's driver gives us no GPU; empty if it gives one. Makes no CUDA context and takes no GPU memory."""
+    """Why NVIDIA's driver gives us no GPU; empty if it gives one. Makes no CUDA context and takes
+    no GPU memory.
+    """
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
@@ -90,8 +104,8 @@ def gpu_problem() -> str:
 
 
 def tpu_chips_shown(root: Path = Path("/")) -> bool:
-    """True if there is a sign of a TPU below `root`: a device file, or a PCI device of Google's (also its network card,
-    since jax has the last word)."""
+    """True if there is a sign of a TPU below `root`: a device file, or a PCI device of Google's
+    (also its network card, since jax has the last word)."""
     if any(any((root / "dev").glob(pattern)) for pattern in TPU_FILES):
         return True
     vendors = root.glob(PCI_VENDORS.lstrip("/"))

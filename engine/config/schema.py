@@ -1,8 +1,9 @@
 """The one description of how Jitney runs: frozen, validated, jax-free.
 
-Every field is settable in a TOML file, as `JITNEY_<NAME>` in the environment and as `--<name>` on the command line, and
-its description is the help of that flag. Names are unique across the sections, so that flags are flat.
-`jitney.engine.config.layers` reads the layers; this file says what they may contain.
+Every field is settable in a TOML file, as `JITNEY_<NAME>` in the environment and as `--<name>` on
+the command line, and its description is the help of that flag. Names are unique across the
+sections, so that flags are flat. `jitney.engine.config.layers` reads the layers; this file says
+what they may contain.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 MIN_PAGE, MAX_PAGE = 8, 256
-#: The kernel sets by name, which `jitney.kernels.select` makes; here, so that a wrong name is refused without jax.
+#: The kernel sets by name, which `jitney.kernels.select` makes; here, so that a wrong name is
+#: refused without jax.
 KernelsName = Literal["auto", "reference", "native", "triton", "pallas", "pallas-jax"]
 #: The policies and orders by name, which `jitney.engine.scheduler.policies` makes.
 PolicyName = Literal["continuous", "static", "dynamic"]
@@ -49,7 +51,9 @@ Share = float | Literal["auto"]
 
 
 class Section(BaseModel):
-    """Base of the sections: unknown keys are errors, types are exact ("16" is not 16), values never change."""
+    """Base of the sections: unknown keys are errors, types are exact ("16" is not 16), values never
+    change.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -57,81 +61,211 @@ class Section(BaseModel):
 class ModelSection(Section):
     """[model]: what to run."""
 
-    id: str = Field(default="smollm2-135m", min_length=1, json_schema_extra={"name": "model"}, description=(
-        "the model: a folder, a .gguf file, a Hugging Face repository id, or a built-in name "
-        "(smollm2-135m, tiny-random)"))
-    revision: str = Field(default="", description=(
-        "branch, tag or commit of a Hugging Face repository; empty: its default"))
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(default="auto", description=(
-        "type of weights, activations and KV; auto: bfloat16 where the device multiplies it fast, else float32"))
-    weights: Literal["auto", "plain", "int8", "fp8", "int4"] = Field(default="auto", description=(
-        "how matrices are kept: plain in dtype, int8 or fp8 with a scale per output, int4 with one per group of "
-        "inputs; auto: a quantised checkpoint as it is where the device multiplies it so, everything else plain"))
-    context: int = Field(default=0, ge=0, le=2**20, description=(
-        "tokens a sequence may have, prompt included; 0: the model's own"))
+    id: str = Field(
+        default="smollm2-135m",
+        min_length=1,
+        json_schema_extra={"name": "model"},
+        description=(
+            "the model: a folder, a .gguf file, a Hugging Face repository id, or a built-in name "
+            "(smollm2-135m, tiny-random)"
+        ),
+    )
+    revision: str = Field(
+        default="",
+        description=("branch, tag or commit of a Hugging Face repository; empty: its default"),
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description=(
+            "type of weights, activations and KV; auto: bfloat16 where the device multiplies it "
+            "fast, else float32"
+        ),
+    )
+    weights: Literal["auto", "plain", "int8", "fp8", "int4"] = Field(
+        default="auto",
+        description=(
+            "how matrices are kept: plain in dtype, int8 or fp8 with a scale per output, int4 with "
+            "one per group of "
+            "inputs; auto: a quantised checkpoint as it is where the device multiplies it so, "
+            "everything else plain"
+        ),
+    )
+    context: int = Field(
+        default=0,
+        ge=0,
+        le=2**20,
+        description=("tokens a sequence may have, prompt included; 0: the model's own"),
+    )
 
 
 class EngineSection(Section):
     """[engine]: seats, pages, buckets, device."""
 
     max_seats: int = Field(default=32, ge=1, le=1024, description="sequences that run at once")
-    page_size: int = Field(default=16, description=(
-        "KV positions per page and prefix-cache block; a power of two, 8 to 256"))
-    token_budget: int = Field(default=512, ge=2, le=65536, description=(
-        "most rows that one step computes; more than max_seats"))
-    seat_buckets: Sizes = Field(default=(), description=(
-        "batch sizes to compile for decode-only steps, ascending; empty: 1 and powers of two from 4 up to max_seats, "
-        "on a GPU or TPU 1, 4, 16, 64 and multiples of 64 or more beyond"))
-    token_buckets: Sizes = Field(default=(), description=(
-        "row counts to compile for steps with prompt rows, ascending; empty: powers of two up to token_budget"))
-    pages: int = Field(default=0, ge=0, description="pages in the KV pool; 0: as many as the free memory holds")
-    memory_gib: float = Field(default=0.0, ge=0.0, description=(
-        "most memory for the KV pool in GiB; 0: decided from what is free"))
-    kv_dtype: Literal["auto", "int8", "fp8"] = Field(default="auto", description=(
-        "type of stored keys and values; int8 and fp8 hold twice as many positions as bfloat16; auto: dtype"))
-    prefix_cache: bool = Field(default=True, description=(
-        "keep the pages of finished sequences for prompts that start alike"))
-    policy: PolicyName = Field(default="continuous", description=(
-        "when a waiting request may board: continuous whenever a seat is free; static a whole batch at a time, padded "
-        "to its longest prompt, all seats held until its last sequence is done, the next one once batch_size wait; "
-        "dynamic likewise, but the oldest waits at most max_wait_ms"))
-    batch_size: int = Field(default=0, ge=0, description=(
-        "sequences of a batch under static and dynamic; 0: as many as max_seats"))
-    max_wait_ms: float = Field(default=200.0, ge=0, description=(
-        "milliseconds that the oldest waiting request waits for a batch to fill under dynamic"))
-    static_timeout_ms: float = Field(default=5000.0, gt=0, description=(
-        "milliseconds without an arrival after which static lets fewer than batch_size board, so that the last few of "
-        "a server need not wait for ever; comparisons of policies use none unless it is given"))
-    order: OrderName = Field(default="fcfs", description=(
-        "who boards first: fcfs by arrival; priority by the request's priority field, a level being worth 10 s of "
-        "waiting; shortest by the answer's foreseen length, a token being worth 0.1 s; fair the API key, or without "
-        "keys the user field, that got the fewest tokens"))
-    prefill_share: Annotated[Share, BeforeValidator(_share)] = Field(default=AUTO, description=(
-        "most of token_budget that prompt rows may take in a step while others decode, so that a long prompt does not "
-        "stall them; auto: the prompts that want rows over the sequences that decode, between a quarter and all"))
-    target_itl_ms: float = Field(default=0.0, ge=0, description=(
-        "time between tokens to keep for running streams, by smaller prompt chunks where measured step times ask for "
-        "it; 0: no target"))
-    max_predicted_wait_s: float = Field(default=0.0, ge=0, description=(
-        "seconds a request may have to wait by prediction; more is answered 429; 0: no limit"))
-    max_waiting_requests: int = Field(default=256, ge=1, description="requests that may wait; more are answered 429")
-    max_waiting_tokens: int = Field(default=262144, ge=1, description=(
-        "prompt tokens that may wait; more are answered 429"))
-    kernels: KernelsName = Field(default="auto", description=(
-        "kernel set; auto: the device's own, without which a GPU or TPU does not start; on a CPU the reference stands "
-        "in for it, with a warning"))
-    canary_every: int = Field(default=0, ge=0, description=(
-        "compute one request in so many again, alone, with the reference kernels, and compare the log-probabilities; "
-        "0: none"))
-    compilation_cache: bool = Field(default=True, description=(
-        "keep compiled programs on disk (~/.cache/jitney/xla, or xla/ in $JITNEY_CACHE) for the next start"))
-    platform: Literal["auto", "cpu", "cuda", "tpu"] = Field(default="auto", description=(
-        "where to run; a named platform that cannot start is an error, never a silent fallback"))
-    device: str = Field(default="", pattern=r"^(\d+(,\d+)*)?$", description=(
-        "number of the GPU or TPU chip to use, or with tensor_parallel as many numbers, separated by commas; empty: "
-        "the first"))
-    tensor_parallel: int = Field(default=1, ge=1, le=64, description=(
-        "devices that the model is split over, each with its share of heads, feed-forward and vocabulary"))
+    page_size: int = Field(
+        default=16,
+        description=("KV positions per page and prefix-cache block; a power of two, 8 to 256"),
+    )
+    token_budget: int = Field(
+        default=512,
+        ge=2,
+        le=65536,
+        description=("most rows that one step computes; more than max_seats"),
+    )
+    seat_buckets: Sizes = Field(
+        default=(),
+        description=(
+            "batch sizes to compile for decode-only steps, ascending; empty: 1 and powers of two "
+            "from 4 up to max_seats, "
+            "on a GPU or TPU 1, 4, 16, 64 and multiples of 64 or more beyond"
+        ),
+    )
+    token_buckets: Sizes = Field(
+        default=(),
+        description=(
+            "row counts to compile for steps with prompt rows, ascending; empty: powers of two up "
+            "to token_budget"
+        ),
+    )
+    pages: int = Field(
+        default=0, ge=0, description="pages in the KV pool; 0: as many as the free memory holds"
+    )
+    memory_gib: float = Field(
+        default=0.0,
+        ge=0.0,
+        description=("most memory for the KV pool in GiB; 0: decided from what is free"),
+    )
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+        default="auto",
+        description=(
+            "type of stored keys and values; int8 and fp8 hold twice as many positions as "
+            "bfloat16; auto: dtype"
+        ),
+    )
+    prefix_cache: bool = Field(
+        default=True,
+        description=("keep the pages of finished sequences for prompts that start alike"),
+    )
+    policy: PolicyName = Field(
+        default="continuous",
+        description=(
+            "when a waiting request may board: continuous whenever a seat is free; static a whole "
+            "batch at a time, padded "
+            "to its longest prompt, all seats held until its last sequence is done, the next one "
+            "once batch_size wait; "
+            "dynamic likewise, but the oldest waits at most max_wait_ms"
+        ),
+    )
+    batch_size: int = Field(
+        default=0,
+        ge=0,
+        description=("sequences of a batch under static and dynamic; 0: as many as max_seats"),
+    )
+    max_wait_ms: float = Field(
+        default=200.0,
+        ge=0,
+        description=(
+            "milliseconds that the oldest waiting request waits for a batch to fill under dynamic"
+        ),
+    )
+    static_timeout_ms: float = Field(
+        default=5000.0,
+        gt=0,
+        description=(
+            "milliseconds without an arrival after which static lets fewer than batch_size board, "
+            "so that the last few of "
+            "a server need not wait for ever; comparisons of policies use none unless it is given"
+        ),
+    )
+    order: OrderName = Field(
+        default="fcfs",
+        description=(
+            "who boards first: fcfs by arrival; priority by the request's priority field, a level "
+            "being worth 10 s of "
+            "waiting; shortest by the answer's foreseen length, a token being worth 0.1 s; fair "
+            "the API key, or without "
+            "keys the user field, that got the fewest tokens"
+        ),
+    )
+    prefill_share: Annotated[Share, BeforeValidator(_share)] = Field(
+        default=AUTO,
+        description=(
+            "most of token_budget that prompt rows may take in a step while others decode, so that "
+            "a long prompt does not "
+            "stall them; auto: the prompts that want rows over the sequences that decode, between "
+            "a quarter and all"
+        ),
+    )
+    target_itl_ms: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "time between tokens to keep for running streams, by smaller prompt chunks where "
+            "measured step times ask for "
+            "it; 0: no target"
+        ),
+    )
+    max_predicted_wait_s: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "seconds a request may have to wait by prediction; more is answered 429; 0: no limit"
+        ),
+    )
+    max_waiting_requests: int = Field(
+        default=256, ge=1, description="requests that may wait; more are answered 429"
+    )
+    max_waiting_tokens: int = Field(
+        default=262144, ge=1, description=("prompt tokens that may wait; more are answered 429")
+    )
+    kernels: KernelsName = Field(
+        default="auto",
+        description=(
+            "kernel set; auto: the device's own, without which a GPU or TPU does not start; on a "
+            "CPU the reference stands "
+            "in for it, with a warning"
+        ),
+    )
+    canary_every: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "compute one request in so many again, alone, with the reference kernels, and compare "
+            "the log-probabilities; "
+            "0: none"
+        ),
+    )
+    compilation_cache: bool = Field(
+        default=True,
+        description=(
+            "keep compiled programs on disk (~/.cache/jitney/xla, or xla/ in $JITNEY_CACHE) for "
+            "the next start"
+        ),
+    )
+    platform: Literal["auto", "cpu", "cuda", "tpu"] = Field(
+        default="auto",
+        description=(
+            "where to run; a named platform that cannot start is an error, never a silent fallback"
+        ),
+    )
+    device: str = Field(
+        default="",
+        pattern=r"^(\d+(,\d+)*)?$",
+        description=(
+            "number of the GPU or TPU chip to use, or with tensor_parallel as many numbers, "
+            "separated by commas; empty: "
+            "the first"
+        ),
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description=(
+            "devices that the model is split over, each with its share of heads, feed-forward and "
+            "vocabulary"
+        ),
+    )
 
     @field_validator("page_size")
     @classmethod
@@ -158,43 +292,86 @@ class EngineSection(Section):
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> EngineSection:
-        # Strictly more: a mixed bucket with as many rows as seats would look like a decode-only one.
+        # Strictly more: a mixed bucket with as many rows as seats would look like a decode-only
+        # one.
         if self.token_budget <= self.max_seats:
-            raise ValueError(f"token_budget ({self.token_budget}) must be more than max_seats ({self.max_seats})")
+            raise ValueError(
+                f"token_budget ({self.token_budget}) must be more than max_seats ({self.max_seats})"
+            )
         if self.batch_size > self.max_seats:
             raise ValueError(f"batch_size must not exceed max_seats ({self.max_seats})")
         if self.seat_buckets and self.seat_buckets[-1] > self.max_seats:
             raise ValueError(f"seat_buckets must not exceed max_seats ({self.max_seats})")
         tokens = self.token_buckets
         if tokens and not self.max_seats < tokens[0] <= tokens[-1] <= self.token_budget:
-            raise ValueError(f"token_buckets must lie above max_seats ({self.max_seats}) and not exceed token_budget "
-                             f"({self.token_budget})")
+            raise ValueError(
+                f"token_buckets must lie above max_seats ({self.max_seats}) and not exceed "
+                "token_budget "
+                f"({self.token_budget})"
+            )
         if self.device and self.platform == "cpu":
             raise ValueError("device chooses a GPU or TPU chip; it says nothing on platform cpu")
         chips = self.device.split(",") if self.device else []
         if len(set(chips)) != len(chips) or (chips and len(chips) != self.tensor_parallel):
-            raise ValueError(f"device {self.device} must name as many different chips as tensor_parallel "
-                             f"({self.tensor_parallel})")
+            raise ValueError(
+                f"device {self.device} must name as many different chips as tensor_parallel "
+                f"({self.tensor_parallel})"
+            )
         return self
 
 
 class SamplingSection(Section):
-    """[sampling]: how tokens are chosen for a request that does not say. -1: as generation_config says."""
+    """[sampling]: how tokens are chosen for a request that does not say. -1: as generation_config
+    says.
+    """
 
-    generation_config: str = Field(default="auto", min_length=1, description=(
-        "where a model's own sampling defaults are read from: auto its generation_config.json or GGUF metadata; none "
-        "nowhere; or a path of such a JSON file"))
-    temperature: float = Field(default=-1.0, le=2.0, json_schema_extra={"name": "default_temperature"}, description=(
-        "temperature of a request that names none, 0 is greedy; -1: as generation_config says, else 1"))
-    top_p: float = Field(default=-1.0, le=1.0, json_schema_extra={"name": "default_top_p"}, description=(
-        "top_p of a request that names none; -1: as generation_config says, else 1"))
-    top_k: int = Field(default=-1, ge=-1, json_schema_extra={"name": "default_top_k"}, description=(
-        "top_k of a request that names none, 0 is off; -1: as generation_config says, else 0"))
-    min_p: float = Field(default=-1.0, le=1.0, json_schema_extra={"name": "default_min_p"}, description=(
-        "min_p of a request that names none; -1: as generation_config says, else 0"))
-    repetition_penalty: float = Field(default=-1.0, le=10.0, json_schema_extra={"name": "default_repetition_penalty"},
-                                      description=(
-        "repetition_penalty of a request that names none, 1 is off; -1: as generation_config says, else 1"))
+    generation_config: str = Field(
+        default="auto",
+        min_length=1,
+        description=(
+            "where a model's own sampling defaults are read from: auto its generation_config.json "
+            "or GGUF metadata; none "
+            "nowhere; or a path of such a JSON file"
+        ),
+    )
+    temperature: float = Field(
+        default=-1.0,
+        le=2.0,
+        json_schema_extra={"name": "default_temperature"},
+        description=(
+            "temperature of a request that names none, 0 is greedy; -1: as generation_config says, "
+            "else 1"
+        ),
+    )
+    top_p: float = Field(
+        default=-1.0,
+        le=1.0,
+        json_schema_extra={"name": "default_top_p"},
+        description=("top_p of a request that names none; -1: as generation_config says, else 1"),
+    )
+    top_k: int = Field(
+        default=-1,
+        ge=-1,
+        json_schema_extra={"name": "default_top_k"},
+        description=(
+            "top_k of a request that names none, 0 is off; -1: as generation_config says, else 0"
+        ),
+    )
+    min_p: float = Field(
+        default=-1.0,
+        le=1.0,
+        json_schema_extra={"name": "default_min_p"},
+        description=("min_p of a request that names none; -1: as generation_config says, else 0"),
+    )
+    repetition_penalty: float = Field(
+        default=-1.0,
+        le=10.0,
+        json_schema_extra={"name": "default_repetition_penalty"},
+        description=(
+            "repetition_penalty of a request that names none, 1 is off; -1: as generation_config "
+            "says, else 1"
+        ),
+    )
 
     @field_validator("temperature", "min_p")
     @classmethod
@@ -212,37 +389,87 @@ class SamplingSection(Section):
 
 
 class ServerSection(Section):
-    """[server]: the HTTP endpoint and the life of its core process. Times in seconds, sizes in bytes."""
+    """[server]: the HTTP endpoint and the life of its core process. Times in seconds, sizes in
+    bytes.
+    """
 
     host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
-    api_key_file: str = Field(default="", description="file with one API key per line, readable by its owner only")
-    api_keys: Names = Field(default=(), json_schema_extra={"secret": True}, description=(
-        "API keys, separated by commas; from the environment or a file, never a flag, which other users could read"))
-    insecure: bool = Field(default=False, description="allow listening beyond this machine without an API key")
-    hosts: Names = Field(default=(), description="Host header values to accept, without port; empty: any")
-    body_limit: int = Field(default=1 << 20, ge=1024, le=1 << 30, description="most bytes of a request body")
-    read_timeout_s: float = Field(default=10.0, gt=0, description=(
-        "seconds a client has to send its headers, and its body"))
-    keep_alive_s: float = Field(default=5.0, gt=0, description="seconds an idle connection stays open")
-    request_timeout_s: float = Field(default=0.0, ge=0, description="deadline of a request that names none; 0: none")
-    key_max_concurrent: int = Field(default=0, ge=0, description=(
-        "requests that one API key (or everybody, where no key is asked for) may have open; more are answered 429; 0: "
-        "no limit"))
-    key_tokens_per_minute: int = Field(default=0, ge=0, description=(
-        "prompt and output tokens a minute of one API key (or of everybody, where no key is asked for); more are "
-        "answered 429; 0: no limit"))
-    metrics_compat: Literal["", "vllm"] = Field(default="", description=(
-        "also publish metrics under another engine's names"))
-    dashboard_show_text: bool = Field(default=False, description=(
-        "let the page show prompts and answers to whoever may look at it"))
-    record: str = Field(default="", description=(
-        "file to write one line to for every ended request: times and lengths, no text; for jitney simulate --trace"))
-    drain_s: float = Field(default=30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
-    heartbeat_s: float = Field(default=30.0, gt=0, description=(
-        "not ready if no step and no idle tick came for this long"))
-    restart: bool = Field(default=True, description="start a new core process when the old one dies")
-    max_restarts: int = Field(default=5, ge=0, description="restarts within ten minutes before giving up")
+    port: int = Field(
+        default=8000, ge=0, le=65535, description="port to listen on; 0: any free one"
+    )
+    api_key_file: str = Field(
+        default="", description="file with one API key per line, readable by its owner only"
+    )
+    api_keys: Names = Field(
+        default=(),
+        json_schema_extra={"secret": True},
+        description=(
+            "API keys, separated by commas; from the environment or a file, never a flag, which "
+            "other users could read"
+        ),
+    )
+    insecure: bool = Field(
+        default=False, description="allow listening beyond this machine without an API key"
+    )
+    hosts: Names = Field(
+        default=(), description="Host header values to accept, without port; empty: any"
+    )
+    body_limit: int = Field(
+        default=1 << 20, ge=1024, le=1 << 30, description="most bytes of a request body"
+    )
+    read_timeout_s: float = Field(
+        default=10.0, gt=0, description=("seconds a client has to send its headers, and its body")
+    )
+    keep_alive_s: float = Field(
+        default=5.0, gt=0, description="seconds an idle connection stays open"
+    )
+    request_timeout_s: float = Field(
+        default=0.0, ge=0, description="deadline of a request that names none; 0: none"
+    )
+    key_max_concurrent: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "requests that one API key (or everybody, where no key is asked for) may have open; "
+            "more are answered 429; 0: "
+            "no limit"
+        ),
+    )
+    key_tokens_per_minute: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "prompt and output tokens a minute of one API key (or of everybody, where no key is "
+            "asked for); more are "
+            "answered 429; 0: no limit"
+        ),
+    )
+    metrics_compat: Literal["", "vllm"] = Field(
+        default="", description=("also publish metrics under another engine's names")
+    )
+    dashboard_show_text: bool = Field(
+        default=False,
+        description=("let the page show prompts and answers to whoever may look at it"),
+    )
+    record: str = Field(
+        default="",
+        description=(
+            "file to write one line to for every ended request: times and lengths, no text; for "
+            "jitney simulate --trace"
+        ),
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0, description="seconds that running requests get to finish after SIGTERM"
+    )
+    heartbeat_s: float = Field(
+        default=30.0, gt=0, description=("not ready if no step and no idle tick came for this long")
+    )
+    restart: bool = Field(
+        default=True, description="start a new core process when the old one dies"
+    )
+    max_restarts: int = Field(
+        default=5, ge=0, description="restarts within ten minutes before giving up"
+    )
 
     @property
     def open_to_others(self) -> bool:
@@ -252,8 +479,11 @@ class ServerSection(Section):
     @model_validator(mode="after")
     def _network_needs_a_key(self) -> ServerSection:
         if self.open_to_others and not (self.api_key_file or self.api_keys or self.insecure):
-            raise ValueError(f"host {self.host} is open to other machines and no API key is set: give api_key_file or "
-                             "JITNEY_API_KEYS, or accept it with insecure")
+            raise ValueError(
+                f"host {self.host} is open to other machines and no API key is set: give "
+                "api_key_file or "
+                "JITNEY_API_KEYS, or accept it with insecure"
+            )
         return self
 
 
@@ -267,7 +497,9 @@ class Config(Section):
 
 
 def cache_dir() -> Path:
-    """The user's cache folder for models and compiled programs: $JITNEY_CACHE, or jitney/ in $XDG_CACHE_HOME."""
+    """The user's cache folder for models and compiled programs: $JITNEY_CACHE, or jitney/ in
+    $XDG_CACHE_HOME.
+    """
     named = os.environ.get("JITNEY_CACHE")
     if named:
         return Path(named).expanduser()
@@ -280,13 +512,22 @@ def compilation_cache_dir() -> Path:
 
 
 def platform_environment(engine: EngineSection) -> dict[str, str]:
-    """Environment variables that must stand before jax is imported, for `platform` and `device` to hold.
+    """Environment variables that must stand before jax is imported, for `platform` and `device` to
+    hold.
 
-    A GPU or TPU run lists cpu second, so that host-side arrays have a home; the first one is the default. If its
-    plugin is absent, jax starts on the CPU alone without a word: `engine.config.platforms` and `build.start_jax` look.
+    A GPU or TPU run lists cpu second, so that host-side arrays have a home; the first one is the
+    default. If its plugin is absent, jax starts on the CPU alone without a word:
+    `engine.config.platforms` and `build.start_jax` look.
     """
-    names = {} if engine.platform == "auto" else {
-        "JAX_PLATFORMS": engine.platform if engine.platform == "cpu" else f"{engine.platform},cpu"}
+    names = (
+        {}
+        if engine.platform == "auto"
+        else {
+            "JAX_PLATFORMS": engine.platform
+            if engine.platform == "cpu"
+            else f"{engine.platform},cpu"
+        }
+    )
     if engine.device:
         names |= {"CUDA_VISIBLE_DEVICES": engine.device, "TPU_VISIBLE_DEVICES": engine.device}
     return names

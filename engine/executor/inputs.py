@@ -1,6 +1,8 @@
-"""From a plan to the one packed int32 array that a step uploads, and back to named arrays inside jit.
+"""From a plan to the one packed int32 array that a step uploads, and back to named arrays inside
+jit.
 
-Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, M seats of the engine.
+Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, M seats of
+the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ PENALISED, BIASED, SCORED = 1, 2, 4
 class StepInputs(NamedTuple):
     """One step's upload, int32 unless said otherwise.
 
-    floats and ints are None in a step without the sampler, the score fields also in one without prompt rows.
+    floats and ints are None in a step without the sampler, the score fields also in one without
+    prompt rows.
     """
 
     tokens: Any  # [T] token ids; -1: read last_token of token_seats on the device
@@ -66,10 +69,21 @@ class Layout:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Field name -> shape, in packing order: what each step writes anew, then what may stay from step to step."""
+        """Field name -> shape, in packing order: what each step writes anew, then what may stay
+        from step to step.
+        """
         rows, seqs = self.bucket.tokens, self.bucket.seats
-        shapes = {"tokens": (rows,), "token_seats": (rows,), "positions": (rows,), "write_rows": (rows,),
-                  "kv_lens": (seqs,), "cu_q": (seqs + 1,), "counts": (3,), "logit_rows": (seqs,), "seats": (seqs,)}
+        shapes = {
+            "tokens": (rows,),
+            "token_seats": (rows,),
+            "positions": (rows,),
+            "write_rows": (rows,),
+            "kv_lens": (seqs,),
+            "cu_q": (seqs + 1,),
+            "counts": (3,),
+            "logit_rows": (seqs,),
+            "seats": (seqs,),
+        }
         if not self.plain:
             shapes |= {"floats": (seqs, FLOATS), "ints": (seqs, INTS)}
         if self.scores:
@@ -80,11 +94,16 @@ class Layout:
     def slices(self) -> dict[str, slice]:
         """Field name -> its half-open range in the packed array."""
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes.values()]).tolist()
-        return {name: slice(start, end) for name, start, end in zip(self.shapes, [0, *ends[:-1]], ends, strict=True)}
+        return {
+            name: slice(start, end)
+            for name, start, end in zip(self.shapes, [0, *ends[:-1]], ends, strict=True)
+        }
 
     @cached_property
     def fresh(self) -> struct.Struct:
-        """Packs the fields before the sampling parameters and the page table, which are copied from the seats'."""
+        """Packs the fields before the sampling parameters and the page table, which are copied from
+        the seats'.
+        """
         return struct.Struct(f"{self.slices['page_table' if self.plain else 'floats'].start}i")
 
     @property
@@ -94,14 +113,17 @@ class Layout:
 
     def split(self, packed: Any) -> StepInputs:
         """Views of the packed array, numpy or traced."""
-        return StepInputs(**{name: packed[at].reshape(self.shapes[name]) for name, at in self.slices.items()})
+        return StepInputs(
+            **{name: packed[at].reshape(self.shapes[name]) for name, at in self.slices.items()}
+        )
 
 
 class Rows(msgspec.Struct):
     """Rows of a step while they are gathered, padding excluded; see StepInputs.
 
-    tokens: -1 for decode rows: the host need not know yet what their seats sampled last. ends: cu_q. prompt_lens:
-    kv_lens of the prompts. logit_rows, seats: of the prompts' logit rows. score_rows, score_tokens: of all scored rows.
+    tokens: -1 for decode rows: the host need not know yet what their seats sampled last. ends:
+    cu_q. prompt_lens: kv_lens of the prompts. logit_rows, seats: of the prompts' logit rows.
+    score_rows, score_tokens: of all scored rows.
     """
 
     tokens: list[int]
@@ -119,8 +141,9 @@ class Rows(msgspec.Struct):
 class Upload:
     """A packed array of one executable, and what the rows of its page table are copies of.
 
-    words: all of it. floats, ints: their bytes. table: the page table, flat. stamps: of each of its rows, the stamp of
-    the seat's table that it holds; None: zeros. used: rows that may hold a table.
+    words: all of it. floats, ints: their bytes. table: the page table, flat. stamps: of each of its
+    rows, the stamp of the seat's table that it holds; None: zeros. used: rows that may hold a
+    table.
     """
 
     def __init__(self, layout: Layout):
@@ -128,7 +151,9 @@ class Upload:
         self.words, self.pack_into = memoryview(self.packed), layout.fresh.pack_into
         self.table = self.words[layout.slices["page_table"]]
         if not layout.plain:
-            self.floats, self.ints = (self.words[layout.slices[name]].cast("B") for name in ("floats", "ints"))
+            self.floats, self.ints = (
+                self.words[layout.slices[name]].cast("B") for name in ("floats", "ints")
+            )
         if layout.scores:
             self.inputs = layout.split(self.packed)
         self.stamps: list[object] = [None] * layout.bucket.seats
@@ -136,22 +161,31 @@ class Upload:
 
 
 class BatchBuilder:
-    """Packs plans. Each seat's page table and sampling row stay between steps, and so do the packed arrays with the
-    tables in them: what a step costs does not grow with the longest context that there may be.
+    """Packs plans. Each seat's page table and sampling row stay between steps, and so do the packed
+    arrays with the tables in them: what a step costs does not grow with the longest context that
+    there may be.
 
-    Each executable has two arrays in turn, because the device may still read the one of the step before, and of no
-    other: a step is packed after the tokens of the last but one were read. What is written anew is gathered in lists
-    and converted once: beside a device that is the same CPU, the host's caches are cold, and each numpy call costs
-    several times what it costs in a loop of its own. For the same reason a row's page comes from the seat's table, an
-    array, and not from the sequence's list of numbers that lie anywhere.
+    Each executable has two arrays in turn, because the device may still read the one of the step
+    before, and of no other: a step is packed after the tokens of the last but one were read. What
+    is written anew is gathered in lists and converted once: beside a device that is the same CPU,
+    the host's caches are cold, and each numpy call costs several times what it costs in a loop of
+    its own. For the same reason a row's page comes from the seat's table, an array, and not from
+    the sequence's list of numbers that lie anywhere.
     """
 
     def __init__(self, *, seats: int, pages_per_seat: int, page_size: int, pool_rows: int):
-        self.seats, self.pages, self.page_size, self.pool_rows = seats, pages_per_seat, page_size, pool_rows
+        self.seats, self.pages, self.page_size, self.pool_rows = (
+            seats,
+            pages_per_seat,
+            page_size,
+            pool_rows,
+        )
         self.no_pages = array("i", [0]) * pages_per_seat
         self.tables = self.no_pages * seats  # each seat's page table
         self.known = [0] * seats  # pages of each seat in `tables`
-        self.stamps = [object() for _ in range(seats)]  # another one whenever the seat's table changes
+        self.stamps = [
+            object() for _ in range(seats)
+        ]  # another one whenever the seat's table changes
         self.floats, self.ints = [b""] * seats, [b""] * seats  # each seat's sampling parameters
         self.layouts: dict[tuple[Bucket, bool], Layout] = {}
         self.uploads: dict[tuple[Bucket, bool], list[Upload]] = {}
@@ -164,7 +198,8 @@ class BatchBuilder:
         return self.layouts[key]
 
     def build(self, plan: Plan, plain: bool) -> np.ndarray:
-        """Plan -> packed int32 array, which stays as it is until the next but one of its executable is built.
+        """Plan -> packed int32 array, which stays as it is until the next but one of its executable
+        is built.
 
         plain: for the executable without a sampler, which takes no sampling parameters.
         """
@@ -189,17 +224,30 @@ class BatchBuilder:
         return both[0]
 
     def board(self, seq: Sequence) -> None:
-        """A sequence took a seat: note its pages instead of the last owner's, and its sampling parameters."""
+        """A sequence took a seat: note its pages instead of the last owner's, and its sampling
+        parameters.
+        """
         first = seq.seat * self.pages
         self.tables[first : first + len(seq.pages)] = array("i", seq.pages)
         self.known[seq.seat] = len(seq.pages)
         self.stamps[seq.seat] = object()
         params = seq.request.sampling
         self.floats[seq.seat] = FLOATS_STRUCT.pack(
-            0.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.repetition_penalty,
-            params.presence_penalty, params.frequency_penalty)
-        looks = PENALISED * params.penalised | BIASED * params.biased | SCORED * (params.logprobs is not None)
-        self.ints[seq.seat] = INTS_STRUCT.pack(max(params.top_k, 0), seq.seed & 0xFFFFFFFFFFFFFFFF, looks)
+            0.0 if params.greedy else params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        looks = (
+            PENALISED * params.penalised
+            | BIASED * params.biased
+            | SCORED * (params.logprobs is not None)
+        )
+        self.ints[seq.seat] = INTS_STRUCT.pack(
+            max(params.top_k, 0), seq.seed & 0xFFFFFFFFFFFFFFFF, looks
+        )
 
     def feed(self, seq: Sequence) -> None:
         """A seated sequence got one more page."""
@@ -209,13 +257,17 @@ class BatchBuilder:
         self.stamps[seat] = object()
 
     def drop(self, seq: Sequence) -> None:
-        """A seated sequence gave back its first pages: no kernel is to read what others write there."""
+        """A seated sequence gave back its first pages: no kernel is to read what others write
+        there.
+        """
         first = seq.seat * self.pages
         self.tables[first : first + seq.dropped] = self.no_pages[: seq.dropped]
         self.stamps[seq.seat] = object()
 
     def fill(self, plan: Plan, upload: Upload, plain: bool) -> None:
-        """Tokens, positions, page tables, KV rows and logit rows of every chunk, and how to sample, padded."""
+        """Tokens, positions, page tables, KV rows and logit rows of every chunk, and how to sample,
+        padded.
+        """
         n_decode, page, width, tables = plan.n_decode, self.page_size, self.pages, self.tables
         rows = Rows([-1] * n_decode, [], [], [], [], list(range(n_decode + 1)), [], [], [], [])
         token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
@@ -237,20 +289,42 @@ class BatchBuilder:
         upload.used = n_seqs
         padding, absent = plan.bucket.tokens - n_rows, plan.bucket.seats - n_seqs
         no_logits = plan.bucket.seats - n_decode - len(rows.seats)
-        words = [*rows.tokens, *[0] * padding, *token_seats, *[0] * padding, *positions, *[0] * padding,
-                 *write_rows, *[self.pool_rows] * padding,
-                 *[start + 1 for start in positions[:n_decode]], *rows.prompt_lens, *[0] * absent,
-                 *rows.ends, *[n_rows] * absent, n_decode, n_seqs, n_rows,
-                 *range(n_decode), *rows.logit_rows, *[0] * no_logits,
-                 *token_seats[:n_decode], *rows.seats, *[self.seats] * no_logits]
+        words = [
+            *rows.tokens,
+            *[0] * padding,
+            *token_seats,
+            *[0] * padding,
+            *positions,
+            *[0] * padding,
+            *write_rows,
+            *[self.pool_rows] * padding,
+            *[start + 1 for start in positions[:n_decode]],
+            *rows.prompt_lens,
+            *[0] * absent,
+            *rows.ends,
+            *[n_rows] * absent,
+            n_decode,
+            n_seqs,
+            n_rows,
+            *range(n_decode),
+            *rows.logit_rows,
+            *[0] * no_logits,
+            *token_seats[:n_decode],
+            *rows.seats,
+            *[self.seats] * no_logits,
+        ]
         upload.pack_into(upload.words, 0, *words)
         if plain:
             return
         if not plan.bucket.decode_only:
             self.fill_scores(rows, upload)
         owners = token_seats[:n_decode] + rows.seats
-        upload.floats[:] = b"".join([self.floats[seat] for seat in owners]) + bytes(4 * FLOATS * no_logits)
-        upload.ints[:] = b"".join([self.ints[seat] for seat in owners]) + bytes(4 * INTS * no_logits)
+        upload.floats[:] = b"".join([self.floats[seat] for seat in owners]) + bytes(
+            4 * FLOATS * no_logits
+        )
+        upload.ints[:] = b"".join([self.ints[seat] for seat in owners]) + bytes(
+            4 * INTS * no_logits
+        )
 
     def add_prompt(self, rows: Rows, chunk: Chunk) -> None:
         """The rows of a prompt chunk."""
@@ -260,7 +334,11 @@ class BatchBuilder:
         rows.token_seats += [seq.seat] * chunk.count
         rows.positions += range(start, end)
         for at in range(start - start % page, end, page):
-            low, high, in_pool = max(at, start), min(at + page, end), seq.pages[at // page] * page - at
+            low, high, in_pool = (
+                max(at, start),
+                min(at + page, end),
+                seq.pages[at // page] * page - at,
+            )
             rows.write_rows += range(in_pool + low, in_pool + high)
         rows.prompt_lens.append(end)
         rows.ends.append(first + chunk.count)
@@ -274,7 +352,9 @@ class BatchBuilder:
 
     @staticmethod
     def fill_scores(rows: Rows, upload: Upload) -> None:
-        """Which rows bring prompt log-probabilities; numbers behind them are of former steps and mean nothing."""
+        """Which rows bring prompt log-probabilities; numbers behind them are of former steps and
+        mean nothing.
+        """
         count = len(rows.score_rows)
         upload.inputs.score_count[0] = count
         if count:
@@ -282,7 +362,9 @@ class BatchBuilder:
             upload.inputs.score_tokens[:count] = rows.score_tokens
 
     def copy_table(self, upload: Upload, number: int, seat: int) -> None:
-        """Copy a seat's pages into a row of the upload; numbers behind them, of former owners, belong to no key."""
+        """Copy a seat's pages into a row of the upload; numbers behind them, of former owners,
+        belong to no key.
+        """
         to, of, pages = number * self.pages, seat * self.pages, self.known[seat]
         upload.table[to : to + pages] = self.tables[of : of + pages]
         upload.stamps[number] = self.stamps[seat]

@@ -13,23 +13,25 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Buckets
 
 GIB = 1 << 30
-#: Share of a GPU's memory that jax may take, 0.75 if nobody says so: what is left is for the driver, for CUDA graphs
-#: and for communication. The planner counts on the same share.
+#: Share of a GPU's memory that jax may take, 0.75 if nobody says so: what is left is for the
+#: driver, for CUDA graphs and for communication. The planner counts on the same share.
 GPU_SHARE = 0.92
 #: Where jax reads that share from; the second name is its old one.
 SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-#: On a CPU the pool shares the machine with everything else: a quarter of what is free, and no more than this.
+#: On a CPU the pool shares the machine with everything else: a quarter of what is free, and no more
+#: than this.
 CPU_SHARE, CPU_MOST = 0.25, GIB
 #: On a device, left free for fragments and for the runtime's own growth.
 DEVICE_RESERVE = 0.04
 
 
 def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
-    """What the temporaries of the largest step should take on each device of a GPU or TPU, a quarter added.
+    """What the temporaries of the largest step should take on each device of a GPU or TPU, a
+    quarter added.
 
-    As compiled at Llama-3.1-8B's shapes: all of a layer's activations at the widest point of its feed-forward (H100: 78
-    MiB of 512 rows, 1248 of 8192), or three to four times the logits (H100: 94 MiB of 64 rows, 377 of 256; v6e: 130 of
-    64), whichever is more. model: of one device.
+    As compiled at Llama-3.1-8B's shapes: all of a layer's activations at the widest point of its
+    feed-forward (H100: 78 MiB of 512 rows, 1248 of 8192), or three to four times the logits (H100:
+    94 MiB of 64 rows, 377 of 256; v6e: 130 of 64), whichever is more. model: of one device.
     """
     layer = buckets.token_budget * (10 * model.intermediate_size + 4 * model.hidden_size)
     logits = 4 * buckets.seats * model.vocab_size * 4
@@ -37,7 +39,9 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
 
 
 def claim_memory(environ: MutableMapping[str, str]) -> None:
-    """Have jax take GPU_SHARE of a GPU, unless the user says otherwise; must come before jax looks for devices."""
+    """Have jax take GPU_SHARE of a GPU, unless the user says otherwise; must come before jax looks
+    for devices.
+    """
     if not any(environ.get(name) for name in SHARE_NAMES):
         environ[SHARE_NAMES[0]] = str(GPU_SHARE)
 
@@ -50,17 +54,24 @@ def in_one_line(what: str) -> Iterator[None]:
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise ConfigError(f"the device's memory is full, {what}: another process may hold some of it (set memory_gib "
-                          "to less), or the model is too large (weights int8 or int4, tensor_parallel)") from error
+        raise ConfigError(
+            f"the device's memory is full, {what}: another process may hold some of it (set "
+            "memory_gib "
+            "to less), or the model is too large (weights int8 or int4, tensor_parallel)"
+        ) from error
 
 
 def free_bytes(device: Any, temp_bytes: int) -> int:
-    """Bytes the KV pool may take on a jax device whose weights are loaded and whose steps need temp_bytes."""
+    """Bytes the KV pool may take on a jax device whose weights are loaded and whose steps need
+    temp_bytes.
+    """
     if device.platform == "cpu":
         return min(int(CPU_SHARE * available_host_bytes()), CPU_MOST)
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
-        raise ConfigError(f"{device.device_kind} does not say how much memory it has: set pages or memory_gib")
+        raise ConfigError(
+            f"{device.device_kind} does not say how much memory it has: set pages or memory_gib"
+        )
     reserve = int(DEVICE_RESERVE * stats["bytes_limit"])
     return stats["bytes_limit"] - stats["bytes_in_use"] - temp_bytes - reserve
 
@@ -78,13 +89,17 @@ def available_host_bytes() -> int:
 def page_count(*, wanted: int, limit_bytes: int, page_bytes: int, useful: int) -> int:
     """Pages of the pool, the trash page included.
 
-    wanted: an explicit number (0: none given). useful: pages beyond which every seat could hold a whole context; more
-    would only serve the prefix cache, so a CPU pool stops there. Raises ConfigError when not even two pages fit.
+    wanted: an explicit number (0: none given). useful: pages beyond which every seat could hold a
+    whole context; more would only serve the prefix cache, so a CPU pool stops there. Raises
+    ConfigError when not even two pages fit.
     """
     if wanted:
         return wanted
     fit = min(limit_bytes // page_bytes, useful)
     if fit < 2:
-        raise ConfigError(f"no memory left for KV pages ({max(limit_bytes, 0) / GIB:.2f} GiB free): use a smaller "
-                          "model, fewer seats or more memory")
+        raise ConfigError(
+            f"no memory left for KV pages ({max(limit_bytes, 0) / GIB:.2f} GiB free): use a "
+            "smaller "
+            "model, fewer seats or more memory"
+        )
     return int(fit)

@@ -100,7 +100,9 @@ def matrices_of(model: Llama, own: ModelConfig) -> tuple[Matrix, ...]:
 
 
 def matrix_of(linear: Linear, size_in: int, size_out: int, *, gates: bool) -> Matrix:
-    """One layer's matrix; gates: it opens an MLP, so its product is gated where that is a kernel."""
+    """One layer's matrix; gates: it opens an MLP, so its product is gated where that is a
+    kernel.
+    """
     kept = linear.kept
     gated = gates and linear.bias is None and kept.scale is None
     group = 0

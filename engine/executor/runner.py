@@ -1,8 +1,9 @@
-"""The device side of a step: executables compiled ahead, donated state, and tokens that come back one step later.
+"""The device side of a step: executables compiled ahead, donated state, and tokens that come back
+one step later.
 
-One executable per bucket and kind (all-greedy, or with the sampler): embed -> layers (write KV page, attend) -> rows
-that need logits -> sample -> last_token of each seat. The sampled token never waits for the host: the next step reads
-it from `last_token` by seat.
+One executable per bucket and kind (all-greedy, or with the sampler): embed -> layers (write KV
+page, attend) -> rows that need logits -> sample -> last_token of each seat. The sampled token never
+waits for the host: the next step reads it from `last_token` by seat.
 """
 
 from __future__ import annotations
@@ -63,40 +64,74 @@ def board_seat(state: SeatState, seat: jax.Array, *row: jax.Array) -> SeatState:
 
 
 class Runner:
-    """Runs plans on the default device, or on those of a mesh. `compile()` must come first; after it nothing compiles
-    any more.
+    """Runs plans on the default device, or on those of a mesh. `compile()` must come first; after
+    it nothing compiles any more.
 
-    model: with its weights; on a mesh, each in shares as `sharding.Shares` places them, its configuration that of one
-    device. plain_mixed: see `is_plain`.
+    model: with its weights; on a mesh, each in shares as `sharding.Shares` places them, its
+    configuration that of one device. plain_mixed: see `is_plain`.
     """
 
-    def __init__(self, model: Llama, buckets: Buckets, kernels: Kernels, *, n_pages: int, page_size: int,
-                 context_length: int, kv_dtype: Any, end_ids: tuple[int, ...], mesh: Mesh | None = None,
-                 plain_mixed: bool = False):
-        self.config, self.buckets, self.end_ids, self.plain_mixed = model.config, buckets, end_ids, plain_mixed
+    def __init__(
+        self,
+        model: Llama,
+        buckets: Buckets,
+        kernels: Kernels,
+        *,
+        n_pages: int,
+        page_size: int,
+        context_length: int,
+        kv_dtype: Any,
+        end_ids: tuple[int, ...],
+        mesh: Mesh | None = None,
+        plain_mixed: bool = False,
+    ):
+        self.config, self.buckets, self.end_ids, self.plain_mixed = (
+            model.config,
+            buckets,
+            end_ids,
+            plain_mixed,
+        )
         graph, weights = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(weights)
         self.program = Program(graph, treedef, kernels, mesh)
         sizes = StateSizes(buckets.seats, n_pages, page_size, context_length, kv_dtype)
         self.n_pages, self.builder = n_pages, sizes.builder()
         self.shapes = sizes.shapes(model.config, kernels, mesh)
-        self.state: DeviceState = self.shapes  # until `compile` allocates it: compiling needs no arrays
+        self.state: DeviceState = (
+            self.shapes
+        )  # until `compile` allocates it: compiling needs no arrays
         self.executables: dict[tuple[Bucket, bool], Any] = {}
         self.board: Any = None
         self.compiles = 0
         self.compile_seconds = 0.0
 
-    def compile(self, progress: Progress = lambda done, total, what: None, threads: int = 2) -> None:
-        """Lower and compile every executable, the largest first, and allocate the state; then run each once and start
-        counting compiles."""
+    def compile(
+        self, progress: Progress = lambda done, total, what: None, threads: int = 2
+    ) -> None:
+        """Lower and compile every executable, the largest first, and allocate the state; then run
+        each once and start counting compiles."""
         started = time.perf_counter()
-        keys = [(bucket, plain) for bucket in reversed(self.buckets.all()) for plain in (True, False)
-                if self.is_plain(bucket, plain) == plain]
+        keys = [
+            (bucket, plain)
+            for bucket in reversed(self.buckets.all())
+            for plain in (True, False)
+            if self.is_plain(bucket, plain) == plain
+        ]
         done = 0
         progress(0, len(keys), "")
-        with no_collection(), ThreadPoolExecutor(threads) as pool:  # XLA compiles outside the interpreter lock
-            jobs = [(key, None if key in self.executables else pool.submit(compile_step, self.lower(*key)))
-                    for key in keys]
+        with (
+            no_collection(),
+            ThreadPoolExecutor(threads) as pool,
+        ):  # XLA compiles outside the interpreter lock
+            jobs = [
+                (
+                    key,
+                    None
+                    if key in self.executables
+                    else pool.submit(compile_step, self.lower(*key)),
+                )
+                for key in keys
+            ]
             for key, job in jobs:
                 if job is not None:
                     self.executables[key] = job.result()
@@ -109,7 +144,8 @@ class Runner:
         jax.monitoring.register_event_duration_secs_listener(self.count_compile)
 
     def largest_temp_bytes(self) -> int:
-        """Temporaries of the largest executable on each device, for sizing the pool, whose size they do not depend on.
+        """Temporaries of the largest executable on each device, for sizing the pool, whose size
+        they do not depend on.
 
         `compile` will not compile that executable again.
         """
@@ -121,9 +157,10 @@ class Runner:
     def is_plain(self, bucket: Bucket, plain: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
 
-        Mixed buckets have one only with `plain_mixed`. On a CPU, skipping the sampler's parts costs them nothing
-        measurable, and an executable costs seconds of start-up and 95 MB of host memory (30 layers). On a GPU the
-        sampler's conditions need a driver that runs them inside a CUDA graph, else the host waits for each.
+        Mixed buckets have one only with `plain_mixed`. On a CPU, skipping the sampler's parts costs
+        them nothing measurable, and an executable costs seconds of start-up and 95 MB of host
+        memory (30 layers). On a GPU the sampler's conditions need a driver that runs them inside a
+        CUDA graph, else the host waits for each.
         """
         return plain and (bucket.decode_only or self.plain_mixed)
 
@@ -135,7 +172,11 @@ class Runner:
         """The small program that installs a boarding sequence's sampling state."""
         mesh, seats = self.program.mesh, self.shapes.seats
         row = [shape_on(mesh, column.shape[1:], column.dtype, WHOLE) for column in seats]
-        board = jax.jit(board_seat, donate_argnums=0, out_shardings=jax.tree.map(lambda column: column.sharding, seats))
+        board = jax.jit(
+            board_seat,
+            donate_argnums=0,
+            out_shardings=jax.tree.map(lambda column: column.sharding, seats),
+        )
         self.board = board.lower(seats, shape_on(mesh, (), jnp.int32, WHOLE), *row).compile()
 
     def warm_up(self) -> None:
@@ -158,12 +199,16 @@ class Runner:
         return Batch(plan, self.builder.build(plan, self.is_plain(plan.bucket, plan.plain)))
 
     def launch(self, batch: Batch) -> Ticket:
-        """Dispatch one step and start the copy of its tokens to the host; returns before it is done."""
+        """Dispatch one step and start the copy of its tokens to the host; returns before it is
+        done.
+        """
         plan = batch.plan
         for seq in plan.boarded:
             params = seq.request.sampling
             if params.penalised or params.biased:
-                row = seat_row(params, seq.tokens, seq.n_prompt, self.config.vocab_size, self.end_ids)
+                row = seat_row(
+                    params, seq.tokens, seq.n_prompt, self.config.vocab_size, self.end_ids
+                )
                 self.state.seats = self.board(self.state.seats, np.int32(seq.seat), *row)
         output = self.run(plan.bucket, self.is_plain(plan.bucket, plan.plain), batch.packed)
         scored = plan.scored_rows
@@ -175,10 +220,13 @@ class Runner:
         """One call of an executable; replaces the donated state."""
         state, executable = self.state, self.executables[bucket, plain]
         if plain:
-            state.kv, state.last_token, output = executable(self.leaves, state.kv, state.last_token, packed)
+            state.kv, state.last_token, output = executable(
+                self.leaves, state.kv, state.last_token, packed
+            )
         else:
             state.kv, state.last_token, state.seats, output = executable(
-                self.leaves, state.kv, state.last_token, state.seats, packed)
+                self.leaves, state.kv, state.last_token, state.seats, packed
+            )
         return output
 
     def fetch(self, ticket: Ticket) -> StepResult:
@@ -201,7 +249,9 @@ class Runner:
 
 
 def entries(columns: Iterable[jax.Array], rows: int) -> list[TokenLogprobs]:
-    """The first `rows` entries of log-probabilities, most likely ids and theirs, each an array [R, ...]."""
+    """The first `rows` entries of log-probabilities, most likely ids and theirs, each an array [R,
+    ...].
+    """
     lists = [np.asarray(column)[:rows].tolist() for column in columns]
     return [TokenLogprobs(*entry) for entry in zip(*lists, strict=True)]
 

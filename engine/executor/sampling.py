@@ -1,8 +1,9 @@
-"""From logits to tokens, per row: greedy, temperature, top-k, top-p, min-p, penalties, biases and log-probabilities.
+"""From logits to tokens, per row: greedy, temperature, top-k, top-p, min-p, penalties, biases and
+log-probabilities.
 
-Every parameter is an array with one entry per row, never static; parts that no row of a step asks for are skipped on
-the device (`lax.cond`). A row's result depends on its own logits, parameters, seed and position alone.
-Axes: S logit rows, V vocabulary, M seats, B bias entries per seat.
+Every parameter is an array with one entry per row, never static; parts that no row of a step asks
+for are skipped on the device (`lax.cond`). A row's result depends on its own logits, parameters,
+seed and position alone. Axes: S logit rows, V vocabulary, M seats, B bias entries per seat.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from jitney.engine.executor.inputs import BIASED, PENALISED, SCORED
 from jitney.engine.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
 from jitney.kernels.interface import Threshold
 
-#: Bit of a seat's token count that says "occurs in the prompt"; the bits below count the token in the output. Longer
-#: than any context: no count reaches it.
+#: Bit of a seat's token count that says "occurs in the prompt"; the bits below count the token in
+#: the output. Longer than any context: no count reaches it.
 IN_PROMPT = 1 << 30
 #: Rows whose top-k and top-p end within this many candidates need no search over the vocabulary.
 CANDIDATES = 256
@@ -32,7 +33,9 @@ LANES = 128
 class SeatState(NamedTuple):
     """What sampling keeps per seat on the device; donated to every step that touches it."""
 
-    counts: jax.Array  # int32 [M, V]: IN_PROMPT bit and output count; maintained for penalised seats only
+    counts: (
+        jax.Array
+    )  # int32 [M, V]: IN_PROMPT bit and output count; maintained for penalised seats only
     bias_ids: jax.Array  # int32 [M, B]: token ids, V = unused
     bias_values: jax.Array  # float32 [M, B]
     bias_until: jax.Array  # int32 [M, B]: added while the sampled token's position is below this
@@ -49,20 +52,27 @@ class Sampled(NamedTuple):
 
 def empty_state(seats: int, vocab: int) -> SeatState:
     """The state of seats nobody sits in."""
-    return SeatState(counts=jnp.zeros((seats, vocab), jnp.int32),
-                     bias_ids=jnp.full((seats, MAX_BIAS), vocab, jnp.int32),
-                     bias_values=jnp.zeros((seats, MAX_BIAS), jnp.float32),
-                     bias_until=jnp.zeros((seats, MAX_BIAS), jnp.int32))
+    return SeatState(
+        counts=jnp.zeros((seats, vocab), jnp.int32),
+        bias_ids=jnp.full((seats, MAX_BIAS), vocab, jnp.int32),
+        bias_values=jnp.zeros((seats, MAX_BIAS), jnp.float32),
+        bias_until=jnp.zeros((seats, MAX_BIAS), jnp.int32),
+    )
 
 
-def seat_row(params: SamplingParams, tokens: list[int], n_prompt: int, vocab: int,
-             end_ids: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+def seat_row(
+    params: SamplingParams, tokens: list[int], n_prompt: int, vocab: int, end_ids: tuple[int, ...]
+) -> tuple[np.ndarray, ...]:
     """One seat's row of SeatState for a sequence that boards, in SeatState's order (numpy).
 
-    tokens: all known ids, the first n_prompt of them the prompt: after a preemption the output counts are rebuilt from
-    what was already streamed. end_ids are banned until min_tokens outputs exist.
+    tokens: all known ids, the first n_prompt of them the prompt: after a preemption the output
+    counts are rebuilt from what was already streamed. end_ids are banned until min_tokens outputs
+    exist.
     """
-    prompt, output = np.asarray(tokens[:n_prompt], np.int64), np.asarray(tokens[n_prompt:], np.int64)
+    prompt, output = (
+        np.asarray(tokens[:n_prompt], np.int64),
+        np.asarray(tokens[n_prompt:], np.int64),
+    )
     counts = np.bincount(output, minlength=vocab).astype(np.int32)
     counts[prompt] |= IN_PROMPT
     ids = np.full(MAX_BIAS, vocab, np.int32)
@@ -80,8 +90,8 @@ def seat_row(params: SamplingParams, tokens: list[int], n_prompt: int, vocab: in
 def greedy(logits: jax.Array) -> jax.Array:
     """First argmax of float32 [S, V] -> int32 [S]; -1 where the row's maximum is not finite.
 
-    Two maxima, the second over float32 ranks (exact below 2**24): XLA:CPU runs argmax's two-valued reduction one
-    element at a time, 3 times slower at [32, 49152].
+    Two maxima, the second over float32 ranks (exact below 2**24): XLA:CPU runs argmax's two-valued
+    reduction one element at a time, 3 times slower at [32, 49152].
     """
     vocab = logits.shape[-1]
     top = jnp.max(logits, axis=-1, keepdims=True)
@@ -91,7 +101,9 @@ def greedy(logits: jax.Array) -> jax.Array:
 
 
 class Rows(NamedTuple):
-    """The parameters of the logit rows, one array [S] each: float32, from top_k on int32, as in `engine.executor.inputs`."""
+    """The parameters of the logit rows, one array [S] each: float32, from top_k on int32, as in
+    `engine.executor.inputs`.
+    """
 
     temperature: jax.Array
     top_p: jax.Array
@@ -111,36 +123,54 @@ class Rows(NamedTuple):
         return (self.looks & bit) > 0
 
 
-def sample(logits: jax.Array, rows: Rows, state: SeatState,
-           cut: Threshold | None = None) -> tuple[Sampled, SeatState]:
-    """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where it has one."""
+def sample(
+    logits: jax.Array, rows: Rows, state: SeatState, cut: Threshold | None = None
+) -> tuple[Sampled, SeatState]:
+    """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where
+    it has one.
+    """
     shaped = shape_logits(logits, rows, state)
     chosen = greedy(shaped)
     by_chance = (rows.temperature > 0) & (chosen >= 0)
     cut = cut or threshold
-    tokens = jax.lax.cond(jnp.any(by_chance), lambda: jnp.where(by_chance, draw(shaped, rows, cut), chosen),
-                          lambda: chosen)
-    scores = jax.lax.cond(jnp.any(rows.looking(SCORED)), lambda: score(logits, tokens), lambda: no_scores(tokens))
+    tokens = jax.lax.cond(
+        jnp.any(by_chance),
+        lambda: jnp.where(by_chance, draw(shaped, rows, cut), chosen),
+        lambda: chosen,
+    )
+    scores = jax.lax.cond(
+        jnp.any(rows.looking(SCORED)), lambda: score(logits, tokens), lambda: no_scores(tokens)
+    )
     return Sampled(tokens, *scores), count_tokens(state, rows, tokens)
 
 
 def shape_logits(logits: jax.Array, rows: Rows, state: SeatState) -> jax.Array:
     """Logits [S, V] after penalties and biases, for the rows that have any."""
-    logits = jax.lax.cond(jnp.any(rows.looking(PENALISED)), lambda: penalise(logits, rows, state), lambda: logits)
-    return jax.lax.cond(jnp.any(rows.looking(BIASED)), lambda: add_bias(logits, rows, state), lambda: logits)
+    logits = jax.lax.cond(
+        jnp.any(rows.looking(PENALISED)), lambda: penalise(logits, rows, state), lambda: logits
+    )
+    return jax.lax.cond(
+        jnp.any(rows.looking(BIASED)), lambda: add_bias(logits, rows, state), lambda: logits
+    )
 
 
 def count_tokens(state: SeatState, rows: Rows, tokens: jax.Array) -> SeatState:
     """Count the sampled tokens [S] of penalised seats."""
     counted = rows.looking(PENALISED) & (tokens >= 0)
     seats = jnp.where(counted, rows.seats, state.counts.shape[0])  # M: dropped
-    counts = jax.lax.cond(jnp.any(counted), lambda c: c.at[seats, jnp.maximum(tokens, 0)].add(1, mode="drop"),
-                          lambda c: c, state.counts)
+    counts = jax.lax.cond(
+        jnp.any(counted),
+        lambda c: c.at[seats, jnp.maximum(tokens, 0)].add(1, mode="drop"),
+        lambda c: c,
+        state.counts,
+    )
     return state._replace(counts=counts)
 
 
 def penalise(logits: jax.Array, rows: Rows, state: SeatState) -> jax.Array:
-    """Repetition (arXiv 1909.05858: divide positive, multiply negative logits of seen tokens), presence, frequency."""
+    """Repetition (arXiv 1909.05858: divide positive, multiply negative logits of seen tokens),
+    presence, frequency.
+    """
     counts = jnp.where(rows.looking(PENALISED)[:, None], state.counts[rows.seats], 0)
     in_output = (counts & (IN_PROMPT - 1)).astype(jnp.float32)
     factor = jnp.where(counts != 0, rows.repetition[:, None], 1.0)
@@ -149,15 +179,21 @@ def penalise(logits: jax.Array, rows: Rows, state: SeatState) -> jax.Array:
 
 
 def add_bias(logits: jax.Array, rows: Rows, state: SeatState) -> jax.Array:
-    """Add each seat's entries that are still in force at the position the sampled token will have."""
-    live = rows.looking(BIASED)[:, None] & (rows.position[:, None] + 1 < state.bias_until[rows.seats])
+    """Add each seat's entries that are still in force at the position the sampled token will
+    have.
+    """
+    live = rows.looking(BIASED)[:, None] & (
+        rows.position[:, None] + 1 < state.bias_until[rows.seats]
+    )
     values = jnp.where(live, state.bias_values[rows.seats], 0.0)
     at = jnp.arange(logits.shape[0])[:, None]
     return logits.at[at, state.bias_ids[rows.seats]].add(values, mode="drop")
 
 
 def uniform(rows: Rows) -> jax.Array:
-    """One number in [0, 1) per row from seed and position alone: Threefry keyed by the seed, folded with position."""
+    """One number in [0, 1) per row from seed and position alone: Threefry keyed by the seed, folded
+    with position.
+    """
 
     def one(low: jax.Array, high: jax.Array, at: jax.Array) -> jax.Array:
         words = jax.lax.bitcast_convert_type(jnp.stack([high, low]), jnp.uint32)
@@ -168,22 +204,28 @@ def uniform(rows: Rows) -> jax.Array:
 
 
 def draw(logits: jax.Array, rows: Rows, cut: Threshold) -> jax.Array:
-    """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p -> int32 [S].
+    """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p ->
+    int32 [S].
 
     Tokens that tie with the last one kept are kept too.
     """
     scaled = logits / jnp.maximum(rows.temperature, 1e-5)[:, None]
     scaled -= jnp.max(scaled, axis=-1, keepdims=True)
     limited = (rows.top_k > 0) | (rows.top_p < 1.0)
-    floor = jax.lax.cond(jnp.any(limited), lambda: cut(scaled, rows.top_k, rows.top_p),
-                         lambda: jnp.full_like(rows.top_p, -jnp.inf))
+    floor = jax.lax.cond(
+        jnp.any(limited),
+        lambda: cut(scaled, rows.top_k, rows.top_p),
+        lambda: jnp.full_like(rows.top_p, -jnp.inf),
+    )
     least = jnp.where(rows.min_p > 0, jnp.log(rows.min_p), -jnp.inf)
     floor = jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
     return invert(jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0), uniform(rows))
 
 
 def threshold(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The smallest kept logit per row: from the best CANDIDATES where they decide, else by search over all."""
+    """The smallest kept logit per row: from the best CANDIDATES where they decide, else by search
+    over all.
+    """
     best = jax.lax.top_k(scaled, min(CANDIDATES, scaled.shape[-1]))[0]
     n = best.shape[-1]
     by_k = jnp.where((top_k > 0)[:, None], jnp.arange(n) < top_k[:, None], True)
@@ -195,25 +237,33 @@ def threshold(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
     decided = jnp.where(top_k > 0, inside_k, jnp.sum(mass, -1) >= top_p * whole)
     quick = jnp.min(jnp.where(kept, best, jnp.inf), axis=-1)
     undecided = ~decided & ((top_k > 0) | (top_p < 1.0))
-    return jax.lax.cond(jnp.any(undecided),
-                        lambda: jnp.where(undecided, search(scaled, top_k, top_p), quick), lambda: quick)
+    return jax.lax.cond(
+        jnp.any(undecided),
+        lambda: jnp.where(undecided, search(scaled, top_k, top_p), quick),
+        lambda: quick,
+    )
 
 
 def search(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """`threshold` for any k and p: bisect the ordered bits of float32, first by count, then by mass."""
+    """`threshold` for any k and p: bisect the ordered bits of float32, first by count, then by
+    mass.
+    """
     weights = jnp.exp(scaled)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[-1]), scaled.shape[-1])
     floor_k = bisect(lambda t: jnp.sum(scaled >= t[:, None], -1) >= k, scaled.shape[0])
     whole = jnp.sum(jnp.where(scaled >= floor_k[:, None], weights, 0.0), -1)
-    floor_p = bisect(lambda t: jnp.sum(jnp.where(scaled >= t[:, None], weights, 0.0), -1) >= top_p * whole,
-                     scaled.shape[0])
+    floor_p = bisect(
+        lambda t: jnp.sum(jnp.where(scaled >= t[:, None], weights, 0.0), -1) >= top_p * whole,
+        scaled.shape[0],
+    )
     return jnp.maximum(floor_k, jnp.where(top_p < 1.0, floor_p, -jnp.inf))
 
 
 def bisect(holds, rows: int) -> jax.Array:
     """The largest t <= 0 per row with holds(t), for holds that are true from -inf up to some point.
 
-    Floats up to 0 are ordered backwards by their magnitude bits, so 31 halvings of the bits end at the exact float.
+    Floats up to 0 are ordered backwards by their magnitude bits, so 31 halvings of the bits end at
+    the exact float.
     """
 
     def halve(_, span):
@@ -228,7 +278,9 @@ def bisect(holds, rows: int) -> jax.Array:
 
 
 def invert(weights: jax.Array, u: jax.Array) -> jax.Array:
-    """Inverse transform sampling: the token where the running sum of weights [S, V] passes u * total -> int32 [S]."""
+    """Inverse transform sampling: the token where the running sum of weights [S, V] passes u *
+    total -> int32 [S].
+    """
     rows, vocab = weights.shape
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % LANES))).reshape(rows, -1, LANES)
     sums = jnp.sum(padded, axis=-1)
@@ -238,7 +290,9 @@ def invert(weights: jax.Array, u: jax.Array) -> jax.Array:
 
 
 def pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First index whose running sum exceeds target [S], never one of weight 0; and what of target it leaves."""
+    """First index whose running sum exceeds target [S], never one of weight 0; and what of target
+    it leaves.
+    """
     running = jnp.cumsum(weights, axis=-1)
     positive = weights > 0
     last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
@@ -249,7 +303,9 @@ def pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def score(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities of tokens [S] and of the MAX_LOGPROBS best under the model's own distribution."""
+    """Log-probabilities of tokens [S] and of the MAX_LOGPROBS best under the model's own
+    distribution.
+    """
     total = jax.nn.logsumexp(logits, axis=-1)
     best, ids = top(logits, min(MAX_LOGPROBS, logits.shape[-1]))
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
@@ -259,8 +315,9 @@ def score(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, j
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of a step's scored prompt rows under the model's own distribution, in the order of
-    `StepInputs.score_rows`; zeros behind the last of them. NaN: the row's logits are not finite."""
+    """Log-probabilities of a step's scored prompt rows under the model's own distribution, in the
+    order of `StepInputs.score_rows`; zeros behind the last of them. NaN: the row's logits are not
+    finite."""
 
     logprobs: jax.Array  # float32 [T] of the tokens that follow
     top_ids: jax.Array  # int32 [T, MAX_LOGPROBS]
@@ -268,17 +325,25 @@ class Scores(NamedTuple):
 
 
 def score_rows_at_once(rows: int, vocab: int) -> int:
-    """How many of `rows` scored rows have their logits computed at a time: a power of two, or all."""
+    """How many of `rows` scored rows have their logits computed at a time: a power of two, or
+    all.
+    """
     most = max(1, SCORE_BYTES // (4 * vocab))
     return min(rows, 1 << (most.bit_length() - 1))
 
 
-def score_prompt(logits_of: Callable[[jax.Array], jax.Array], rows: jax.Array, tokens: jax.Array, count: jax.Array,
-                 block: int) -> Scores:
+def score_prompt(
+    logits_of: Callable[[jax.Array], jax.Array],
+    rows: jax.Array,
+    tokens: jax.Array,
+    count: jax.Array,
+    block: int,
+) -> Scores:
     """Score the first `count` of rows int32 [T], each against its entry of tokens int32 [T].
 
-    logits_of: row numbers int32 [block] -> their logits, float32 [block, V]. They are computed a block at a time, so
-    that a step without scored rows computes none, and the logits of a whole prompt never exist at once.
+    logits_of: row numbers int32 [block] -> their logits, float32 [block, V]. They are computed a
+    block at a time, so that a step without scored rows computes none, and the logits of a whole
+    prompt never exist at once.
     """
     size = rows.shape[0]
     spare = -size % block
@@ -288,30 +353,41 @@ def score_prompt(logits_of: Callable[[jax.Array], jax.Array], rows: jax.Array, t
         first = number * block
         at = jax.lax.dynamic_slice(rows, (first,), (block,))
         found = score(logits_of(at), jax.lax.dynamic_slice(tokens, (first,), (block,)))
-        return Scores(*(jax.lax.dynamic_update_slice(whole, part, (first, *[0] * (part.ndim - 1)))
-                        for whole, part in zip(scores, found, strict=True)))
+        return Scores(
+            *(
+                jax.lax.dynamic_update_slice(whole, part, (first, *[0] * (part.ndim - 1)))
+                for whole, part in zip(scores, found, strict=True)
+            )
+        )
 
     def all_blocks() -> Scores:
-        return jax.lax.fori_loop(0, (count + block - 1) // block, one_block, Scores(*no_scores(rows)))
+        return jax.lax.fori_loop(
+            0, (count + block - 1) // block, one_block, Scores(*no_scores(rows))
+        )
 
-    # XLA takes what does not change out of a loop, a copy of the output head among it: 90 ms of a step whose loop would
-    # not run once. It takes nothing out of a branch.
+    # XLA takes what does not change out of a loop, a copy of the output head among it: 90 ms of a
+    # step whose loop would not run once. It takes nothing out of a branch.
     scores = jax.lax.cond(count > 0, all_blocks, lambda: Scores(*no_scores(rows)))
     return Scores(*(column[:size] for column in scores))
 
 
 def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` of [S, V] -> (values [S, k], ids int32 [S, k]), ties by id: of the k blocks with the best maxima.
+    """`jax.lax.top_k` of [S, V] -> (values [S, k], ids int32 [S, k]), ties by id: of the k blocks
+    with the best maxima.
 
-    The k best lie in those blocks, since every block left out has k entries before its own best. A GPU sorts whole
-    rows for more than 16; here it sorts V / 128 maxima and 128 k entries.
+    The k best lie in those blocks, since every block left out has k entries before its own best. A
+    GPU sorts whole rows for more than 16; here it sorts V / 128 maxima and 128 k entries.
     """
     rows, vocab = logits.shape
-    padded = jnp.pad(logits, ((0, 0), (0, -vocab % LANES)), constant_values=-jnp.inf).reshape(rows, -1, LANES)
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % LANES)), constant_values=-jnp.inf).reshape(
+        rows, -1, LANES
+    )
     if padded.shape[1] <= k:
         return jax.lax.top_k(logits, k)
     blocks = jnp.sort(jax.lax.top_k(jnp.max(padded, axis=-1), k)[1], axis=-1)
-    best, at = jax.lax.top_k(jnp.take_along_axis(padded, blocks[:, :, None], axis=1).reshape(rows, -1), k)
+    best, at = jax.lax.top_k(
+        jnp.take_along_axis(padded, blocks[:, :, None], axis=1).reshape(rows, -1), k
+    )
     return best, jnp.take_along_axis(blocks, at // LANES, axis=-1) * LANES + at % LANES
 
 

@@ -1,4 +1,6 @@
-"""Weights into a model: one tensor at a time from the file, to the device, into its place and its scheme."""
+"""Weights into a model: one tensor at a time from the file, to the device, into its place and its
+scheme.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,16 @@ log = logging.getLogger("jitney.core")
 
 #: Block formats of GGUF that stay in 4 bits.
 GGUF_FORMATS: dict[str, Callable[[jax.Array], Kept]] = {
-    "Q4_0": packed.q4_0, "Q4_1": packed.q4_1, "Q4_K": packed.q4_k}
+    "Q4_0": packed.q4_0,
+    "Q4_1": packed.q4_1,
+    "Q4_K": packed.q4_k,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How matrices are kept. scheme: what floats are rounded to. stay: schemes in which a matrix that the checkpoint
-    itself holds in that scheme stays as it is, number for number."""
+    """How matrices are kept. scheme: what floats are rounded to. stay: schemes in which a matrix
+    that the checkpoint itself holds in that scheme stays as it is, number for number."""
 
     scheme: str = "plain"
     stay: frozenset[str] = frozenset()
@@ -100,13 +105,21 @@ class LlamaGGUF(BlockGGUF):
         return rows if heads is None else half_split(rows, heads)
 
 
-def load_model(source: ModelSource, config: ModelConfig, dtype: DType = jnp.float32, progress: Progress | None = None,
-               *, keeping: Keeping = Keeping(), mesh: Mesh | None = None) -> Llama:
-    """The model with its weights on the default device, or split over a mesh; what is not quantised is in `dtype`.
+def load_model(
+    source: ModelSource,
+    config: ModelConfig,
+    dtype: DType = jnp.float32,
+    progress: Progress | None = None,
+    *,
+    keeping: Keeping = Keeping(),
+    mesh: Mesh | None = None,
+) -> Llama:
+    """The model with its weights on the default device, or split over a mesh; what is not quantised
+    is in `dtype`.
 
-    progress("weights", tensors done, tensors in all, "") is called after each tensor. Raises ModelError naming every
-    missing, unexpected and misshapen tensor, ConfigError where the scheme does not fit the model. Host memory: one
-    tensor; device: the weights and one tensor more.
+    progress("weights", tensors done, tensors in all, "") is called after each tensor. Raises
+    ModelError naming every missing, unexpected and misshapen tensor, ConfigError where the scheme
+    does not fit the model. Host memory: one tensor; device: the weights and one tensor more.
     """
     shares = None if mesh is None else Shares(config, mesh)
     if source.kind == "tiny":
@@ -127,18 +140,27 @@ def load_model(source: ModelSource, config: ModelConfig, dtype: DType = jnp.floa
 def open_checkpoint(source: ModelSource, config: ModelConfig) -> tuple[Checkpoint, names.Dialect]:
     """The tensors of a source, and the names they go by."""
     if source.kind == "hf":
-        packing = read_packing(read_json(FilePath(source.path), "config.json").get("quantization_config"))
+        packing = read_packing(
+            read_json(FilePath(source.path), "config.json").get("quantization_config")
+        )
         if packing is None:
             return PlainFolder(source.path), names.HF
-        wanted = {piece.name for target in names.targets(config, names.HF) for piece in target.pieces}
+        wanted = {
+            piece.name for target in names.targets(config, names.HF) for piece in target.pieces
+        }
         return QuantisedFolder(source.path, packing, wanted), names.HF
     if config.architecture == "llama":
         return LlamaGGUF(source.path, config), names.GGUF
     return BlockGGUF(source.path), names.GGUF
 
 
-def place(checkpoint: Checkpoint, target: names.Target, dtype: DType, keeping: Keeping,
-          shares: Shares | None) -> dict[Path, jax.Array]:
+def place(
+    checkpoint: Checkpoint,
+    target: names.Target,
+    dtype: DType,
+    keeping: Keeping,
+    shares: Shares | None,
+) -> dict[Path, jax.Array]:
     """The arrays of one of our tensors, on the default device or in shares."""
     kept = as_stored(checkpoint, target, keeping) if target.path[-1] == "kernel" else None
     if kept is None and (keeping.scheme == "plain" or target.path[-1] != "kernel"):
@@ -148,8 +170,12 @@ def place(checkpoint: Checkpoint, target: names.Target, dtype: DType, keeping: K
     return shared(named(target.path, kept), shares)
 
 
-def rounded(path: Path, floats: jax.Array, dtype: DType, keeping: Keeping, shares: Shares | None) -> Kept:
-    """A matrix [I, O] in the scheme; groups of int4 are so small that each device has whole ones."""
+def rounded(
+    path: Path, floats: jax.Array, dtype: DType, keeping: Keeping, shares: Shares | None
+) -> Kept:
+    """A matrix [I, O] in the scheme; groups of int4 are so small that each device has whole
+    ones.
+    """
     split = shares.mesh.size if shares is not None and set(BY_INPUTS) & set(path) else 1
     group = group_size(floats.shape[0] // split) if keeping.scheme == "int4" else 0
     return keep(floats, scheme=keeping.scheme, dtype=dtype, group=group)
@@ -157,12 +183,18 @@ def rounded(path: Path, floats: jax.Array, dtype: DType, keeping: Keeping, share
 
 def named(path: Path, kept: Kept) -> dict[Path, jax.Array]:
     """The arrays of a matrix by their own paths; path: of its kernel."""
-    return {(*path[:-1], name): array for name, array in kept._asdict().items() if array is not None}
+    return {
+        (*path[:-1], name): array for name, array in kept._asdict().items() if array is not None
+    }
 
 
 def shared(arrays: dict[Path, jax.Array], shares: Shares | None) -> dict[Path, jax.Array]:
     """Whole arrays, every device holding its share."""
-    return arrays if shares is None else {path: shares.place(path, array) for path, array in arrays.items()}
+    return (
+        arrays
+        if shares is None
+        else {path: shares.place(path, array) for path, array in arrays.items()}
+    )
 
 
 def as_stored(checkpoint: Checkpoint, target: names.Target, keeping: Keeping) -> Kept | None:
@@ -176,19 +208,25 @@ def as_stored(checkpoint: Checkpoint, target: names.Target, keeping: Keeping) ->
     return packed.stack(parts) if parts else None
 
 
-def fused(checkpoint: Checkpoint, target: names.Target, dtype: DType, shares: Shares | None = None) -> jax.Array:
+def fused(
+    checkpoint: Checkpoint, target: names.Target, dtype: DType, shares: Shares | None = None
+) -> jax.Array:
     """One of our tensors in floats; with shares, each goes straight from the host to its device."""
     parts = [checkpoint.read(piece.name) for piece in target.pieces]
     finish = partial(fuse, dtype=jnp.dtype(dtype), transpose=target.transpose)
     if shares is None:
         return finish([jnp.asarray(part) for part in parts])
     stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return shares.send(target.path, stored, lambda part: finish([part]), transposed=target.transpose)
+    return shares.send(
+        target.path, stored, lambda part: finish([part]), transposed=target.transpose
+    )
 
 
 @partial(jax.jit, static_argnames=("dtype", "transpose"))
 def fuse(parts: list[jax.Array], *, dtype: np.dtype, transpose: bool) -> jax.Array:
-    """Parts [O_i, I] -> [sum O_i, I], or [I, sum O_i] if transposed, in dtype; on the device, by all its threads."""
+    """Parts [O_i, I] -> [sum O_i, I], or [I, sum O_i] if transposed, in dtype; on the device, by
+    all its threads.
+    """
     whole = jnp.concatenate(parts).astype(dtype)
     return whole.T if transpose else whole
 
@@ -216,36 +254,53 @@ def member(module: Any, name: str | int) -> Any:
     return module[name] if isinstance(name, int) else getattr(module, name)
 
 
-def random_tiny(config: ModelConfig, dtype: DType, keeping: Keeping, shares: Shares | None) -> Llama:
+def random_tiny(
+    config: ModelConfig, dtype: DType, keeping: Keeping, shares: Shares | None
+) -> Llama:
     """The random model, kept and shared as a loaded one would be."""
     arrays: dict[Path, jax.Array] = {}
     for path, leaf in flat_leaves(nnx.state(random_model(config, dtype=dtype))):
         whole = leaf[...]
-        parts = named(path, rounded(path, whole, dtype, keeping, shares)) if path[-1] == "kernel" else {path: whole}
+        parts = (
+            named(path, rounded(path, whole, dtype, keeping, shares))
+            if path[-1] == "kernel"
+            else {path: whole}
+        )
         arrays |= shared(parts, shares)
     return assemble(config if shares is None else shares.own, dtype, arrays)
 
 
 def describe_weights(model: Llama, source: ModelSource | None = None) -> str:
-    """How the matrices are kept: a scheme, or dtype, or several of them with their counts. Where floats were made of a
-    GGUF file's blocks it says of which: in float32 they are exact, which is another model than the same rounded."""
-    kinds = Counter(linear.kept.scheme if linear.scale is not None else str(linear.kept.kernel.dtype)
-                    for linear in model.linears())
+    """How the matrices are kept: a scheme, or dtype, or several of them with their counts. Where
+    floats were made of a GGUF file's blocks it says of which: in float32 they are exact, which is
+    another model than the same rounded."""
+    kinds = Counter(
+        linear.kept.scheme if linear.scale is not None else str(linear.kept.kernel.dtype)
+        for linear in model.linears()
+    )
     if len(kinds) > 1:
         return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())
     kind = next(iter(kinds))
     stored = "" if source is None else stored_blocks(source)
     if not stored or kind not in ("float32", "bfloat16"):
         return kind
-    return f"float32, not rounded, from {stored}" if kind == "float32" else f"bfloat16, rounded from {stored}"
+    return (
+        f"float32, not rounded, from {stored}"
+        if kind == "float32"
+        else f"bfloat16, rounded from {stored}"
+    )
 
 
 def stored_blocks(source: ModelSource) -> str:
-    """The commonest block format of a GGUF file's matrices, such as Q4_1; empty where they are floats."""
+    """The commonest block format of a GGUF file's matrices, such as Q4_1; empty where they are
+    floats.
+    """
     if source.kind != "gguf":
         return ""
     from gguf import GGMLQuantizationType
 
-    kinds = Counter(tensor.kind for tensor in GGUFFile(source.path).tensors.values() if len(tensor.shape) == 2)
+    kinds = Counter(
+        tensor.kind for tensor in GGUFFile(source.path).tensors.values() if len(tensor.shape) == 2
+    )
     name = GGMLQuantizationType(kinds.most_common(1)[0][0]).name if kinds else ""
     return "" if name in ("F32", "F16", "BF16", "F64") else name

@@ -1,7 +1,9 @@
-"""From the bits of quantised checkpoints to `Kept`, number for number: no weight is rounded on the way.
+"""From the bits of quantised checkpoints to `Kept`, number for number: no weight is rounded on the
+way.
 
-Each function takes a matrix of O outputs and I inputs as its format stores it, and runs on the device. Codes of 4 bits
-are regrouped as `jitney.kernels.int4.Int4` wants them: row r of a group of R inputs holds inputs r and r + R // 2.
+Each function takes a matrix of O outputs and I inputs as its format stores it, and runs on the
+device. Codes of 4 bits are regrouped as `jitney.kernels.int4.Int4` wants them: row r of a group of
+R inputs holds inputs r and r + R // 2.
 """
 
 from __future__ import annotations
@@ -24,38 +26,50 @@ WHOLE_GROUP = 128
 
 @jax.jit
 def q4_0(rows: jax.Array) -> Kept:
-    """GGUF Q4_0, uint8 [O, I / 32 * 18]: per 32 inputs a float16 step and 16 bytes, numbers (code - 8) * step."""
+    """GGUF Q4_0, uint8 [O, I / 32 * 18]: per 32 inputs a float16 step and 16 bytes, numbers (code -
+    8) * step.
+    """
     blocks = rows.reshape(len(rows), -1, 18)
     return Kept(block_codes(blocks[..., 2:]), float16(blocks[..., :2]))
 
 
 @jax.jit
 def q4_1(rows: jax.Array) -> Kept:
-    """GGUF Q4_1, uint8 [O, I / 32 * 20]: per 32 inputs a float16 step and low and 16 bytes: code * step + low."""
+    """GGUF Q4_1, uint8 [O, I / 32 * 20]: per 32 inputs a float16 step and low and 16 bytes: code *
+    step + low.
+    """
     blocks = rows.reshape(len(rows), -1, 20)
-    return Kept(block_codes(blocks[..., 4:]), float16(blocks[..., :2]), lows=float16(blocks[..., 2:4]))
+    return Kept(
+        block_codes(blocks[..., 4:]), float16(blocks[..., :2]), lows=float16(blocks[..., 2:4])
+    )
 
 
 @jax.jit
 def q4_k(rows: jax.Array) -> Kept:
-    """GGUF Q4_K, uint8 [O, I / 256 * 144]: eight groups of 32 inputs share two float16 factors of their 6-bit steps
-    and lows; the products of those do not fit float16, so they are kept in float32."""
+    """GGUF Q4_K, uint8 [O, I / 256 * 144]: eight groups of 32 inputs share two float16 factors of
+    their 6-bit steps and lows; the products of those do not fit float16, so they are kept in
+    float32."""
     blocks = rows.reshape(len(rows), -1, 144)
-    factors = jax.lax.bitcast_convert_type(blocks[..., :4].reshape(*blocks.shape[:2], 2, 2), jnp.float16)
+    factors = jax.lax.bitcast_convert_type(
+        blocks[..., :4].reshape(*blocks.shape[:2], 2, 2), jnp.float16
+    )
     steps, lows = six_bits(blocks[..., 4:16])
     scale = factors[..., :1].astype(jnp.float32) * steps
     low = -factors[..., 1:].astype(jnp.float32) * lows
     pairs = blocks[..., 16:].reshape(*blocks.shape[:2], SUPER // GROUP // 2, 1, GROUP)
     codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(len(rows), -1, 2, GROUP // 2)
-    return Kept(block_codes(codes[:, :, 0] | codes[:, :, 1] << 4), scale.reshape(len(rows), -1).T,
-                lows=low.reshape(len(rows), -1).T)
+    return Kept(
+        block_codes(codes[:, :, 0] | codes[:, :, 1] << 4),
+        scale.reshape(len(rows), -1).T,
+        lows=low.reshape(len(rows), -1).T,
+    )
 
 
 def six_bits(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[..., 12] bytes of Q4_K -> (steps [..., 8], lows [..., 8]), 0..63 as float32.
 
-    The first four of each are the low bits of bytes 0..3 and 4..7; the last four are the halves of bytes 8..11, under
-    the two highest bits of the bytes before.
+    The first four of each are the low bits of bytes 0..3 and 4..7; the last four are the halves of
+    bytes 8..11, under the two highest bits of the bytes before.
     """
     first, second, third = (packed[..., i : i + 4] for i in (0, 4, 8))
     steps = jnp.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
@@ -64,7 +78,9 @@ def six_bits(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def block_codes(codes: jax.Array) -> jax.Array:
-    """Bytes [O, G, 16], a group's inputs j and j + 16 in each -> uint8 [I // 2, O]: GGUF's blocks are our groups."""
+    """Bytes [O, G, 16], a group's inputs j and j + 16 in each -> uint8 [I // 2, O]: GGUF's blocks
+    are our groups.
+    """
     return codes.reshape(len(codes), -1).T
 
 
@@ -86,16 +102,21 @@ def gptq(words: jax.Array, zero_words: jax.Array, scales: jax.Array, zero_offset
 
 @jax.jit
 def awq(words: jax.Array, zero_words: jax.Array, scales: jax.Array) -> Kept:
-    """AWQ (gemm): words int32 [I, O / 8] and zero_words int32 [G, O / 8], eight outputs each; scales [G, O]."""
+    """AWQ (gemm): words int32 [I, O / 8] and zero_words int32 [G, O / 8], eight outputs each;
+    scales [G, O].
+    """
     back = jnp.argsort(jnp.array(AWQ_ORDER))
-    codes, zeros = (nibbles(array)[..., back].reshape(len(array), -1) for array in (words, zero_words))
+    codes, zeros = (
+        nibbles(array)[..., back].reshape(len(array), -1) for array in (words, zero_words)
+    )
     return grouped(codes, scales, zeros)
 
 
 @jax.jit
 def packed_rows(words: jax.Array, zero_words: jax.Array | None, scales: jax.Array) -> Kept:
-    """compressed-tensors: words int32 [O, I / 8], eight inputs each, numbers less the least one; scales [O, G];
-    zero_words int32 [O / 8, G], eight outputs each, None where groups are symmetric."""
+    """compressed-tensors: words int32 [O, I / 8], eight inputs each, numbers less the least one;
+    scales [O, G]; zero_words int32 [O / 8, G], eight outputs each, None where groups are
+    symmetric."""
     codes = nibbles(words).reshape(len(words), -1).T
     zeros = None
     if zero_words is not None:
@@ -116,10 +137,15 @@ def nibbles(words: jax.Array) -> jax.Array:
 
 
 def grouped(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> Kept:
-    """codes uint8 [I, O], scales and zeros [G, O] -> int4; one group for all inputs becomes several alike."""
+    """codes uint8 [I, O], scales and zeros [G, O] -> int4; one group for all inputs becomes several
+    alike.
+    """
     if len(scales) == 1 and len(codes) > WHOLE_GROUP:
         times = len(codes) // WHOLE_GROUP
-        scales, zeros = jnp.repeat(scales, times, 0), None if zeros is None else jnp.repeat(zeros, times, 0)
+        scales, zeros = (
+            jnp.repeat(scales, times, 0),
+            None if zeros is None else jnp.repeat(zeros, times, 0),
+        )
     halves = codes.reshape(len(scales), 2, -1, codes.shape[1])
     return Kept((halves[:, 0] | halves[:, 1] << 4).reshape(-1, codes.shape[1]), scales, zeros)
 
@@ -139,7 +165,9 @@ def join(parts: list[Kept]) -> Kept:
 
 
 def with_lows(part: Kept) -> Kept:
-    """int4 without zero points as int4 with lows, if that is exact: -8 steps, a matter of the exponent."""
+    """int4 without zero points as int4 with lows, if that is exact: -8 steps, a matter of the
+    exponent.
+    """
     if part.scheme != "int4" or part.zeros is not None or part.lows is not None:
         return part
     return part._replace(lows=-MIDDLE * part.scale)

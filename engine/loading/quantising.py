@@ -1,4 +1,6 @@
-"""Which scheme and which KV type a configuration means on a device, and the factors of quantised KV."""
+"""Which scheme and which KV type a configuration means on a device, and the factors of quantised
+KV.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ log = logging.getLogger("jitney.core")
 
 #: Compute capability from which NVIDIA GPUs convert fp8.
 FP8_CAPABILITY = 8.9
-#: Read once to see how large keys and values become: prose, numbers, code and a list, as prompts have them.
+#: Read once to see how large keys and values become: prose, numbers, code and a list, as prompts
+#: have them.
 TEXT = """The ferry leaves the old harbour at seven, turns north past the lighthouse and reaches the island in about
 forty minutes, if the wind is kind. On board there is coffee, a shelf of borrowed paperbacks and, most days, a dog.
 "Do you come here often?" asked the man with the green umbrella. She laughed. "Every Tuesday, for eleven years!"
@@ -43,15 +46,15 @@ To bake the bread:
 Question: why does ice float? Answer: water expands by about nine percent when it freezes, so a block of ice weighs less
 than the water it pushes aside. In short, rho_ice = 917 kg/m^3 < rho_water = 1000 kg/m^3.
 {"name": "sensor-7", "values": [0.12, -3.4, 1e-6, 250000], "ok": true, "x": null} <p class="x">Zürich, 東京, naïve</p>
-"""
+"""  # noqa: E501 - factors of checkpoints rest on these very lines
 
 
 def choose_keeping(weights: str, platform: str, kernels: KernelSet) -> Keeping:
     """How matrices are kept under `weights`, one of the configuration's words.
 
-    auto leaves quantised matrices of a checkpoint as they are where the device's products do: XLA widens 8 bits within
-    the product on GPUs and TPUs, 4 bits need a kernel. A CPU would write them out as floats in every step, so there
-    they become floats once.
+    auto leaves quantised matrices of a checkpoint as they are where the device's products do: XLA
+    widens 8 bits within the product on GPUs and TPUs, 4 bits need a kernel. A CPU would write them
+    out as floats in every step, so there they become floats once.
     """
     if weights != "auto":
         return Keeping(weights, frozenset({weights} - {"plain"}))
@@ -64,14 +67,26 @@ def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
     if name == "auto":
         return dtype
     capability = str(getattr(device, "compute_capability", ""))
-    if name == "fp8" and device.platform in ("gpu", "cuda") and capability and float(capability) < FP8_CAPABILITY:
-        raise ConfigError(f"kv_dtype fp8 needs compute capability {FP8_CAPABILITY}; this {device.device_kind} has "
-                          f"{capability}: use int8")
+    if (
+        name == "fp8"
+        and device.platform in ("gpu", "cuda")
+        and capability
+        and float(capability) < FP8_CAPABILITY
+    ):
+        raise ConfigError(
+            f"kv_dtype fp8 needs compute capability {FP8_CAPABILITY}; this {device.device_kind} "
+            "has "
+            f"{capability}: use int8"
+        )
     return KV_TYPES[name]
 
 
-def hold_factors(model: Llama, source: ModelSource, kv_dtype: Any, mesh: Mesh | None = None) -> None:
-    """Give the model factors for its quantised pools: the checkpoint's own, else those that TEXT leads to."""
+def hold_factors(
+    model: Llama, source: ModelSource, kv_dtype: Any, mesh: Mesh | None = None
+) -> None:
+    """Give the model factors for its quantised pools: the checkpoint's own, else those that TEXT
+    leads to.
+    """
     stored = stored_limits(source)
     if stored is not None:
         log.info("KV factors: as the checkpoint has them")
@@ -82,12 +97,16 @@ def hold_factors(model: Llama, source: ModelSource, kv_dtype: Any, mesh: Mesh | 
         model.hold_kv_scales(scales)
         return
     tokens = load_tokenizer(source).encode(TEXT)
-    calibrate(model, [token for token in tokens if token < source.config.vocab_size], kv_dtype, mesh)
+    calibrate(
+        model, [token for token in tokens if token < source.config.vocab_size], kv_dtype, mesh
+    )
     log.info("KV factors: from %d tokens of the built-in text", len(tokens))
 
 
 def stored_limits(source: ModelSource) -> list[Any] | None:
-    """Largest magnitudes that a checkpoint states for each layer's KV heads, [2K] each, None if it states none."""
+    """Largest magnitudes that a checkpoint states for each layer's KV heads, [2K] each, None if it
+    states none.
+    """
     checkpoint = open_checkpoint(source, source.config)[0] if source.kind == "hf" else None
     if not isinstance(checkpoint, QuantisedFolder):
         return None

@@ -1,7 +1,8 @@
-"""Layers shared by all models: every norm and rotation of the engine, and every product with weights, is called here.
+"""Layers shared by all models: every norm and rotation of the engine, and every product with
+weights, is called here.
 
-Axes: T tokens, E embed, H query heads, K KV heads, D head dim, F feed-forward, I and O any input and output size.
-dtype in equals dtype out; sums, norms and rotations are computed in float32.
+Axes: T tokens, E embed, H query heads, K KV heads, D head dim, F feed-forward, I and O any input
+and output size. dtype in equals dtype out; sums, norms and rotations are computed in float32.
 """
 
 from __future__ import annotations
@@ -23,21 +24,35 @@ DType = Any
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) -> jax.Array:
-    """Random weights, drawn in float32 whatever the dtype: a bfloat16 model is the float32 one, rounded."""
+    """Random weights, drawn in float32 whatever the dtype: a bfloat16 model is the float32 one,
+    rounded.
+    """
     return (spread * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
 
 
 class Linear(nnx.Module):
-    """A matrix [I, O] in one of the schemes of `jitney.engine.models.quantization`, and bias [O] or None.
+    """A matrix [I, O] in one of the schemes of `jitney.engine.models.quantization`, and bias [O] or
+    None.
 
-    kernel, scale, zeros, lows: the arrays of `Kept`. Random ones are plain until `hold` replaces them. summed: the
-    inputs are split over devices, and so the products are summed over them (in x's dtype) before the bias.
+    kernel, scale, zeros, lows: the arrays of `Kept`. Random ones are plain until `hold` replaces
+    them. summed: the inputs are split over devices, and so the products are summed over them (in
+    x's dtype) before the bias.
     """
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: DType, rngs: nnx.Rngs,
-                 summed: bool = False):
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        *,
+        bias: bool,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        summed: bool = False,
+    ):
         self.summed = summed
-        spread = 1.5 / math.sqrt(size_in)  # keeps random models lively: the top two logits stay well apart
+        spread = 1.5 / math.sqrt(
+            size_in
+        )  # keeps random models lively: the top two logits stay well apart
         self.kernel = nnx.Param(normal(rngs, (size_in, size_out), spread, dtype))
         self.scale: nnx.Param | None = None
         self.zeros: nnx.Param | None = None
@@ -49,32 +64,46 @@ class Linear(nnx.Module):
         dtype = dtype or x.dtype
         if self.bias is None and not self.summed:
             return product(x, self.kept, kernels, dtype)
-        y = total(product(x, self.kept, kernels, x.dtype)) if self.summed else product(x, self.kept, kernels)
+        y = (
+            total(product(x, self.kept, kernels, x.dtype))
+            if self.summed
+            else product(x, self.kept, kernels)
+        )
         if self.bias is not None:
             y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(dtype)
 
     def gated(self, x: jax.Array, kernels: Kernels) -> jax.Array:
-        """x [T, I] -> silu(first half of the outputs) * the other half, [T, O // 2] in x's dtype."""
+        """x [T, I] -> silu(first half of the outputs) * the other half, [T, O // 2] in x's
+        dtype.
+        """
         if self.bias is None and self.scale is None:
             return kernels.gated(x, self.kernel[...])
         return gate(self(x, kernels, jnp.float32), x.dtype)
 
     def arrange(self, arrange: Arrange, parts: int) -> None:
-        """Lay a plain matrix out as a kernel set wants it; parts: 2 if `gated` will be called, else 1."""
+        """Lay a plain matrix out as a kernel set wants it; parts: 2 if `gated` will be called, else
+        1.
+        """
         if self.kept.scheme == "plain":
             self.kernel = nnx.Param(arrange(self.kernel[...], parts))
 
     @property
     def kept(self) -> Kept:
         """The matrix as it is kept."""
-        return Kept(self.kernel[...], *(None if param is None else param[...]
-                                        for param in (self.scale, self.zeros, self.lows)))
+        return Kept(
+            self.kernel[...],
+            *(
+                None if param is None else param[...]
+                for param in (self.scale, self.zeros, self.lows)
+            ),
+        )
 
     def hold(self, kept: Kept) -> None:
         """Replace the matrix, and with it the scheme."""
         for name, array in kept._asdict().items():
-            # nnx fixes an attribute without arrays as such when it is first set; data() says that it may change.
+            # nnx fixes an attribute without arrays as such when it is first set; data() says that
+            # it may change.
             setattr(self, name, None if array is None else nnx.data(nnx.Param(array)))
 
 
@@ -122,8 +151,9 @@ def inverse_frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
 
 
 def llama3_frequencies(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Llama 3.1: a pair that turns less than `low` times in the trained context is slowed by `factor`, one that turns
-    more than `high` times is kept, the others are blended linearly in their number of turns."""
+    """Llama 3.1: a pair that turns less than `low` times in the trained context is slowed by
+    `factor`, one that turns more than `high` times is kept, the others are blended linearly in
+    their number of turns."""
     turns = scaling.original_context * plain / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = jnp.clip(keep, 0.0, 1.0)
@@ -131,11 +161,17 @@ def llama3_frequencies(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
 
 
 def yarn_frequencies(plain: jax.Array, scaling: RopeScaling, config: ModelConfig) -> jax.Array:
-    """YaRN (arXiv 2309.00071, section 3.2): blend by pair index between the pairs of beta_fast and beta_slow turns."""
+    """YaRN (arXiv 2309.00071, section 3.2): blend by pair index between the pairs of beta_fast and
+    beta_slow turns.
+    """
     dim = config.head_dim
 
     def pair_turning(times: float) -> float:
-        return dim * math.log(scaling.original_context / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return (
+            dim
+            * math.log(scaling.original_context / (times * 2 * math.pi))
+            / (2 * math.log(config.rope_theta))
+        )
 
     low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
     if scaling.truncate:
@@ -147,7 +183,8 @@ def yarn_frequencies(plain: jax.Array, scaling: RopeScaling, config: ModelConfig
 
 
 def rotary(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """positions int32 [T] -> cos and sin, float32 [T, 1, D // 2]; once per step, shared by all layers.
+    """positions int32 [T] -> cos and sin, float32 [T, 1, D // 2]; once per step, shared by all
+    layers.
 
     The barrier keeps it once: XLA would rather fuse the sines into every rotation of every layer.
     """
@@ -157,6 +194,8 @@ def rotary(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Ar
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate pairs (j, j + D/2) of x [T, heads, D]; cos and sin [T, 1, D // 2] -> [T, heads, D] in x's dtype."""
+    """Rotate pairs (j, j + D/2) of x [T, heads, D]; cos and sin [T, 1, D // 2] -> [T, heads, D] in
+    x's dtype.
+    """
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

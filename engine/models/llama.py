@@ -1,7 +1,8 @@
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2): one module, told apart by its configuration.
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2): one module, told apart by its
+configuration.
 
-The module holds weights only. KV pages, batch and attention come in as arguments, so the same object serves every
-platform and every test.
+The module holds weights only. KV pages, batch and attention come in as arguments, so the same
+object serves every platform and every test.
 """
 
 from __future__ import annotations
@@ -32,40 +33,77 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DType, rngs: nnx.Rngs):
-        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self.n_heads, self.n_kv_heads, self.head_dim = (
+            config.n_heads,
+            config.n_kv_heads,
+            config.head_dim,
+        )
         self.window = config.windows[layer]
         inner = config.n_heads * config.head_dim
-        self.qkv = Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.o = Linear(inner, config.hidden_size, bias=config.o_bias, dtype=dtype, rngs=rngs,
-                        summed=config.shards > 1)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_eps, dtype=dtype) if config.qk_norm else None
+        self.qkv = Linear(
+            config.hidden_size, config.qkv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs
+        )
+        self.o = Linear(
+            inner,
+            config.hidden_size,
+            bias=config.o_bias,
+            dtype=dtype,
+            rngs=rngs,
+            summed=config.shards > 1,
+        )
+        self.q_norm = (
+            RMSNorm(config.head_dim, config.rms_eps, dtype=dtype) if config.qk_norm else None
+        )
+        self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_eps, dtype=dtype) if config.qk_norm else None
+        )
         self.kv_scales: nnx.Param | None = None
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, meta: AttentionMeta,
-                 kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        kv: jax.Array,
+        meta: AttentionMeta,
+        kernels: Kernels,
+    ) -> tuple[jax.Array, jax.Array]:
         """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
         heads = self.qkv(x, kernels).reshape(x.shape[0], -1, self.head_dim)
-        factors: dict[str, Any] = {} if self.kv_scales is None else {"kv_scales": self.kv_scales[...]}
+        factors: dict[str, Any] = (
+            {} if self.kv_scales is None else {"kv_scales": self.kv_scales[...]}
+        )
         options: dict[str, Any] = {"scale": self.head_dim**-0.5, "window": self.window, **factors}
         if kernels.rotate_and_write is None:
-            o, kv = kernels.paged_attention(*self.rotated(heads, rope, kernels), kv, meta, **options)
+            o, kv = kernels.paged_attention(
+                *self.rotated(heads, rope, kernels), kv, meta, **options
+            )
         else:
             q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
             o = kernels.attend(q, kv, meta, **options)
         return self.o(o.reshape(x.shape[0], -1), kernels), kv
 
-    def rotated(self, heads: jax.Array, rope: tuple[jax.Array, jax.Array],
-                kernels: Kernels) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """heads [T, H + 2K, D] -> q [T, H, D] and k [T, K, D], normed and rotated, and v [T, K, D]."""
+    def rotated(
+        self, heads: jax.Array, rope: tuple[jax.Array, jax.Array], kernels: Kernels
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """heads [T, H + 2K, D] -> q [T, H, D] and k [T, K, D], normed and rotated, and v [T, K,
+        D].
+        """
         q, k, v = jnp.split(heads, [self.n_heads, self.n_heads + self.n_kv_heads], axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
         return rotate(q, *rope), rotate(k, *rope), v
 
-    def write(self, heads: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, meta: AttentionMeta,
-              rotate_and_write: RotateAndWrite) -> tuple[jax.Array, jax.Array]:
-        """heads [T, H + 2K, D] -> (q [T, H, D], kv with the keys and values), by one kernel that norms and rotates."""
+    def write(
+        self,
+        heads: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        kv: jax.Array,
+        meta: AttentionMeta,
+        rotate_and_write: RotateAndWrite,
+    ) -> tuple[jax.Array, jax.Array]:
+        """heads [T, H + 2K, D] -> (q [T, H, D], kv with the keys and values), by one kernel that
+        norms and rotates.
+        """
         if self.q_norm is None or self.k_norm is None:
             return rotate_and_write(heads, rope, kv, meta)
         norms = self.q_norm.weight[...], self.k_norm.weight[...]
@@ -81,8 +119,14 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array, meta: AttentionMeta,
-                 kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        kv: jax.Array,
+        meta: AttentionMeta,
+        kernels: Kernels,
+    ) -> tuple[jax.Array, jax.Array]:
         """x [T, E], kv [N, page, 2K, D] -> ([T, E], kv)."""
         o, kv = self.attention(self.attention_norm(x, kernels), rope, kv, meta, kernels)
         x = x + o
@@ -90,19 +134,29 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """embed [V, E], L blocks, a final norm, and lm_head [E, V] unless the embedding serves as one."""
+    """embed [V, E], L blocks, a final norm, and lm_head [E, V] unless the embedding serves as
+    one.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
         self.config = config
         self.embed = nnx.Param(normal(rngs, (config.vocab_share, config.hidden_size), 1.0, dtype))
-        self.layers = nnx.List([Block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.n_layers)])
+        self.layers = nnx.List(
+            [Block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.n_layers)]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, dtype=dtype)
-        self.lm_head = (None if config.tie_embeddings else
-                        Linear(config.hidden_size, config.vocab_share, bias=False, dtype=dtype, rngs=rngs))
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.hidden_size, config.vocab_share, bias=False, dtype=dtype, rngs=rngs)
+        )
 
-    def __call__(self, tokens: jax.Array, kv: list[jax.Array], meta: AttentionMeta,
-                 kernels: Kernels) -> tuple[jax.Array, list[jax.Array]]:
-        """tokens int32 [T], kv L times [N, page, 2K, D] -> (hidden [T, E] before the final norm, kv)."""
+    def __call__(
+        self, tokens: jax.Array, kv: list[jax.Array], meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """tokens int32 [T], kv L times [N, page, 2K, D] -> (hidden [T, E] before the final norm,
+        kv).
+        """
         x = self.embedded(tokens)
         rope = rotary(meta.positions, self.config)
         pools = []
@@ -119,7 +173,9 @@ class Llama(nnx.Module):
             yield self.lm_head
 
     def arrange(self, kernels: Kernels) -> None:
-        """Lay the matrices out as the kernel set multiplies them fastest; the last thing done to a model's weights."""
+        """Lay the matrices out as the kernel set multiplies them fastest; the last thing done to a
+        model's weights.
+        """
         if kernels.arrange is None:
             return
         gates = [block.mlp.gate_up for block in self.layers]
@@ -150,21 +206,36 @@ class Llama(nnx.Module):
 
 
 @partial(jax.jit, static_argnames=("graph", "kernels"))
-def run_block(graph: nnx.GraphDef[Block], weights: Any, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: jax.Array,
-              meta: AttentionMeta, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
-    """One block as a function of its weights: layers of the same make are traced once per bucket, not once each.
+def run_block(
+    graph: nnx.GraphDef[Block],
+    weights: Any,
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    kv: jax.Array,
+    meta: AttentionMeta,
+    kernels: Kernels,
+) -> tuple[jax.Array, jax.Array]:
+    """One block as a function of its weights: layers of the same make are traced once per bucket,
+    not once each.
 
     The calls are inlined when the step is compiled, so the program is the unrolled one.
     """
     return nnx.merge(graph, weights)(x, rope, kv, meta, kernels)
 
 
-def random_model(config: ModelConfig, *, seed: int = 0, dtype: DType = jnp.float32, weights: str = "plain",
-                 kv: str = "auto") -> Llama:
-    """A model with random weights: the same seed gives the same weights on every platform, rounded to dtype.
+def random_model(
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: DType = jnp.float32,
+    weights: str = "plain",
+    kv: str = "auto",
+) -> Llama:
+    """A model with random weights: the same seed gives the same weights on every platform, rounded
+    to dtype.
 
-    weights: how they are kept, one of `schemes.SCHEMES`. kv: auto, or one of `schemes.KV_TYPES` for a model with
-    factors of pools of that type.
+    weights: how they are kept, one of `schemes.SCHEMES`. kv: auto, or one of `schemes.KV_TYPES` for
+    a model with factors of pools of that type.
     """
     model = Llama(config, dtype=dtype, rngs=nnx.Rngs(seed))
     if weights != "plain":
@@ -176,7 +247,8 @@ def random_model(config: ModelConfig, *, seed: int = 0, dtype: DType = jnp.float
     return model
 
 
-def abstract_model(config: ModelConfig, *, dtype: DType = jnp.float32, weights: str = "plain",
-                   kv: str = "auto") -> Llama:
+def abstract_model(
+    config: ModelConfig, *, dtype: DType = jnp.float32, weights: str = "plain", kv: str = "auto"
+) -> Llama:
     """The model with shapes and dtypes in place of arrays; costs no memory. See `random_model`."""
     return nnx.eval_shape(lambda: random_model(config, dtype=dtype, weights=weights, kv=kv))

@@ -1,8 +1,10 @@
-"""How the matrix of a linear layer is kept: as it is, in 8 bits per output channel, or in 4 bits per group of inputs.
+"""How the matrix of a linear layer is kept: as it is, in 8 bits per output channel, or in 4 bits
+per group of inputs.
 
-Axes: T tokens, I inputs, O outputs, R inputs per group. A scheme is told by its arrays: `Kept` is what a layer holds,
-the functions here make it from floats, multiply with it and widen it again. int8 and fp8 (e4m3) carry their scale after
-the product, so that XLA fuses the widening into it; int4 has scales within the sum, so its product is a kernel's.
+Axes: T tokens, I inputs, O outputs, R inputs per group. A scheme is told by its arrays: `Kept` is
+what a layer holds, the functions here make it from floats, multiply with it and widen it again.
+int8 and fp8 (e4m3) carry their scale after the product, so that XLA fuses the widening into it;
+int4 has scales within the sum, so its product is a kernel's.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ KV_TYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 class Kept(NamedTuple):
     """A weight matrix [I, O] in one of the schemes; a pytree of arrays.
 
-    plain: kernel [I, O]. int8, fp8: kernel [I, O] in that type, scale float32 [O]. int4: kernel uint8 [I // 2, O] as in
-    `jitney.kernels.int4.Int4`, scale floating [I // R, O], and which number nibble n stands for: (n - zero) * scale,
-    zeros uint8 [I // R, O], or n * scale + low, lows floating [I // R, O]; with neither, (n - 8) * scale.
+    plain: kernel [I, O]. int8, fp8: kernel [I, O] in that type, scale float32 [O]. int4: kernel
+    uint8 [I // 2, O] as in `jitney.kernels.int4.Int4`, scale floating [I // R, O], and which number
+    nibble n stands for: (n - zero) * scale, zeros uint8 [I // R, O], or n * scale + low, lows
+    floating [I // R, O]; with neither, (n - 8) * scale.
     """
 
     kernel: Any
@@ -43,7 +46,9 @@ class Kept(NamedTuple):
         """One of SCHEMES."""
         if self.kernel.dtype == jnp.uint8:
             return "int4"
-        return next((name for name, (dtype, _) in EIGHT_BITS.items() if self.kernel.dtype == dtype), "plain")
+        return next(
+            (name for name, (dtype, _) in EIGHT_BITS.items() if self.kernel.dtype == dtype), "plain"
+        )
 
 
 def product(x: jax.Array, kept: Kept, kernels: Kernels, dtype: Any = jnp.float32) -> jax.Array:
@@ -57,9 +62,11 @@ def product(x: jax.Array, kept: Kept, kernels: Kernels, dtype: Any = jnp.float32
 
 
 def low_product(x: jax.Array, kept: Kept) -> jax.Array:
-    """What `lows` add to a product that took nibbles as n - 8: the groups' sums of x times low + 8 * scale.
+    """What `lows` add to a product that took nibbles as n - 8: the groups' sums of x times low + 8
+    * scale.
 
-    Two products: XLA reads float16 within each, but would write out the sum of the two arrays in float32 first.
+    Two products: XLA reads float16 within each, but would write out the sum of the two arrays in
+    float32 first.
     """
     sums = jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], kept.scale.shape[0], -1), axis=-1)
     low, step = (jnp.matmul(sums, array.astype(jnp.float32)) for array in (kept.lows, kept.scale))
@@ -82,7 +89,8 @@ def widened(kept: Kept) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("scheme", "dtype", "group"))
 def keep(weights: jax.Array, *, scheme: str, dtype: Any, group: int = 0) -> Kept:
-    """Floats [I, O] in a scheme, rounded to nearest; plain: in dtype. group: R of int4, 0 for the largest that fits.
+    """Floats [I, O] in a scheme, rounded to nearest; plain: in dtype. group: R of int4, 0 for the
+    largest that fits.
 
     Raises ConfigError where no group size divides I.
     """
@@ -99,8 +107,11 @@ def group_size(size_in: int) -> int:
     for size in sorted(GROUP_SIZES, reverse=True):
         if size_in % size == 0:
             return size
-    raise ConfigError(f"weights int4 need layers whose inputs divide by {min(GROUP_SIZES)}; this model has one with "
-                      f"{size_in}: use int8 or fp8")
+    raise ConfigError(
+        f"weights int4 need layers whose inputs divide by {min(GROUP_SIZES)}; this model has one "
+        "with "
+        f"{size_in}: use int8 or fp8"
+    )
 
 
 def keep_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Kept:
@@ -115,8 +126,9 @@ def keep_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Kept:
 def keep_int4(weights: jax.Array, group: int) -> Kept:
     """[I, O] in 16 levels per group and output, which span its range and have 0 among them.
 
-    Scales are float16, and codes are chosen for the scale as stored. (Cutting off the ends of a group's range for finer
-    steps, by least squares, gave SmolLM2-135M no better answers: docs/benchmarks/perplexity.py.)
+    Scales are float16, and codes are chosen for the scale as stored. (Cutting off the ends of a
+    group's range for finer steps, by least squares, gave SmolLM2-135M no better answers:
+    docs/benchmarks/perplexity.py.)
     """
     groups = weights.astype(jnp.float32).reshape(-1, group, weights.shape[1])
     low, high = jnp.minimum(groups.min(1), 0.0), jnp.maximum(groups.max(1), 0.0)

@@ -1,10 +1,12 @@
-"""Tensor parallelism: one step on several devices, each with its share of heads, feed-forward and vocabulary.
+"""Tensor parallelism: one step on several devices, each with its share of heads, feed-forward and
+vocabulary.
 
-The whole step runs under `jax.shard_map` over one mesh axis, so every device runs an ordinary model, the one of
-`ModelConfig.local`, on its share of the weights and of the KV pools, with the kernels of one device (the split is that
-of Megatron-LM, arXiv 1909.08053). What joins the shares again is here: `total` after the two products that end a
-layer's halves, `lookup` for the embedding, `gather` or `first_best` for logits over the vocabulary. Plans, uploads and
-sampling are the same on all devices.
+The whole step runs under `jax.shard_map` over one mesh axis, so every device runs an ordinary
+model, the one of `ModelConfig.local`, on its share of the weights and of the KV pools, with the
+kernels of one device (the split is that of Megatron-LM, arXiv 1909.08053). What joins the shares
+again is here: `total` after the two products that end a layer's halves, `lookup` for the embedding,
+`gather` or `first_best` for logits over the vocabulary. Plans, uploads and sampling are the same on
+all devices.
 
 Axes as in `jitney.kernels.interface`, with H, K, F and V counted over all devices.
 """
@@ -28,7 +30,8 @@ AXIS = "tensor"
 WHOLE = PartitionSpec()
 #: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
 POOL = PartitionSpec(None, None, AXIS, None)
-#: Modules whose outputs are split (their last axis is outputs), and whose inputs are (a matrix's first axis).
+#: Modules whose outputs are split (their last axis is outputs), and whose inputs are (a matrix's
+#: first axis).
 BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
 
 #: Attribute names and layer numbers from the model down, as nnx's flat state has them.
@@ -51,7 +54,8 @@ def gather(x: jax.Array) -> jax.Array:
 
 
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of a table whose rows are split: table [V / n, E], tokens int32 [T] of the whole -> [T, E], exact.
+    """Rows of a table whose rows are split: table [V / n, E], tokens int32 [T] of the whole -> [T,
+    E], exact.
 
     Every device but one adds zeros. Inside the step only.
     """
@@ -62,12 +66,16 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def first_best(best: jax.Array, token: jax.Array, columns: int) -> jax.Array:
-    """The whole vocabulary's greedy token from each device's own: best float32 [S], token int32 [S] among `columns`.
+    """The whole vocabulary's greedy token from each device's own: best float32 [S], token int32 [S]
+    among `columns`.
 
-    Two numbers a row travel instead of all logits. -1 where the best is not finite. Inside the step only.
+    Two numbers a row travel instead of all logits. -1 where the best is not finite. Inside the step
+    only.
     """
     token += jax.lax.axis_index(AXIS) * columns
-    pairs = jax.lax.all_gather(jnp.stack([jax.lax.bitcast_convert_type(best, jnp.int32), token]), AXIS)
+    pairs = jax.lax.all_gather(
+        jnp.stack([jax.lax.bitcast_convert_type(best, jnp.int32), token]), AXIS
+    )
     bests = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
     top = jnp.max(bests, axis=0)
     first = jnp.min(jnp.where(bests == top, pairs[:, 1], jnp.iinfo(jnp.int32).max), axis=0)
@@ -98,9 +106,14 @@ def whole_shape(path: Path, own: Sequence[int], shards: int) -> tuple[int, ...]:
 
 
 def widen(path: Path, own: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """A weight as it lies on the mesh, given anything with the shape and dtype of one device's share."""
-    return jax.ShapeDtypeStruct(whole_shape(path, own.shape, mesh.size), own.dtype,
-                                sharding=sharding_of(path, len(own.shape), mesh))
+    """A weight as it lies on the mesh, given anything with the shape and dtype of one device's
+    share.
+    """
+    return jax.ShapeDtypeStruct(
+        whole_shape(path, own.shape, mesh.size),
+        own.dtype,
+        sharding=sharding_of(path, len(own.shape), mesh),
+    )
 
 
 @dataclass(frozen=True)
@@ -116,10 +129,11 @@ class Shares:
         return self.config.local(self.mesh.size)
 
     def ranges(self, path: Path, size: int, device: int) -> list[slice]:
-        """Which indices along the split axis, of `size` in the checkpoint's order, the device holds, in its own order.
+        """Which indices along the split axis, of `size` in the checkpoint's order, the device
+        holds, in its own order.
 
-        A fused projection is cut piece by piece, so that each device has (q, k, v) or (gate, up) of its own. Devices
-        beyond the KV heads share them: each of a head's devices holds it.
+        A fused projection is cut piece by piece, so that each device has (q, k, v) or (gate, up) of
+        its own. Devices beyond the KV heads share them: each of a head's devices holds it.
         """
         own, whole = self.own, self.config
         first_kv = device * whole.n_kv_heads // own.shards
@@ -127,7 +141,10 @@ class Shares:
             return [slice(2 * first_kv, 2 * (first_kv + own.n_kv_heads))]
         if "qkv" in path:
             heads = [(device * own.n_heads, own.n_heads)]
-            heads += [(whole.n_heads + part * whole.n_kv_heads + first_kv, own.n_kv_heads) for part in (0, 1)]
+            heads += [
+                (whole.n_heads + part * whole.n_kv_heads + first_kv, own.n_kv_heads)
+                for part in (0, 1)
+            ]
             dim = whole.head_dim
             return [slice(first * dim, (first + count) * dim) for first, count in heads]
         inner = own.intermediate_size
@@ -135,12 +152,17 @@ class Shares:
             starts = (device * inner, whole.intermediate_size + device * inner)
             return [slice(start, start + inner) for start in starts]
         if size % own.shards:
-            raise ConfigError(f"tensor_parallel {own.shards} does not divide the {size} groups of inputs of quantised "
-                              f"{'.'.join(map(str, path))}")
+            raise ConfigError(
+                f"tensor_parallel {own.shards} does not divide the {size} groups of inputs of "
+                "quantised "
+                f"{'.'.join(map(str, path))}"
+            )
         return [slice(device * size // own.shards, (device + 1) * size // own.shards)]
 
     def cut(self, path: Path, array: Any, device: int, *, transposed: bool = False) -> Any:
-        """One device's share of a weight in the checkpoint's order, numpy or jax; transposed: a matrix [O, I]."""
+        """One device's share of a weight in the checkpoint's order, numpy or jax; transposed: a
+        matrix [O, I].
+        """
         axis = axis_of(path, array.ndim)
         if axis is None:
             return array
@@ -152,21 +174,41 @@ class Shares:
         return (np if isinstance(array, np.ndarray) else jnp).concatenate(parts, axis=axis)
 
     def place(self, path: Path, array: Any) -> jax.Array:
-        """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding its share."""
-        pieces = [jax.device_put(self.cut(path, array, i), device) for i, device in enumerate(self.mesh.devices.flat)]
+        """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding
+        its share.
+        """
+        pieces = [
+            jax.device_put(self.cut(path, array, i), device)
+            for i, device in enumerate(self.mesh.devices.flat)
+        ]
         return self.join(path, pieces)
 
-    def send(self, path: Path, stored: np.ndarray, finish: Callable[[jax.Array], jax.Array], *,
-             transposed: bool) -> jax.Array:
-        """A whole weight as the host has it ([O, I] if transposed) -> in shares, each made by `finish` on its device.
+    def send(
+        self,
+        path: Path,
+        stored: np.ndarray,
+        finish: Callable[[jax.Array], jax.Array],
+        *,
+        transposed: bool,
+    ) -> jax.Array:
+        """A whole weight as the host has it ([O, I] if transposed) -> in shares, each made by
+        `finish` on its device.
 
         No device ever holds more of it than its share.
         """
-        return self.join(path, [finish(jax.device_put(self.cut(path, stored, i, transposed=transposed), device))
-                                for i, device in enumerate(self.mesh.devices.flat)])
+        return self.join(
+            path,
+            [
+                finish(jax.device_put(self.cut(path, stored, i, transposed=transposed), device))
+                for i, device in enumerate(self.mesh.devices.flat)
+            ],
+        )
 
     def join(self, path: Path, pieces: Sequence[jax.Array]) -> jax.Array:
         """One array out of the devices' shares, each on its device already."""
         own = pieces[0].shape
         return jax.make_array_from_single_device_arrays(
-            whole_shape(path, own, self.mesh.size), sharding_of(path, len(own), self.mesh), list(pieces))
+            whole_shape(path, own, self.mesh.size),
+            sharding_of(path, len(own), self.mesh),
+            list(pieces),
+        )

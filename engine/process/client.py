@@ -1,6 +1,8 @@
-"""The engine as the HTTP side sees it: an interface, and the running totals that metrics and pages read.
+"""The engine as the HTTP side sees it: an interface, and the running totals that metrics and pages
+read.
 
-Nothing here knows how the core is reached; `engine.process.main` implements `EngineClient` over IPC.
+Nothing here knows how the core is reached; `engine.process.main` implements `EngineClient` over
+IPC.
 """
 
 from __future__ import annotations
@@ -48,11 +50,12 @@ def _step_histograms() -> dict[str, Histogram]:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Running totals over the life of the API process; written by the client alone, from step reports.
+    """Running totals over the life of the API process; written by the client alone, from step
+    reports.
 
-    steps and step_seconds are keyed by STEP_KINDS, rows by ROW_KINDS. A step's time is from one step's result to the
-    next one's: device time plus the gap before it. last: the newest record (numpy scalar of `ledger.STEP_DTYPE`), from
-    which the gauges (seats, pages, queue) are read.
+    steps and step_seconds are keyed by STEP_KINDS, rows by ROW_KINDS. A step's time is from one
+    step's result to the next one's: device time plus the gap before it. last: the newest record
+    (numpy scalar of `ledger.STEP_DTYPE`), from which the gauges (seats, pages, queue) are read.
     """
 
     steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STEP_KINDS, 0))
@@ -114,7 +117,8 @@ class EngineCounters:
 class EngineClient(Protocol):
     """One engine, reached from one asyncio event loop.
 
-    state "loading" until the first `Ready` and again while a dead core is being replaced; info is None until then.
+    state "loading" until the first `Ready` and again while a dead core is being replaced; info is
+    None until then.
     """
 
     @property
@@ -131,26 +135,35 @@ class EngineClient(Protocol):
     def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
         """Register the request at once and return its outputs.
 
-        The iterator ends after each of the n sequences had its output with `finish`. A request refused by the core
-        yields finish "error" for every index; so does a core that dies (code engine_dead). Closing the iterator before
-        its end aborts the request. Raises RequestError (loading, draining, engine_dead).
+        The iterator ends after each of the n sequences had its output with `finish`. A request
+        refused by the core yields finish "error" for every index; so does a core that dies (code
+        engine_dead). Closing the iterator before its end aborts the request. Raises RequestError
+        (loading, draining, engine_dead).
         """
         ...
 
-    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
         """End one request, or one of its sequences; unknown or finished ones are ignored."""
         ...
 
     async def slots(self) -> Slots:
-        """The seats and page states as they are now. Raises RequestError when the core does not answer."""
+        """The seats and page states as they are now. Raises RequestError when the core does not
+        answer.
+        """
         ...
 
     async def page_states(self) -> bytes:
-        """The page states alone (see `wire.Slots`), which cost the core next to nothing. Raises as `slots`."""
+        """The page states alone (see `wire.Slots`), which cost the core next to nothing. Raises as
+        `slots`.
+        """
         ...
 
     def records(self, after_step: int) -> np.ndarray:
-        """Step records newer than `after_step`, oldest first, as far back as they are kept (`ledger.STEP_DTYPE`)."""
+        """Step records newer than `after_step`, oldest first, as far back as they are kept
+        (`ledger.STEP_DTYPE`).
+        """
         ...
 
     def last_step_age(self) -> float:

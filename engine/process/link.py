@@ -21,7 +21,8 @@ from jitney.engine.process.main import Start, from_core_address, to_core_address
 
 #: Settings the core has no use for, and should not be able to tell anyone.
 NOT_FOR_THE_CORE = ("JITNEY_API_KEYS",)
-#: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB otherwise.
+#: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
+#: otherwise.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
@@ -40,7 +41,9 @@ class Link:
     tickets: dict[int, asyncio.Future[messages.Slots]] = field(default_factory=dict)
 
     def send(self, message: messages.ToCore) -> None:
-        """Queue a message; one to a dead core is dropped, since its death ends every request anyway."""
+        """Queue a message; one to a dead core is dropped, since its death ends every request
+        anyway.
+        """
         with contextlib.suppress(zmq.Again):
             self.to_core.send(messages.encode(message), zmq.NOBLOCK)
 
@@ -61,10 +64,19 @@ class Link:
 
 @contextlib.asynccontextmanager
 async def open_link(config: Config, builder: str) -> AsyncIterator[Link]:
-    """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder of this user's alone."""
-    with (tempfile.TemporaryDirectory(prefix="jitney-", ignore_cleanup_errors=True) as folder, zmq.Context() as context,
-          context.socket(zmq.PUSH) as to_core, zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core):
-        for socket, address in ((to_core, to_core_address(folder)), (from_core, from_core_address(folder))):
+    """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder of
+    this user's alone.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="jitney-", ignore_cleanup_errors=True) as folder,
+        zmq.Context() as context,
+        context.socket(zmq.PUSH) as to_core,
+        zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core,
+    ):
+        for socket, address in (
+            (to_core, to_core_address(folder)),
+            (from_core, from_core_address(folder)),
+        ):
             socket.set_hwm(0)
             socket.linger = 0
             socket.bind(address)
@@ -78,11 +90,20 @@ async def open_link(config: Config, builder: str) -> AsyncIterator[Link]:
 
 
 async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
-    """Start a core. -P: the folder we happen to stand in must not be importable (ours has one called `kernels`)."""
+    """Start a core. -P: the folder we happen to stand in must not be importable (ours has one
+    called `kernels`).
+    """
     environ = {name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "jitney.engine.process.main", stdin=asyncio.subprocess.PIPE,
-        env=HUGE_PAGES | environ | platform_environment(config.engine))
-    assert process.stdin is not None  # asked for above; it stays open for as long as this process lives
+        sys.executable,
+        "-P",
+        "-m",
+        "jitney.engine.process.main",
+        stdin=asyncio.subprocess.PIPE,
+        env=HUGE_PAGES | environ | platform_environment(config.engine),
+    )
+    assert (
+        process.stdin is not None
+    )  # asked for above; it stays open for as long as this process lives
     process.stdin.write(msgspec.json.encode(start) + b"\n")
     return process

@@ -1,8 +1,9 @@
-"""The core in a process of its own: `python -P -m jitney.engine.process.main`, started by `jitney.engine.process.supervisor`.
+"""The core in a process of its own: `python -P -m jitney.engine.process.main`, started by
+`jitney.engine.process.supervisor`.
 
-The parent writes one line of JSON (`Start`) to our standard input and then holds that pipe open: its end is how we
-notice that the parent is gone, however it died. Messages go over two one-way ZeroMQ sockets in the parent's private
-folder (`jitney.engine.messages`).
+The parent writes one line of JSON (`Start`) to our standard input and then holds that pipe open:
+its end is how we notice that the parent is gone, however it died. Messages go over two one-way
+ZeroMQ sockets in the parent's private folder (`jitney.engine.messages`).
 """
 
 from __future__ import annotations
@@ -35,17 +36,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jitney.core")
 
-#: Seconds between two ticks of an idle core, and idle ticks between two conservation checks of the page pool.
+#: Seconds between two ticks of an idle core, and idle ticks between two conservation checks of the
+#: page pool.
 TICK_S = 1.0
 CHECK_EVERY = 10
 #: What makes the core; a test names one that needs no model.
 BUILDER = "jitney.engine.build:build_engine"
 
-Build = Callable[[Config, ModelSource, Callable[[messages.Progress], None]], "tuple[EngineCore, EngineInfo]"]
+Build = Callable[
+    [Config, ModelSource, Callable[[messages.Progress], None]], "tuple[EngineCore, EngineInfo]"
+]
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The parent's one line: what to run (sections of the configuration), and the folder with the two sockets."""
+    """The parent's one line: what to run (sections of the configuration), and the folder with the
+    two sockets.
+    """
 
     config: dict[str, Any]
     folder: str
@@ -61,45 +67,75 @@ def from_core_address(folder: str) -> str:
 
 
 def main() -> int:
-    """Run one core until it is told to stop; returns the exit status (0: as asked, 1: after a Fatal)."""
-    # Ctrl-C and a service manager's SIGTERM reach the whole group; the parent drains, and then tells us to stop.
+    """Run one core until it is told to stop; returns the exit status (0: as asked, 1: after a
+    Fatal).
+    """
+    # Ctrl-C and a service manager's SIGTERM reach the whole group; the parent drains, and then
+    # tells us to stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells at INFO which platforms are absent
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+    )
+    logging.getLogger("jax").setLevel(
+        logging.WARNING
+    )  # it tells at INFO which platforms are absent
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
-        for socket, address in ((inbox, to_core_address(start.folder)), (outbox, from_core_address(start.folder))):
-            socket.set_hwm(0)  # a bound would drop or block; the scheduler's caps bound what is in flight
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as inbox,
+        context.socket(zmq.PUSH) as outbox,
+    ):
+        for socket, address in (
+            (inbox, to_core_address(start.folder)),
+            (outbox, from_core_address(start.folder)),
+        ):
+            socket.set_hwm(
+                0
+            )  # a bound would drop or block; the scheduler's caps bound what is in flight
             socket.linger = 2000  # milliseconds for the last words
             socket.connect(address)
         return _guarded(start, inbox, outbox)
 
 
 def _die_with_parent() -> None:
-    """Leave at once when the parent's end of the pipe closes: an orphan would keep the device and answer nobody."""
+    """Leave at once when the parent's end of the pipe closes: an orphan would keep the device and
+    answer nobody.
+    """
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
 
 
 def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
-    """Build and serve; an exception becomes one Fatal line for the parent and a traceback in the log."""
+    """Build and serve; an exception becomes one Fatal line for the parent and a traceback in the
+    log.
+    """
     try:
         config = Config.model_validate(start.config, strict=False)
         if config.engine.compilation_cache:
             refuse_open_folder(compilation_cache_dir())
         source = resolve(config.model.id, revision=config.model.revision or None)
-        core, info = _builder(start.builder)(config, source, lambda news: outbox.send(messages.encode(news)))
+        core, info = _builder(start.builder)(
+            config, source, lambda news: outbox.send(messages.encode(news))
+        )
         outbox.send(messages.encode(messages.Ready(info)))
         serve(core, inbox, outbox)
         return 0
     except Exception as error:
         if not isinstance(error, JitneyError):
             log.exception("the engine core stopped")
-        message = str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
-        outbox.send(messages.encode(messages.Fatal(ErrorInfo("engine_dead", " ".join(message.split())[:500]))))
+        message = (
+            str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
+        )
+        outbox.send(
+            messages.encode(
+                messages.Fatal(ErrorInfo("engine_dead", " ".join(message.split())[:500]))
+            )
+        )
         return 1
 
 
@@ -109,16 +145,22 @@ def _builder(name: str) -> Build:
 
 
 def refuse_open_folder(folder: Path) -> None:
-    """Raise ConfigError if other users can write to `folder`: compiled programs are loaded from it and run."""
+    """Raise ConfigError if other users can write to `folder`: compiled programs are loaded from it
+    and run.
+    """
     if folder.exists() and folder.stat().st_mode & stat.S_IWOTH:
-        raise ConfigError(f"{folder} is writable by every user, and programs are run from it: chmod o-w it, or turn "
-                          "compilation_cache off")
+        raise ConfigError(
+            f"{folder} is writable by every user, and programs are run from it: chmod o-w it, or "
+            "turn "
+            "compilation_cache off"
+        )
 
 
 def serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     """Answer messages and step while there is work; return on Shutdown, after the current step."""
     gc.collect()
-    gc.freeze()  # weights, executables and modules live for ever: no collection needs to look at them again
+    # weights, executables and modules live for ever: no collection needs to look at them again
+    gc.freeze()
     idle_ticks, next_tick = 0, 0.0
     while True:
         for message in received(inbox, min(TICK_S, core.pause_s) if core.has_work else TICK_S):

@@ -1,4 +1,5 @@
-"""The API process's end of the core process: start it, talk to it, notice its death, start the next one.
+"""The API process's end of the core process: start it, talk to it, notice its death, start the next
+one.
 
 Single-threaded: everything here runs on one asyncio loop. Nothing here imports jax.
 """
@@ -25,10 +26,12 @@ from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, Sequenc
 
 log = logging.getLogger("jitney.process")
 
-#: Restarts are counted within this many seconds; the wait before one doubles from the first to the second number.
+#: Restarts are counted within this many seconds; the wait before one doubles from the first to the
+#: second number.
 RESTART_WINDOW_S = 600.0
 BACKOFF_S = (0.5, 30.0)
-#: Seconds to wait for a Slots answer, for the last words of a dead core, and for a core to leave when asked.
+#: Seconds to wait for a Slots answer, for the last words of a dead core, and for a core to leave
+#: when asked.
 SLOTS_S = 2.0
 LAST_WORDS_S = 0.1
 SHUTDOWN_S = 5.0
@@ -40,7 +43,8 @@ REFUSALS = {
 
 
 class Stream:
-    """The outputs of one request, in order; ends after each of its sequences had its terminal output.
+    """The outputs of one request, in order; ends after each of its sequences had its terminal
+    output.
 
     Closing it earlier, or cancelling a wait on it, aborts what is left of the request.
     """
@@ -67,7 +71,9 @@ class Stream:
         self._client.forget(self)
 
     def put(self, output: SequenceOutput) -> None:
-        """Called by the client for each output of this request; what follows a sequence's end is dropped."""
+        """Called by the client for each output of this request; what follows a sequence's end is
+        dropped.
+        """
         if output.index in self.open:
             if output.finish is not None:
                 self.open.discard(output.index)
@@ -82,12 +88,17 @@ class Stream:
 class ProcessClient:
     """`jitney.engine.process.client.EngineClient` over a core process.
 
-    state: loading | ready | draining | dead (for good; `failure` says why). info: None until first ready. progress: the
-    latest start-up news. on_progress: also told each of them.
+    state: loading | ready | draining | dead (for good; `failure` says why). info: None until first
+    ready. progress: the latest start-up news. on_progress: also told each of them.
     """
 
-    def __init__(self, config: Config, *, builder: str = BUILDER,
-                 on_progress: Callable[[messages.Progress], None] = lambda news: None):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        builder: str = BUILDER,
+        on_progress: Callable[[messages.Progress], None] = lambda news: None,
+    ):
         self.state: EngineState = "loading"
         self.info: EngineInfo | None = None
         self.progress: messages.Progress | None = None
@@ -116,7 +127,9 @@ class ProcessClient:
         return self.state
 
     async def wait_ready(self) -> EngineInfo:
-        """What is running, once it runs. Raises EngineDead with the reason if the core cannot start."""
+        """What is running, once it runs. Raises EngineDead with the reason if the core cannot
+        start.
+        """
         await self.until("ready", "dead")
         if self.state == "dead" or self.info is None:
             raise EngineDead(self.failure)
@@ -161,19 +174,27 @@ class ProcessClient:
     def _restart_delay(self, ready: bool, restarts: deque[float]) -> float | None:
         """Seconds to wait before the next life, or None to give up.
 
-        A core that never got ready would fail the same way again: a wrong model name is no reason to loop.
+        A core that never got ready would fail the same way again: a wrong model name is no reason
+        to loop.
         """
         server, now = self._config.server, time.monotonic()
         while restarts and now - restarts[0] > RESTART_WINDOW_S:
             restarts.popleft()
         never_ready = self.info is None and not ready
-        if never_ready or not server.restart or self.state == "draining" or len(restarts) >= server.max_restarts:
+        if (
+            never_ready
+            or not server.restart
+            or self.state == "draining"
+            or len(restarts) >= server.max_restarts
+        ):
             return None
         restarts.append(now)
         return min(BACKOFF_S[0] * 2 ** (len(restarts) - 1), BACKOFF_S[1])
 
     async def _one_life(self) -> tuple[bool, ErrorInfo | None]:
-        """From the start of a core process to its end. Returns whether it got ready, and its last words."""
+        """From the start of a core process to its end. Returns whether it got ready, and its last
+        words.
+        """
         async with open_link(self._config, self._builder) as link:
             self._link = link
             reader = asyncio.create_task(self._read(link))
@@ -230,7 +251,9 @@ class ProcessClient:
     def _end_requests(self, why: str) -> None:
         self.journal.core_lost("engine_dead")
         for stream in self._streams.values():
-            stream.fail(ErrorInfo("engine_dead", f"the engine stopped before this request was done: {why}"))
+            stream.fail(
+                ErrorInfo("engine_dead", f"the engine stopped before this request was done: {why}")
+            )
         self._streams.clear()
 
     def _set_state(self, state: EngineState) -> None:
@@ -244,17 +267,25 @@ class ProcessClient:
             self._set_state("draining")
 
     def submit(self, request: EngineRequest) -> Stream:
-        """Hand a request to the core; its id must be new. Raises RequestError (loading, draining, engine_dead)."""
+        """Hand a request to the core; its id must be new. Raises RequestError (loading, draining,
+        engine_dead).
+        """
         if self.state != "ready" or self._link is None:
             code = self.state if self.state in ("loading", "draining") else "engine_dead"
-            raise RequestError(REFUSALS[code], code=code, retry_after=None if code == "engine_dead" else 1.0)
+            raise RequestError(
+                REFUSALS[code], code=code, retry_after=None if code == "engine_dead" else 1.0
+            )
         stream = self._streams[request.id] = Stream(self, request)
         self.journal.submit(request)
         self._link.send(messages.Add(request))
         return stream
 
-    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
-        """End an open request, or one of its sequences; its stream still brings the terminal outputs."""
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
+        """End an open request, or one of its sequences; its stream still brings the terminal
+        outputs.
+        """
         if request_id in self._streams and self._link is not None:
             self._link.send(messages.Abort(request_id, index, reason))
 
@@ -278,12 +309,16 @@ class ProcessClient:
         try:
             return await asyncio.wait_for(waiter, SLOTS_S)
         except TimeoutError:
-            raise RequestError("the engine is busy and did not answer in time", code="internal_error") from None
+            raise RequestError(
+                "the engine is busy and did not answer in time", code="internal_error"
+            ) from None
         finally:
             link.tickets.pop(ticket, None)
 
     def records(self, after_step: int) -> np.ndarray:
-        """Step records newer than `after_step`, oldest first, as many as the journal keeps (`ledger.STEP_DTYPE`)."""
+        """Step records newer than `after_step`, oldest first, as many as the journal keeps
+        (`ledger.STEP_DTYPE`).
+        """
         return self.journal.records.since(after_step)
 
     def last_step_age(self) -> float:

@@ -1,7 +1,9 @@
-"""`jitney serve --record FILE`: every ended request as one line of times and lengths, and nothing else.
+"""`jitney serve --record FILE`: every ended request as one line of times and lengths, and nothing
+else.
 
-No text, no token, no id and no key is kept: tenants are numbered in the order of their first ended request. The lines
-are a trace that `jitney simulate --trace FILE` reads back, with what was measured beside what came.
+No text, no token, no id and no key is kept: tenants are numbered in the order of their first ended
+request. The lines are a trace that `jitney simulate --trace FILE` reads back, with what was
+measured beside what came.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ DIGITS = 6
 
 
 class Recorder:
-    """Writes trace lines on a thread of its own, so that a slow disk holds up nobody; a disk error ends the recording
-    with one warning, and the server goes on.
+    """Writes trace lines on a thread of its own, so that a slow disk holds up nobody; a disk error
+    ends the recording with one warning, and the server goes on.
 
     Raises ConfigError if the file cannot be made, or holds something already.
     """
@@ -45,7 +47,9 @@ class Recorder:
             self._file = self.path.open("ab", buffering=0)
             if os.fstat(self._file.fileno()).st_size:
                 self._file.close()
-                raise ConfigError(f"record {path} holds something already: name another file, or move it away")
+                raise ConfigError(
+                    f"record {path} holds something already: name another file, or move it away"
+                )
         except OSError as error:
             raise ConfigError(f"record {path} cannot be written: {error.strerror}") from None
         self._lines: SimpleQueue[TraceLine | None] = SimpleQueue()
@@ -54,24 +58,46 @@ class Recorder:
         self._writer = threading.Thread(target=self._write_all, name="recorder", daemon=True)
         self._writer.start()
 
-    def ended(self, request: EngineRequest, n_output: int, finish: FinishReason, queue_s: float | None,
-              first_token: float | None, n_cached: int = 0) -> None:
-        """A sequence has just ended. first_token: when that came (clock), None if never. Never waits.
+    def ended(
+        self,
+        request: EngineRequest,
+        n_output: int,
+        finish: FinishReason,
+        queue_s: float | None,
+        first_token: float | None,
+        n_cached: int = 0,
+    ) -> None:
+        """A sequence has just ended. first_token: when that came (clock), None if never. Never
+        waits.
 
         n_cached: prompt tokens that were found in the prefix cache.
         """
         if self._broken:
             return
-        self._lines.put(TraceLine(
-            at=round(max(0.0, request.arrival - self.start), DIGITS), n_prompt=len(request.prompt), n_output=n_output,
-            tenant=self._label(request.tenant), priority=request.priority, finish=finish,
-            queue_s=None if queue_s is None else round(queue_s, DIGITS),
-            ttft_s=None if first_token is None else round(first_token - request.arrival, DIGITS),
-            e2e_s=round(self.clock() - request.arrival, DIGITS), n_cached=n_cached))
+        self._lines.put(
+            TraceLine(
+                at=round(max(0.0, request.arrival - self.start), DIGITS),
+                n_prompt=len(request.prompt),
+                n_output=n_output,
+                tenant=self._label(request.tenant),
+                priority=request.priority,
+                finish=finish,
+                queue_s=None if queue_s is None else round(queue_s, DIGITS),
+                ttft_s=None
+                if first_token is None
+                else round(first_token - request.arrival, DIGITS),
+                e2e_s=round(self.clock() - request.arrival, DIGITS),
+                n_cached=n_cached,
+            )
+        )
 
     def _label(self, tenant: str) -> str:
-        """A name that tells tenants apart and says nothing about them; the anonymous one stays so."""
-        return self._tenants.setdefault(tenant, f"tenant-{len(self._tenants) + 1}") if tenant else ""
+        """A name that tells tenants apart and says nothing about them; the anonymous one stays
+        so.
+        """
+        return (
+            self._tenants.setdefault(tenant, f"tenant-{len(self._tenants) + 1}") if tenant else ""
+        )
 
     def close(self) -> None:
         """Let the lines that wait reach the disk, for at most CLOSE_S seconds."""
@@ -96,9 +122,13 @@ class Recorder:
 
 
 class RecordedStream:
-    """The outputs of one request as they pass to whoever asked; each sequence that ends leaves a line."""
+    """The outputs of one request as they pass to whoever asked; each sequence that ends leaves a
+    line.
+    """
 
-    def __init__(self, stream: AsyncIterator[SequenceOutput], request: EngineRequest, recorder: Recorder):
+    def __init__(
+        self, stream: AsyncIterator[SequenceOutput], request: EngineRequest, recorder: Recorder
+    ):
         self._stream, self._request, self._recorder = stream, request, recorder
         self._tokens = dict.fromkeys(range(request.sampling.n), 0)  # of the sequences that are open
         self._first: dict[int, float] = {}
@@ -125,7 +155,9 @@ class RecordedStream:
             await close()
 
     def ending(self, index: int | None, reason: FinishReason) -> None:
-        """Somebody asked to end a sequence (None: all), whether its last output will still be listened to or not."""
+        """Somebody asked to end a sequence (None: all), whether its last output will still be
+        listened to or not.
+        """
         self._reasons |= dict.fromkeys(self._tokens if index is None else (index,), reason)
 
     @property
@@ -152,12 +184,20 @@ class RecordedStream:
             self._end(index, self._reasons.get(index, "abort"))
 
     def _end(self, index: int, finish: FinishReason) -> None:
-        self._recorder.ended(self._request, self._tokens.pop(index), finish, self._queued.get(index),
-                             self._first.get(index), self._cached.get(index, 0))
+        self._recorder.ended(
+            self._request,
+            self._tokens.pop(index),
+            finish,
+            self._queued.get(index),
+            self._first.get(index),
+            self._cached.get(index, 0),
+        )
 
 
 class RecordingClient:
-    """An `EngineClient` that is another one, except that a recorder sees the outputs of its requests on their way."""
+    """An `EngineClient` that is another one, except that a recorder sees the outputs of its
+    requests on their way.
+    """
 
     def __init__(self, client: EngineClient, recorder: Recorder):
         self._client, self._recorder = client, recorder
@@ -173,7 +213,9 @@ class RecordingClient:
         self._streams[request.id] = stream
         return stream
 
-    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
         """As `EngineClient.abort`."""
         if stream := self._streams.get(request_id):
             stream.ending(index, reason)
@@ -182,4 +224,6 @@ class RecordingClient:
 
 def recording(client: EngineClient, recorder: Recorder) -> EngineClient:
     """The client to hand to the endpoint, so that `recorder` learns of every request that ends."""
-    return cast(EngineClient, RecordingClient(client, recorder))  # the rest of the protocol is `__getattr__`'s
+    return cast(
+        EngineClient, RecordingClient(client, recorder)
+    )  # the rest of the protocol is `__getattr__`'s

@@ -1,4 +1,6 @@
-"""What is checked, and made, before a request may wait: a request that can never run is refused here."""
+"""What is checked, and made, before a request may wait: a request that can never run is refused
+here.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ NOTHING: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What the scheduler is held to; the defaults are the plainest engine, without any of the optional limits.
+    """What the scheduler is held to; the defaults are the plainest engine, without any of the
+    optional limits.
 
-    context_length: tokens of one sequence, prompt included. policy, order: names in `engine.scheduler.policies`. batch_size (0:
-    as many as there are seats): of the policies that batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0
-    for none. prefill_share: of the token budget, for prompt rows while others decode, or AUTO. target_itl_ms,
-    max_predicted_wait_s: 0 for none.
+    context_length: tokens of one sequence, prompt included. policy, order: names in
+    `engine.scheduler.policies`. batch_size (0: as many as there are seats): of the policies that
+    batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0 for none. prefill_share: of the
+    token budget, for prompt rows while others decode, or AUTO. target_itl_ms, max_predicted_wait_s:
+    0 for none.
     """
 
     max_seats: int
@@ -46,7 +50,9 @@ class SchedulerLimits:
     def of(cls, settings: EngineSection, *, context_length: int) -> SchedulerLimits:
         """The limits that the configuration sets; it names them alike."""
         names = [field.name for field in fields(cls) if field.name != "context_length"]
-        return cls(context_length=context_length, **{name: getattr(settings, name) for name in names})
+        return cls(
+            context_length=context_length, **{name: getattr(settings, name) for name in names}
+        )
 
     @property
     def batch(self) -> int:
@@ -66,7 +72,9 @@ class SchedulerLimits:
         if self.context_length < 2:
             raise ConfigError("context_length must be at least 2: one prompt token and one more")
         if not 0 <= self.batch_size <= self.max_seats:
-            raise ConfigError(f"batch_size must be 1 to max_seats ({self.max_seats}), or 0 for all seats")
+            raise ConfigError(
+                f"batch_size must be 1 to max_seats ({self.max_seats}), or 0 for all seats"
+            )
         if self.prefill_share != AUTO and not 0 < self.prefill_share <= 1:
             raise ConfigError(f"prefill_share must be more than 0 and at most 1, or {AUTO}")
         for name in ("max_wait_ms", "static_timeout_ms", "target_itl_ms", "max_predicted_wait_s"):
@@ -75,13 +83,22 @@ class SchedulerLimits:
 
 
 class Admission:
-    """Turns requests into sequences. vocab_size: ids at or above it are refused. eos_ids end a sequence.
+    """Turns requests into sequences. vocab_size: ids at or above it are refused. eos_ids end a
+    sequence.
 
-    class_of: from a request and its expected output tokens to its class in the queue (`engine.scheduler.policies.Order.key`).
+    class_of: from a request and its expected output tokens to its class in the queue
+    (`engine.scheduler.policies.Order.key`).
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, eos_ids: Iterable[int], vocab_size: int,
-                 class_of: Callable[[EngineRequest, int], float], lengths: OutputLengths):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool,
+        eos_ids: Iterable[int],
+        vocab_size: int,
+        class_of: Callable[[EngineRequest, int], float],
+        lengths: OutputLengths,
+    ):
         self.limits, self.pool, self.vocab_size = limits, pool, vocab_size
         self.class_of, self.lengths = class_of, lengths
         self.eos_ids = frozenset(eos_ids)
@@ -89,7 +106,9 @@ class Admission:
         self.longest = min(limits.context_length, pool.capacity * pool.page_size + 1)
 
     def sequences(self, request: EngineRequest, number: int) -> list[Sequence]:
-        """The n sequences of a request, or RequestError; nothing is registered yet. number: in order of arrival."""
+        """The n sequences of a request, or RequestError; nothing is registered yet. number: in
+        order of arrival.
+        """
         sampling = request.sampling
         max_tokens = self.check(request)
         kind = kind_of(request.account, len(request.prompt), sampling.max_tokens)
@@ -101,13 +120,27 @@ class Admission:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
         root = root_key(request.tenant, request.cache_salt, "" if self.pool.retain else request.id)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        return [Sequence(request, index, sibling_seed(seed, index), list(request.prompt), max_tokens,
-                         rank=(group, number, index), expected=expected, plain=sampling.plain, stop_ids=stop_ids,
-                         shares=self.pool.retain or sampling.n > 1, root=root)
-                for index in range(sampling.n)]
+        return [
+            Sequence(
+                request,
+                index,
+                sibling_seed(seed, index),
+                list(request.prompt),
+                max_tokens,
+                rank=(group, number, index),
+                expected=expected,
+                plain=sampling.plain,
+                stop_ids=stop_ids,
+                shares=self.pool.retain or sampling.n > 1,
+                root=root,
+            )
+            for index in range(sampling.n)
+        ]
 
     def check(self, request: EngineRequest) -> int:
-        """The most tokens the request may generate. Raises RequestError if it can never run here, however idle."""
+        """The most tokens the request may generate. Raises RequestError if it can never run here,
+        however idle.
+        """
         request.sampling.validate(self.vocab_size)
         self._check_prompt(request.prompt)
         return self._max_tokens(request)
@@ -116,21 +149,33 @@ class Admission:
         if not prompt:
             raise RequestError("the prompt must have at least one token", param="prompt")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise RequestError(f"token ids of the prompt must be 0 to {self.vocab_size - 1}", param="prompt")
+            raise RequestError(
+                f"token ids of the prompt must be 0 to {self.vocab_size - 1}", param="prompt"
+            )
         if len(prompt) >= self.longest:
-            raise RequestError(f"the prompt has {len(prompt)} tokens and must leave room for one more in the "
-                               f"{self._room()}", code="context_length_exceeded", param="prompt")
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and must leave room for one more in the "
+                f"{self._room()}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
 
     def _max_tokens(self, request: EngineRequest) -> int:
         """Most tokens this request may generate; None in the request means all that fit."""
         sampling, room = request.sampling, self.longest - len(request.prompt)
         if sampling.max_tokens is not None and sampling.max_tokens > room:
-            raise RequestError(f"the prompt has {len(request.prompt)} tokens, which with max_tokens "
-                               f"{sampling.max_tokens} is more than the {self._room()}",
-                               code="context_length_exceeded", param="max_tokens")
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens, which with max_tokens "
+                f"{sampling.max_tokens} is more than the {self._room()}",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
         if sampling.min_tokens > room:
-            raise RequestError(f"min_tokens {sampling.min_tokens} is more than the {room} tokens left",
-                               code="context_length_exceeded", param="min_tokens")
+            raise RequestError(
+                f"min_tokens {sampling.min_tokens} is more than the {room} tokens left",
+                code="context_length_exceeded",
+                param="min_tokens",
+            )
         return room if sampling.max_tokens is None else sampling.max_tokens
 
     def _room(self) -> str:

@@ -1,7 +1,7 @@
 """The padded lengths we compile executables for.
 
-Compile keys add, they do not multiply: decode-only buckets have one token per seat (T == S); mixed buckets have a few
-token counts and always all the seats.
+Compile keys add, they do not multiply: decode-only buckets have one token per seat (T == S); mixed
+buckets have a few token counts and always all the seats.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from functools import cached_property
 
 import msgspec
 
-#: Decode-only sizes on a GPU or TPU. Reading the weights takes as long for 1 row as for some 300 (operations over bytes
-#: per second of an H100, two bytes a weight), so padding to the next size is nearly free, and each size costs a program
-#: with the sampler and one without. Beyond 64 rows, where logits and caches begin to count, steps are smaller.
+#: Decode-only sizes on a GPU or TPU. Reading the weights takes as long for 1 row as for some 300
+#: (operations over bytes per second of an H100, two bytes a weight), so padding to the next size is
+#: nearly free, and each size costs a program with the sampler and one without. Beyond 64 rows,
+#: where logits and caches begin to count, steps are smaller.
 DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 class Bucket(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """Shapes of one executable: `tokens` rows computed (T), `seats` sequences and logit rows (S)."""
+    """Shapes of one executable: `tokens` rows computed (T), `seats` sequences and logit rows
+    (S).
+    """
 
     tokens: int
     seats: int
@@ -62,10 +65,12 @@ class Buckets:
         raise ValueError(f"no bucket holds {tokens} rows of {sequences} sequences")
 
     def thrifty(self, rows: int, count: int, riders: int) -> int:
-        """How many of a prompt's next `count` rows to add to a step of `rows` when nobody else will board it.
+        """How many of a prompt's next `count` rows to add to a step of `rows` when nobody else will
+        board it.
 
-        All of them, or only as many as fill a smaller bucket, the rest riding in the next step with `riders` decoding
-        sequences: whichever computes fewer rows, padding included, over the two steps.
+        All of them, or only as many as fill a smaller bucket, the rest riding in the next step with
+        `riders` decoding sequences: whichever computes fewer rows, padding included, over the two
+        steps.
         """
         total = rows + count
         lower = max((b.tokens for b in self.mixed if rows < b.tokens < total), default=0)
@@ -92,19 +97,33 @@ def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     return (*sizes, high)
 
 
-def make_buckets(*, max_seats: int, token_budget: int, seat_sizes: tuple[int, ...] = (),
-                 token_sizes: tuple[int, ...] = (), on_device: bool = False, smallest: int = 1) -> Buckets:
-    """Buckets from the limits; explicit sizes (already validated by the config) replace the default ones.
+def make_buckets(
+    *,
+    max_seats: int,
+    token_budget: int,
+    seat_sizes: tuple[int, ...] = (),
+    token_sizes: tuple[int, ...] = (),
+    on_device: bool = False,
+    smallest: int = 1,
+) -> Buckets:
+    """Buckets from the limits; explicit sizes (already validated by the config) replace the default
+    ones.
 
-    On a CPU those are `smallest`, for who is alone, and powers of two from 4 on. on_device: for a GPU or TPU, whose
-    decode steps take the sizes of DEVICE_SEATS.
+    On a CPU those are `smallest`, for who is alone, and powers of two from 4 on. on_device: for a
+    GPU or TPU, whose decode steps take the sizes of DEVICE_SEATS.
     """
     default = (*(size for size in DEVICE_SEATS if size < max_seats), max_seats)
     if not on_device:
-        default = tuple(sorted({min(smallest, max_seats), *powers_of_two(min(4, max_seats), max_seats)}))
+        default = tuple(
+            sorted({min(smallest, max_seats), *powers_of_two(min(4, max_seats), max_seats)})
+        )
     seats = tuple(sorted({*seat_sizes, max_seats})) if seat_sizes else default
     lowest = max(2 * seats[-1], token_budget // 8)
-    tokens = (tuple(sorted({*token_sizes, token_budget})) if token_sizes
-              else powers_of_two(min(lowest, token_budget), token_budget))
-    return Buckets(decode=tuple(Bucket(s, s) for s in seats),
-                   mixed=tuple(Bucket(t, seats[-1]) for t in tokens))
+    tokens = (
+        tuple(sorted({*token_sizes, token_budget}))
+        if token_sizes
+        else powers_of_two(min(lowest, token_budget), token_budget)
+    )
+    return Buckets(
+        decode=tuple(Bucket(s, s) for s in seats), mixed=tuple(Bucket(t, seats[-1]) for t in tokens)
+    )

@@ -1,15 +1,17 @@
-"""What is learnt while serving: how long steps take, how many prompt rows running streams can bear, and how long
-answers get.
+"""What is learnt while serving: how long steps take, how many prompt rows running streams can bear,
+and how long answers get.
 
-Answer lengths, method: life tables (Kaplan and Meier, Nonparametric Estimation from Incomplete Observations, 1958).
-Lengths are cut into buckets; of each class of requests it is counted how many answers came into a bucket, and how many
-ended in it by themselves. An answer that was cut off (max_tokens, an abort), or that still runs, counts in the buckets
-it has passed and in no other: that it went on says something, where it would have ended is not known. So short
-answers, which end first, do not make all answers look short.
+Answer lengths, method: life tables (Kaplan and Meier, Nonparametric Estimation from Incomplete
+Observations, 1958). Lengths are cut into buckets; of each class of requests it is counted how many
+answers came into a bucket, and how many ended in it by themselves. An answer that was cut off
+(max_tokens, an abort), or that still runs, counts in the buckets it has passed and in no other:
+that it went on says something, where it would have ended is not known. So short answers, which end
+first, do not make all answers look short.
 
-A request belongs to four classes, from coarse to fine: everybody; its shape (prompt length and max_tokens, in powers of
-two); its tenant; its tenant and shape. A finer class is believed as far as it has seen answers: it starts from the next
-coarser one's share that ends in a bucket, as if it had seen WEIGHT answers come into that bucket.
+A request belongs to four classes, from coarse to fine: everybody; its shape (prompt length and
+max_tokens, in powers of two); its tenant; its tenant and shape. A finer class is believed as far as
+it has seen answers: it starts from the next coarser one's share that ends in a bucket, as if it had
+seen WEIGHT answers come into that bucket.
 """
 
 from __future__ import annotations
@@ -30,18 +32,23 @@ KEPT = 15
 MOST_NEWS = 64
 #: What fading means and sums keep of themselves with each new step.
 FADE = 0.95
-#: Query-key pairs that count as no difference: among prompts as short as that nothing is learnt about long ones.
+#: Query-key pairs that count as no difference: among prompts as short as that nothing is learnt
+#: about long ones.
 FEW_PAIRS = 10_000.0
-#: A step with prompt rows may take so many times as long as one with all of their share at the start of a prompt.
+#: A step with prompt rows may take so many times as long as one with all of their share at the
+#: start of a prompt.
 STRETCH = 1.15
-#: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt rows all the same.
+#: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
+#: rows all the same.
 PATIENCE = 4
 #: Share AUTO: the least that prompts get, and how many different shares there are.
 LEAST_SHARE, LEVELS = 0.25, 16
 
 
 class Slope:
-    """Seconds per query-key pair, from how step times and pairs of a bucket stray from their fading means together."""
+    """Seconds per query-key pair, from how step times and pairs of a bucket stray from their fading
+    means together.
+    """
 
     __slots__ = ("_means", "_pairs_pairs", "_pairs_seconds")
 
@@ -50,7 +57,9 @@ class Slope:
         self._pairs_pairs, self._pairs_seconds = FEW_PAIRS**2, 0.0
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int) -> None:
-        """A mixed step; a time that strays from what was expected by more than half of the mean counts as that much."""
+        """A mixed step; a time that strays from what was expected by more than half of the mean
+        counts as that much.
+        """
         usual, usual_pairs = self._means.get(bucket, (seconds, float(pairs)))
         more = pairs - usual_pairs
         expected = more * self.value
@@ -72,13 +81,19 @@ class Pace:
 
     def __init__(self, buckets: Buckets):
         self.buckets = buckets
-        self._news: list[tuple[Bucket, float, int]] = []  # steps that were observed and not yet taken in
+        self._news: list[
+            tuple[Bucket, float, int]
+        ] = []  # steps that were observed and not yet taken in
         self._step: float | None = None
-        self._seen: defaultdict[Bucket, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._seen: defaultdict[Bucket, deque[tuple[float, int]]] = defaultdict(
+            lambda: deque(maxlen=KEPT)
+        )
         self._slope = Slope()
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int = 0) -> None:
-        """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt rows."""
+        """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt
+        rows.
+        """
         self._news.append((bucket, seconds, pairs))
         if len(self._news) >= MOST_NEWS:
             self._take_in()
@@ -105,10 +120,11 @@ class Pace:
         return self._slope.value
 
     def mixed(self, bucket: Bucket) -> float | None:
-        """Typical time of a mixed bucket without what its prompt rows attend to; None before any mixed step.
+        """Typical time of a mixed bucket without what its prompt rows attend to; None before any
+        mixed step.
 
-        A bucket that was not seen goes by the nearest one, in proportion to the rows: too long for a larger bucket, too
-        short for a smaller one, until the first step of its own.
+        A bucket that was not seen goes by the nearest one, in proportion to the rows: too long for
+        a larger bucket, too short for a smaller one, until the first step of its own.
         """
         self._take_in()
         if bucket in self._seen:
@@ -120,7 +136,8 @@ class Pace:
         return self._base(near) * bucket.tokens / near.tokens
 
     def pays(self, sequences: int) -> bool:
-        """Whether one more beside so many decoding sequences gives more tokens a second; True where it is not known.
+        """Whether one more beside so many decoding sequences gives more tokens a second; True where
+        it is not known.
 
         It gives fewer where it takes a larger bucket that is far from full.
         """
@@ -141,29 +158,42 @@ class Pace:
         return max(0.0, median([seconds - slope * pairs for seconds, pairs in self._seen[bucket]]))
 
     def fastest_prefill(self, rows: int) -> float:
-        """A time below which so many prompt rows have never been computed here; 0 if nothing like it was measured."""
+        """A time below which so many prompt rows have never been computed here; 0 if nothing like
+        it was measured.
+        """
         self._take_in()
         budget = self.buckets.token_budget
         steps, rest = divmod(rows, budget)
         return steps * self._fastest(budget) + (self._fastest(rest) if rest else 0.0)
 
     def _fastest(self, rows: int) -> float:
-        """The longest, over the buckets up to the smallest one that holds `rows`, of their shortest measured times."""
+        """The longest, over the buckets up to the smallest one that holds `rows`, of their shortest
+        measured times.
+        """
         enough = next(bucket.tokens for bucket in self.buckets.mixed if rows <= bucket.tokens)
-        return max((min(self._seen[bucket])[0] for bucket in self.buckets.mixed
-                    if bucket.tokens <= enough and bucket in self._seen), default=0.0)
+        return max(
+            (
+                min(self._seen[bucket])[0]
+                for bucket in self.buckets.mixed
+                if bucket.tokens <= enough and bucket in self._seen
+            ),
+            default=0.0,
+        )
 
 
 class PromptRows:
-    """The most prompt rows of a step. share: of the token budget, while others decode; target_itl_s: 0 for none.
+    """The most prompt rows of a step. share: of the token budget, while others decode;
+    target_itl_s: 0 for none.
 
-    A long prompt then passes in more, shorter steps, and the streams that run beside it notice less of it. A row far
-    into a long prompt takes longer, so there are fewer of them in a step: see STRETCH. Share 1 is no limit.
+    A long prompt then passes in more, shorter steps, and the streams that run beside it notice less
+    of it. A row far into a long prompt takes longer, so there are fewer of them in a step: see
+    STRETCH. Share 1 is no limit.
 
-    Share AUTO goes by who waits for whom: a step with many prompt rows makes every stream wait, one with few makes
-    every prompt wait. It is the prompts that want rows over the streams that run, in LEVELS steps, between LEAST_SHARE
-    and 1. One long prompt beside many streams gets LEAST_SHARE; where prompts are most of the work, they pile up in
-    the seats until they get the whole budget, and no weights are read for a few rows at a time.
+    Share AUTO goes by who waits for whom: a step with many prompt rows makes every stream wait, one
+    with few makes every prompt wait. It is the prompts that want rows over the streams that run, in
+    LEVELS steps, between LEAST_SHARE and 1. One long prompt beside many streams gets LEAST_SHARE;
+    where prompts are most of the work, they pile up in the seats until they get the whole budget,
+    and no weights are read for a few rows at a time.
     """
 
     def __init__(self, pace: Pace, share: Share, target_itl_s: float):
@@ -172,16 +202,20 @@ class PromptRows:
         self._wanted: dict[tuple[int, float], tuple[int, Bucket]] = {}  # by (decoding, share)
 
     def share_beside(self, decoding: int, prompts: int) -> float:
-        """Of the token budget for prompts, of which so many want rows, beside so many decoding sequences."""
+        """Of the token budget for prompts, of which so many want rows, beside so many decoding
+        sequences.
+        """
         if not isinstance(self.share, str):
             return self.share
         level = LEVELS * prompts // max(1, decoding)
         return max(LEAST_SHARE, min(level, LEVELS) / LEVELS)
 
     def most(self, decoding: int, start: int = 0, prompts: int = 1) -> int:
-        """Prompt rows for a step of so many decoding sequences; to be asked once per step, while prompts want rows.
+        """Prompt rows for a step of so many decoding sequences; to be asked once per step, while
+        prompts want rows.
 
-        start: position of the first row, which tells what they attend to. prompts: how many prompts want rows now.
+        start: position of the first row, which tells what they attend to. prompts: how many prompts
+        want rows now.
         """
         buckets = self.pace.buckets
         if not decoding:
@@ -194,34 +228,46 @@ class PromptRows:
         if usual is None:
             return min(rows, buckets.mixed[0].tokens - decoding) if self.target_itl_s else rows
         limit = self._longest(usual, share)
-        if self._timely(bucket, decoding, start, limit - usual) >= rows:  # as nearly always: no need to ask the others
+        if (
+            self._timely(bucket, decoding, start, limit - usual) >= rows
+        ):  # as nearly always: no need to ask the others
             return rows
-        timely = max(self._timely(other, decoding, start, limit - (self.pace.mixed(other) or 0.0))
-                     for other in buckets.mixed)
+        timely = max(
+            self._timely(other, decoding, start, limit - (self.pace.mixed(other) or 0.0))
+            for other in buckets.mixed
+        )
         if timely < 1 and self.target_itl_s:
             self._denied = (self._denied + 1) % PATIENCE
             return 0 if self._denied else min(rows, buckets.mixed[0].tokens - decoding)
         return min(rows, max(timely, buckets.mixed[0].tokens // 8))
 
     def _most_wanted(self, decoding: int, share: float) -> tuple[int, Bucket]:
-        """The share of prompt rows, and the bucket of the step; or as many rows as fill the next smaller bucket if that
-        is at least half as many: no padding then."""
+        """The share of prompt rows, and the bucket of the step; or as many rows as fill the next
+        smaller bucket if that is at least half as many: no padding then."""
         buckets = self.pace.buckets
         rows = min(buckets.token_budget - decoding, max(1, int(share * buckets.token_budget)))
-        lower = max((bucket.tokens for bucket in buckets.mixed if decoding < bucket.tokens <= decoding + rows),
-                    default=decoding)
+        lower = max(
+            (
+                bucket.tokens
+                for bucket in buckets.mixed
+                if decoding < bucket.tokens <= decoding + rows
+            ),
+            default=decoding,
+        )
         if 2 * (lower - decoding) >= rows:
             rows = lower - decoding
         return rows, next(bucket for bucket in buckets.mixed if decoding + rows <= bucket.tokens)
 
     def _longest(self, usual: float, share: float) -> float:
-        """Seconds that a step with prompt rows may take. usual: of one with all that may be, at the start of a prompt.
+        """Seconds that a step with prompt rows may take. usual: of one with all that may be, at the
+        start of a prompt.
         """
         target = self.target_itl_s or math.inf
         return min(target, STRETCH * usual) if share < 1 else target
 
     def _timely(self, bucket: Bucket, decoding: int, start: int, left: float) -> int:
-        """The most prompt rows from `start` that fit the bucket and can attend in the `left` seconds; 0 if left < 0.
+        """The most prompt rows from `start` that fit the bucket and can attend in the `left`
+        seconds; 0 if left < 0.
 
         r rows attend to r * (start + r / 2) positions.
         """
@@ -232,16 +278,18 @@ class PromptRows:
         return int(min(rows, bucket.tokens - decoding))
 
 
-#: What is expected before anything was seen, in tokens: whatever was generated, on average so many more will come.
-#: `expect` guesses; an outlook, on which pages are promised, is careful.
+#: What is expected before anything was seen, in tokens: whatever was generated, on average so many
+#: more will come. `expect` guesses; an outlook, on which pages are promised, is careful.
 FIRST_GUESS, CAREFUL_GUESS = 256, 1024
 #: How many answers a coarser class weighs in a finer one, in each bucket.
 WEIGHT = 4.0
-#: When so many answers of a class have ended, its counts are halved: about the last 128 to 256 count.
+#: When so many answers of a class have ended, its counts are halved: about the last 128 to 256
+#: count.
 HALVE_AT = 256
 #: Classes that are remembered; the one that was not seen for longest is forgotten first.
 MOST_CLASSES = 1024
-#: Buckets of lengths: one for each length up to 7, then four to each power of two, up to 2**20 tokens and more.
+#: Buckets of lengths: one for each length up to 7, then four to each power of two, up to 2**20
+#: tokens and more.
 BUCKETS = 80
 
 #: A class of requests; () is everybody.
@@ -269,7 +317,9 @@ EDGES = np.array([edge_of(bucket) for bucket in range(BUCKETS + 1)], np.float64)
 
 
 def steady_hazard(tokens: int) -> np.ndarray:
-    """The share that ends in each bucket if on average so many tokens are always still to come, f8 [BUCKETS]."""
+    """The share that ends in each bucket if on average so many tokens are always still to come, f8
+    [BUCKETS].
+    """
     return -np.expm1(-np.diff(EDGES) / tokens)
 
 
@@ -286,13 +336,17 @@ class Kind(NamedTuple):
 
 
 def kind_of(tenant: str, n_prompt: int, max_tokens: int | None) -> Kind:
-    """The classes of a request. tenant: whom it is charged to. max_tokens: as the client gave it, None for no limit."""
+    """The classes of a request. tenant: whom it is charged to. max_tokens: as the client gave it,
+    None for no limit.
+    """
     shape = (n_prompt.bit_length(), 0 if max_tokens is None else max_tokens.bit_length())
     return Kind((), shape, (tenant,), (tenant, *shape))
 
 
 class LifeTable:
-    """Of one class: answers that came into each bucket, and that ended in it by themselves, both f8 [BUCKETS]."""
+    """Of one class: answers that came into each bucket, and that ended in it by themselves, both f8
+    [BUCKETS].
+    """
 
     __slots__ = ("came", "ended", "n_ended")
 
@@ -312,12 +366,16 @@ class LifeTable:
             self.n_ended /= 2
 
     def hazard(self, coarser: np.ndarray) -> np.ndarray:
-        """The share of those who come into a bucket that ends there, f8 [BUCKETS]. coarser: of the coarser class."""
+        """The share of those who come into a bucket that ends there, f8 [BUCKETS]. coarser: of the
+        coarser class.
+        """
         return (self.ended + WEIGHT * coarser) / (self.came + WEIGHT)
 
 
 class Outlook:
-    """How long the answers of a class get. alive: the share that reaches each edge, f8 [BUCKETS + 1]; mean: tokens."""
+    """How long the answers of a class get. alive: the share that reaches each edge, f8 [BUCKETS +
+    1]; mean: tokens.
+    """
 
     __slots__ = ("alive", "mean")
 
@@ -332,7 +390,9 @@ class Outlook:
 
 
 class OutputLengths:
-    """Life tables of the classes seen lately. All is O(1) per request; `passed` costs one look where nothing is new."""
+    """Life tables of the classes seen lately. All is O(1) per request; `passed` costs one look
+    where nothing is new.
+    """
 
     def __init__(self) -> None:
         self._tables: OrderedDict[ClassKey, LifeTable] = OrderedDict()
@@ -344,7 +404,8 @@ class OutputLengths:
         return len(self._tables)
 
     def passed(self, kind: Kind, before: int, n_output: int) -> int:
-        """A running answer has so many tokens: count it in the buckets that it has left behind since the last time.
+        """A running answer has so many tokens: count it in the buckets that it has left behind
+        since the last time.
 
         before: what the last call returned for it, 0 at first. Returns the bucket it is in.
         """
@@ -364,7 +425,9 @@ class OutputLengths:
         self._means.clear()
 
     def outlook(self, kind: Kind) -> Outlook:
-        """What is known about answers of these classes; the same object until another answer is over."""
+        """What is known about answers of these classes; the same object until another answer is
+        over.
+        """
         found = self._outlooks.get(kind)
         if found is None:
             if len(self._outlooks) >= MOST_CLASSES:
@@ -382,7 +445,9 @@ class OutputLengths:
         return max(1, min(most, round(mean)))
 
     def _hazard(self, kind: Kind, hazard: np.ndarray) -> np.ndarray:
-        """The share of those who come into a bucket that ends there, f8 [BUCKETS]. hazard: before anything was seen."""
+        """The share of those who come into a bucket that ends there, f8 [BUCKETS]. hazard: before
+        anything was seen.
+        """
         for key in kind:
             table = self._tables.get(key)
             if table is not None:

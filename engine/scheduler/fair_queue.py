@@ -1,9 +1,11 @@
-"""Fair shares for tenants: whoever was served least goes first, so that no tenant's load is another's wait.
+"""Fair shares for tenants: whoever was served least goes first, so that no tenant's load is
+another's wait.
 
-Method: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, arXiv 2401.00588).
-Each tenant has a counter of the tokens computed for it: prompt tokens at boarding (those found in pages cost nothing),
-output tokens as they come, one each. The waiting tenant with the least counter boards next. A tenant that comes back
-after a time without waiting requests is lifted to the least of those that wait, so nobody saves up.
+Method: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024,
+arXiv 2401.00588). Each tenant has a counter of the tokens computed for it: prompt tokens at
+boarding (those found in pages cost nothing), output tokens as they come, one each. The waiting
+tenant with the least counter boards next. A tenant that comes back after a time without waiting
+requests is lifted to the least of those that wait, so nobody saves up.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from jitney.engine.scheduler.queues import SLACK, WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest
 
-#: Every so many boardings the one who has waited longest goes first, whoever was served least: tenants that keep
-#: coming up new, each served nothing yet, would otherwise go before an old one for ever.
+#: Every so many boardings the one who has waited longest goes first, whoever was served least:
+#: tenants that keep coming up new, each served nothing yet, would otherwise go before an old one
+#: for ever.
 EVERY = 16
-#: One of so many seats is kept for tenants that have less than their share of them: else a tenant with few requests
-#: waits for another's long answer to end each time it comes.
+#: One of so many seats is kept for tenants that have less than their share of them: else a tenant
+#: with few requests waits for another's long answer to end each time it comes.
 SEATS_PER_KEPT = 32
 #: A tenant is there until so many have boarded since it last did.
 RECENT = 64
@@ -27,10 +30,11 @@ RECENT = 64
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One tenant. counter: tokens computed for it, lifted when it comes back. queue: its sequences that wait.
+    """One tenant. counter: tokens computed for it, lifted when it comes back. queue: its sequences
+    that wait.
 
-    listed: it has its entry in the heap of tenants. seated: its sequences that have a seat. boarded: the number of the
-    boarding that was its last.
+    listed: it has its entry in the heap of tenants. seated: its sequences that have a seat.
+    boarded: the number of the boarding that was its last.
     """
 
     counter: int
@@ -51,7 +55,9 @@ class FairQueue(WaitingQueue):
     def __init__(self) -> None:
         super().__init__()
         self._accounts: dict[str, Account] = {}
-        self._least: list[tuple[int, int, int, Account]] = []  # a heap; its counters may be out of date, never too high
+        self._least: list[
+            tuple[int, int, int, Account]
+        ] = []  # a heap; its counters may be out of date, never too high
         self._last: Account | None = None  # whose queue was the last one to become empty
         self._boardings = self._tenants = 0  # _tenants: those that wait
         self._room = SLACK
@@ -80,7 +86,9 @@ class FairQueue(WaitingQueue):
         return account.queue.head() if account else None
 
     def next_to_board(self, free_seats: int, seats: int) -> Sequence | None:
-        """The head, unless only kept seats are free and it may not have one: then whoever was served least and may."""
+        """The head, unless only kept seats are free and it may not have one: then whoever was
+        served least and may.
+        """
         head = self.head()
         if head is None or head.preemptions or free_seats > seats // SEATS_PER_KEPT:
             return head
@@ -126,13 +134,20 @@ class FairQueue(WaitingQueue):
         self._account(seq).counter += tokens
 
     def ahead(self, seq: Sequence) -> int:
-        """About as many as wait in the newcomer's own queue, of every tenant that has so many and one more."""
+        """About as many as wait in the newcomer's own queue, of every tenant that has so many and
+        one more.
+        """
         own = self._waiting_of(seq.request)
-        return own + sum(min(len(account.queue), own + 1) for name, account in self._accounts.items()
-                         if name != seq.request.account)
+        return own + sum(
+            min(len(account.queue), own + 1)
+            for name, account in self._accounts.items()
+            if name != seq.request.account
+        )
 
     def may_overflow(self, request: EngineRequest, most: int) -> bool:
-        """A full queue is no reason to refuse a tenant that has less than its share in it: others filled it."""
+        """A full queue is no reason to refuse a tenant that has less than its share in it: others
+        filled it.
+        """
         return (self._waiting_of(request) + 1) * (self._tenants + 1) <= most
 
     def counters(self) -> dict[str, int]:
@@ -153,19 +168,28 @@ class FairQueue(WaitingQueue):
         return account
 
     def _forget(self) -> None:
-        """Let go of tenants that would be lifted anyway when they come back: names may be as many as requests."""
+        """Let go of tenants that would be lifted anyway when they come back: names may be as many
+        as requests.
+        """
         floor = self._floor()
-        self._accounts = {name: account for name, account in self._accounts.items()
-                          if account.queue or account.seated or account.counter > floor or account is self._last}
+        self._accounts = {
+            name: account
+            for name, account in self._accounts.items()
+            if account.queue or account.seated or account.counter > floor or account is self._last
+        }
         self._room = 2 * len(self._accounts) + SLACK
 
     def _entry(self, account: Account) -> tuple[int, int, int, Account]:
-        """Equal counters: who has waited longer. The third number only keeps accounts from being compared."""
+        """Equal counters: who has waited longer. The third number only keeps accounts from being
+        compared.
+        """
         head = account.queue.head()
         return account.counter, head.rank[1] if head else 0, next(self._entries), account
 
     def _first(self) -> Account | None:
-        """The waiting tenant with the least counter; counters only grow, so what is out of date sinks."""
+        """The waiting tenant with the least counter; counters only grow, so what is out of date
+        sinks.
+        """
         heap = self._least
         while heap:
             account = heap[0][3]
@@ -179,6 +203,8 @@ class FairQueue(WaitingQueue):
         return None
 
     def _floor(self) -> int:
-        """The least counter of those who wait, or the one of whoever waited last; it never sinks."""
+        """The least counter of those who wait, or the one of whoever waited last; it never
+        sinks.
+        """
         account = self._first() or self._last
         return account.counter if account else 0

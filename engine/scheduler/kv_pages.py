@@ -1,9 +1,11 @@
-"""The page pool: who holds which KV page, and which pages can be used again by prompts that start alike.
+"""The page pool: who holds which KV page, and which pages can be used again by prompts that start
+alike.
 
-Host side only: numbers of pages, never their contents. Page 0 is the trash page that padding rows write to; it is never
-handed out. Every other page is in exactly one state:
+Host side only: numbers of pages, never their contents. Page 0 is the trash page that padding rows
+write to; it is never handed out. Every other page is in exactly one state:
 
-    free --allocate--> held --match--> shared --release--> held --release--> cached (published) or free
+    free --allocate--> held --match--> shared --release--> held --release--> cached (published) or
+    free
     cached --match--> held          cached --allocate (evicts the oldest)--> held
 """
 
@@ -23,22 +25,29 @@ FREE, HELD, SHARED, CACHED = range(4)
 
 
 class PagePool:
-    """Reference counts and the prefix index of n_pages pages; every operation is O(1) per page it touches.
+    """Reference counts and the prefix index of n_pages pages; every operation is O(1) per page it
+    touches.
 
-    retain: keep published pages that nobody holds until their room is needed (the prefix cache). Without it they
-    become free at once, and only sequences alive at the same time can share.
+    retain: keep published pages that nobody holds until their room is needed (the prefix cache).
+    Without it they become free at once, and only sequences alive at the same time can share.
     """
 
     def __init__(self, n_pages: int, page_size: int, *, retain: bool = True):
         if n_pages < 2 or page_size < 1:
-            raise ValueError(f"a pool needs 2 pages (one is trash) of 1 token, not {n_pages} of {page_size}")
+            raise ValueError(
+                f"a pool needs 2 pages (one is trash) of 1 token, not {n_pages} of {page_size}"
+            )
         self.n_pages, self.page_size, self.retain = n_pages, page_size, retain
         self._free = list(range(n_pages - 1, 0, -1))  # a stack: low numbers go first
         self._owners = [0] * n_pages  # references of each page
         self._keys: list[bytes | None] = [None] * n_pages  # key each page is published under
         self._index: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # published, unreferenced; oldest first
-        self._states = bytearray(n_pages)  # what `states` says: kept as it changes, for the page asks often
+        self._cached: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # published, unreferenced; oldest first
+        self._states = bytearray(
+            n_pages
+        )  # what `states` says: kept as it changes, for the page asks often
 
     @property
     def capacity(self) -> int:
@@ -87,7 +96,8 @@ class PagePool:
         return sum(1 for _ in takewhile(self._index.__contains__, keys))
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or None (and nothing changed) if there are not that many.
+        """`count` pages with one reference each, or None (and nothing changed) if there are not
+        that many.
 
         Evicts cached pages, the longest unused first, once the free ones are gone.
         """
@@ -102,16 +112,20 @@ class PagePool:
         return pages
 
     def publish(self, page: int, key: bytes) -> None:
-        """Let later prompts find a held page whose rows are all computed (or launched: the device runs in order).
+        """Let later prompts find a held page whose rows are all computed (or launched: the device
+        runs in order).
 
-        If the key is here already the older page keeps it, and this one stays private; nothing is copied.
+        If the key is here already the older page keeps it, and this one stays private; nothing is
+        copied.
         """
         if key not in self._index and self._keys[page] is None:
             self._index[key] = page
             self._keys[page] = key
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
-        """Let no later prompt find the pages of these names, held or cached: what they contain is not to be trusted."""
+        """Let no later prompt find the pages of these names, held or cached: what they contain is
+        not to be trusted.
+        """
         for key in keys:
             page = self._index.get(key)
             if page is None:
@@ -123,9 +137,11 @@ class PagePool:
                 self._states[page] = FREE
 
     def release(self, pages: list[int]) -> None:
-        """Drop one reference of each page; `pages` in the order of the sequence; the trash page belongs to nobody.
+        """Drop one reference of each page; `pages` in the order of the sequence; the trash page
+        belongs to nobody.
 
-        The last page goes first, so that a chain is evicted from its tail: its head serves more prompts.
+        The last page goes first, so that a chain is evicted from its tail: its head serves more
+        prompts.
         """
         for page in reversed(pages):
             if not page:
@@ -158,19 +174,31 @@ class PagePool:
         return np.frombuffer(bytes(self._states), np.uint8)
 
     def check(self, tables: Iterable[list[int]] | None = None) -> None:
-        """Raise RuntimeError unless every page is accounted for; `tables`: the page lists of all owners."""
+        """Raise RuntimeError unless every page is accounted for; `tables`: the page lists of all
+        owners.
+        """
         held = {page for page, owners in enumerate(self._owners) if owners}
         parts = [set(self._free), set(self._cached), held]
-        if sum(map(len, parts)) != self.capacity or set.union(*parts) != set(range(1, self.n_pages)):
-            raise RuntimeError(f"pages lost or doubled: {len(self._free)} free, {len(self._cached)} cached, "
-                               f"{len(held)} held of {self.capacity}")
+        if sum(map(len, parts)) != self.capacity or set.union(*parts) != set(
+            range(1, self.n_pages)
+        ):
+            raise RuntimeError(
+                f"pages lost or doubled: {len(self._free)} free, {len(self._cached)} cached, "
+                f"{len(held)} held of {self.capacity}"
+            )
         if len(parts[0]) != len(self._free):
             raise RuntimeError("a page is in the free list twice")
-        known = {page: CACHED for page in parts[1]} | {page: min(self._owners[page], SHARED) for page in held}
+        known = {page: CACHED for page in parts[1]} | {
+            page: min(self._owners[page], SHARED) for page in held
+        }
         if any(state != known.get(page, FREE) for page, state in enumerate(self._states)):
             raise RuntimeError("the states of pages disagree with who holds them")
         published = {key: page for page, key in enumerate(self._keys) if key is not None}
-        if published != self._index or not parts[1] <= set(published.values()) or parts[0] & set(published.values()):
+        if (
+            published != self._index
+            or not parts[1] <= set(published.values())
+            or parts[0] & set(published.values())
+        ):
             raise RuntimeError("the prefix index and the pages disagree")
         if tables is not None:
             owners = Counter(page for table in tables for page in table if page)
@@ -192,7 +220,9 @@ def root_key(tenant: str, cache_salt: str, request_id: str = "") -> bytes:
     return blake2b(framed, digest_size=KEY_BYTES).digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, tokens: list[int], page_size: int, n_pages: int) -> None:
+def extend_keys(
+    keys: list[bytes], root: bytes, tokens: list[int], page_size: int, n_pages: int
+) -> None:
     """Append to `keys` until it names the first n_pages full pages of `tokens`.
 
     A page's key is blake2b-128 of its parent's key and its tokens as int32.
@@ -204,7 +234,9 @@ def extend_keys(keys: list[bytes], root: bytes, tokens: list[int], page_size: in
 
 
 def shareable_keys(seq: Sequence, page_size: int) -> list[bytes]:
-    """Keys of the pages a boarding sequence may share: full ones, and never the last token's, whose logits we need."""
+    """Keys of the pages a boarding sequence may share: full ones, and never the last token's, whose
+    logits we need.
+    """
     if not seq.shares:
         return []
     n_pages = (len(seq.tokens) - 1) // page_size
@@ -213,10 +245,11 @@ def shareable_keys(seq: Sequence, page_size: int) -> list[bytes]:
 
 
 def publish(seq: Sequence, pool: PagePool) -> None:
-    """Offer the index every full page of a seated sequence whose tokens the host knows and whose rows are launched.
+    """Offer the index every full page of a seated sequence whose tokens the host knows and whose
+    rows are launched.
 
-    Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a page takes a hash, and
-    many at once take less time than one in each step.
+    Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a page
+    takes a hash, and many at once take less time than one in each step.
     """
     if not seq.shares:
         return

@@ -1,8 +1,10 @@
-"""Whether pages will last for all who ride if one more boards: foreseen from their answers' likely lengths.
+"""Whether pages will last for all who ride if one more boards: foreseen from their answers' likely
+lengths.
 
-Method: that of Past-Future scheduling (Gong et al., ASPLOS 2025, arXiv 2507.10150): board whom the pool can take to the
-end, not whom it can take now. There lengths are drawn at random; here the demand at each time to come is a sum of
-independent chances, of which mean and variance are known, so that the same state always gives the same answer.
+Method: that of Past-Future scheduling (Gong et al., ASPLOS 2025, arXiv 2507.10150): board whom the
+pool can take to the end, not whom it can take now. There lengths are drawn at random; here the
+demand at each time to come is a sum of independent chances, of which mean and variance are known,
+so that the same state always gives the same answer.
 """
 
 from __future__ import annotations
@@ -19,20 +21,25 @@ from jitney.engine.scheduler.sequence import Sequence
 
 #: Standard deviations of the demand that are kept free beside its mean.
 MARGIN = 1.2
-#: Times looked at, in steps from now: so many spread evenly in their logarithm, and so many at which somebody must end.
+#: Times looked at, in steps from now: so many spread evenly in their logarithm, and so many at
+#: which somebody must end.
 TIMES, ENDS = 16, 32
 
 
 class PageDemand:
-    """Answers `fits`. lengths: what is known about answers. most_each: pages of one at most while it decodes."""
+    """Answers `fits`. lengths: what is known about answers. most_each: pages of one at most while
+    it decodes.
+    """
 
     def __init__(self, pool: PagePool, lengths: OutputLengths, most_each: int = sys.maxsize):
         self.pool, self.lengths, self.most_each = pool, lengths, most_each
 
     def fits(self, riders: Iterable[Sequence], newcomer: Sequence, fresh: int) -> bool:
-        """Whether the pool should last if the newcomer, who needs `fresh` pages now, rides with the riders.
+        """Whether the pool should last if the newcomer, who needs `fresh` pages now, rides with the
+        riders.
 
-        Costs O(riders); to be asked only where the pages would not last if everybody took all that it may.
+        Costs O(riders); to be asked only where the pages would not last if everybody took all that
+        it may.
         """
         groups: defaultdict[Outlook, list[list[int]]] = defaultdict(list)
         own = 0
@@ -57,15 +64,27 @@ class PageDemand:
         return self.lengths.outlook(seq.kind)
 
     def _row(self, seq: Sequence, held: int) -> list[int]:
-        """[positions, output tokens, pages of its own, positions still to come at most, pages of others] once its known
-        tokens are computed."""
+        """[positions, output tokens, pages of its own, positions still to come at most, pages of
+        others] once its known tokens are computed."""
         positions = max(seq.scheduled, len(seq.tokens))
         shared = self.pool.pages_for(len(seq.tokens)) - held if not seq.seated else seq.shared
-        return [positions, positions - seq.n_prompt, held, max(0, seq.limit - 1 - positions), shared]
+        return [
+            positions,
+            positions - seq.n_prompt,
+            held,
+            max(0, seq.limit - 1 - positions),
+            shared,
+        ]
 
-    def _ahead(self, outlook: Outlook, rows: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(chance that it still rides, pages of its own then) of each row at each time, both f8 [rows, times]."""
-        positions, n_output, held, left, shared = (rows[:, column : column + 1] for column in range(5))
+    def _ahead(
+        self, outlook: Outlook, rows: np.ndarray, times: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(chance that it still rides, pages of its own then) of each row at each time, both f8
+        [rows, times].
+        """
+        positions, n_output, held, left, shared = (
+            rows[:, column : column + 1] for column in range(5)
+        )
         reached = np.maximum(outlook.reaches(n_output), 1e-9)
         alive = np.minimum(outlook.reaches(n_output + times) / reached, 1.0)
         alive = np.where(times <= left, alive, 0.0)
@@ -74,7 +93,8 @@ class PageDemand:
 
 
 def times_ahead(left: np.ndarray) -> np.ndarray:
-    """Steps from now at which to look, ascending: now, then sparser and sparser, and when somebody is at its limit.
+    """Steps from now at which to look, ascending: now, then sparser and sparser, and when somebody
+    is at its limit.
 
     left: f8 [riders]: steps until each one's limit.
     """

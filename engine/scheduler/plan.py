@@ -1,7 +1,7 @@
 """What the scheduler decides for one step: counts and references, no device, no arrays.
 
-What is made anew in each step is a msgspec Struct here and elsewhere: its constructor is C, where a dataclass runs a
-Python function that the host's caches have forgotten since the last step.
+What is made anew in each step is a msgspec Struct here and elsewhere: its constructor is C, where a
+dataclass runs a Python function that the host's caches have forgotten since the last step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from jitney.engine.types import TokenLogprobs
 if TYPE_CHECKING:
     from jitney.engine.scheduler.sequence import Sequence
 
+
 class Work(msgspec.Struct, frozen=True, gc=False):
     """The rows of one step. decode, prompt: rows of each kind, padding excluded.
 
-    keys: KV positions that the decode rows attend to, summed. longest: most that one of them attends to, because rows
-    that are attended in groups take as long as the longest. pairs: query-key pairs of the prompt rows.
+    keys: KV positions that the decode rows attend to, summed. longest: most that one of them
+    attends to, because rows that are attended in groups take as long as the longest. pairs:
+    query-key pairs of the prompt rows.
     """
 
     decode: int = 0
@@ -34,17 +36,23 @@ def work_of(chunks: list[Chunk]) -> Work:
     """The work of some chunks, for plans made by hand; the scheduler counts while it plans."""
     ends = [chunk.end for chunk in chunks if chunk.decode]
     prompts = [chunk for chunk in chunks if not chunk.decode]
-    return Work(len(ends), sum(chunk.count for chunk in prompts), sum(ends), max(ends, default=0),
-                sum(chunk.count * (chunk.start + chunk.end + 1) // 2 for chunk in prompts))
+    return Work(
+        len(ends),
+        sum(chunk.count for chunk in prompts),
+        sum(ends),
+        max(ends, default=0),
+        sum(chunk.count * (chunk.start + chunk.end + 1) // 2 for chunk in prompts),
+    )
 
 
 class Chunk(msgspec.Struct, gc=False):
     """Rows [start, start + count) of one sequence in one step.
 
-    A decode chunk has count 1; its token may still be on the device (position start >= len(seq.tokens)).
-    sample: the last row's logits choose the next token. scored: its rows that bring prompt log-probabilities, namely
-    those of the positions score_start .. score_start + scored - 1, each scored against the following prompt token.
-    recomputed: its first rows that had been computed before a preemption.
+    A decode chunk has count 1; its token may still be on the device (position start >=
+    len(seq.tokens)). sample: the last row's logits choose the next token. scored: its rows that
+    bring prompt log-probabilities, namely those of the positions score_start .. score_start +
+    scored - 1, each scored against the following prompt token. recomputed: its first rows that had
+    been computed before a preemption.
     """
 
     seq: Sequence
@@ -68,9 +76,9 @@ class Chunk(msgspec.Struct, gc=False):
 class Load(msgspec.Struct, frozen=True, gc=False):
     """How full the engine is while a step runs.
 
-    seats_busy have a sequence in them: those that a batch only holds are not among them. pages_used are held by
-    sequences; pages_cached only serve the prefix cache. waiting: sequences that want a seat;
-    waiting_tokens: prompt tokens of the requests none of whose sequences has boarded yet.
+    seats_busy have a sequence in them: those that a batch only holds are not among them. pages_used
+    are held by sequences; pages_cached only serve the prefix cache. waiting: sequences that want a
+    seat; waiting_tokens: prompt tokens of the requests none of whose sequences has boarded yet.
     """
 
     seats_busy: int
@@ -84,9 +92,11 @@ NO_LOAD = Load(0, 0, 0, 0, 0)
 
 
 class Draft(msgspec.Struct):
-    """A plan in the making. rows: taken so far; tokens_left, rows_left: prompt and logit rows it can still take.
+    """A plan in the making. rows: taken so far; tokens_left, rows_left: prompt and logit rows it
+    can still take.
 
-    keys, longest, pairs: see `engine.scheduler.plan.Work`; counted here, where each chunk is at hand anyway.
+    keys, longest, pairs: see `engine.scheduler.plan.Work`; counted here, where each chunk is at
+    hand anyway.
     """
 
     tokens_left: int
@@ -107,15 +117,17 @@ class Draft(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """One step. chunks: decode rows first, then prefill chunks. boarded: sequences that took their seat in this plan.
-    fed: decoding sequences that got another page for it. dropped: sequences that gave back pages behind the model's
-    window. The pages of a seated sequence change in no other way.
+    """One step. chunks: decode rows first, then prefill chunks. boarded: sequences that took their
+    seat in this plan. fed: decoding sequences that got another page for it. dropped: sequences that
+    gave back pages behind the model's window. The pages of a seated sequence change in no other
+    way.
 
-    reserved: padding rows that a batch wants beside its rows: its prompts are padded to the longest, its steps to its
-    size. preempted: sequences that lost their seat to it.
-    plain: every row belongs to a sequence whose tokens are a bare argmax, so the all-greedy executable serves.
-    cached_tokens: prompt tokens of the boarded whose KV was found in pages. `commit` fills in what became of the rows
-    (prefill .. cancelled, in rows) and `finished`, the sequences that ended since the commit before.
+    reserved: padding rows that a batch wants beside its rows: its prompts are padded to the
+    longest, its steps to its size. preempted: sequences that lost their seat to it. plain: every
+    row belongs to a sequence whose tokens are a bare argmax, so the all-greedy executable serves.
+    cached_tokens: prompt tokens of the boarded whose KV was found in pages. `commit` fills in what
+    became of the rows (prefill .. cancelled, in rows) and `finished`, the sequences that ended
+    since the commit before.
     """
 
     number: int
@@ -161,9 +173,10 @@ class Plan(msgspec.Struct):
 class StepResult(msgspec.Struct):
     """What a step brought, in plan order.
 
-    tokens: the sampled ids, one per logit row; -1 for a row whose logits were not finite. logprobs: likewise, None if
-    nobody asked. prompt_logprobs: one entry per scored row. broken: per chunk, whether any of its rows was not finite,
-    with logits or without; None: no row was (of steps without prompt rows, the tokens tell).
+    tokens: the sampled ids, one per logit row; -1 for a row whose logits were not finite. logprobs:
+    likewise, None if nobody asked. prompt_logprobs: one entry per scored row. broken: per chunk,
+    whether any of its rows was not finite, with logits or without; None: no row was (of steps
+    without prompt rows, the tokens tell).
     """
 
     tokens: list[int]

@@ -1,6 +1,7 @@
 """When waiting sequences may board, and who goes first: plain functions of counts and times.
 
-Their names stand in `jitney.engine.config.schema`, where the configuration and the command line read them.
+Their names stand in `jitney.engine.config.schema`, where the configuration and the command line
+read them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from jitney.engine.scheduler.fair_queue import FairQueue
 from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.types import EngineRequest
 
-#: Order "priority": what one level is worth, in seconds of waiting, and the most levels that count either way.
+#: Order "priority": what one level is worth, in seconds of waiting, and the most levels that count
+#: either way.
 LEVEL_S, MAX_LEVELS = 10.0, 60
-#: Order "shortest": what one expected output token is worth, in seconds of waiting, and the most they are worth.
+#: Order "shortest": what one expected output token is worth, in seconds of waiting, and the most
+#: they are worth.
 TOKEN_S, LONGEST_S = 0.1, 60.0
 
 
 class Situation(NamedTuple):
-    """What a policy may look at, between two steps. now, arrivals (of all who wait): seconds of the scheduler's clock.
+    """What a policy may look at, between two steps. now, arrivals (of all who wait): seconds of the
+    scheduler's clock.
 
-    busy_seats: seats with a sequence in them, or held by a batch. more_to_come: whether anybody can still come before
-    somebody who is here has ended; a server never knows better than that.
+    busy_seats: seats with a sequence in them, or held by a batch. more_to_come: whether anybody can
+    still come before somebody who is here has ended; a server never knows better than that.
     """
 
     now: float
@@ -37,10 +41,12 @@ class Situation(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides how many waiting sequences may take a seat in the next step; asked only while somebody waits.
+    """Decides how many waiting sequences may take a seat in the next step; asked only while
+    somebody waits.
 
-    holds: those who board together are one batch. Their prompts are padded to the longest of them, their steps to the
-    size of the batch, and all their seats stay taken until the last of them is done.
+    holds: those who board together are one batch. Their prompts are padded to the longest of them,
+    their steps to the size of the batch, and all their seats stay taken until the last of them is
+    done.
     """
 
     holds: bool
@@ -50,7 +56,9 @@ class Policy(Protocol):
         ...
 
     def boards_at(self, situation: Situation) -> float:
-        """When `boarders` will let somebody board if nobody comes and no seat is freed before; inf: never."""
+        """When `boarders` will let somebody board if nobody comes and no seat is freed before; inf:
+        never.
+        """
         ...
 
 
@@ -67,7 +75,9 @@ class Continuous:
 
 
 class Batching:
-    """One batch after the other, of `size` sequences; the next one boards when the last of this one has left."""
+    """One batch after the other, of `size` sequences; the next one boards when the last of this one
+    has left.
+    """
 
     holds = True
 
@@ -94,7 +104,8 @@ class Batching:
 class Static(Batching):
     """A batch boards when `size` sequences wait for it, and not before.
 
-    Fewer board where nobody else can come, and once nobody has come for `timeout_s` seconds (inf: never).
+    Fewer board where nobody else can come, and once nobody has come for `timeout_s` seconds (inf:
+    never).
     """
 
     def __init__(self, size: int, timeout_s: float):
@@ -108,7 +119,9 @@ class Static(Batching):
 
 
 class Dynamic(Batching):
-    """A batch boards when `size` sequences wait for it, or when the oldest of them has waited `wait_s` seconds."""
+    """A batch boards when `size` sequences wait for it, or when the oldest of them has waited
+    `wait_s` seconds.
+    """
 
     def __init__(self, size: int, wait_s: float):
         super().__init__(size)
@@ -124,27 +137,32 @@ def by_arrival(request: EngineRequest, expected: int) -> float:
 
 
 def by_priority(request: EngineRequest, expected: int) -> float:
-    """Lower `priority` boards sooner and is preempted later, and who waits gains a level every LEVEL_S seconds.
+    """Lower `priority` boards sooner and is preempted later, and who waits gains a level every
+    LEVEL_S seconds.
 
-    All gain alike, so the difference of two who wait never changes and one number says it: the time at which a request
-    of priority 0 would have had to come to stand at the same place. A request is therefore never overtaken by one that
-    comes more than 2 * MAX_LEVELS * LEVEL_S seconds after it.
+    All gain alike, so the difference of two who wait never changes and one number says it: the time
+    at which a request of priority 0 would have had to come to stand at the same place. A request is
+    therefore never overtaken by one that comes more than 2 * MAX_LEVELS * LEVEL_S seconds after it.
     """
     return request.arrival + LEVEL_S * max(-MAX_LEVELS, min(MAX_LEVELS, request.priority))
 
 
 def by_length(request: EngineRequest, expected: int) -> float:
-    """Short answers first, as far as they can be foreseen; each expected token counts as TOKEN_S seconds of waiting.
+    """Short answers first, as far as they can be foreseen; each expected token counts as TOKEN_S
+    seconds of waiting.
 
-    As with `by_priority` the place in the queue is one number, and nobody is overtaken by who comes LONGEST_S later.
+    As with `by_priority` the place in the queue is one number, and nobody is overtaken by who comes
+    LONGEST_S later.
     """
     return request.arrival + min(LONGEST_S, TOKEN_S * expected)
 
 
 class Order(NamedTuple):
-    """Who goes first. key: from a request and its expected output tokens to its class, lower first, then by arrival.
+    """Who goes first. key: from a request and its expected output tokens to its class, lower first,
+    then by arrival.
 
-    The class also says who is preempted first: the last one. queue: makes what keeps those who wait.
+    The class also says who is preempted first: the last one. queue: makes what keeps those who
+    wait.
     """
 
     key: Callable[[EngineRequest, int], float]
@@ -152,7 +170,9 @@ class Order(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """What the policies that batch are told. size: sequences of a batch. wait_s, timeout_s: of Dynamic, of Static."""
+    """What the policies that batch are told. size: sequences of a batch. wait_s, timeout_s: of
+    Dynamic, of Static.
+    """
 
     size: int
     wait_s: float
@@ -165,8 +185,11 @@ POLICIES: dict[PolicyName, Callable[[Batches], Policy]] = {
     "dynamic": lambda batches: Dynamic(batches.size, batches.wait_s),
 }
 ORDERS: dict[OrderName, Order] = {
-    "fcfs": Order(by_arrival, WaitingQueue), "priority": Order(by_priority, WaitingQueue),
-    "shortest": Order(by_length, WaitingQueue), "fair": Order(by_arrival, FairQueue)}
+    "fcfs": Order(by_arrival, WaitingQueue),
+    "priority": Order(by_priority, WaitingQueue),
+    "shortest": Order(by_length, WaitingQueue),
+    "fair": Order(by_arrival, FairQueue),
+}
 
 
 def make_policy(name: str, batches: Batches) -> Policy:

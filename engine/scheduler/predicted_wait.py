@@ -1,4 +1,6 @@
-"""How long a newcomer will wait, from who is there, how long their answers should get, and how fast steps go."""
+"""How long a newcomer will wait, from who is there, how long their answers should get, and how fast
+steps go.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +19,50 @@ HOPE = 0.5
 class Forecast:
     """Refuses what would wait too long; before a step was measured it refuses nothing.
 
-    Steps until a newcomer boards are counted, each taken to last as long as recent ones did, prompt rows and all.
+    Steps until a newcomer boards are counted, each taken to last as long as recent ones did, prompt
+    rows and all.
     """
 
-    def __init__(self, limits: SchedulerLimits, roster: Roster, prompt_rows: PromptRows, pool: PagePool, *,
-                 batch: int = 0):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        roster: Roster,
+        prompt_rows: PromptRows,
+        pool: PagePool,
+        *,
+        batch: int = 0,
+    ):
         self.limits, self.roster, self.prompt_rows, self.pool = limits, roster, prompt_rows, pool
         self.pace: Pace = prompt_rows.pace
-        self.batch = batch  # sequences per batch where seats are held; 0 where they are refilled at once
+        self.batch = (
+            batch  # sequences per batch where seats are held; 0 where they are refilled at once
+        )
 
     def admit(self, leader: Sequence, now: float) -> None:
-        """Raise RequestError queue_full or deadline_unreachable, each with seconds after which to try again."""
+        """Raise RequestError queue_full or deadline_unreachable, each with seconds after which to
+        try again.
+        """
         limit, deadline = self.limits.max_predicted_wait_s, leader.request.deadline
         if not limit and deadline is None:
             return
         wait = self.wait(leader)
         if limit and wait > limit:
             retry = advised(wait - limit)
-            raise RequestError(f"about {wait:.1f} s of waiting are ahead, and at most {limit:g} are allowed; retry in "
-                               f"{retry:.1f} s", code="queue_full", retry_after=retry)
+            raise RequestError(
+                f"about {wait:.1f} s of waiting are ahead, and at most {limit:g} are allowed; "
+                "retry in "
+                f"{retry:.1f} s",
+                code="queue_full",
+                retry_after=retry,
+            )
         if deadline is not None and now + HOPE * wait + self._prefill(leader) > deadline:
-            raise RequestError(f"the first token could not come before the request's deadline; about {wait:.1f} s of "
-                               "waiting are ahead", code="deadline_unreachable", retry_after=advised(wait))
+            raise RequestError(
+                f"the first token could not come before the request's deadline; about {wait:.1f} s "
+                "of "
+                "waiting are ahead",
+                code="deadline_unreachable",
+                retry_after=advised(wait),
+            )
 
     def wait(self, newcomer: Sequence) -> float:
         """Seconds it should wait for a seat; 0 before anything was measured."""
@@ -51,8 +75,9 @@ class Forecast:
     def _seat_steps(self, ahead: int) -> float:
         """Steps until so many who are ahead, and then the newcomer, have found a seat.
 
-        For the k-th seat to become free the k-th shortest rest must run. Beyond one round of all seats: what is to be
-        generated ahead, spread over the seats, less the half-done answers that run on at that time.
+        For the k-th seat to become free the k-th shortest rest must run. Beyond one round of all
+        seats: what is to be generated ahead, spread over the seats, less the half-done answers that
+        run on at that time.
         """
         left = self._rests()
         wanted = ahead + 1 - len(self.roster.free_seats)
@@ -70,17 +95,24 @@ class Forecast:
     def _rests(self) -> list[int]:
         """Output tokens that each seated sequence is still expected to generate."""
         roster = self.roster
-        return [max(1, seq.expected - seq.n_output) for seq in (*roster.prefilling, *roster.decoding)]
+        return [
+            max(1, seq.expected - seq.n_output) for seq in (*roster.prefilling, *roster.decoding)
+        ]
 
     def _mean_expected(self) -> float:
         queue = self.roster.queue
         return queue.expected / len(queue) if queue else 1.0
 
     def _prompt_steps(self, ahead: int) -> float:
-        """Steps that the prompts ahead take, at the most rows that they may have beside running streams."""
+        """Steps that the prompts ahead take, at the most rows that they may have beside running
+        streams.
+        """
         roster = self.roster
         waiting = min(ahead + 1, self.limits.max_seats)
-        rows = self.prompt_rows.share_beside(len(roster.decoding), waiting) * self.pace.buckets.token_budget
+        rows = (
+            self.prompt_rows.share_beside(len(roster.decoding), waiting)
+            * self.pace.buckets.token_budget
+        )
         share = min(1.0, ahead / max(1, self.roster.n_waiting))
         return share * self.roster.backlog.tokens / max(1.0, rows)
 

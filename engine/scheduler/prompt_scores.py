@@ -1,8 +1,10 @@
-"""Log-probabilities of prompt tokens, kept by the names of their pages, so that a prefix is scored once.
+"""Log-probabilities of prompt tokens, kept by the names of their pages, so that a prefix is scored
+once.
 
-A page's name stands for its tokens and for all before them (`engine.scheduler.kv_pages`), and so for the log-probability of each of
-its tokens given those before it. Whoever scores a prompt that starts alike takes them from here; it computes from the
-last page of which they are known, whose last row scores the first token behind it.
+A page's name stands for its tokens and for all before them (`engine.scheduler.kv_pages`), and so
+for the log-probability of each of its tokens given those before it. Whoever scores a prompt that
+starts alike takes them from here; it computes from the last page of which they are known, whose
+last row scores the first token behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ KEPT_BYTES = 64 << 20
 
 
 class PageScores(NamedTuple):
-    """One page of P tokens with K alternatives each. logprobs is NaN for the first token of a text, which has none."""
+    """One page of P tokens with K alternatives each. logprobs is NaN for the first token of a text,
+    which has none.
+    """
 
     logprobs: np.ndarray  # float32 [P]
     top_ids: np.ndarray  # int32 [P, K]
@@ -35,7 +39,9 @@ class PageScores(NamedTuple):
 
 
 class PromptScores:
-    """What is known of pages that were scored; the longest unused are forgotten once there are `most_bytes`."""
+    """What is known of pages that were scored; the longest unused are forgotten once there are
+    `most_bytes`.
+    """
 
     def __init__(self, page_size: int, most_bytes: int = KEPT_BYTES):
         self.page_size, self.most_bytes = page_size, most_bytes
@@ -43,7 +49,9 @@ class PromptScores:
         self._pages: OrderedDict[bytes, PageScores] = OrderedDict()
 
     def find(self, keys: list[bytes], alternatives: int) -> list[TokenLogprobs | None]:
-        """Entries of the prompt's tokens, in order, as far as whole pages are known with so many alternatives."""
+        """Entries of the prompt's tokens, in order, as far as whole pages are known with so many
+        alternatives.
+        """
         entries: list[TokenLogprobs | None] = []
         for key in keys:
             page = self._pages.get(key)
@@ -99,5 +107,7 @@ def unpacked(page: PageScores, alternatives: int) -> list[TokenLogprobs | None]:
     """One entry per token of a page, with so many alternatives."""
     ids = page.top_ids[:, :alternatives].tolist()
     tops = page.top_logprobs[:, :alternatives].tolist()
-    return [None if np.isnan(logprob) else TokenLogprobs(logprob, *best)
-            for logprob, *best in zip(page.logprobs.tolist(), ids, tops, strict=True)]
+    return [
+        None if np.isnan(logprob) else TokenLogprobs(logprob, *best)
+        for logprob, *best in zip(page.logprobs.tolist(), ids, tops, strict=True)
+    ]

@@ -19,14 +19,17 @@ SHORTEST_RETRY, LONGEST_RETRY, FIRST_RETRY = 0.1, 60.0, 1.0
 class WaitingQueue:
     """Sequences by class, then preempted before fresh, then arrival; all is O(log n) amortised.
 
-    expected: output tokens that those who wait are expected to generate. counts: whether `charge` is to be called.
+    expected: output tokens that those who wait are expected to generate. counts: whether `charge`
+    is to be called.
     """
 
     counts = False
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, bool, float, int], int, Sequence]] = []
-        self._entries = count()  # keeps two entries of one sequence, the older one dead, from being compared
+        self._entries = (
+            count()
+        )  # keeps two entries of one sequence, the older one dead, from being compared
         self._waiting: set[Sequence] = set()
         self.expected = 0
 
@@ -51,7 +54,9 @@ class WaitingQueue:
         return heap[0][2] if heap else None
 
     def next_to_board(self, free_seats: int, seats: int) -> Sequence | None:
-        """Who takes a seat now, if anybody may, with so many of all seats free. Here the head; see `FairQueue`."""
+        """Who takes a seat now, if anybody may, with so many of all seats free. Here the head; see
+        `FairQueue`.
+        """
         return self.head()
 
     def left(self, seq: Sequence) -> None:
@@ -66,18 +71,24 @@ class WaitingQueue:
             heapify(self._heap)
 
     def board(self, seq: Sequence) -> None:
-        """The head takes a seat; its prompt tokens that were not found in pages are computed for it."""
+        """The head takes a seat; its prompt tokens that were not found in pages are computed for
+        it.
+        """
         self.remove(seq)
 
     def charge(self, seq: Sequence, tokens: int) -> None:
-        """So many tokens were generated for a sequence. Nobody keeps count here; `FairQueue` does."""
+        """So many tokens were generated for a sequence. Nobody keeps count here; `FairQueue`
+        does.
+        """
 
     def ahead(self, seq: Sequence) -> int:
         """How many of those who wait would board before a newcomer."""
         return sum(other.rank < seq.rank for other in self._waiting)
 
     def may_overflow(self, request: EngineRequest, most: int) -> bool:
-        """Whether a request may wait though as many wait as may (`most`). Nobody may here; see `FairQueue`."""
+        """Whether a request may wait though as many wait as may (`most`). Nobody may here; see
+        `FairQueue`.
+        """
         return False
 
     def members(self) -> set[Sequence]:
@@ -98,22 +109,29 @@ class Backlog:
         self._boarded: deque[tuple[float, int]] = deque(maxlen=64)  # (when, prompt tokens)
 
     def admit(self, tokens: int, free_seats: int, now: float, *, overflow: bool = False) -> None:
-        """Count a request in, or raise RequestError queue_full with the seconds until there should be room.
+        """Count a request in, or raise RequestError queue_full with the seconds until there should
+        be room.
 
-        Requests that find a free seat do not wait beyond the next step, so the caps count those beyond the free seats;
-        one prompt larger than max_tokens may still wait alone. overflow: this one may wait up to twice the caps.
+        Requests that find a free seat do not wait beyond the next step, so the caps count those
+        beyond the free seats; one prompt larger than max_tokens may still wait alone. overflow:
+        this one may wait up to twice the caps.
         """
         too_many, too_long = self.excess(tokens, free_seats, 2 if overflow else 1)
         if too_many > 0 or too_long > 0:
             wait = self._seconds_until(too_many, too_long, now)
             what = "requests" if too_many > 0 else "prompt tokens"
-            raise RequestError(f"too many {what} are waiting; retry in {wait:.1f} s", code="queue_full",
-                               retry_after=wait)
+            raise RequestError(
+                f"too many {what} are waiting; retry in {wait:.1f} s",
+                code="queue_full",
+                retry_after=wait,
+            )
         self.requests += 1
         self.tokens += tokens
 
     def excess(self, tokens: int, free_seats: int, times: int = 1) -> tuple[int, int]:
-        """By how many (requests, prompt tokens) one more would exceed `times` the caps; up to 0 it may wait."""
+        """By how many (requests, prompt tokens) one more would exceed `times` the caps; up to 0 it
+        may wait.
+        """
         too_many = self.requests + 1 - free_seats - times * self.max_requests
         too_long = self.tokens + tokens - times * self.max_tokens if self.requests else 0
         return too_many, too_long
@@ -132,12 +150,15 @@ class Backlog:
         """Seconds until so many requests and tokens have boarded, at the rate of the last ones."""
         if not self._boarded:
             return FIRST_RETRY
-        # Time since the last boarding counts too: a queue that has stopped moving advises longer and longer waits.
+        # Time since the last boarding counts too: a queue that has stopped moving advises longer
+        # and longer waits.
         span = max(now - self._boarded[0][0], 1e-3)
-        return advised(span * max(requests / len(self._boarded), tokens / max(1, sum(n for _, n in self._boarded))))
+        return advised(
+            span
+            * max(requests / len(self._boarded), tokens / max(1, sum(n for _, n in self._boarded)))
+        )
 
 
 def advised(wait: float) -> float:
     """Seconds after which to try again, within reason."""
     return min(max(wait, SHORTEST_RETRY), LONGEST_RETRY)
-

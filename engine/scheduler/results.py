@@ -1,4 +1,6 @@
-"""What a finished step means for its sequences: tokens appended, ends detected, every row's fate written down."""
+"""What a finished step means for its sequences: tokens appended, ends detected, every row's fate
+written down.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this reque
 
 
 class Committer:
-    """The second half of the scheduler: `commit` a step's result to the sequences it was planned for."""
+    """The second half of the scheduler: `commit` a step's result to the sequences it was planned
+    for.
+    """
 
     def __init__(self, roster: Roster, pool: PagePool, scores: PromptScores):
         self.roster, self.pool, self.scores, self.counts = roster, pool, scores, roster.queue.counts
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
-        """Give each chunk its logit rows; an exception over one sequence ends that sequence alone."""
+        """Give each chunk its logit rows; an exception over one sequence ends that sequence
+        alone.
+        """
         n_decode, decoded, broken = plan.n_decode, 0, result.broken
         for row, chunk in enumerate(plan.chunks[:n_decode]):  # of one logit row each
             seq = chunk.seq
@@ -56,11 +62,21 @@ class Committer:
             row += chunk.logit_rows
             scored += chunk.scored
 
-    def _commit_prompt(self, plan: Plan, chunk: Chunk, result: StepResult, row: int, entries: list[TokenLogprobs],
-                       finite: bool, now: float) -> None:
-        """Give a prompt chunk its logit row, if it has one, and the log-probabilities of its scored rows.
+    def _commit_prompt(
+        self,
+        plan: Plan,
+        chunk: Chunk,
+        result: StepResult,
+        row: int,
+        entries: list[TokenLogprobs],
+        finite: bool,
+        now: float,
+    ) -> None:
+        """Give a prompt chunk its logit row, if it has one, and the log-probabilities of its scored
+        rows.
 
-        finite: whether all its rows are. An ended sequence's log-probabilities are its siblings' too.
+        finite: whether all its rows are. An ended sequence's log-probabilities are its siblings'
+        too.
         """
         seq = chunk.seq
         ended = seq.finish is not None
@@ -81,13 +97,17 @@ class Committer:
 
     def _drop(self, seq: Sequence) -> None:
         """Taking in a sequence's result failed: end it."""
-        log.exception("request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index)
+        log.exception(
+            "request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index
+        )
         if seq.finish is None:
             self.roster.end(seq, "error")
 
     @staticmethod
     def _count_dropped(plan: Plan, chunk: Chunk) -> None:
-        """Rows of a sequence that ended after they were launched: by itself, or ended from outside."""
+        """Rows of a sequence that ended after they were launched: by itself, or ended from
+        outside.
+        """
         if chunk.seq.finish in ("stop", "length"):
             plan.past_end += chunk.count
         else:
@@ -95,7 +115,9 @@ class Committer:
 
     @staticmethod
     def _count_rows(plan: Plan, chunk: Chunk) -> None:
-        """Rows by kind; a row of a prompt chunk that feeds back an output token for the first time is a decode row."""
+        """Rows by kind; a row of a prompt chunk that feeds back an output token for the first time
+        is a decode row.
+        """
         fresh = chunk.start + chunk.recomputed
         prefill = max(0, min(chunk.end, chunk.seq.n_prompt) - fresh)
         plan.recomputed += chunk.recomputed
@@ -103,7 +125,9 @@ class Committer:
         plan.decode += chunk.count - chunk.recomputed - prefill
 
     def _score(self, seq: Sequence, chunk: Chunk, entries: list[TokenLogprobs]) -> None:
-        """Keep the log-probabilities of the prompt tokens that follow the chunk's scored positions."""
+        """Keep the log-probabilities of the prompt tokens that follow the chunk's scored
+        positions.
+        """
         if len(entries) != chunk.scored:
             raise ValueError("the step brought no log-probabilities of the prompt")
         most = seq.request.sampling.prompt_logprobs
@@ -149,7 +173,9 @@ class Committer:
             output.prompt_logprobs = seq.prompt_logprobs
 
     def _fail(self, seq: Sequence) -> None:
-        """A row was not finite: end the sequence if it still runs, and let nobody share its pages."""
+        """A row was not finite: end the sequence if it still runs, and let nobody share its
+        pages.
+        """
         self._withdraw(seq)
         if seq.finish is None:
             self.roster.end(seq, "error", NAN)
@@ -157,8 +183,9 @@ class Committer:
     def _withdraw(self, seq: Sequence) -> None:
         """Let nobody find any page that may hold, or have caused, a row that was not finite.
 
-        By name, because by now the pages themselves may be out of the sequence's hands: it was preempted, aborted, past
-        its deadline, or its last token was in flight when it left its seat.
+        By name, because by now the pages themselves may be out of the sequence's hands: it was
+        preempted, aborted, past its deadline, or its last token was in flight when it left its
+        seat.
         """
         self.pool.withdraw(seq.keys)
         self.scores.drop(seq.keys)
@@ -166,14 +193,18 @@ class Committer:
 
 
 def end_of(seq: Sequence, token: int) -> FinishReason | None:
-    """Whether a token just appended ends the sequence; min_tokens also bans the ends on the device."""
+    """Whether a token just appended ends the sequence; min_tokens also bans the ends on the
+    device.
+    """
     if token in seq.stop_ids and seq.n_output >= seq.request.sampling.min_tokens:
         return "stop"
     return "length" if len(seq.tokens) >= seq.limit else None
 
 
 def logprobs_of(result: StepResult) -> list[TokenLogprobs]:
-    """The log-probabilities of a step; ValueError if the runner brought none though a sequence asked for them."""
+    """The log-probabilities of a step; ValueError if the runner brought none though a sequence
+    asked for them.
+    """
     if result.logprobs is None:
         raise ValueError("the step brought no log-probabilities")
     return result.logprobs
@@ -185,7 +216,9 @@ def all_finite(entries: list[TokenLogprobs]) -> bool:
 
 
 def trimmed(entry: TokenLogprobs, most: int | None) -> TokenLogprobs:
-    """The entry with its `most` likeliest alternatives; the device always computes the largest number."""
+    """The entry with its `most` likeliest alternatives; the device always computes the largest
+    number.
+    """
     if most is None or len(entry.top_ids) <= most:
         return entry
     return TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most])

@@ -1,9 +1,11 @@
-"""Who computes what in the next step: decode rows first, then prompt chunks, then whoever may board.
+"""Who computes what in the next step: decode rows first, then prompt chunks, then whoever may
+board.
 
-Ordinary Python over counts, on whatever clock it is given; no device is needed. `plan` decides a step, `commit` takes
-in what it brought. The host is one step behind: step k is planned before the tokens of step k - 1 are known, so a
-sequence that has just ended may have one more row launched. Seats and pages are handed on at once all the same: the
-device runs steps in order, so a row past the end writes to its page before the next owner's rows do.
+Ordinary Python over counts, on whatever clock it is given; no device is needed. `plan` decides a
+step, `commit` takes in what it brought. The host is one step behind: step k is planned before the
+tokens of step k - 1 are known, so a sequence that has just ended may have one more row launched.
+Seats and pages are handed on at once all the same: the device runs steps in order, so a row past
+the end writes to its page before the next owner's rows do.
 """
 
 from __future__ import annotations
@@ -30,37 +32,59 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 
 #: Seconds after which one who lost its seat to a lack of pages takes another's.
 STALL_S = 1.2
-#: Seconds and tokens that a seat is good for before it can be taken so: no turn passes without progress.
+#: Seconds and tokens that a seat is good for before it can be taken so: no turn passes without
+#: progress.
 TURN_S, TURN_TOKENS = 1.0, 16
 
 
 class Scheduler:
-    """Plans steps for the sequences of its roster. clock: seconds, for admission; plan and commit are told the time.
+    """Plans steps for the sequences of its roster. clock: seconds, for admission; plan and commit
+    are told the time.
 
     window: positions that the model sees at most, if all its layers have a window, else 0.
     """
 
-    def __init__(self, limits: SchedulerLimits, buckets: Buckets, pool: PagePool,
-                 clock: Callable[[], float] = time.monotonic, eos_ids: Iterable[int] = (), vocab_size: int = 2**31 - 1,
-                 window: int = 0):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        buckets: Buckets,
+        pool: PagePool,
+        clock: Callable[[], float] = time.monotonic,
+        eos_ids: Iterable[int] = (),
+        vocab_size: int = 2**31 - 1,
+        window: int = 0,
+    ):
         if buckets.seats != limits.max_seats or buckets.token_budget <= limits.max_seats:
-            raise ConfigError(f"buckets for {buckets.seats} seats and {buckets.token_budget} rows do not serve "
-                              f"{limits.max_seats} seats")
+            raise ConfigError(
+                f"buckets for {buckets.seats} seats and {buckets.token_budget} rows do not serve "
+                f"{limits.max_seats} seats"
+            )
         self.limits, self.buckets, self.pool, self.clock = limits, buckets, pool, clock
         self.pace = Pace(buckets)
         self._policy = make_policy(limits.policy, limits.batches)
-        #: Whether anybody can still come before somebody who is here has ended; written by whoever knows.
+        #: Whether anybody can still come before somebody who is here has ended; written by whoever
+        #: knows.
         self.more_to_come = True
         order = make_order(limits.order)
         self.roster = Roster(limits, pool, order.queue(), holds=self._policy.holds, window=window)
-        self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, self.roster.lengths)
+        self._admission = Admission(
+            limits, pool, eos_ids, vocab_size, order.key, self.roster.lengths
+        )
         self._prompt_rows = PromptRows(self.pace, limits.prefill_share, limits.target_itl_ms / 1000)
-        self._forecast = Forecast(limits, self.roster, self._prompt_rows, pool,
-                                  batch=limits.batch if self._policy.holds else 0)
+        self._forecast = Forecast(
+            limits,
+            self.roster,
+            self._prompt_rows,
+            pool,
+            batch=limits.batch if self._policy.holds else 0,
+        )
         self._demand = PageDemand(pool, self.roster.lengths)
         if window:
             self._demand.most_each = self.roster.window_pages
-        self._turned_away: tuple[Sequence | None, int] = None, 0  # for lack of pages: whom, after how many departures
+        self._turned_away: tuple[Sequence | None, int] = (
+            None,
+            0,
+        )  # for lack of pages: whom, after how many departures
         self._scores = PromptScores(pool.page_size)
         self._committer = Committer(self.roster, pool, self._scores)
         self._arrivals = self._steps = 0
@@ -81,7 +105,9 @@ class Scheduler:
         return self.roster.has_outputs
 
     def add(self, request: EngineRequest) -> None:
-        """Let a request wait; raises RequestError (nothing is registered then) if it can or may not."""
+        """Let a request wait; raises RequestError (nothing is registered then) if it can or may
+        not.
+        """
         self.roster.refuse_duplicate(request)
         self._arrivals += 1
         sequences, now = self._admission.sequences(request, self._arrivals), self.clock()
@@ -89,7 +115,9 @@ class Scheduler:
         self.roster.add(request, sequences, now)
 
     def check_request(self, request: EngineRequest) -> None:
-        """Raise RequestError if a request can never run here, however idle the engine; `add` checks the same."""
+        """Raise RequestError if a request can never run here, however idle the engine; `add` checks
+        the same.
+        """
         self._admission.check(request)
 
     def has_room(self, request: EngineRequest) -> bool:
@@ -101,12 +129,18 @@ class Scheduler:
             return False
         return max(self.roster.backlog.excess(leader.n_prompt, len(self.roster.free_seats))) <= 0
 
-    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
-        """End a request (index None) or one of its sequences now; unknown ids have ended already and are no error."""
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
+        """End a request (index None) or one of its sequences now; unknown ids have ended already
+        and are no error.
+        """
         self.roster.abort(request_id, index, reason)
 
     def plan(self, now: float) -> Plan | None:
-        """The next step, or None if there is nothing to compute; ends whoever is past its deadline first."""
+        """The next step, or None if there is nothing to compute; ends whoever is past its deadline
+        first.
+        """
         self.roster.expire(now)
         draft = self._plan_batch(now) if self._policy.holds else self._plan_in_flight(now)
         if not draft.chunks:
@@ -116,7 +150,8 @@ class Scheduler:
         return self._plan_of(draft)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SequenceOutput]:
-        """Take in the tokens of a step, in order of planning, and say what became of its rows (in `plan`).
+        """Take in the tokens of a step, in order of planning, and say what became of its rows (in
+        `plan`).
 
         Returns all outputs since the last call, those of aborts and deadlines included.
         """
@@ -129,11 +164,15 @@ class Scheduler:
         return self.roster.drain()
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """A planned step took so long on the device; what is foreseen and promised rests on this."""
+        """A planned step took so long on the device; what is foreseen and promised rests on
+        this.
+        """
         self.pace.observe(plan.bucket, seconds, plan.work.pairs)
 
     def pause(self, now: float) -> float:
-        """Seconds in which no plan can come of who is here, because the policy lets everybody wait; 0 if one can."""
+        """Seconds in which no plan can come of who is here, because the policy lets everybody wait;
+        0 if one can.
+        """
         if self.roster.n_seated or not self.roster.queue:
             return 0.0
         wakes = min(self._policy.boards_at(self._situation(now)), self.roster.next_deadline)
@@ -149,7 +188,9 @@ class Scheduler:
         return self.roster.slots()
 
     def check(self) -> None:
-        """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for exactly once."""
+        """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for
+        exactly once.
+        """
         self.roster.check()
 
     def _plan_in_flight(self, now: float) -> Draft:
@@ -159,18 +200,24 @@ class Scheduler:
         draft.preempted += relieved
         if self.roster.prefilling or self.roster.queue:
             first = next(iter(self.roster.prefilling), None)
-            draft.tokens_left = self._prompt_rows.most(draft.n_decode, first.scheduled if first else 0, self._prompts())
+            draft.tokens_left = self._prompt_rows.most(
+                draft.n_decode, first.scheduled if first else 0, self._prompts()
+            )
             self._plan_prefill(draft)
             self._plan_boarding(draft, now)
         return draft
 
     def _prompts(self) -> int:
-        """Prompts that want rows in the next step: of those who sit, and of those for whom there is a seat."""
+        """Prompts that want rows in the next step: of those who sit, and of those for whom there is
+        a seat.
+        """
         roster = self.roster
         return len(roster.prefilling) + min(len(roster.queue), len(roster.free_seats))
 
     def _plan_batch(self, now: float) -> Draft:
-        """One batch after the other: all board, all prompts are computed, all decode until the last is done."""
+        """One batch after the other: all board, all prompts are computed, all decode until the last
+        is done.
+        """
         roster = self.roster
         if roster.prefilling:
             draft = Draft(self.buckets.token_budget, self.limits.max_seats)
@@ -184,7 +231,8 @@ class Scheduler:
         return draft
 
     def _plan_decode(self, now: float) -> Draft:
-        """One row for each sequence that decodes, unless its last token is already in flight; long contexts first.
+        """One row for each sequence that decodes, unless its last token is already in flight; long
+        contexts first.
 
         Kernels that work in groups of rows then give short contexts to short ones' groups.
         """
@@ -192,18 +240,33 @@ class Scheduler:
         count, chunks, keys, plain = len(rows), [], 0, True
         for seq in rows:
             start = seq.scheduled
-            chunks.append(Chunk(seq, start, 1, True, True, 0, 1 if start < seq.computed_high else 0))
+            chunks.append(
+                Chunk(seq, start, 1, True, True, 0, 1 if start < seq.computed_high else 0)
+            )
             seq.scheduled = end = start + 1
             seq.in_flight += 1
             keys += end
             if not seq.plain:
                 plain = False
-        return Draft(self.buckets.token_budget - count, self.limits.max_seats - count, count, chunks, count, plain,
-                     fed=fed, dropped=dropped, preempted=preempted, keys=keys, longest=rows[0].scheduled if rows else 0)
+        return Draft(
+            self.buckets.token_budget - count,
+            self.limits.max_seats - count,
+            count,
+            chunks,
+            count,
+            plain,
+            fed=fed,
+            dropped=dropped,
+            preempted=preempted,
+            keys=keys,
+            longest=rows[0].scheduled if rows else 0,
+        )
 
-    def _decode_ready(self, now: float) -> tuple[list[Sequence], list[Sequence], list[Sequence], list[Sequence]]:
-        """(decoding sequences with a page to write to, those of them that just got it, those of these that gave back
-        pages behind the window, those preempted), long contexts first.
+    def _decode_ready(
+        self, now: float
+    ) -> tuple[list[Sequence], list[Sequence], list[Sequence], list[Sequence]]:
+        """(decoding sequences with a page to write to, those of them that just got it, those of
+        these that gave back pages behind the window, those preempted), long contexts first.
 
         Those whose last token is in flight leave.
         """
@@ -215,14 +278,20 @@ class Scheduler:
                 done.append(seq)
                 continue
             rows.append(seq)
-            if start % page_size == 0:  # its pages are full: those of the prompt, and one for as many tokens since
+            if (
+                start % page_size == 0
+            ):  # its pages are full: those of the prompt, and one for as many tokens since
                 needy.append(seq)
         for seq in done:
             self.roster.leave_early(seq)
-        dropped = [seq for seq in needy if self.roster.drop_behind(seq)] if self.roster.window else []
+        dropped = (
+            [seq for seq in needy if self.roster.drop_behind(seq)] if self.roster.window else []
+        )
         preempted = self._make_room(needy, now)
         if preempted:
-            rows, needy, dropped = ([seq for seq in found if seq.seat >= 0] for found in (rows, needy, dropped))
+            rows, needy, dropped = (
+                [seq for seq in found if seq.seat >= 0] for found in (rows, needy, dropped)
+            )
         for seq, page in zip(needy, self.pool.allocate(len(needy)) or (), strict=True):
             seq.pages.append(page)
         return rows, needy, dropped, preempted
@@ -230,8 +299,9 @@ class Scheduler:
     def _make_room(self, needy: list[Sequence], now: float) -> list[Sequence]:
         """Preempt by `sacrifice` until there is a page for each one that needs it; returns those.
 
-        The last one in that order is never preempted, and alone it fits the pool (checked at admission): so it always
-        goes on. Whoever lost its seat boards before anybody new, so that everybody gets there some day.
+        The last one in that order is never preempted, and alone it fits the pool (checked at
+        admission): so it always goes on. Whoever lost its seat boards before anybody new, so that
+        everybody gets there some day.
         """
         preempted: list[Sequence] = []
         if len(needy) > self.pool.available:
@@ -244,7 +314,8 @@ class Scheduler:
     def _relieve(self, now: float) -> list[Sequence]:
         """Preempt for whoever lost its seat longest ago, if that is too long ago; returns those.
 
-        In a pool full of answers that all have far to go nobody may leave for seconds: then they take turns.
+        In a pool full of answers that all have far to go nobody may leave for seconds: then they
+        take turns.
         """
         head, roster = self.roster.queue.head(), self.roster
         if head is None or not too_long_stalled(head, now):
@@ -252,8 +323,11 @@ class Scheduler:
         missing = self.pool.pages_for(len(head.tokens)) + roster.n_seated - self.pool.available
         if missing <= 0:
             return []
-        ready = [seq for seq in (*roster.decoding, *roster.prefilling)
-                 if had_its_turn(seq, now) and seq.n_pages >= missing and seq.rank[0] >= head.rank[0]]
+        ready = [
+            seq
+            for seq in (*roster.decoding, *roster.prefilling)
+            if had_its_turn(seq, now) and seq.n_pages >= missing and seq.rank[0] >= head.rank[0]
+        ]
         if not ready:
             return []
         other = min(ready, key=lambda seq: seq.n_pages)
@@ -288,12 +362,16 @@ class Scheduler:
         arrivals = (seq.request.arrival for seq in roster.queue.members())
         # Who is about to end may be followed by somebody: a closed loop's next request comes then.
         more = self.more_to_come or bool(roster.leaving)
-        return Situation(now, len(roster.free_seats), roster.batch, len(roster.queue), arrivals, more)
+        return Situation(
+            now, len(roster.free_seats), roster.batch, len(roster.queue), arrivals, more
+        )
 
     def _seat_next(self, draft: Draft, now: float) -> Sequence | None:
-        """The head of the queue takes a seat; None if it cannot yet, and then it holds up those behind.
+        """The head of the queue takes a seat; None if it cannot yet, and then it holds up those
+        behind.
 
-        Nor does one board whose token is in flight since its preemption: it would be sampled a second time.
+        Nor does one board whose token is in flight since its preemption: it would be sampled a
+        second time.
         """
         roster = self.roster
         queue = roster.queue
@@ -307,10 +385,11 @@ class Scheduler:
         return seq
 
     def _plan_columns(self, draft: Draft) -> None:
-        """The next rows of a batch's prompts, as if each had been padded in front to the longest: all end in one step.
+        """The next rows of a batch's prompts, as if each had been padded in front to the longest:
+        all end in one step.
 
-        Whoever has more rows left than the others goes first, alone; the rows that the others would compute meanwhile
-        are padding.
+        Whoever has more rows left than the others goes first, alone; the rows that the others would
+        compute meanwhile are padding.
         """
         members = list(self.roster.prefilling)
         longest = max(len(seq.tokens) - seq.scheduled for seq in members)
@@ -321,16 +400,18 @@ class Scheduler:
         draft.reserved = max(0, self.roster.batch * computed - draft.rows)
 
     def _take_pages(self, seq: Sequence, draft: Draft, now: float) -> bool:
-        """Pages for all known tokens of a sequence, as many as possible shared; False if there are too few.
+        """Pages for all known tokens of a sequence, as many as possible shared; False if there are
+        too few.
 
-        Each seated sequence is left one page to grow into, and pages should last until all have ended; otherwise the
-        newcomer would soon be preempted for them.
+        Each seated sequence is left one page to grow into, and pages should last until all have
+        ended; otherwise the newcomer would soon be preempted for them.
         """
         pool = self.pool
         keys = shareable_keys(seq, pool.page_size)
         if seq.must_score:
             self._find_scores(seq, keys)
-            # The row before the first score that is missing brings it: it must be computed, hence its whole page.
+            # The row before the first score that is missing brings it: it must be computed, hence
+            # its whole page.
             keys = keys[: seq.scored // pool.page_size]
         shared = pool.match(keys)
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
@@ -346,10 +427,12 @@ class Scheduler:
         return True
 
     def _pages_last(self, seq: Sequence, fresh: int, now: float) -> bool:
-        """Whether the pool should last until the end of all who ride if a sequence, in need of fresh pages, rides too.
+        """Whether the pool should last until the end of all who ride if a sequence, in need of
+        fresh pages, rides too.
 
-        Certainly if it lasts though all get as long as they may, or if nobody else rides. Whoever was turned away is
-        not looked at again before somebody has left: those who go on only come to need more.
+        Certainly if it lasts though all get as long as they may, or if nobody else rides. Whoever
+        was turned away is not looked at again before somebody has left: those who go on only come
+        to need more.
         """
         roster = self.roster
         if not roster.n_seated or roster.most_pages + roster.most_of(seq) <= self.pool.capacity:
@@ -358,13 +441,17 @@ class Scheduler:
             return True
         if self._turned_away == (seq, roster.departures):
             return False
-        if self.pace.pays(roster.n_seated) and self._demand.fits((*roster.prefilling, *roster.decoding), seq, fresh):
+        if self.pace.pays(roster.n_seated) and self._demand.fits(
+            (*roster.prefilling, *roster.decoding), seq, fresh
+        ):
             return True
         self._turned_away = seq, roster.departures
         return False
 
     def _find_scores(self, seq: Sequence, keys: list[bytes]) -> None:
-        """A prompt that is to be scored boards for the first time: take over what is known of its first pages."""
+        """A prompt that is to be scored boards for the first time: take over what is known of its
+        first pages.
+        """
         most = seq.request.sampling.prompt_logprobs
         if seq.scored or most is None:
             return
@@ -374,7 +461,9 @@ class Scheduler:
             seq.scored = len(found) - 1
 
     def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
-        """At most `most` of the next known tokens, as the step can take them; the last one's logits are sampled."""
+        """At most `most` of the next known tokens, as the step can take them; the last one's logits
+        are sampled.
+        """
         if self.roster.window and self.roster.drop_behind(seq):
             draft.dropped.append(seq)
         start, known = seq.scheduled, len(seq.tokens)
@@ -382,7 +471,8 @@ class Scheduler:
         if count <= 0:
             return
         end = start + count
-        # Positions before seq.scored have been scored: before a preemption, or by whoever had the same first pages.
+        # Positions before seq.scored have been scored: before a preemption, or by whoever had the
+        # same first pages.
         scored = max(0, min(end, seq.n_prompt - 1) - seq.scored) if seq.must_score else 0
         recomputed = max(0, min(end, seq.computed_high) - start)
         chunk = Chunk(seq, start, count, False, end == known, scored, recomputed, seq.scored)
@@ -408,10 +498,14 @@ class Scheduler:
     def _is_last(self, seq: Sequence) -> bool:
         """True when no other prompt can use the rows that this one leaves in the step."""
         roster = self.roster
-        return next(reversed(roster.prefilling)) is seq and not (roster.free_seats and len(roster.queue))
+        return next(reversed(roster.prefilling)) is seq and not (
+            roster.free_seats and len(roster.queue)
+        )
 
     def _share_prompts(self, draft: Draft) -> None:
-        """Publish the full pages that this step computes; only later plans see them: no step reads what it writes."""
+        """Publish the full pages that this step computes; only later plans see them: no step reads
+        what it writes.
+        """
         for chunk in draft.chunks[draft.n_decode :]:
             publish(chunk.seq, self.pool)
             if chunk.end >= chunk.seq.n_prompt:
@@ -420,14 +514,36 @@ class Scheduler:
     def _plan_of(self, draft: Draft) -> Plan:
         self._steps += 1
         roster = self.roster
-        bucket = self.buckets.choose(tokens=draft.rows + draft.reserved, sequences=len(draft.chunks),
-                                     decode_only=draft.rows == draft.n_decode,
-                                     logit_rows=self.limits.max_seats - draft.rows_left)
-        load = Load(roster.n_seated, self.pool.used, self.pool.n_cached, roster.n_waiting, roster.backlog.tokens)
-        work = Work(draft.n_decode, draft.rows - draft.n_decode, draft.keys, draft.longest, draft.pairs)
-        return Plan(self._steps, draft.chunks, bucket, draft.plain, work, draft.boarded, draft.fed, draft.dropped,
-                    draft.preempted, draft.cached_tokens, draft.reserved, load)
-
+        bucket = self.buckets.choose(
+            tokens=draft.rows + draft.reserved,
+            sequences=len(draft.chunks),
+            decode_only=draft.rows == draft.n_decode,
+            logit_rows=self.limits.max_seats - draft.rows_left,
+        )
+        load = Load(
+            roster.n_seated,
+            self.pool.used,
+            self.pool.n_cached,
+            roster.n_waiting,
+            roster.backlog.tokens,
+        )
+        work = Work(
+            draft.n_decode, draft.rows - draft.n_decode, draft.keys, draft.longest, draft.pairs
+        )
+        return Plan(
+            self._steps,
+            draft.chunks,
+            bucket,
+            draft.plain,
+            work,
+            draft.boarded,
+            draft.fed,
+            draft.dropped,
+            draft.preempted,
+            draft.cached_tokens,
+            draft.reserved,
+            load,
+        )
 
 
 def too_long_stalled(seq: Sequence, now: float) -> bool:
@@ -441,10 +557,11 @@ def had_its_turn(seq: Sequence, now: float) -> bool:
 
 
 def sacrifice(seq: Sequence) -> tuple[float, bool, int, int, int]:
-    """The order in which seated sequences keep their seats when pages run out, the last one loses it first.
+    """The order in which seated sequences keep their seats when pages run out, the last one loses
+    it first.
 
-    The first class before the last; streams that began before those that did not, whose clients see no stall; then
-    those with most rows to compute again; then the oldest.
+    The first class before the last; streams that began before those that did not, whose clients see
+    no stall; then those with most rows to compute again; then the oldest.
     """
     group, number, index = seq.rank
     return group, seq.first_token_at is None, -seq.scheduled, number, index

@@ -1,4 +1,6 @@
-"""Every open sequence and the one place it is in: in a seat, in the queue, held back, or leaving."""
+"""Every open sequence and the one place it is in: in a seat, in the queue, held back, or
+leaving.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slot
 
 #: What an output says when a sequence ends for this reason and no better error is known.
-ERRORS = {"deadline": ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done"),
-          "error": ErrorInfo("internal_error", "the request was ended by an internal error")}
+ERRORS = {
+    "deadline": ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done"),
+    "error": ErrorInfo("internal_error", "the request was ended by an internal error"),
+}
 
 #: By the positions that a decoding sequence attends to.
 BY_CONTEXT = attrgetter("scheduled")
@@ -24,7 +28,9 @@ BY_CONTEXT = attrgetter("scheduled")
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The open sequences of one request. leader: computes the prompt; held: siblings that wait to share its pages."""
+    """The open sequences of one request. leader: computes the prompt; held: siblings that wait to
+    share its pages.
+    """
 
     request: EngineRequest
     open: list[Sequence]
@@ -34,18 +40,27 @@ class Group:
 
 
 class Roster:
-    """Moves sequences between their places; each gets exactly one terminal output, when it is closed.
+    """Moves sequences between their places; each gets exactly one terminal output, when it is
+    closed.
 
-    prefilling: seated, in boarding order. decoding: seated, with all known tokens scheduled; see `longest_first`.
-    leaving: its last token is in flight and it needs no row any more, so its seat and pages are already free.
-    holds: seats are given back all at once, when nobody sits any more; until then `kept` says who left which. Siblings
-    then do not wait for their leader's prompt either: they belong to one batch.
-    window: positions that the model's layers see at most, 0 for all; see `drop_behind`.
-    released: seats that were kept and are free again, for whoever tells of it. outputs: those not handed out yet.
+    prefilling: seated, in boarding order. decoding: seated, with all known tokens scheduled; see
+    `longest_first`. leaving: its last token is in flight and it needs no row any more, so its seat
+    and pages are already free. holds: seats are given back all at once, when nobody sits any more;
+    until then `kept` says who left which. Siblings then do not wait for their leader's prompt
+    either: they belong to one batch. window: positions that the model's layers see at most, 0 for
+    all; see `drop_behind`. released: seats that were kept and are free again, for whoever tells of
+    it. outputs: those not handed out yet.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, queue: WaitingQueue, *, holds: bool = False,
-                 window: int = 0):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool,
+        queue: WaitingQueue,
+        *,
+        holds: bool = False,
+        window: int = 0,
+    ):
         self.limits, self.pool, self.holds, self.window = limits, pool, holds, window
         self.groups: dict[str, Group] = {}
         self.queue = queue
@@ -54,7 +69,9 @@ class Roster:
         self.prefilling: dict[Sequence, None] = {}
         self.decoding: dict[Sequence, None] = {}
         self.leaving: set[Sequence] = set()
-        self.stalled: dict[Sequence, None] = {}  # of those who wait: who lost its seat, in order of that
+        self.stalled: dict[
+            Sequence, None
+        ] = {}  # of those who wait: who lost its seat, in order of that
         self.kept: dict[int, Sequence] = {}
         self.released: list[int] = []
         self.lengths = OutputLengths()
@@ -63,7 +80,9 @@ class Roster:
         self.departures = 0  # times that somebody gave back its seat and pages
         self._newcomers = False  # in `decoding`, not in their place yet
         self._n_held = 0  # siblings that wait for their leader's prompt
-        self._deadlines: list[tuple[float, int, Group]] = []  # a heap of (when, arrival, whom), pruned lazily
+        self._deadlines: list[
+            tuple[float, int, Group]
+        ] = []  # a heap of (when, arrival, whom), pruned lazily
         self.outputs: list[SequenceOutput] = []
 
     @property
@@ -76,11 +95,15 @@ class Roster:
         return len(self.queue) + self._n_held
 
     def n_ahead(self, newcomer: Sequence) -> int:
-        """Sequences that should board before a newcomer: of the queue by its order, and all that are held back."""
+        """Sequences that should board before a newcomer: of the queue by its order, and all that
+        are held back.
+        """
         return self.queue.ahead(newcomer) + self._n_held
 
     def most_of(self, seq: Sequence) -> int:
-        """Pages that a sequence holds at once if it gets as long as it may; its last token needs no place."""
+        """Pages that a sequence holds at once if it gets as long as it may; its last token needs no
+        place.
+        """
         pages_for = self.pool.pages_for
         most = pages_for(seq.limit - 1)
         if self.window:  # it boards with pages for all it has
@@ -89,14 +112,16 @@ class Roster:
 
     @property
     def window_pages(self) -> int:
-        """Pages that a decoding sequence holds at most in a model with a window: one is begun, one not yet dropped."""
+        """Pages that a decoding sequence holds at most in a model with a window: one is begun, one
+        not yet dropped.
+        """
         return self.pool.pages_for(self.window) + 2
 
     def drop_behind(self, seq: Sequence) -> bool:
         """Give back the pages behind the window of a sequence's next row; True if there were any.
 
-        A page holds the positions of all layers, so all must have a window, and the largest counts. Its rows stay in
-        the prefix index while nobody needs the room.
+        A page holds the positions of all layers, so all must have a window, and the largest counts.
+        Its rows stay in the prefix index while nobody needs the room.
         """
         behind = (seq.scheduled - self.window + 1) // self.pool.page_size
         if behind <= seq.dropped:
@@ -114,7 +139,9 @@ class Roster:
 
     @property
     def next_deadline(self) -> float:
-        """When the next request's time is up, which may have ended meanwhile; inf: no deadline is known."""
+        """When the next request's time is up, which may have ended meanwhile; inf: no deadline is
+        known.
+        """
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
     @property
@@ -126,7 +153,9 @@ class Roster:
         overflow = self.queue.may_overflow(request, self.limits.max_waiting_requests)
         self.backlog.admit(len(request.prompt), len(self.free_seats), now, overflow=overflow)
         leader, siblings = sequences[0], sequences[1:]
-        group = self.groups[request.id] = Group(request, sequences, leader, [] if self.holds else siblings)
+        group = self.groups[request.id] = Group(
+            request, sequences, leader, [] if self.holds else siblings
+        )
         self._n_held += len(group.held)
         for seq in sequences if self.holds else (leader,):
             self.queue.push(seq)
@@ -139,7 +168,9 @@ class Roster:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        """End a request (index None) or one of its sequences; unknown ids have ended already and are no error."""
+        """End a request (index None) or one of its sequences; unknown ids have ended already and
+        are no error.
+        """
         group = self.groups.get(request_id)
         for seq in list(group.open) if group else ():
             if index is None or seq.index == index:
@@ -160,8 +191,14 @@ class Roster:
     def end(self, seq: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """Close a sequence and emit its terminal output."""
         self.close(seq, reason)
-        self.outputs.append(SequenceOutput(request_id=seq.request.id, index=seq.index, finish=reason,
-                                           error=error or ERRORS.get(reason)))
+        self.outputs.append(
+            SequenceOutput(
+                request_id=seq.request.id,
+                index=seq.index,
+                finish=reason,
+                error=error or ERRORS.get(reason),
+            )
+        )
 
     def close(self, seq: Sequence, reason: FinishReason) -> None:
         """Free all that an open sequence has, at once; the caller emits its one terminal output."""
@@ -221,19 +258,25 @@ class Roster:
         self._newcomers = True
 
     def longest_first(self) -> dict[Sequence, None]:
-        """Those who decode, long contexts first. They all go on together, so only newcomers change the order."""
+        """Those who decode, long contexts first. They all go on together, so only newcomers change
+        the order.
+        """
         if self._newcomers:
             self.decoding = dict.fromkeys(sorted(self.decoding, key=BY_CONTEXT, reverse=True))
             self._newcomers = False
         return self.decoding
 
     def leave_early(self, seq: Sequence) -> None:
-        """Its last token is in flight: the seat and the pages are free for the step being planned."""
+        """Its last token is in flight: the seat and the pages are free for the step being
+        planned.
+        """
         self._unseat(seq)
         self.leaving.add(seq)
 
     def preempt(self, seq: Sequence, now: float) -> None:
-        """Back to the front of the queue; its tokens stay, a token in flight still counts, its KV is recomputed."""
+        """Back to the front of the queue; its tokens stay, a token in flight still counts, its KV
+        is recomputed.
+        """
         self._unseat(seq)
         seq.computed_high = max(seq.computed_high, seq.scheduled)
         seq.scheduled = 0
@@ -266,11 +309,14 @@ class Roster:
         self.kept.clear()
 
     def release_siblings(self, leader: Sequence) -> None:
-        """The leader's whole prompt is scheduled and published: its siblings may board and share it."""
+        """The leader's whole prompt is scheduled and published: its siblings may board and share
+        it.
+        """
         group = self.groups[leader.request.id]
         if leader is group.leader:
             for sibling in group.held:
-                # Also what is known, and will be, of the prompt's log-probabilities: it is scored once.
+                # Also what is known, and will be, of the prompt's log-probabilities: it is scored
+                # once.
                 sibling.prompt_logprobs, sibling.scored = leader.prompt_logprobs, leader.scored
                 sibling.keys = leader.keys[: leader.n_prompt // self.pool.page_size]
                 self.queue.push(sibling)
@@ -286,34 +332,49 @@ class Roster:
         return list(slots.values())
 
     def check(self) -> None:
-        """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for exactly once."""
+        """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for
+        exactly once.
+        """
         seated = [*self.prefilling, *self.decoding]
         groups = self.groups.values()
-        unseated = [*self.queue.members(), *self.leaving, *(seq for group in groups for seq in group.held)]
+        unseated = [
+            *self.queue.members(),
+            *self.leaving,
+            *(seq for group in groups for seq in group.held),
+        ]
         places = seated + unseated
         waiting = [len(group.request.prompt) for group in groups if not group.boarded]
         self.pool.check(seq.pages for seq in seated)
         claims = {
-            "every open sequence is in exactly one place":
-                len(places) == len(set(places)) and set(places) == {seq for group in groups for seq in group.open},
+            "every open sequence is in exactly one place": len(places) == len(set(places))
+            and set(places) == {seq for group in groups for seq in group.open},
             "no request without open sequences is kept": all(group.open for group in groups),
-            "every seat is free, kept or taken once":
-                sorted([*self.free_seats, *self.kept, *(seq.seat for seq in seated)])
-                == list(range(self.limits.max_seats)),
-            "seats are kept only beside a running batch": not self.kept or bool(self.holds and seated),
-            "only seated sequences hold pages": not any(seq.pages or seq.seat >= 0 for seq in unseated),
-            "a decoding sequence has exactly its next token to compute":
-                all(len(seq.tokens) + seq.in_flight == seq.scheduled + 1 for seq in self.decoding),
-            "who decodes is in order":
-                self._newcomers or sorted(self.decoding, key=BY_CONTEXT, reverse=True) == list(self.decoding),
-            "the most pages are those of who sits":
-                self.most_pages == sum(seq.most_pages for seq in seated),
-            "the queue knows what it expects": self.queue.expected == sum(seq.expected for seq in self.queue.members()),
+            "every seat is free, kept or taken once": sorted(
+                [*self.free_seats, *self.kept, *(seq.seat for seq in seated)]
+            )
+            == list(range(self.limits.max_seats)),
+            "seats are kept only beside a running batch": not self.kept
+            or bool(self.holds and seated),
+            "only seated sequences hold pages": not any(
+                seq.pages or seq.seat >= 0 for seq in unseated
+            ),
+            "a decoding sequence has exactly its next token to compute": all(
+                len(seq.tokens) + seq.in_flight == seq.scheduled + 1 for seq in self.decoding
+            ),
+            "who decodes is in order": self._newcomers
+            or sorted(self.decoding, key=BY_CONTEXT, reverse=True) == list(self.decoding),
+            "the most pages are those of who sits": self.most_pages
+            == sum(seq.most_pages for seq in seated),
+            "the queue knows what it expects": self.queue.expected
+            == sum(seq.expected for seq in self.queue.members()),
             "who lost its seat waits": self.stalled.keys() <= self.queue.members(),
-            "pages behind the window are the trash page, and no others":
-                all(not any(seq.pages[: seq.dropped]) and all(seq.pages[seq.dropped :]) for seq in seated),
+            "pages behind the window are the trash page, and no others": all(
+                not any(seq.pages[: seq.dropped]) and all(seq.pages[seq.dropped :])
+                for seq in seated
+            ),
             "those held back are counted": self._n_held == sum(len(group.held) for group in groups),
-            "the backlog is what waits": (self.backlog.requests, self.backlog.tokens) == (len(waiting), sum(waiting)),
+            "the backlog is what waits": (self.backlog.requests, self.backlog.tokens)
+            == (len(waiting), sum(waiting)),
         }
         broken = [claim for claim, holds in claims.items() if not holds]
         if broken:
@@ -322,5 +383,14 @@ class Roster:
 
 def slot_of(seq: Sequence, seat: int, state: str) -> Slot:
     """A seat and who sits in it, or sat in it last."""
-    return Slot(seat=seat, state=state, request_id=seq.request.id, index=seq.index, n_prompt=seq.n_prompt,
-                n_computed=seq.scheduled, n_output=seq.n_output, max_tokens=seq.max_tokens, pages=seq.n_pages)
+    return Slot(
+        seat=seat,
+        state=state,
+        request_id=seq.request.id,
+        index=seq.index,
+        n_prompt=seq.n_prompt,
+        n_computed=seq.scheduled,
+        n_output=seq.n_output,
+        max_tokens=seq.max_tokens,
+        pages=seq.n_pages,
+    )

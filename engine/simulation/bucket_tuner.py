@@ -1,8 +1,9 @@
-"""Which padded sizes to compile for: the buckets that waste the fewest rows on steps that were seen.
+"""Which padded sizes to compile for: the buckets that waste the fewest rows on steps that were
+seen.
 
-Choosing k sizes out of m so that the sum over steps of (bucket - rows) is least is the one-dimensional k-median with
-facilities to the right, solved exactly by dynamic programming in O(k m^2); the two kinds of buckets share one budget
-of executables.
+Choosing k sizes out of m so that the sum over steps of (bucket - rows) is least is the
+one-dimensional k-median with facilities to the right, solved exactly by dynamic programming in O(k
+m^2); the two kinds of buckets share one budget of executables.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from jitney.engine.scheduler.buckets import Buckets
 
 #: Executables that a bucket of each kind takes (see `Runner.is_plain`).
 DECODE_EXECUTABLES, MIXED_EXECUTABLES = 2, 1
-#: No decode bucket has fewer rows: XLA:CPU takes ten times longer for one bfloat16 row than for four.
+#: No decode bucket has fewer rows: XLA:CPU takes ten times longer for one bfloat16 row than for
+#: four.
 FEWEST_SEATS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """How often steps of so many rows came, padding excluded: decode-only ones, and those with prompt rows."""
+    """How often steps of so many rows came, padding excluded: decode-only ones, and those with
+    prompt rows.
+    """
 
     decode: Mapping[int, int]
     mixed: Mapping[int, int]
@@ -32,8 +36,8 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Sizes ascending, executables they take, and rows computed for nothing per kind with the proposed and the present
-    sizes, over the steps seen; rows: those computed for somebody."""
+    """Sizes ascending, executables they take, and rows computed for nothing per kind with the
+    proposed and the present sizes, over the steps seen; rows: those computed for somebody."""
 
     seat_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
@@ -61,14 +65,18 @@ def seen_in(records: np.ndarray) -> Seen:
 
 
 def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
-    """The best sizes within a budget of executables, for the seats and the token budget of `present`.
+    """The best sizes within a budget of executables, for the seats and the token budget of
+    `present`.
 
-    Both largest sizes stay: full steps must fit. Raises ConfigError if the budget does not allow one bucket of each
-    kind.
+    Both largest sizes stay: full steps must fit. Raises ConfigError if the budget does not allow
+    one bucket of each kind.
     """
     if executables < DECODE_EXECUTABLES + MIXED_EXECUTABLES:
-        raise ConfigError(f"a budget of {executables} executables is too small: one decode and one mixed bucket take "
-                          f"{DECODE_EXECUTABLES + MIXED_EXECUTABLES}")
+        raise ConfigError(
+            f"a budget of {executables} executables is too small: one decode and one mixed bucket "
+            "take "
+            f"{DECODE_EXECUTABLES + MIXED_EXECUTABLES}"
+        )
     seats, budget = present.seats, present.token_budget
     decode = {max(rows, min(FEWEST_SEATS, seats)): 0 for rows in seen.decode}
     for rows, count in seen.decode.items():
@@ -81,23 +89,35 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
     by_tokens = best_sizes(mixed, budget, executables - DECODE_EXECUTABLES)
 
     def total(n: int) -> int:
-        return by_seats[n][0] + by_tokens[min(len(by_tokens) - 1, executables - DECODE_EXECUTABLES * n)][0]
+        return (
+            by_seats[n][0]
+            + by_tokens[min(len(by_tokens) - 1, executables - DECODE_EXECUTABLES * n)][0]
+        )
 
     n_decode = min(range(1, len(by_seats)), key=total)
     n_mixed = min(len(by_tokens) - 1, executables - DECODE_EXECUTABLES * n_decode)
     seat_sizes, token_sizes = by_seats[n_decode][1], by_tokens[n_mixed][1]
     return Proposal(
-        seat_sizes, token_sizes, DECODE_EXECUTABLES * len(seat_sizes) + MIXED_EXECUTABLES * len(token_sizes),
+        seat_sizes,
+        token_sizes,
+        DECODE_EXECUTABLES * len(seat_sizes) + MIXED_EXECUTABLES * len(token_sizes),
         {"decode": padding(seen.decode, seat_sizes), "mixed": padding(seen.mixed, token_sizes)},
-        {"decode": padding(seen.decode, [b.tokens for b in present.decode]),
-         "mixed": padding(seen.mixed, [b.tokens for b in present.mixed])},
-        sum(rows * count for kind in (seen.decode, seen.mixed) for rows, count in kind.items()))
+        {
+            "decode": padding(seen.decode, [b.tokens for b in present.decode]),
+            "mixed": padding(seen.mixed, [b.tokens for b in present.mixed]),
+        },
+        sum(rows * count for kind in (seen.decode, seen.mixed) for rows, count in kind.items()),
+    )
 
 
-def best_sizes(seen: Mapping[int, int], largest: int, most: int) -> list[tuple[int, tuple[int, ...]]]:
-    """For every k from 0 to `most`: (least padding, the k sizes), `largest` always among them; entry 0 is a filler.
+def best_sizes(
+    seen: Mapping[int, int], largest: int, most: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """For every k from 0 to `most`: (least padding, the k sizes), `largest` always among them;
+    entry 0 is a filler.
 
-    Fewer than `most` entries if more sizes would not help. seen: rows -> steps, all at most `largest`.
+    Fewer than `most` entries if more sizes would not help. seen: rows -> steps, all at most
+    `largest`.
     """
     sizes = sorted({*seen, largest})
     counts = np.array([seen.get(size, 0) for size in sizes], np.int64)
@@ -129,7 +149,9 @@ def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> tuple[int, .
 
 def padding(seen: Mapping[int, int], sizes: Sequence[int]) -> int:
     """Rows computed for nothing when each step takes the smallest size that holds it."""
-    return sum(count * (min(size for size in sizes if size >= rows) - rows) for rows, count in seen.items())
+    return sum(
+        count * (min(size for size in sizes if size >= rows) - rows) for rows, count in seen.items()
+    )
 
 
 def _share(wasted: int, rows: int) -> float:

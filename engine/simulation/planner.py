@@ -1,8 +1,9 @@
-"""Sizing a deployment before it is rented: what fits, how fast it is by batch size, what load to give it, its cost.
+"""Sizing a deployment before it is rented: what fits, how fast it is by batch size, what load to
+give it, its cost.
 
-A steady state is worked out by hand instead of simulated: with d sequences decoding, each step carries d decode rows
-and, because every sequence that leaves is replaced, d * prompt / output prompt rows on average; the roofline says how
-long such a step takes.
+A steady state is worked out by hand instead of simulated: with d sequences decoding, each step
+carries d decode rows and, because every sequence that leaves is replaced, d * prompt / output
+prompt rows on average; the roofline says how long such a step takes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ MOST_SEATS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is wanted. prompt, output: mean tokens of a request. Limits in seconds, None: none. rate: requests/s to be
-    served by all replicas together, 0: not asked. price_per_hour: of one chip, None: not asked."""
+    """What is wanted. prompt, output: mean tokens of a request. Limits in seconds, None: none.
+    rate: requests/s to be served by all replicas together, 0: not asked. price_per_hour: of one
+    chip, None: not asked."""
 
     prompt: int
     output: int
@@ -61,8 +63,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What fits on the chips together, bytes. seats_mean: sequences of the mean context; seats_full: of the whole
-    length, which can never be preempted."""
+    """What fits on the chips together, bytes. seats_mean: sequences of the mean context;
+    seats_full: of the whole length, which can never be preempted."""
 
     weight_bytes: float
     kv_bytes_per_token: float
@@ -75,8 +77,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Operating:
-    """The steady state with `seats` seats, all busy. ttft_s: TTFT_QUANTILE of it at UTILISATION; bound: what a step
-    waits for."""
+    """The steady state with `seats` seats, all busy. ttft_s: TTFT_QUANTILE of it at UTILISATION;
+    bound: what a step waits for."""
 
     seats: int
     decoding: float
@@ -90,9 +92,10 @@ class Operating:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The answer. knee: where more seats begin to cost more latency than they bring throughput. within_slo: most seats
-    that keep the limits, None if none do or there are none. chosen: within_slo if there are limits, else the knee.
-    load_req_s: its load at UTILISATION. replicas: for the demanded rate, None if no rate was asked."""
+    """The answer. knee: where more seats begin to cost more latency than they bring throughput.
+    within_slo: most seats that keep the limits, None if none do or there are none. chosen:
+    within_slo if there are limits, else the knee. load_req_s: its load at UTILISATION. replicas:
+    for the demanded rate, None if no rate was asked."""
 
     memory: Memory
     curve: tuple[Operating, ...]
@@ -105,11 +108,15 @@ class Sizing:
 
 
 def plan(roofline: Roofline, demand: Demand) -> Sizing:
-    """Size one replica, and count replicas. Raises ConfigError when the model or a request does not fit."""
+    """Size one replica, and count replicas. Raises ConfigError when the model or a request does not
+    fit.
+    """
     check_split(roofline)
     longest, context = demand.prompt + demand.output, roofline.cost.config.context_length
     if longest > context:
-        raise ConfigError(f"prompt and output together are {longest} tokens, more than the context of {context}")
+        raise ConfigError(
+            f"prompt and output together are {longest} tokens, more than the context of {context}"
+        )
     memory = fit(roofline, demand)
     sizes = powers_of_two(1, min(memory.seats_mean, MOST_SEATS, demand.token_budget - 1))
     curve = tuple(operate(roofline, demand, seats) for seats in sizes)
@@ -119,9 +126,16 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
     limited = demand.itl_s is not None or demand.ttft_s is not None
     chosen = within if limited else best_knee
     load = UTILISATION * chosen.req_s if chosen else None
-    return Sizing(memory, curve, best_knee, within if limited else None, chosen, load,
-                  chosen.cost_per_million / UTILISATION if chosen and chosen.cost_per_million else None,
-                  math.ceil(demand.rate / load) if load and demand.rate else None)
+    return Sizing(
+        memory,
+        curve,
+        best_knee,
+        within if limited else None,
+        chosen,
+        load,
+        chosen.cost_per_million / UTILISATION if chosen and chosen.cost_per_million else None,
+        math.ceil(demand.rate / load) if load and demand.rate else None,
+    )
 
 
 def check_split(roofline: Roofline) -> None:
@@ -140,42 +154,71 @@ def fit(roofline: Roofline, demand: Demand) -> Memory:
 
     full = demand.prompt + demand.output
     if seats(full) < 1:
-        raise ConfigError(f"{cost.weight_bytes / 1e9:.1f} GB of weights leave no room for a sequence of {full} tokens "
-                          f"on {roofline.count} x {roofline.device.name} ({roofline.device.memory / 1e9:g} GB each): "
-                          "use more chips (--count), smaller --weights or --kv, or shorter requests")
-    return Memory(cost.weight_bytes, cost.kv_bytes, roofline.kv_room * roofline.count, pages, pages * page,
-                  seats(demand.mean_context), seats(full))
+        raise ConfigError(
+            f"{cost.weight_bytes / 1e9:.1f} GB of weights leave no room for a sequence of {full} "
+            "tokens "
+            f"on {roofline.count} x {roofline.device.name} ({roofline.device.memory / 1e9:g} GB "
+            "each): "
+            "use more chips (--count), smaller --weights or --kv, or shorter requests"
+        )
+    return Memory(
+        cost.weight_bytes,
+        cost.kv_bytes,
+        roofline.kv_room * roofline.count,
+        pages,
+        pages * page,
+        seats(demand.mean_context),
+        seats(full),
+    )
 
 
 def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
-    """The steady state with all of so many seats busy; where prompts do not fit the token budget beside the decode
-    rows, the rest of the seats are waiting for their prompts."""
+    """The steady state with all of so many seats busy; where prompts do not fit the token budget
+    beside the decode rows, the rest of the seats are waiting for their prompts."""
     decoding = min(seats, demand.token_budget / (1 + demand.prompt_rows))
     prompt = decoding * demand.prompt_rows
     bucket = Bucket(math.ceil(decoding + prompt), max(1, math.ceil(decoding)))
-    work = Work(math.ceil(decoding), round(prompt), round(decoding * demand.mean_context),
-                demand.prompt + demand.output, round(prompt * demand.prompt / 2))
+    work = Work(
+        math.ceil(decoding),
+        round(prompt),
+        round(decoding * demand.mean_context),
+        demand.prompt + demand.output,
+        round(prompt * demand.prompt / 2),
+    )
     step = roofline.seconds(bucket, work)
     memory, compute = roofline.memory_seconds(bucket, work), roofline.compute_seconds(bucket, work)
-    parts = {"memory": memory, "compute": compute, "links": roofline.link_seconds(bucket.tokens),
-             "overhead": roofline.assumed.overhead_s}
+    parts = {
+        "memory": memory,
+        "compute": compute,
+        "links": roofline.link_seconds(bucket.tokens),
+        "overhead": roofline.assumed.overhead_s,
+    }
     tokens = decoding / step
     price = demand.price_per_hour
-    return Operating(seats, decoding, step, tokens, tokens / demand.output, first_token(demand, seats, step),
-                     max(parts, key=lambda name: parts[name]),
-                     None if price is None else price * roofline.count / 3600 / tokens * 1e6)
+    return Operating(
+        seats,
+        decoding,
+        step,
+        tokens,
+        tokens / demand.output,
+        first_token(demand, seats, step),
+        max(parts, key=lambda name: parts[name]),
+        None if price is None else price * roofline.count / 3600 / tokens * 1e6,
+    )
 
 
 def first_token(demand: Demand, seats: int, step: float) -> float:
-    """TTFT_QUANTILE of the time to first token at UTILISATION: wait for a seat (Erlang C), for the step under way, and
-    the steps that the prompt takes."""
+    """TTFT_QUANTILE of the time to first token at UTILISATION: wait for a seat (Erlang C), for the
+    step under way, and the steps that the prompt takes."""
     steps = max(1, math.ceil(demand.prompt / max(1.0, demand.token_budget - seats)))
     service = (demand.output + steps) * step
     return seat_wait(seats, service, UTILISATION, TTFT_QUANTILE) + step + steps * step
 
 
 def seat_wait(seats: int, service: float, load: float, quantile: float) -> float:
-    """Quantile of the wait for one of `seats` in an M/M/c queue (Erlang, 1917) loaded to a share `load`, seconds."""
+    """Quantile of the wait for one of `seats` in an M/M/c queue (Erlang, 1917) loaded to a share
+    `load`, seconds.
+    """
     offered, blocked = seats * load, 1.0
     for n in range(1, seats + 1):  # Erlang B, by its recurrence
         blocked = offered * blocked / (n + offered * blocked)
@@ -185,16 +228,22 @@ def seat_wait(seats: int, service: float, load: float, quantile: float) -> float
 
 def keeps(point: Operating, demand: Demand) -> bool:
     """True when the point is within the limits."""
-    return ((demand.itl_s is None or point.step_s <= demand.itl_s)
-            and (demand.ttft_s is None or point.ttft_s <= demand.ttft_s))
+    return (demand.itl_s is None or point.step_s <= demand.itl_s) and (
+        demand.ttft_s is None or point.ttft_s <= demand.ttft_s
+    )
 
 
 def knee(curve: Sequence[Operating]) -> Operating:
-    """The point farthest above the straight line between the ends of tokens/s over step time, both scaled to 0..1
-    (Kneedle: Satopaa and others, 2011)."""
+    """The point farthest above the straight line between the ends of tokens/s over step time, both
+    scaled to 0..1 (Kneedle: Satopaa and others, 2011)."""
     first, last = curve[0], curve[-1]
     span_s, span_tok = last.step_s - first.step_s, last.output_tok_s - first.output_tok_s
     if span_s <= 0 or span_tok <= 0:
         return max(curve, key=lambda point: point.output_tok_s)
-    return max(curve, key=lambda point: (point.output_tok_s - first.output_tok_s) / span_tok
-               - (point.step_s - first.step_s) / span_s)
+    return max(
+        curve,
+        key=lambda point: (
+            (point.output_tok_s - first.output_tok_s) / span_tok
+            - (point.step_s - first.step_s) / span_s
+        ),
+    )

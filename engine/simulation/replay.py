@@ -1,7 +1,8 @@
-"""Traffic again, under other policies: the policy lab's process, `python -P -m jitney.engine.simulation.replay`.
+"""Traffic again, under other policies: the policy lab's process, `python -P -m
+jitney.engine.simulation.replay`.
 
-One `Job` comes in, lines of JSON go out. It runs at the lowest priority, so that the engine it shares the machine with
-does not notice.
+One `Job` comes in, lines of JSON go out. It runs at the lowest priority, so that the engine it
+shares the machine with does not notice.
 """
 
 from __future__ import annotations
@@ -44,14 +45,23 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def times(self) -> RequestTimes:
-        return RequestTimes(self.request, "", self.n_prompt, self.n_output, self.arrival, self.boarded,
-                            self.first_token, self.finished, self.finish)
+        return RequestTimes(
+            self.request,
+            "",
+            self.n_prompt,
+            self.n_output,
+            self.arrival,
+            self.boarded,
+            self.first_token,
+            self.finished,
+            self.finish,
+        )
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """The engine that recorded. settings: [engine] of its configuration; pages: in use by sequences at most, without
-    the trash page. seat_buckets, token_buckets: rows that its programs were compiled for, empty if it does not tell.
-    on_device: on a GPU or TPU."""
+    """The engine that recorded. settings: [engine] of its configuration; pages: in use by sequences
+    at most, without the trash page. seat_buckets, token_buckets: rows that its programs were
+    compiled for, empty if it does not tell. on_device: on a GPU or TPU."""
 
     settings: dict[str, Any]
     context_length: int
@@ -61,11 +71,18 @@ class Engine(msgspec.Struct, frozen=True):
     on_device: bool = False
 
     def shape(self, changes: dict[str, Any]) -> EngineShape:
-        """It with some settings changed; with as many seats and as large a budget it keeps its buckets."""
+        """It with some settings changed; with as many seats and as large a budget it keeps its
+        buckets.
+        """
         settings = EngineSection.model_validate(self.settings | changes, strict=False)
         pages = changes.get("pages") or self.pages
-        return EngineShape.of(settings, context_length=self.context_length, pages=pages + 1, on_device=self.on_device,
-                              buckets=self.own_buckets(settings))
+        return EngineShape.of(
+            settings,
+            context_length=self.context_length,
+            pages=pages + 1,
+            on_device=self.on_device,
+            buckets=self.own_buckets(settings),
+        )
 
     def own_buckets(self, settings: EngineSection) -> Buckets | None:
         """Those it was compiled with, if these settings leave them as they are; else None."""
@@ -74,17 +91,20 @@ class Engine(msgspec.Struct, frozen=True):
         seats, budget = self.seat_buckets[-1], self.token_buckets[-1]
         if (settings.max_seats, settings.token_budget) != (seats, budget):
             return None
-        return Buckets(decode=tuple(Bucket(size, size) for size in self.seat_buckets),
-                       mixed=tuple(Bucket(size, seats) for size in self.token_buckets))
+        return Buckets(
+            decode=tuple(Bucket(size, size) for size in self.seat_buckets),
+            mixed=tuple(Bucket(size, seats) for size in self.token_buckets),
+        )
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to replay and how. arrivals: at their recorded pace; speed: how many times as fast they shall come.
+    """What to replay and how. arrivals: at their recorded pace; speed: how many times as fast they
+    shall come.
 
-    changes: settings other than the engine's own. records: a .npy file of step records to learn step times from. times:
-    the same requests as they were served, open ones as far as they had come when the record ended, `seconds` after its
-    first arrival; their own steps are `window` (.npy); seated_s: what `figures.seated` says of them. recorded: the
-    policy under which that was.
+    changes: settings other than the engine's own. records: a .npy file of step records to learn
+    step times from. times: the same requests as they were served, open ones as far as they had come
+    when the record ended, `seconds` after its first arrival; their own steps are `window` (.npy);
+    seated_s: what `figures.seated` says of them. recorded: the policy under which that was.
     """
 
     arrivals: list[Arrival]
@@ -118,7 +138,9 @@ def tell(**news: Any) -> None:
 
 
 def work(job: Job) -> dict[str, Any]:
-    """Simulate what was recorded, to learn the error of doing so, and then each policy; says how far it has come."""
+    """Simulate what was recorded, to learn the error of doing so, and then each policy; says how
+    far it has come.
+    """
     table = StepTable.from_records(array(job.records))
     clients = closed_concurrency([served.times for served in job.times]) or 0
     measured = measured_figures(job)
@@ -133,23 +155,38 @@ def work(job: Job) -> dict[str, Any]:
         run = simulate(arrivals, shape, table, concurrency=round(clients * job.speed) or None)
         policies[policy] = told(run, job.price_per_hour)
     rates = {policy: found["figures"]["output_tok_s"] for policy, found in policies.items()}
-    return {"policies": policies, "measured": measured, "errors": {job.recorded: off}, "closed_loop": clients,
-            "verdict": verdict(rates, {job.recorded: speed_error(off)})}
+    return {
+        "policies": policies,
+        "measured": measured,
+        "errors": {job.recorded: off},
+        "closed_loop": clients,
+        "verdict": verdict(rates, {job.recorded: speed_error(off)}),
+    }
 
 
 def measured_figures(job: Job) -> dict[str, Any]:
-    """The figures of what was recorded; tokens are counted whether their request has ended or not."""
+    """The figures of what was recorded; tokens are counted whether their request has ended or
+    not.
+    """
     times = [served.times for served in job.times]
-    figures = summarise(times, records=array(job.window), seats=job.seats, seconds=job.seconds,
-                        seated_s=job.seated_s, price_per_hour=job.price_per_hour)
+    figures = summarise(
+        times,
+        records=array(job.window),
+        seats=job.seats,
+        seconds=job.seconds,
+        seated_s=job.seated_s,
+        price_per_hour=job.price_per_hour,
+    )
     return figures | seen_until(times, job.seconds) | {"itl_s": gaps_of(array(job.window))}
 
 
-def own_error(job: Job, table: StepTable, clients: int, measured: dict[str, Any]) -> dict[str, float]:
+def own_error(
+    job: Job, table: StepTable, clients: int, measured: dict[str, Any]
+) -> dict[str, float]:
     """`accuracy.errors` of simulating the very policy, settings and traffic that were recorded.
 
-    Empty if too few requests ended.
-    Both are looked at until the record ended: who was still running then has brought so many tokens and no end.
+    Empty if too few requests ended. Both are looked at until the record ended: who was still
+    running then has brought so many tokens and no end.
     """
     if sum(served.times.served for served in job.times) < FEWEST_ENDED:
         return {}
@@ -157,21 +194,31 @@ def own_error(job: Job, table: StepTable, clients: int, measured: dict[str, Any]
     run = simulate(job.arrivals, shape, table, concurrency=clients or None)
     figures = run.figures() | seen_until(run.times, job.seconds)
     compared = ("output_tok_s", "ttft_s", "e2e_s", "itl_s")
-    return errors({name: figures[name] for name in compared}, {name: measured[name] for name in compared})
+    return errors(
+        {name: figures[name] for name in compared}, {name: measured[name] for name in compared}
+    )
 
 
 def seen_until(times: list[RequestTimes], seconds: float) -> dict[str, Any]:
-    """Tokens and latencies as somebody sees them who looks away `seconds` after the first arrival."""
+    """Tokens and latencies as somebody sees them who looks away `seconds` after the first
+    arrival.
+    """
     end = min(t.arrival for t in times) + seconds
     tokens = round(sum(delivered(t, end) for t in times))
     firsts = [t.ttft_s for t in times if t.first_token is not None and t.first_token <= end]
     ends = [t.e2e_s for t in times if t.served and t.finished <= end]
-    return {"output_tokens": tokens, "output_tok_s": tokens / seconds if seconds > 0 else 0.0,
-            "ttft_s": spread(firsts), "e2e_s": spread(ends)}
+    return {
+        "output_tokens": tokens,
+        "output_tok_s": tokens / seconds if seconds > 0 else 0.0,
+        "ttft_s": spread(firsts),
+        "e2e_s": spread(ends),
+    }
 
 
 def delivered(times: RequestTimes, end: float) -> float:
-    """Tokens that a request had brought by then, as if they had come evenly from the first to the last."""
+    """Tokens that a request had brought by then, as if they had come evenly from the first to the
+    last.
+    """
     first = times.first_token
     if first is None or first > end:
         return 0.0
@@ -184,13 +231,22 @@ def told(run: Run, price_per_hour: float | None) -> dict[str, Any]:
     """Figures and rides of a run, times from its beginning."""
     first = min(times.arrival for times in run.times)
     rides = run.rides[:MAX_RIDES]
-    return {"figures": run.figures(price_per_hour=price_per_hour), "seats": run.seats, "seconds": run.seconds,
-            "rides_left_out": len(run.rides) - len(rides), "rides": {
-                "seat": [ride.seat for ride in rides], "request": [ride.request for ride in rides],
-                "from": [round(ride.start - first, 4) for ride in rides],
-                "first_token": [None if ride.first_token is None else round(ride.first_token - first, 4)
-                                for ride in rides],
-                "to": [round(ride.end - first, 4) for ride in rides]}}
+    return {
+        "figures": run.figures(price_per_hour=price_per_hour),
+        "seats": run.seats,
+        "seconds": run.seconds,
+        "rides_left_out": len(run.rides) - len(rides),
+        "rides": {
+            "seat": [ride.seat for ride in rides],
+            "request": [ride.request for ride in rides],
+            "from": [round(ride.start - first, 4) for ride in rides],
+            "first_token": [
+                None if ride.first_token is None else round(ride.first_token - first, 4)
+                for ride in rides
+            ],
+            "to": [round(ride.end - first, 4) for ride in rides],
+        },
+    }
 
 
 def gaps_of(records: np.ndarray) -> dict[str, float] | None:

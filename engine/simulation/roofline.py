@@ -1,8 +1,10 @@
-"""Step times from first principles: bytes over bandwidth or operations over peak, whichever takes longer.
+"""Step times from first principles: bytes over bandwidth or operations over peak, whichever takes
+longer.
 
-The roofline of Williams, Waterman and Patterson (2009) for one step of a decoder: weights and KV are read once, KV of
-the step's rows is written; matrix products cost two operations per weight and row, attention four per head, key and
-head dimension. What no chip reaches is taken off by two stated efficiencies, and each step pays a fixed overhead.
+The roofline of Williams, Waterman and Patterson (2009) for one step of a decoder: weights and KV
+are read once, KV of the step's rows is written; matrix products cost two operations per weight and
+row, attention four per head, key and head dimension. What no chip reaches is taken off by two
+stated efficiencies, and each step pays a fixed overhead.
 """
 
 from __future__ import annotations
@@ -21,20 +23,42 @@ from jitney.engine.simulation.step_table import HostTimes
 
 #: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights.
 BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
-#: Which unit multiplies weights of a format: activations are never quantised, so narrow weights are widened first.
+#: Which unit multiplies weights of a format: activations are never quantised, so narrow weights are
+#: widened first.
 UNITS = {"f32": "f32", "bf16": "bf16", "fp8": "bf16", "int8": "bf16", "int4": "bf16"}
 #: Prompt rows that read a key together.
 QUERY_BLOCK = 128
-#: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256, mostly per row.
+#: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256,
+#: mostly per row.
 ASSUMED_HOST = HostTimes(before=6e-5, before_per_row=2.2e-6, after=2e-5, after_per_row=1.4e-6)
 
 
-def _llama(n_layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int, context: int,
-           architecture: str = "llama", tied: bool = False) -> ModelConfig:
-    return ModelConfig(architecture=architecture, vocab_size=vocab, hidden_size=hidden,  # pyright: ignore[reportArgumentType]
-                       n_layers=n_layers, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim,
-                       intermediate_size=inner, windows=(0,) * n_layers, context_length=context, tie_embeddings=tied,
-                       qk_norm=architecture == "qwen3")
+def _llama(
+    n_layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    inner: int,
+    vocab: int,
+    context: int,
+    architecture: str = "llama",
+    tied: bool = False,
+) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab,
+        hidden_size=hidden,  # pyright: ignore[reportArgumentType]
+        n_layers=n_layers,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=inner,
+        windows=(0,) * n_layers,
+        context_length=context,
+        tie_embeddings=tied,
+        qk_norm=architecture == "qwen3",
+    )
 
 
 #: Shapes by name, from the models' published config.json, so that planning needs no download.
@@ -48,8 +72,8 @@ SHAPES = {
 
 
 def find_shape(model: str) -> ModelConfig:
-    """The shape of a built-in name, a config.json or whatever `--model` takes; its weights are not needed, but a
-    repository id is fetched. Raises ModelError."""
+    """The shape of a built-in name, a config.json or whatever `--model` takes; its weights are not
+    needed, but a repository id is fetched. Raises ModelError."""
     if model.lower() in SHAPES:
         return SHAPES[model.lower()]
     path = Path(model).expanduser()
@@ -77,9 +101,9 @@ def _read_config(path: Path) -> Mapping[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the roofline takes for granted. bandwidth, flops: shares of the published peaks that are reached;
-    overhead_s: fixed cost of a step; hop_s: latency of one collective between chips; memory: share of it that may be
-    used."""
+    """What the roofline takes for granted. bandwidth, flops: shares of the published peaks that are
+    reached; overhead_s: fixed cost of a step; hop_s: latency of one collective between chips;
+    memory: share of it that may be used."""
 
     bandwidth: float = 0.8
     flops: float = 0.6
@@ -97,9 +121,10 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Bytes and operations of a model in a number format. weights, kv: keys of BYTES. The embedding, and a head tied to
-    it, stay bfloat16 (float32 if the weights are) when matrices are quantised; norms are left out, attention is counted
-    over the whole context even where the model has a window."""
+    """Bytes and operations of a model in a number format. weights, kv: keys of BYTES. The
+    embedding, and a head tied to it, stay bfloat16 (float32 if the weights are) when matrices are
+    quantised; norms are left out, attention is counted over the whole context even where the model
+    has a window."""
 
     config: ModelConfig
     weights: str = "bf16"
@@ -133,13 +158,21 @@ class ModelCost:
 
     @property
     def head_bytes(self) -> float:
-        """Of what turns hidden states into logits: the embedding once more, or a matrix like any other."""
-        return self.table_bytes if self.config.tie_embeddings else self.table_weights * BYTES[self.weights]
+        """Of what turns hidden states into logits: the embedding once more, or a matrix like any
+        other.
+        """
+        return (
+            self.table_bytes
+            if self.config.tie_embeddings
+            else self.table_weights * BYTES[self.weights]
+        )
 
     @property
     def weight_bytes(self) -> float:
         """Bytes held on the device."""
-        tables = self.table_bytes if self.config.tie_embeddings else self.table_bytes + self.head_bytes
+        tables = (
+            self.table_bytes if self.config.tie_embeddings else self.table_bytes + self.head_bytes
+        )
         return self.layer_weights * BYTES[self.weights] + tables
 
     @property
@@ -149,7 +182,9 @@ class ModelCost:
         return c.n_layers * 2 * c.n_kv_heads * c.head_dim * BYTES[self.kv]
 
     def read_bytes(self, rows: int, work: Work) -> tuple[float, float]:
-        """(weights read, KV read and written) in a step; of the embedding only the rows are read, which is nothing."""
+        """(weights read, KV read and written) in a step; of the embedding only the rows are read,
+        which is nothing.
+        """
         positions = work.keys + work.pairs / QUERY_BLOCK + rows
         return self.layer_weights * BYTES[self.weights] + self.head_bytes, positions * self.kv_bytes
 
@@ -162,10 +197,12 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """`engine.simulation.step_table.StepTimes` of a model on `count` chips, split by tensor parallelism.
+    """`engine.simulation.step_table.StepTimes` of a model on `count` chips, split by tensor
+    parallelism.
 
-    Weights and heads are divided evenly; KV heads at most as often as there are any, then they are replicated. Each
-    layer ends in two all-reduces of [rows, E] bfloat16, by rings: 2 (n - 1) / n of the bytes over the link, and a hop.
+    Weights and heads are divided evenly; KV heads at most as often as there are any, then they are
+    replicated. Each layer ends in two all-reduces of [rows, E] bfloat16, by rings: 2 (n - 1) / n of
+    the bytes over the link, and a hop.
     """
 
     cost: ModelCost
@@ -177,8 +214,11 @@ class Roofline:
 
     def seconds(self, bucket: Bucket, work: Work) -> float:
         """Expected device seconds of a step."""
-        return (max(self.memory_seconds(bucket, work), self.compute_seconds(bucket, work))
-                + self.link_seconds(bucket.tokens) + self.assumed.overhead_s)
+        return (
+            max(self.memory_seconds(bucket, work), self.compute_seconds(bucket, work))
+            + self.link_seconds(bucket.tokens)
+            + self.assumed.overhead_s
+        )
 
     def memory_seconds(self, bucket: Bucket, work: Work) -> float:
         """Time to read weights and KV once."""

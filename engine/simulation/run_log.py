@@ -12,12 +12,15 @@ from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.summary import RequestTimes
 from jitney.engine.types import SequenceOutput
 
-#: Seconds that a loop on a real clock sleeps while its core has work but a policy lets everybody wait.
+#: Seconds that a loop on a real clock sleeps while its core has work but a policy lets everybody
+#: wait.
 LOOK_AGAIN_S = 0.001
 
 
 class Ride(NamedTuple):
-    """One stay of a request (its number in the arrivals) in a seat, virtual seconds. first_token None: not here."""
+    """One stay of a request (its number in the arrivals) in a seat, virtual seconds. first_token
+    None: not here.
+    """
 
     seat: int
     request: int
@@ -57,7 +60,9 @@ class Conductor:
     def enter(self, number: int, arrival: Arrival, at: float) -> str:
         """A request comes at `at`; returns its id."""
         tokens: list[float] | None = [] if self.keep_tokens else None
-        times = RequestTimes(number, arrival.tenant, arrival.n_prompt, 0, at, None, None, at, "", tokens)
+        times = RequestTimes(
+            number, arrival.tenant, arrival.n_prompt, 0, at, None, None, at, "", tokens
+        )
         self.times.append(times)
         self._open[name := str(number)] = Passenger(times, max(1, arrival.n_output))
         return name
@@ -104,7 +109,9 @@ class Conductor:
 
     def _first_token(self, name: str, passenger: Passenger, now: float) -> None:
         passenger.times.first_token = now
-        if (ride := self._by_request.get(name)) is not None:  # else it lost its seat while the token was on its way
+        if (
+            ride := self._by_request.get(name)
+        ) is not None:  # else it lost its seat while the token was on its way
             ride[3] = now
 
     def _end(self, output: SequenceOutput, passenger: Passenger, now: float) -> None:

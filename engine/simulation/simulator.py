@@ -1,9 +1,11 @@
-"""The engine on a virtual clock: the very same core, scheduler, policies, pages and ledger, and a device made of time.
+"""The engine on a virtual clock: the very same core, scheduler, policies, pages and ledger, and a
+device made of time.
 
-The device takes as long for a step as a step table says, the host as long as it was measured to; everything else is
-decided by the code that runs in production. Sequences end by length. Prompts are lengths only, so the prefix cache is
-off; what a recorded engine found in it (`Arrival.n_cached`) is taken as found again, whatever the policy. The pages of
-such a hit are counted as the sequence's own.
+The device takes as long for a step as a step table says, the host as long as it was measured to;
+everything else is decided by the code that runs in production. Sequences end by length. Prompts are
+lengths only, so the prefix cache is off; what a recorded engine found in it (`Arrival.n_cached`) is
+taken as found again, whatever the policy. The pages of such a hit are counted as the sequence's
+own.
 """
 
 from __future__ import annotations
@@ -49,16 +51,37 @@ class EngineShape:
     page_size: int = 16
 
     @classmethod
-    def of(cls, settings: EngineSection, *, context_length: int, pages: int, on_device: bool = False,
-           buckets: Buckets | None = None) -> EngineShape:
-        """The engine that these settings describe; pages as in `EngineShape`, because settings may leave it to the
-        machine. on_device: on a GPU or TPU. buckets: those of a running engine, where they are known."""
-        shared = {f.name: getattr(settings, f.name) for f in fields(SchedulerLimits) if hasattr(settings, f.name)}
+    def of(
+        cls,
+        settings: EngineSection,
+        *,
+        context_length: int,
+        pages: int,
+        on_device: bool = False,
+        buckets: Buckets | None = None,
+    ) -> EngineShape:
+        """The engine that these settings describe; pages as in `EngineShape`, because settings may
+        leave it to the machine. on_device: on a GPU or TPU. buckets: those of a running engine,
+        where they are known."""
+        shared = {
+            f.name: getattr(settings, f.name)
+            for f in fields(SchedulerLimits)
+            if hasattr(settings, f.name)
+        }
         if buckets is None:
-            buckets = make_buckets(max_seats=settings.max_seats, token_budget=settings.token_budget,
-                                   seat_sizes=settings.seat_buckets, token_sizes=settings.token_buckets,
-                                   on_device=on_device)
-        return cls(SchedulerLimits(context_length=context_length, **shared), buckets, pages, settings.page_size)
+            buckets = make_buckets(
+                max_seats=settings.max_seats,
+                token_budget=settings.token_budget,
+                seat_sizes=settings.seat_buckets,
+                token_sizes=settings.token_buckets,
+                on_device=on_device,
+            )
+        return cls(
+            SchedulerLimits(context_length=context_length, **shared),
+            buckets,
+            pages,
+            settings.page_size,
+        )
 
     def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
         """The same engine under another policy; static_timeout_ms: None leaves it as it is."""
@@ -68,7 +91,9 @@ class EngineShape:
         return replace(self, limits=limits)
 
     def new_core(self, device: VirtualDevice, hits: Mapping[str, int] = NO_HITS) -> EngineCore:
-        """A core of this shape on a virtual device; hits: prompt tokens that requests find cached, by id."""
+        """A core of this shape on a virtual device; hits: prompt tokens that requests find cached,
+        by id.
+        """
         pool = PagePool(self.pages, self.page_size, retain=False)
         if hits:
             scheduler = RecordedHits(self.limits, self.buckets, pool, device.clock)
@@ -89,7 +114,9 @@ class RecordedHits(Scheduler):
     def _take_pages(self, seq: Sequence, draft: Draft, now: float) -> bool:
         if not super()._take_pages(seq, draft, now):
             return False
-        found = min(self.hits.get(seq.request.id, 0), seq.n_prompt - 1)  # the last token's logits are needed
+        found = min(
+            self.hits.get(seq.request.id, 0), seq.n_prompt - 1
+        )  # the last token's logits are needed
         start = found - found % self.pool.page_size
         if start > seq.scheduled:
             seq.scheduled = start
@@ -101,9 +128,10 @@ class RecordedHits(Scheduler):
 
 @dataclass(slots=True)
 class Run:
-    """What a simulation brought. times: in order of the arrivals. records: `ledger.STEP_DTYPE` [steps]. seconds: from
-    the first arrival to the last end. gaps, gap_counts: distinct waits between two tokens of a request, in seconds,
-    and how many tokens waited so long: together every one of them.
+    """What a simulation brought. times: in order of the arrivals. records: `ledger.STEP_DTYPE`
+    [steps]. seconds: from the first arrival to the last end. gaps, gap_counts: distinct waits
+    between two tokens of a request, in seconds, and how many tokens waited so long: together every
+    one of them.
     """
 
     times: list[RequestTimes]
@@ -114,10 +142,21 @@ class Run:
     gaps: np.ndarray
     gap_counts: np.ndarray
 
-    def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
-        """The figures of `engine.telemetry.summary.summarise`; inter-token waits are exact though no token's time is kept."""
-        figures = summarise(self.times, records=self.records, seats=self.seats, seconds=self.seconds,
-                            seated_s=seated(self.rides), slo=slo, price_per_hour=price_per_hour)
+    def figures(
+        self, slo: Slo | None = None, price_per_hour: float | None = None
+    ) -> dict[str, Any]:
+        """The figures of `engine.telemetry.summary.summarise`; inter-token waits are exact though
+        no token's time is kept.
+        """
+        figures = summarise(
+            self.times,
+            records=self.records,
+            seats=self.seats,
+            seconds=self.seconds,
+            seated_s=seated(self.rides),
+            slo=slo,
+            price_per_hour=price_per_hour,
+        )
         return figures | {"itl_s": weighted_spread(self.gaps, self.gap_counts)}
 
 
@@ -139,7 +178,9 @@ class Ticket(NamedTuple):
 
 
 class VirtualDevice:
-    """A runner whose steps take the time that a table says, one after another, while the host goes on."""
+    """A runner whose steps take the time that a table says, one after another, while the host goes
+    on.
+    """
 
     compiles = 0
 
@@ -175,43 +216,70 @@ class VirtualDevice:
 
 
 def drawn(factors: Series[float], seed: int) -> Iterator[float]:
-    """The factors in random order, and again in another: every run has its share of the rare ones."""
+    """The factors in random order, and again in another: every run has its share of the rare
+    ones.
+    """
     rng = np.random.default_rng(seed)
     while True:
         yield from rng.permutation(factors).tolist()
 
 
-def simulate(arrivals: Series[Arrival], engine: EngineShape, table: StepTimes, *, concurrency: int | None = None,
-             seed: int = 0, keep_tokens: bool = False) -> Run:
+def simulate(
+    arrivals: Series[Arrival],
+    engine: EngineShape,
+    table: StepTimes,
+    *,
+    concurrency: int | None = None,
+    seed: int = 0,
+    keep_tokens: bool = False,
+) -> Run:
     """Run the arrivals (ascending in time) through the engine, as fast as Python goes.
 
-    concurrency: a closed loop, in which a request comes when fewer than so many are open, whatever its time says. seed:
-    of the scatter of step times, if the table knows any. keep_tokens: fill `RequestTimes.token_times`. Requests that
-    the engine refuses end with finish "error". Raises ConfigError if there is nothing to simulate.
+    concurrency: a closed loop, in which a request comes when fewer than so many are open, whatever
+    its time says. seed: of the scatter of step times, if the table knows any. keep_tokens: fill
+    `RequestTimes.token_times`. Requests that the engine refuses end with finish "error". Raises
+    ConfigError if there is nothing to simulate.
     """
     if not arrivals:
         raise ConfigError("there is no request to simulate")
     book = Conductor(keep_tokens)
     device = VirtualDevice(table, book, seed)
-    hits = {str(number): arrival.n_cached for number, arrival in enumerate(arrivals) if arrival.n_cached}
+    hits = {
+        str(number): arrival.n_cached for number, arrival in enumerate(arrivals) if arrival.n_cached
+    }
     core = engine.new_core(device, hits)
     with no_collection():
         records = drive(core, device, book, arrivals, concurrency)
     core.check()
     end = max(times.finished for times in book.times)
-    return Run(book.times, np.frombuffer(b"".join(records), STEP_DTYPE), [Ride(*ride) for ride in book.rides],
-               end - min(times.arrival for times in book.times), engine.limits.max_seats,
-               np.array(book.gaps), np.array(book.gap_counts, np.int64))
+    return Run(
+        book.times,
+        np.frombuffer(b"".join(records), STEP_DTYPE),
+        [Ride(*ride) for ride in book.rides],
+        end - min(times.arrival for times in book.times),
+        engine.limits.max_seats,
+        np.array(book.gaps),
+        np.array(book.gap_counts, np.int64),
+    )
 
 
-def drive(core: EngineCore, device: VirtualDevice, book: Conductor, arrivals: Series[Arrival],
-          concurrency: int | None) -> list[bytes]:
-    """The loop of the core's process: take in who has come, step, hand out; returns the step records."""
+def drive(
+    core: EngineCore,
+    device: VirtualDevice,
+    book: Conductor,
+    arrivals: Series[Arrival],
+    concurrency: int | None,
+) -> list[bytes]:
+    """The loop of the core's process: take in who has come, step, hand out; returns the step
+    records.
+    """
     clock, records, limit = device.clock, [], concurrency or len(arrivals)
     clock.now = arrivals[0].at
     coming, total = 0, len(arrivals)
     while coming < total or core.has_work:
-        while coming < total and (book.n_open < limit if concurrency else arrivals[coming].at <= clock.now):
+        while coming < total and (
+            book.n_open < limit if concurrency else arrivals[coming].at <= clock.now
+        ):
             arrival = arrivals[coming]
             at = clock.now if concurrency else arrival.at
             core.add(request_of(book.enter(coming, arrival, at), arrival, at))
@@ -221,8 +289,12 @@ def drive(core: EngineCore, device: VirtualDevice, book: Conductor, arrivals: Se
             clock.now = arrivals[coming].at
             continue
         if (pause := core.pause_s) > 0:
-            wakes = math.nextafter(clock.now + pause, math.inf)  # rounding must not leave it short of the time
-            clock.now = min(wakes, arrivals[coming].at) if coming < total and not concurrency else wakes
+            wakes = math.nextafter(
+                clock.now + pause, math.inf
+            )  # rounding must not leave it short of the time
+            clock.now = (
+                min(wakes, arrivals[coming].at) if coming < total and not concurrency else wakes
+            )
             continue
         report = core.step()
         if report.record:
@@ -235,7 +307,9 @@ def drive(core: EngineCore, device: VirtualDevice, book: Conductor, arrivals: Se
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection inside: a run makes millions of objects that live on and no cycle (a tenth of the time)."""
+    """No garbage collection inside: a run makes millions of objects that live on and no cycle (a
+    tenth of the time).
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -247,21 +321,35 @@ def no_collection() -> Iterator[None]:
 
 def request_of(name: str, arrival: Arrival, at: float) -> EngineRequest:
     """A request of the arrival's lengths that ends by length alone."""
-    sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=max(1, arrival.n_output), ignore_eos=True)
-    return EngineRequest(id=name, prompt=[0] * arrival.n_prompt, sampling=sampling, arrival=at, tenant=arrival.tenant,
-                         priority=arrival.priority)
+    sampling = SamplingParams(
+        temperature=0.0, seed=0, max_tokens=max(1, arrival.n_output), ignore_eos=True
+    )
+    return EngineRequest(
+        id=name,
+        prompt=[0] * arrival.n_prompt,
+        sampling=sampling,
+        arrival=at,
+        tenant=arrival.tenant,
+        priority=arrival.priority,
+    )
 
 
 def weighted_spread(values: np.ndarray, counts: np.ndarray) -> dict[str, float] | None:
-    """Percentiles (linear between neighbours, as numpy's), mean and most of values [n] that stand counts [n] times."""
+    """Percentiles (linear between neighbours, as numpy's), mean and most of values [n] that stand
+    counts [n] times.
+    """
     if not len(values):
         return None
     order = np.argsort(values)
     values, counts = values[order], counts[order]
     ends = np.cumsum(counts)
     at = (ends[-1] - 1) * np.array(list(QUANTILES.values())) / 100
-    low, high = (values[np.searchsorted(ends, np.minimum(rank, ends[-1] - 1), side="right")]
-                 for rank in (np.floor(at), np.floor(at) + 1))
+    low, high = (
+        values[np.searchsorted(ends, np.minimum(rank, ends[-1] - 1), side="right")]
+        for rank in (np.floor(at), np.floor(at) + 1)
+    )
     points = low + (high - low) * (at - np.floor(at))
     return dict(zip(QUANTILES, points.tolist(), strict=True)) | {
-        "mean": float(np.average(values, weights=counts)), "max": float(values[-1])}
+        "mean": float(np.average(values, weights=counts)),
+        "max": float(values[-1]),
+    }

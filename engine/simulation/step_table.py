@@ -1,14 +1,15 @@
-"""How long a step takes: curves fitted to measured steps, by bucket, with non-negative least squares.
+"""How long a step takes: curves fitted to measured steps, by bucket, with non-negative least
+squares.
 
 A step of bucket b takes
 
     fixed_b + per_key * keys + per_longest * longest + per_prompt * prompt rows + per_pair * pairs
 
-(`engine.scheduler.plan.Work` says what these are). All buckets of a kind (decode-only, mixed) are fitted together first, each
-with its own fixed part; then each bucket on its own, pulled towards the common slopes as strongly as PULL of its own
-points would, so that a bucket seen in few situations does not claim slopes it has no evidence for. A bucket that was
-never seen takes its fixed part from its neighbours by linear interpolation over the rows, and the slopes of the
-nearest.
+(`engine.scheduler.plan.Work` says what these are). All buckets of a kind (decode-only, mixed) are
+fitted together first, each with its own fixed part; then each bucket on its own, pulled towards the
+common slopes as strongly as PULL of its own points would, so that a bucket seen in few situations
+does not claim slopes it has no evidence for. A bucket that was never seen takes its fixed part from
+its neighbours by linear interpolation over the rows, and the slopes of the nearest.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from jitney.engine.scheduler.plan import Work
 
 #: Points of its own that the common slopes weigh as much as.
 PULL = 8.0
-#: How many times its fitted time a step must take to count as stalled by something else on the machine, and how often
-#: the fit is repeated without what exceeds that.
+#: How many times its fitted time a step must take to count as stalled by something else on the
+#: machine, and how often the fit is repeated without what exceeds that.
 STALL, ROUNDS = 4.0, 6
 #: Factors kept of the scatter of measured / fitted.
 NOISE_POINTS = 200
@@ -44,7 +45,9 @@ class Point(NamedTuple):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Step time of one bucket (tokens, seats), in seconds; `points` measured steps stand behind it."""
+    """Step time of one bucket (tokens, seats), in seconds; `points` measured steps stand behind
+    it.
+    """
 
     tokens: int
     seats: int
@@ -60,13 +63,18 @@ class Curve(msgspec.Struct, frozen=True):
         return self.tokens == self.seats
 
     def seconds(self, work: Work) -> float:
-        return (self.fixed + self.per_key * work.keys + self.per_longest * work.longest
-                + self.per_prompt * work.prompt + self.per_pair * work.pairs)
+        return (
+            self.fixed
+            + self.per_key * work.keys
+            + self.per_longest * work.longest
+            + self.per_prompt * work.prompt
+            + self.per_pair * work.pairs
+        )
 
 
 class HostTimes(msgspec.Struct, frozen=True):
-    """Seconds the host needs for a step of r sequences: `before` its launch (plan, batch, launch) and `after` its
-    result is there (commit), each fixed + r * per_row."""
+    """Seconds the host needs for a step of r sequences: `before` its launch (plan, batch, launch)
+    and `after` its result is there (commit), each fixed + r * per_row."""
 
     before: float = 0.0
     before_per_row: float = 0.0
@@ -79,8 +87,8 @@ NO_HOST = HostTimes()
 
 
 class FitError(msgspec.Struct, frozen=True):
-    """How far the curves are from what they were fitted to: median of |fitted / measured - 1|, and the ratio of the
-    sums minus 1, over `points` steps."""
+    """How far the curves are from what they were fitted to: median of |fitted / measured - 1|, and
+    the ratio of the sums minus 1, over `points` steps."""
 
     points: int
     median: float
@@ -94,7 +102,9 @@ class StepTimes(Protocol):
     def host(self) -> HostTimes: ...
     @property
     def noise(self) -> dict[str, list[float]]:
-        """Kind ("decode", "mixed") -> equally likely factors measured / expected, mean 1; absent: no scatter."""
+        """Kind ("decode", "mixed") -> equally likely factors measured / expected, mean 1; absent:
+        no scatter.
+        """
         ...
 
     def seconds(self, bucket: Bucket, work: Work) -> float:
@@ -103,11 +113,18 @@ class StepTimes(Protocol):
 
 
 class StepTable:
-    """Curves by bucket, as measured; `StepTimes`. source: one line that says where the numbers come from."""
+    """Curves by bucket, as measured; `StepTimes`. source: one line that says where the numbers come
+    from.
+    """
 
-    def __init__(self, curves: Sequence[Curve], host: HostTimes = NO_HOST,
-                 noise: dict[str, list[float]] | None = None, errors: dict[str, FitError] | None = None,
-                 source: str = ""):
+    def __init__(
+        self,
+        curves: Sequence[Curve],
+        host: HostTimes = NO_HOST,
+        noise: dict[str, list[float]] | None = None,
+        errors: dict[str, FitError] | None = None,
+        source: str = "",
+    ):
         if not curves:
             raise ConfigError("a step table needs at least one measured bucket")
         self.curves, self.host, self.source = tuple(curves), host, source
@@ -124,13 +141,22 @@ class StepTable:
     @classmethod
     def constant(cls, seconds: float) -> StepTable:
         """Every step takes the same time and the host takes none."""
-        return cls([Curve(1, 1, seconds), Curve(2, 1, seconds)], source=f"{seconds:g} s for every step")
+        return cls(
+            [Curve(1, 1, seconds), Curve(2, 1, seconds)], source=f"{seconds:g} s for every step"
+        )
 
     @classmethod
-    def from_points(cls, points: Sequence[Point], host: HostTimes = NO_HOST, source: str = "",
-                    noise: dict[str, list[float]] | None = None) -> StepTable:
+    def from_points(
+        cls,
+        points: Sequence[Point],
+        host: HostTimes = NO_HOST,
+        source: str = "",
+        noise: dict[str, list[float]] | None = None,
+    ) -> StepTable:
         """Fit measured steps. noise: None takes it from the residuals."""
-        kinds = {kind: [p for p in points if kind_of(p.bucket) == kind] for kind in ("decode", "mixed")}
+        kinds = {
+            kind: [p for p in points if kind_of(p.bucket) == kind] for kind in ("decode", "mixed")
+        }
         curves = [curve for group in kinds.values() if group for curve in fit_steadily(group)]
         table = cls(curves, host, noise, source=source)
         for kind, group in kinds.items():
@@ -142,26 +168,43 @@ class StepTable:
 
     @classmethod
     def from_records(cls, records: np.ndarray, source: str = "step records") -> StepTable:
-        """Fit the step records of a real run (`ledger.STEP_DTYPE`); ConfigError if there are none to learn from."""
+        """Fit the step records of a real run (`ledger.STEP_DTYPE`); ConfigError if there are none
+        to learn from.
+        """
         usable = records[(records["device_s"] > 0) & (records["compiled"] == 0)]
         if not len(usable):
-            raise ConfigError("no step records to calibrate from: record a run with at least one step")
-        return cls.from_points(points_of(usable), host_times(usable), f"{source} ({len(usable)} steps)")
+            raise ConfigError(
+                "no step records to calibrate from: record a run with at least one step"
+            )
+        return cls.from_points(
+            points_of(usable), host_times(usable), f"{source} ({len(usable)} steps)"
+        )
 
     def contents(self) -> dict[str, Any]:
         """The table as plain data, for JSON."""
-        return msgspec.to_builtins({"source": self.source, "curves": self.curves, "host": self.host,
-                                    "noise": self.noise, "errors": self.errors})
+        return msgspec.to_builtins(
+            {
+                "source": self.source,
+                "curves": self.curves,
+                "host": self.host,
+                "noise": self.noise,
+                "errors": self.errors,
+            }
+        )
 
     @classmethod
     def load(cls, file: str | Path) -> StepTable:
-        """Read the "table" of a file written by `jitney bench step`. Raises ConfigError in one line."""
+        """Read the "table" of a file written by `jitney bench step`. Raises ConfigError in one
+        line.
+        """
         try:
             read = msgspec.json.decode(Path(file).read_bytes(), type=TableFile).table
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{file}: not a step table (write one with jitney bench step --json): {error}") from None
+            raise ConfigError(
+                f"{file}: not a step table (write one with jitney bench step --json): {error}"
+            ) from None
         return cls(read.curves, read.host, read.noise, read.errors, read.source)
 
 
@@ -189,38 +232,60 @@ def points_of(records: np.ndarray) -> list[Point]:
     """Step records -> points; prompt rows are those the ledger counted as prefill or recomputed."""
     prompt = np.where(records["mixed"] == 1, records["prefill"] + records["recomputed"], 0)
     decode = records["bucket_tokens"] - records["padding"] - prompt
-    columns = (records["bucket_tokens"], records["bucket_seats"], decode, prompt, records["keys"], records["longest"],
-               records["pairs"], records["device_s"])
-    return [Point(Bucket(tokens, seats), Work(*work), seconds)
-            for tokens, seats, *work, seconds in zip(*(column.tolist() for column in columns), strict=True)]
+    columns = (
+        records["bucket_tokens"],
+        records["bucket_seats"],
+        decode,
+        prompt,
+        records["keys"],
+        records["longest"],
+        records["pairs"],
+        records["device_s"],
+    )
+    return [
+        Point(Bucket(tokens, seats), Work(*work), seconds)
+        for tokens, seats, *work, seconds in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
 
 
 def host_times(records: np.ndarray) -> HostTimes:
     """The host's part of each step, fitted over how many sequences sat."""
     rows = np.column_stack((np.ones(len(records)), records["seats_busy"]))
-    before = nonnegative(rows, (records["plan_s"] + records["batch_s"] + records["launch_s"]).astype(float))
+    before = nonnegative(
+        rows, (records["plan_s"] + records["batch_s"] + records["launch_s"]).astype(float)
+    )
     after = nonnegative(rows, records["commit_s"].astype(float))
     return HostTimes(*before.tolist(), *after.tolist())
 
 
 def fit_steadily(points: Sequence[Point]) -> list[Curve]:
-    """Curves of one kind that a few stalled steps do not bend: what exceeds STALL times a first fit shapes no curve,
-    and is spread over all of them, so that the sum of the steps stays what it was."""
+    """Curves of one kind that a few stalled steps do not bend: what exceeds STALL times a first fit
+    shapes no curve, and is spread over all of them, so that the sum of the steps stays what it
+    was."""
     curves, measured = fit_kind(points), np.array([p.seconds for p in points])
     for _ in range(ROUNDS):
         most = STALL * fitted_to(curves, points)
         if np.all(measured <= most):
             break
         capped = np.minimum(measured, most).tolist()
-        curves = fit_kind([p._replace(seconds=seconds) for p, seconds in zip(points, capped, strict=True)])
+        curves = fit_kind(
+            [p._replace(seconds=seconds) for p, seconds in zip(points, capped, strict=True)]
+        )
     scale = float(measured.sum() / fitted_to(curves, points).sum())
-    return [msgspec.structs.replace(c, **{name: scale * getattr(c, name) for name in COEFFICIENTS}) for c in curves]
+    return [
+        msgspec.structs.replace(c, **{name: scale * getattr(c, name) for name in COEFFICIENTS})
+        for c in curves
+    ]
 
 
 def fitted_to(curves: Sequence[Curve], points: Sequence[Point]) -> np.ndarray:
     """What the curves say of the points, seconds, never quite 0."""
     by_shape = {(c.tokens, c.seats): c for c in curves}
-    return np.array([max(by_shape[p.bucket.tokens, p.bucket.seats].seconds(p.work), 1e-9) for p in points])
+    return np.array(
+        [max(by_shape[p.bucket.tokens, p.bucket.seats].seconds(p.work), 1e-9) for p in points]
+    )
 
 
 def fit_kind(points: Sequence[Point]) -> list[Curve]:
@@ -234,18 +299,21 @@ def fit_kind(points: Sequence[Point]) -> list[Curve]:
     for at, bucket in enumerate(buckets):
         mine = fixed[:, at] > 0
         design = np.column_stack((np.ones(mine.sum()), slopes[mine]))
-        prior = np.array([common[at], *common[len(buckets):]])
+        prior = np.array([common[at], *common[len(buckets) :]])
         own = nonnegative(design, seconds[mine], prior)
         curves.append(Curve(bucket.tokens, bucket.seats, *own.tolist(), points=int(mine.sum())))
     return curves
 
 
-def nonnegative(design: np.ndarray, target: np.ndarray, prior: np.ndarray | None = None) -> np.ndarray:
-    """Non-negative least squares (Lawson and Hanson) of design [n, k] @ x = target [n]; with a prior, x is pulled to it
-    as if PULL more rows had said so of each typical column value."""
+def nonnegative(
+    design: np.ndarray, target: np.ndarray, prior: np.ndarray | None = None
+) -> np.ndarray:
+    """Non-negative least squares (Lawson and Hanson) of design [n, k] @ x = target [n]; with a
+    prior, x is pulled to it as if PULL more rows had said so of each typical column value."""
     from scipy.optimize import nnls
 
-    # Columns differ by ten orders of magnitude (1 beside query-key pairs): scaled, they are alike to the solver.
+    # Columns differ by ten orders of magnitude (1 beside query-key pairs): scaled, they are alike
+    # to the solver.
     scale = np.sqrt(np.mean(design**2, axis=0))
     scale[scale == 0] = 1.0
     rows, wanted = design / scale, target
@@ -258,13 +326,17 @@ def nonnegative(design: np.ndarray, target: np.ndarray, prior: np.ndarray | None
 def residuals(table: StepTable, points: Sequence[Point]) -> tuple[list[float], FitError]:
     """(factors of scatter, the error) over the points."""
     measured, fitted = np.array([p.seconds for p in points]), fitted_to(table.curves, points)
-    error = FitError(len(points), float(np.median(np.abs(fitted / measured - 1))),
-                     float(fitted.sum() / measured.sum() - 1))
+    error = FitError(
+        len(points),
+        float(np.median(np.abs(fitted / measured - 1))),
+        float(fitted.sum() / measured.sum() - 1),
+    )
     return noise_factors(measured / fitted), error
 
 
 def noise_factors(ratios: np.ndarray) -> list[float]:
-    """At most NOISE_POINTS equally likely factors, ascending, of mean 1: means of equal shares of the sorted ratios.
+    """At most NOISE_POINTS equally likely factors, ascending, of mean 1: means of equal shares of
+    the sorted ratios.
 
     Means, not quantiles: a rare stall keeps its weight, no more and no less.
     """
@@ -274,16 +346,25 @@ def noise_factors(ratios: np.ndarray) -> list[float]:
 
 
 def between(curves: Sequence[Curve], bucket: Bucket) -> Curve:
-    """The curve of a bucket that was never measured, from those of its kind (from all if there are none)."""
+    """The curve of a bucket that was never measured, from those of its kind (from all if there are
+    none).
+    """
     kin = [c for c in curves if c.decode_only == bucket.decode_only] or list(curves)
     kin.sort(key=lambda c: c.tokens)
     nearest = min(kin, key=lambda c: abs(c.tokens - bucket.tokens))
-    return msgspec.structs.replace(nearest, tokens=bucket.tokens, seats=bucket.seats, points=0,
-                                   fixed=fixed_between(kin, bucket.tokens))
+    return msgspec.structs.replace(
+        nearest,
+        tokens=bucket.tokens,
+        seats=bucket.seats,
+        points=0,
+        fixed=fixed_between(kin, bucket.tokens),
+    )
 
 
 def fixed_between(kin: Sequence[Curve], tokens: int) -> float:
-    """Interpolated fixed part; past the last measured bucket it grows on as between the last two."""
+    """Interpolated fixed part; past the last measured bucket it grows on as between the last
+    two.
+    """
     rows, fixed = [c.tokens for c in kin], [c.fixed for c in kin]
     if tokens <= rows[-1] or len(rows) == 1:
         return float(np.interp(tokens, rows, fixed))

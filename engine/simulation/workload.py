@@ -1,4 +1,6 @@
-"""Traffic to offer an engine: when requests come, how long they are, and trace files that keep both."""
+"""Traffic to offer an engine: when requests come, how long they are, and trace files that keep
+both.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from jitney.engine.errors import ConfigError
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request to come: `at` in seconds from the start, lengths in tokens; lower priorities board sooner.
+    """One request to come: `at` in seconds from the start, lengths in tokens; lower priorities
+    board sooner.
 
-    conversation: its number among the traffic's conversations, from 1; 0: it belongs to none, and its prompt begins
-    like no other. Prompts of one conversation begin alike, the shorter is the start of the longer. n_shared: so many
-    first tokens of a conversation's prompts are those of every conversation (a system prompt). n_cached: prompt
-    tokens that a recorded engine found in its prefix cache.
+    conversation: its number among the traffic's conversations, from 1; 0: it belongs to none, and
+    its prompt begins like no other. Prompts of one conversation begin alike, the shorter is the
+    start of the longer. n_shared: so many first tokens of a conversation's prompts are those of
+    every conversation (a system prompt). n_cached: prompt tokens that a recorded engine found in
+    its prefix cache.
     """
 
     at: float
@@ -33,9 +37,22 @@ class Arrival(msgspec.Struct, frozen=True):
     n_cached: int = 0
 
 
-class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True,
-                rename={"at": "t", "n_prompt": "in", "n_output": "out", "n_shared": "shared", "n_cached": "cached"}):
-    """One line of a trace file. What follows `n_shared` was measured, and stands only in recordings (seconds).
+class TraceLine(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    rename={
+        "at": "t",
+        "n_prompt": "in",
+        "n_output": "out",
+        "n_shared": "shared",
+        "n_cached": "cached",
+    },
+):
+    """One line of a trace file. What follows `n_shared` was measured, and stands only in recordings
+    (seconds).
 
     n_cached: prompt tokens that were found in the prefix cache.
     """
@@ -71,12 +88,18 @@ _LINE = msgspec.json.Decoder(TraceLine)
 
 
 def read_trace_lines(path: str | Path) -> list[TraceLine]:
-    """All lines of a trace or a recording, by time. ConfigError names the file, the line and what is wrong with it."""
+    """All lines of a trace or a recording, by time. ConfigError names the file, the line and what
+    is wrong with it.
+    """
     try:
         rows = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    lines = [_read_line(row, f"{path}, line {number}") for number, row in enumerate(rows, 1) if row.strip()]
+    lines = [
+        _read_line(row, f"{path}, line {number}")
+        for number, row in enumerate(rows, 1)
+        if row.strip()
+    ]
     if not lines:
         raise ConfigError(f"{path}: holds no request")
     return sorted(lines, key=lambda line: line.at)
@@ -86,7 +109,9 @@ def _read_line(row: bytes, where: str) -> TraceLine:
     try:
         line = _LINE.decode(row)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f'{where}: {error}; a line looks like {{"t": 0.5, "in": 120, "out": 64}}') from None
+        raise ConfigError(
+            f'{where}: {error}; a line looks like {{"t": 0.5, "in": 120, "out": 64}}'
+        ) from None
     if not (line.at >= 0 and math.isfinite(line.at)) or line.n_prompt < 1 or line.n_output < 0:
         raise ConfigError(f"{where}: t must be 0 or more, in at least 1 and out at least 0")
     if line.conversation < 0 or not 0 <= line.n_shared <= line.n_prompt:
@@ -155,7 +180,9 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal with this mean (before the cut) and sigma of the logarithm, rounded and cut to [low, high]."""
+    """Log-normal with this mean (before the cut) and sigma of the logarithm, rounded and cut to
+    [low, high].
+    """
 
     mean: float
     sigma: float
@@ -164,7 +191,9 @@ class LogNormal:
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
         mu = math.log(self.mean) - self.sigma**2 / 2
-        return np.clip(np.rint(rng.lognormal(mu, self.sigma, count)), self.low, self.high).astype(np.int64)
+        return np.clip(np.rint(rng.lognormal(mu, self.sigma, count)), self.low, self.high).astype(
+            np.int64
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +216,9 @@ class Pattern(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Closed loop: everything is there at 0, and `concurrency` requests are open at a time (0: all of them)."""
+    """Closed loop: everything is there at 0, and `concurrency` requests are open at a time (0: all
+    of them).
+    """
 
     concurrency: int = 0
 
@@ -207,7 +238,9 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """`rate` a second with gamma-distributed gaps of this shape: 1 is Poisson, below 1 comes in bursts."""
+    """`rate` a second with gamma-distributed gaps of this shape: 1 is Poisson, below 1 comes in
+    bursts.
+    """
 
     rate: float
     shape: float
@@ -224,15 +257,23 @@ class Recorded:
 
     def times(self, rng: np.random.Generator, count: int) -> np.ndarray:
         if count > len(self.at):
-            raise ConfigError(f"the trace holds {len(self.at)} requests, fewer than the {count} wanted")
+            raise ConfigError(
+                f"the trace holds {len(self.at)} requests, fewer than the {count} wanted"
+            )
         return np.asarray(self.at[:count], np.float64)
 
 
-def synthesise(count: int, lengths_in: Lengths, lengths_out: Lengths, pattern: Pattern, seed: int) -> list[Arrival]:
+def synthesise(
+    count: int, lengths_in: Lengths, lengths_out: Lengths, pattern: Pattern, seed: int
+) -> list[Arrival]:
     """`count` requests, the same for the same seed; lengths do not depend on the pattern."""
     rng_in, rng_out, rng_at = _generators(seed, 3)
-    columns = zip(pattern.times(rng_at, count).tolist(), lengths_in.draw(rng_in, count).tolist(),
-                  lengths_out.draw(rng_out, count).tolist(), strict=True)
+    columns = zip(
+        pattern.times(rng_at, count).tolist(),
+        lengths_in.draw(rng_in, count).tolist(),
+        lengths_out.draw(rng_out, count).tolist(),
+        strict=True,
+    )
     return [Arrival(at, n_prompt, n_output) for at, n_prompt, n_output in columns]
 
 
@@ -244,11 +285,12 @@ ROUNDS = 6
 class Conversations:
     """Conversations of several turns, whose prompts carry everything that was said before.
 
-    A turn's prompt is the system prompt (`n_shared` tokens, the same for all), then the earlier turns' messages and
-    answers, then its own message. turns: how many a conversation has. live: most conversations that take turns with
-    each other, so that a turn comes so many requests after the one before it; fewer where few requests come, so that
-    each gets ROUNDS turns. The answers in a prompt are made up: what a prefix cache can find of an earlier turn is its
-    prompt, not its answer.
+    A turn's prompt is the system prompt (`n_shared` tokens, the same for all), then the earlier
+    turns' messages and answers, then its own message. turns: how many a conversation has. live:
+    most conversations that take turns with each other, so that a turn comes so many requests after
+    the one before it; fewer where few requests come, so that each gets ROUNDS turns. The answers in
+    a prompt are made up: what a prefix cache can find of an earlier turn is its prompt, not its
+    answer.
     """
 
     n_shared: int
@@ -258,7 +300,9 @@ class Conversations:
     def requests(
         self, count: int, messages: Lengths, answers: Lengths, pattern: Pattern, seed: int
     ) -> list[Arrival]:
-        """`count` turns, the same for the same seed; messages and answers: the lengths of one turn's."""
+        """`count` turns, the same for the same seed; messages and answers: the lengths of one
+        turn's.
+        """
         in_rng, out_rng, at_rng, turns_rng = _generators(seed, 4)
         times = pattern.times(at_rng, count).tolist()
         n_messages = messages.draw(in_rng, count).tolist()
@@ -279,7 +323,11 @@ class Conversations:
             n_prompt, n_output = talk.take_turn(n_messages[number], n_answers[number])
             found.append(
                 Arrival(
-                    times[number], n_prompt, n_output, conversation=talk.conversation, n_shared=self.n_shared
+                    times[number],
+                    n_prompt,
+                    n_output,
+                    conversation=talk.conversation,
+                    n_shared=self.n_shared,
                 )
             )
         return found
@@ -312,8 +360,8 @@ def _generators(seed: int, count: int) -> list[np.random.Generator]:
 
 
 class Workload(NamedTuple):
-    """Traffic with a name. prompt and output are written as `parse_lengths` reads them; where there are
-    conversations, they are the lengths of one turn's message and answer."""
+    """Traffic with a name. prompt and output are written as `parse_lengths` reads them; where there
+    are conversations, they are the lengths of one turn's message and answer."""
 
     prompt: str
     output: str
@@ -337,7 +385,8 @@ WORKLOADS = {
     "chat": Workload(
         "lognormal:mean=40,sigma=0.6,min=8,max=160",
         "lognormal:mean=90,sigma=0.6,min=16,max=300",
-        "conversations of 2 to 6 turns that share a system prompt of 128 tokens; every prompt begins with all that was "
+        "conversations of 2 to 6 turns that share a system prompt of 128 tokens; every prompt "
+        "begins with all that was "
         "said before",
         Conversations(n_shared=128, turns=Uniform(2, 6), live=64),
     ),
@@ -345,7 +394,8 @@ WORKLOADS = {
     "floor50": Workload(
         "lognormal:mean=48,sigma=0.5,min=8,max=128",
         "lognormal:mean=120,sigma=1.5,min=50,max=800",
-        "log-normal outputs raised to 50 tokens: 57 of 100 are exactly 50, the rest reaches up to 800",
+        "log-normal outputs raised to 50 tokens: 57 of 100 are exactly 50, the rest reaches up to "
+        "800",
     ),
 }
 
@@ -368,8 +418,9 @@ def make_arrivals(
 
 
 class LengthSummary(msgspec.Struct, frozen=True):
-    """What lengths came to, in tokens. at_shortest, at_longest: the shares of those that are exactly the shortest and
-    the longest, which for a distribution that was cut are the shares at its cuts. Percentiles interpolate linearly."""
+    """What lengths came to, in tokens. at_shortest, at_longest: the shares of those that are
+    exactly the shortest and the longest, which for a distribution that was cut are the shares at
+    its cuts. Percentiles interpolate linearly."""
 
     shortest: int
     at_shortest: float
@@ -398,14 +449,15 @@ class LengthSummary(msgspec.Struct, frozen=True):
         if self.shortest == self.longest:
             return f"all {self.shortest}"
         return (
-            f"{self.shortest} ({self.at_shortest:.0%} exactly) to {self.longest} ({self.at_longest:.0%}), "
+            f"{self.shortest} ({self.at_shortest:.0%} exactly) to {self.longest} "
+            f"({self.at_longest:.0%}), "
             f"median {self.median:.0f}, mean {self.mean:.0f}, p95 {self.p95:.0f}"
         )
 
 
 def repeated_tokens(arrivals: Iterable[Arrival]) -> int:
-    """Prompt tokens that an earlier request's prompt began with already, by the conversations: what a prefix cache of
-    single tokens and endless memory would find."""
+    """Prompt tokens that an earlier request's prompt began with already, by the conversations: what
+    a prefix cache of single tokens and endless memory would find."""
     longest: dict[int, int] = {}
     total = 0
     for arrival in arrivals:
@@ -420,7 +472,9 @@ def repeated_tokens(arrivals: Iterable[Arrival]) -> int:
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests with their times stretched or squeezed evenly to a mean of `rate` a second."""
+    """The same requests with their times stretched or squeezed evenly to a mean of `rate` a
+    second.
+    """
     last = max((a.at for a in arrivals), default=0.0)
     if last <= 0:
         raise ConfigError("a trace whose requests all come at 0 has no rate to change")
@@ -429,25 +483,33 @@ def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
 
 
 def parse_lengths(text: str, flag: str) -> Lengths:
-    """The distribution that a flag describes: "128", "50..800" (uniform), "lognormal:mean=200,sigma=0.8" with min and
-    max if wanted, or "trace:FILE" (that file's prompt lengths if the flag's name speaks of prompts, else its output
-    lengths). ConfigError names the flag.
+    """The distribution that a flag describes: "128", "50..800" (uniform),
+    "lognormal:mean=200,sigma=0.8" with min and max if wanted, or "trace:FILE" (that file's prompt
+    lengths if the flag's name speaks of prompts, else its output lengths). ConfigError names the
+    flag.
     """
     try:
         if text.startswith("trace:"):
             lines = read_trace(text.removeprefix("trace:"))
-            return Empirical(tuple(max(1, a.n_prompt if "prompt" in flag else a.n_output) for a in lines))
+            return Empirical(
+                tuple(max(1, a.n_prompt if "prompt" in flag else a.n_output) for a in lines)
+            )
         if text.startswith("lognormal:"):
             return _lognormal(**_named(text.removeprefix("lognormal:")))
         low, dots, high = text.partition("..")
         return _checked(Uniform(int(low), int(high)) if dots else Fixed(int(low)))
     except (ValueError, TypeError):
-        raise ConfigError(f"{flag}: {text!r} is no length; write 128, 50..800, lognormal:mean=200,sigma=0.8,min=1,"
-                          "max=800 or trace:FILE") from None
+        raise ConfigError(
+            f"{flag}: {text!r} is no length; write 128, 50..800, "
+            "lognormal:mean=200,sigma=0.8,min=1,"
+            "max=800 or trace:FILE"
+        ) from None
 
 
 def _named(text: str) -> dict[str, float]:
-    return {name.strip(): float(value) for name, value in (part.split("=") for part in text.split(","))}
+    return {
+        name.strip(): float(value) for name, value in (part.split("=") for part in text.split(","))
+    }
 
 
 def _lognormal(mean: float, sigma: float, min: float = 1, max: float = 2**31 - 1) -> LogNormal:
@@ -463,7 +525,8 @@ def _checked(lengths: Fixed | Uniform) -> Lengths:
     return lengths
 
 
-#: What each arrival pattern is called on the command line, and how it is made of a rate, a shape and a concurrency.
+#: What each arrival pattern is called on the command line, and how it is made of a rate, a shape
+#: and a concurrency.
 PATTERNS: dict[str, Callable[[float, float, int], Pattern]] = {
     "closed": lambda rate, shape, concurrency: Closed(concurrency),
     "poisson": lambda rate, shape, concurrency: Poisson(rate),
@@ -471,8 +534,12 @@ PATTERNS: dict[str, Callable[[float, float, int], Pattern]] = {
 }
 
 
-def make_pattern(name: str, *, rate: float = 0.0, shape: float = 1.0, concurrency: int = 0) -> Pattern:
-    """The arrival pattern of that name. ConfigError for an unknown one, or a rate that it needs and lacks."""
+def make_pattern(
+    name: str, *, rate: float = 0.0, shape: float = 1.0, concurrency: int = 0
+) -> Pattern:
+    """The arrival pattern of that name. ConfigError for an unknown one, or a rate that it needs and
+    lacks.
+    """
     if name not in PATTERNS:
         raise ConfigError(f"unknown arrivals {name!r}; known: {', '.join(PATTERNS)}")
     if name != "closed" and not (rate > 0 and shape > 0):

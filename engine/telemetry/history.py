@@ -1,6 +1,8 @@
-"""What happened in the engine, kept by the API process for whoever looks later: trips, events, step records.
+"""What happened in the engine, kept by the API process for whoever looks later: trips, events, step
+records.
 
-Fed by the engine's own reports whether anybody watches or not; all of it is bounded in number and age.
+Fed by the engine's own reports whether anybody watches or not; all of it is bounded in number and
+age.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ HOLDING = ("static", "dynamic")
 class Journal:
     """One engine's recent past, across the lives of its core.
 
-    seats: who sits where, None for nobody; held: seats that a batch keeps after their passenger's end. waits,
-    first_tokens: (time, seconds since arrival) of those who boarded and of first tokens. finished, rejected: totals by
-    reason, and by error code of those who were refused. keep_tokens: keep token ids too.
+    seats: who sits where, None for nobody; held: seats that a batch keeps after their passenger's
+    end. waits, first_tokens: (time, seconds since arrival) of those who boarded and of first
+    tokens. finished, rejected: totals by reason, and by error code of those who were refused.
+    keep_tokens: keep token ids too.
     """
 
     def __init__(self, *, keep_tokens: bool = False, clock: Callable[[], float] = time.monotonic):
@@ -84,9 +87,19 @@ class Journal:
         sampling, trips = request.sampling, []
         for index in range(sampling.n):
             self._numbers += 1
-            trips.append(Trip(self._numbers, request.id, index, request.tenant, request.priority, len(request.prompt),
-                              sampling.max_tokens or 0, request.arrival,
-                              list(request.prompt) if self._keep_tokens else None))
+            trips.append(
+                Trip(
+                    self._numbers,
+                    request.id,
+                    index,
+                    request.tenant,
+                    request.priority,
+                    len(request.prompt),
+                    sampling.max_tokens or 0,
+                    request.arrival,
+                    list(request.prompt) if self._keep_tokens else None,
+                )
+            )
         self._trips[request.id] = trips
         self.n_open += len(trips)
         for trip in trips:
@@ -95,7 +108,10 @@ class Journal:
     def take(self, report: StepReport) -> np.void | None:
         """Take in a report; returns its record, renumbered, if it has one."""
         record = self.records.add(report.record, self._renumber) if report.record else None
-        step, now = self.records.last_step, self.records.last_ready if record is not None else self._clock()
+        step, now = (
+            self.records.last_step,
+            self.records.last_ready if record is not None else self._clock(),
+        )
         for rows in report.chunks:
             if trip := self.trip(rows.request_id, rows.index):
                 trip.computed(step, rows)
@@ -118,7 +134,9 @@ class Journal:
             self._end(trip, output.finish, output.error.code if output.error else "", step, t)
 
     def _happened(self, event: Life) -> None:
-        """News of the step that was launched while the one before it ran: they take effect when that is done."""
+        """News of the step that was launched while the one before it ran: they take effect when
+        that is done.
+        """
         step, t = event.step + self._renumber, max(event.t, self.records.last_ready)
         if event.event == "released":
             self.held.discard(event.seat)
@@ -172,15 +190,30 @@ class Journal:
 
     def _forget(self, now: float) -> None:
         """Let go of what is too old or too much."""
-        while self._closed and (len(self._closed) > KEEP_TRIPS or (self._closed[0].finished or 0) < now - KEEP_S):
+        while self._closed and (
+            len(self._closed) > KEEP_TRIPS or (self._closed[0].finished or 0) < now - KEEP_S
+        ):
             old = self._closed.popleft()
             siblings = self._trips.get(old.request, [])
             if all(trip.finished is not None for trip in siblings):
                 self._trips.pop(old.request, None)
 
-    def _tell(self, event: str, trip: Trip, step: int, t: float, seat: int | None = None, reason: str = "") -> None:
-        self._add(Life(event, trip.request, trip.index, trip.seat if seat is None else seat, step, t, trip.n_prompt,
-                       trip.n_output, reason))
+    def _tell(
+        self, event: str, trip: Trip, step: int, t: float, seat: int | None = None, reason: str = ""
+    ) -> None:
+        self._add(
+            Life(
+                event,
+                trip.request,
+                trip.index,
+                trip.seat if seat is None else seat,
+                step,
+                t,
+                trip.n_prompt,
+                trip.n_output,
+                reason,
+            )
+        )
 
     def _add(self, event: Life) -> None:
         self._life.append(event)
@@ -208,8 +241,12 @@ class Journal:
         """Stays that touch the time from start to end, by their beginning."""
         since = bisect_right(self._closed, start, key=lambda trip: trip.finished or 0.0)
         trips = [*islice(self._closed, since, None), *self.open()]
-        found = [(trip, ride) for trip in trips for ride in trip.rides
-                 if ride.start < end and (ride.end is None or ride.end > start)]
+        found = [
+            (trip, ride)
+            for trip in trips
+            for ride in trip.rides
+            if ride.start < end and (ride.end is None or ride.end > start)
+        ]
         return sorted(found, key=lambda pair: pair[1].start)
 
     def ended(self, start: float) -> list[Trip]:

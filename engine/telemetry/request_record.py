@@ -1,5 +1,5 @@
-"""A sequence's whole way through the engine, as told by the engine's reports: what the page, its timelines and "why was
-I slow" are made of. Plain data, no clock.
+"""A sequence's whole way through the engine, as told by the engine's reports: what the page, its
+timelines and "why was I slow" are made of. Plain data, no clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ TripState = Literal["waiting", "prefill", "decode", "finished"]
 
 
 class ChunkDone(NamedTuple):
-    """Prompt positions start .. start + count - 1, computed by a step; `recomputed` of them not for the first time."""
+    """Prompt positions start .. start + count - 1, computed by a step; `recomputed` of them not for
+    the first time.
+    """
 
     step: int
     start: int
@@ -23,10 +25,12 @@ class ChunkDone(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Ride:
-    """One stay in a seat, from step `step` to step `last_step`; times are seconds of time.monotonic().
+    """One stay in a seat, from step `step` to step `last_step`; times are seconds of
+    time.monotonic().
 
-    start: when the device could begin the first step. first_token, first_step: when a token first came of it. end,
-    last_step, how: None, -1 and "" while on board; how: "preempted", or why the sequence ended.
+    start: when the device could begin the first step. first_token, first_step: when a token first
+    came of it. end, last_step, how: None, -1 and "" while on board; how: "preempted", or why the
+    sequence ended.
     """
 
     seat: int
@@ -43,8 +47,8 @@ class Ride:
 class Trip:
     """One sequence, from its arrival until it is forgotten. number: rises with each trip.
 
-    finish, code: why it ended, and the error's code, empty while it goes on. tokens: the prompt's ids and then the
-    output's, None unless they are wanted.
+    finish, code: why it ended, and the error's code, empty while it goes on. tokens: the prompt's
+    ids and then the output's, None unless they are wanted.
     """
 
     number: int
@@ -123,7 +127,9 @@ class Trip:
         self.chunks.append(ChunkDone(step, rows.start, rows.count, rows.recomputed))
 
     def took(self, tokens: list[int], step: int, t: float) -> bool:
-        """New output tokens; True if they are the first of all. The token of a preempted sequence may still come."""
+        """New output tokens; True if they are the first of all. The token of a preempted sequence
+        may still come.
+        """
         self.n_output += len(tokens)
         if self.tokens is not None:
             self.tokens += tokens

@@ -1,4 +1,6 @@
-"""The figures of a run: throughput, latencies, goodput and where the seats and pages went, from times and records."""
+"""The figures of a run: throughput, latencies, goodput and where the seats and pages went, from
+times and records.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
 class RequestTimes:
     """When one request got what; all times in seconds of one clock, whose zero does not matter.
 
-    arrival: when it should have come, so that time spent unsent counts too. boarded, first_token: None if unknown or
-    never. n_output: tokens it got. finish: a FinishReason, or the kind of a client's error. token_times: when each
-    output token (over HTTP: each piece of text) came, None if not kept.
+    arrival: when it should have come, so that time spent unsent counts too. boarded, first_token:
+    None if unknown or never. n_output: tokens it got. finish: a FinishReason, or the kind of a
+    client's error. token_times: when each output token (over HTTP: each piece of text) came, None
+    if not kept.
     """
 
     request: int
@@ -65,7 +68,9 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A service level: limits in seconds on the time to first token and on a request's mean time per later token."""
+    """A service level: limits in seconds on the time to first token and on a request's mean time
+    per later token.
+    """
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -74,27 +79,42 @@ class Slo:
         """True when it was served within the limits; a single token has no gap to be late with."""
         if not times.served:
             return False
-        late_first = self.ttft_s is not None and (times.ttft_s is None or times.ttft_s > self.ttft_s)
+        late_first = self.ttft_s is not None and (
+            times.ttft_s is None or times.ttft_s > self.ttft_s
+        )
         late_later = self.itl_s is not None and (times.tpot_s or 0.0) > self.itl_s
         return not (late_first or late_later)
 
 
-def summarise(times: Sequence[RequestTimes], *, records: np.ndarray | None, seconds: float, seats: int = 0,
-              seated_s: float | None = None, slo: Slo | None = None,
-              price_per_hour: float | None = None) -> dict[str, Any]:
+def summarise(
+    times: Sequence[RequestTimes],
+    *,
+    records: np.ndarray | None,
+    seconds: float,
+    seats: int = 0,
+    seated_s: float | None = None,
+    slo: Slo | None = None,
+    price_per_hour: float | None = None,
+) -> dict[str, Any]:
     """All figures of a run that took `seconds`, ready for JSON; what cannot be known is None.
 
-    Latencies and tokens are those of served requests; `finish` counts the others. records: [steps] STEP_DTYPE or None;
-    seats: 0 if unknown. seated_s: seconds that all sequences sat in seats, see `seated`; None if unknown. Percentiles
-    interpolate linearly between the sorted values. seat_fill: seated_s over all seat-seconds, so that neither a seat
-    that a policy holds for nobody counts, nor the time that a preempted sequence waits.
+    Latencies and tokens are those of served requests; `finish` counts the others. records: [steps]
+    STEP_DTYPE or None; seats: 0 if unknown. seated_s: seconds that all sequences sat in seats, see
+    `seated`; None if unknown. Percentiles interpolate linearly between the sorted values.
+    seat_fill: seated_s over all seat-seconds, so that neither a seat that a policy holds for nobody
+    counts, nor the time that a preempted sequence waits.
     """
     served = [t for t in times if t.served]
     n_prompt, n_output = sum(t.n_prompt for t in served), sum(t.n_output for t in served)
     figures = {
-        "requests": len(times), "served": len(served), "finish": dict(Counter(t.finish for t in times)),
-        "seconds": seconds, "prompt_tokens": n_prompt, "output_tokens": n_output,
-        "req_s": _per(len(served), seconds), "output_tok_s": _per(n_output, seconds),
+        "requests": len(times),
+        "served": len(served),
+        "finish": dict(Counter(t.finish for t in times)),
+        "seconds": seconds,
+        "prompt_tokens": n_prompt,
+        "output_tokens": n_output,
+        "req_s": _per(len(served), seconds),
+        "output_tok_s": _per(n_output, seconds),
         "total_tok_s": _per(n_prompt + n_output, seconds),
         **latencies(served),
         "goodput_req_s": None if slo is None else _per(sum(slo.met_by(t) for t in times), seconds),
@@ -107,17 +127,23 @@ def summarise(times: Sequence[RequestTimes], *, records: np.ndarray | None, seco
 
 
 def latencies(served: Sequence[RequestTimes]) -> dict[str, dict[str, float] | None]:
-    """Distributions of queue wait, time to first token, gaps between tokens, per-request means of them, end to end."""
+    """Distributions of queue wait, time to first token, gaps between tokens, per-request means of
+    them, end to end.
+    """
     return {
-        "ttft_s": spread(t.ttft_s for t in served), "itl_s": spread_of(token_gaps(served)),
-        "tpot_s": spread(t.tpot_s for t in served), "e2e_s": spread(t.e2e_s for t in served),
+        "ttft_s": spread(t.ttft_s for t in served),
+        "itl_s": spread_of(token_gaps(served)),
+        "tpot_s": spread(t.tpot_s for t in served),
+        "e2e_s": spread(t.e2e_s for t in served),
         "queue_s": spread(t.queue_s for t in served),
     }
 
 
 def token_gaps(times: Iterable[RequestTimes]) -> np.ndarray:
     """All gaps between neighbouring tokens of a request, of all requests [gaps] f8 s."""
-    gaps = [np.diff(np.asarray(t.token_times, np.float64)) for t in times if t.token_times is not None]
+    gaps = [
+        np.diff(np.asarray(t.token_times, np.float64)) for t in times if t.token_times is not None
+    ]
     return np.concatenate(gaps) if gaps else np.empty(0)
 
 
@@ -132,11 +158,15 @@ def spread_of(values: np.ndarray) -> dict[str, float] | None:
         return None
     points = np.percentile(values, list(QUANTILES.values()))
     return dict(zip(QUANTILES, points.tolist(), strict=True)) | {
-        "mean": float(values.mean()), "max": float(values.max())}
+        "mean": float(values.mean()),
+        "max": float(values.max()),
+    }
 
 
 class Stay(Protocol):
-    """A sequence in a seat, from `start` to `end`, in seconds of one clock; end None: it sits there still."""
+    """A sequence in a seat, from `start` to `end`, in seconds of one clock; end None: it sits there
+    still.
+    """
 
     @property
     def start(self) -> float: ...
@@ -145,7 +175,9 @@ class Stay(Protocol):
 
 
 def seated(stays: Iterable[Stay], since: float = -math.inf, until: float = math.inf) -> float:
-    """Seconds that the stays lasted, of those between two times alone; `until` must be finite if one lasts still."""
+    """Seconds that the stays lasted, of those between two times alone; `until` must be finite if
+    one lasts still.
+    """
     total = 0.0
     for stay in stays:
         end = until if stay.end is None else min(stay.end, until)
@@ -154,7 +186,9 @@ def seated(stays: Iterable[Stay], since: float = -math.inf, until: float = math.
 
 
 def seat_fill(seated_s: float | None, seats: int, seconds: float) -> float | None:
-    """Share of all seat-seconds that somebody sat; None if that or the number of seats is unknown."""
+    """Share of all seat-seconds that somebody sat; None if that or the number of seats is
+    unknown.
+    """
     if seated_s is None or seats < 1 or seconds <= 0:
         return None
     return seated_s / (seats * seconds)
@@ -168,17 +202,23 @@ def cost_per_million(price_per_hour: float | None, seconds: float, n_output: int
 
 
 def step_figures(records: np.ndarray | None) -> dict[str, Any]:
-    """What the steps tell: rows by kind, padding_share of all rows, KV pages in use (mean over device time)."""
+    """What the steps tell: rows by kind, padding_share of all rows, KV pages in use (mean over
+    device time).
+    """
     if records is None or not len(records):
         return dict.fromkeys(("steps", "rows", "padding_share", "kv_use", "device_s", "preempted"))
     computed = int(records["bucket_tokens"].sum())
     weights = records["device_s"].astype(np.float64)
     weights = weights if weights.sum() > 0 else np.ones(len(records))
     return {
-        "steps": len(records), "rows": {kind: int(records[kind].sum()) for kind in ROW_KINDS},
+        "steps": len(records),
+        "rows": {kind: int(records[kind].sum()) for kind in ROW_KINDS},
         "padding_share": float(records["padding"].sum() / computed) if computed else 0.0,
-        "kv_use": float(np.average(records["pages_used"] / np.maximum(1, records["pages"]), weights=weights)),
-        "device_s": math.fsum(records["device_s"].tolist()), "preempted": int(records["preempted"].sum()),
+        "kv_use": float(
+            np.average(records["pages_used"] / np.maximum(1, records["pages"]), weights=weights)
+        ),
+        "device_s": math.fsum(records["device_s"].tolist()),
+        "preempted": int(records["preempted"].sum()),
     }
 
 

@@ -1,7 +1,8 @@
 """From token ids to text, piece by piece: never half a character, never part of a stop string.
 
-Works on bytes: a token's bytes go through an incremental UTF-8 decoder, so a character that spans tokens appears when
-its last byte does, and the work per token does not grow with the length of the text.
+Works on bytes: a token's bytes go through an incremental UTF-8 decoder, so a character that spans
+tokens appears when its last byte does, and the work per token does not grow with the length of the
+text.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class TokenBytes(Protocol):
 class TextDelta:
     """What one push made certain.
 
-    text: characters that are now final. tokens: how many of the pushed tokens count as output (fewer than pushed when
-    a stop string was completed by an earlier one). offsets: for each of those, the character position in the whole
-    text at which it begins. stop: the stop string that ended the sequence, if one did.
+    text: characters that are now final. tokens: how many of the pushed tokens count as output
+    (fewer than pushed when a stop string was completed by an earlier one). offsets: for each of
+    those, the character position in the whole text at which it begins. stop: the stop string that
+    ended the sequence, if one did.
     """
 
     text: str
@@ -48,12 +50,18 @@ class TextDelta:
 class TextStream:
     """The text of one sequence.
 
-    A stop string counts when its last character appears; of several that end together the longest wins. So the cut does
-    not depend on how the text is split into tokens or the tokens into pushes. Text of the first `min_tokens` tokens is
-    not searched. prompt_ids: the tokens before; only a character left unfinished at their end matters.
+    A stop string counts when its last character appears; of several that end together the longest
+    wins. So the cut does not depend on how the text is split into tokens or the tokens into pushes.
+    Text of the first `min_tokens` tokens is not searched. prompt_ids: the tokens before; only a
+    character left unfinished at their end matters.
     """
 
-    def __init__(self, tokenizer: TokenBytes, params: SamplingParams, prompt_ids: list[int] | tuple[int, ...] = ()):
+    def __init__(
+        self,
+        tokenizer: TokenBytes,
+        params: SamplingParams,
+        prompt_ids: list[int] | tuple[int, ...] = (),
+    ):
         self._token_bytes = tokenizer.token_bytes
         self._skip = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._include_stop = params.include_stop_str_in_output
@@ -66,15 +74,21 @@ class TextStream:
         for token in prompt_ids[-4:]:  # a character has at most 4 bytes, a token at least one
             self._utf8.decode(self._bytes(token))
 
-    def push(self, token_ids: list[int], final: bool = False, stop_token: int | None = None) -> TextDelta:
+    def push(
+        self, token_ids: list[int], final: bool = False, stop_token: int | None = None
+    ) -> TextDelta:
         """Add tokens; `final` flushes what is held.
 
-        stop_token: the end token the core reported, which is the last of `token_ids`; like a stop string it is no part
-        of the text unless `include_stop_str_in_output`.
+        stop_token: the end token the core reported, which is the last of `token_ids`; like a stop
+        string it is no part of the text unless `include_stop_str_in_output`.
         """
         delta = TextDelta("", 0)
         pieces: list[str] = []
-        silent = len(token_ids) - 1 if stop_token is not None and not self._include_stop else len(token_ids)
+        silent = (
+            len(token_ids) - 1
+            if stop_token is not None and not self._include_stop
+            else len(token_ids)
+        )
         for position, token in enumerate(token_ids):
             delta.offsets.append(self._decoded)
             delta.tokens += 1
@@ -108,10 +122,10 @@ class TextStream:
                 end = len(self._held) + position
                 self._decoded = start + position
                 self._held = ""
-                return text[:end if self._include_stop else end - len(delta.stop)]
+                return text[: end if self._include_stop else end - len(delta.stop)]
         hold = 0 if self._include_stop else max(finder.matched for finder in self._finders)
-        self._held = text[len(text) - hold:]
-        return text[:len(text) - hold]
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
 
 
 class _StopFinder:
@@ -134,7 +148,9 @@ class _StopFinder:
 
 @lru_cache(maxsize=256)
 def _fallbacks(text: str) -> tuple[int, ...]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    """For each prefix of `text`, the length of its longest proper prefix that is also its
+    suffix.
+    """
     table = [0] * len(text)
     matched = 0
     for position in range(1, len(text)):

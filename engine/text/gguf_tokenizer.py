@@ -1,4 +1,6 @@
-"""Fast tokenizers made from a model folder, from GGUF metadata, or from nothing (`tiny-random`); jax-free."""
+"""Fast tokenizers made from a model folder, from GGUF metadata, or from nothing (`tiny-random`);
+jax-free.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerFast
 
-#: Pre-tokenizers of GPT-2 style GGUF files by `tokenizer.ggml.pre`: (pattern to split by, "" for GPT-2's own;
-#: digits one by one; Unicode normal form C first; whole words that are tokens skip the merges).
+#: Pre-tokenizers of GPT-2 style GGUF files by `tokenizer.ggml.pre`: (pattern to split by, "" for
+#: GPT-2's own; digits one by one; Unicode normal form C first; whole words that are tokens skip the
+#: merges).
 GPT4_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 GPT4_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = ("", False, False, False)
@@ -23,7 +26,8 @@ LLAMA3 = (GPT4_LETTERS + r"\p{N}{1,3}" + GPT4_REST, False, False, True)
 LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 QWEN2 = (GPT4_LETTERS + r"\p{N}" + GPT4_REST, False, True, False)
 PRE_TOKENIZERS = {
-    "gpt-2": GPT2, "default": GPT2,
+    "gpt-2": GPT2,
+    "default": GPT2,
     "smollm": ("", True, False, False),
     **dict.fromkeys(LLAMA3_NAMES, LLAMA3),
     "qwen2": QWEN2,
@@ -32,13 +36,18 @@ PRE_TOKENIZERS = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
 TINY_SPECIALS = ("<|unk|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
-TINY_TEMPLATE = ("{% for message in messages %}"
-                 "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
-                 "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+TINY_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor "
+    "%}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def fast_class() -> type[PreTrainedTokenizerFast]:
-    """transformers' wrapper of a Rust tokenizer, imported late and without its advice to install PyTorch."""
+    """transformers' wrapper of a Rust tokenizer, imported late and without its advice to install
+    PyTorch.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast
 
@@ -46,21 +55,28 @@ def fast_class() -> type[PreTrainedTokenizerFast]:
 
 
 def byte_characters() -> dict[int, str]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others as U+0100 and following."""
+    """GPT-2's spelling of bytes: printable ones as themselves, the others as U+0100 and
+    following.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + place) for place, byte in enumerate(others)
+    }
 
 
 def fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
-    """tokenizer.json as it stands, with the special tokens and chat template of the files beside it.
+    """tokenizer.json as it stands, with the special tokens and chat template of the files beside
+    it.
 
-    The generic class is used whatever class tokenizer_config.json names: that one would rebuild parts of
-    tokenizer.json from its own defaults, and custom code is never run. Raises ModelError.
+    The generic class is used whatever class tokenizer_config.json names: that one would rebuild
+    parts of tokenizer.json from its own defaults, and custom code is never run. Raises ModelError.
     """
     path = safe_file(folder, "tokenizer.json", missing_ok=True)
     if path is None:
-        raise ModelError("the model folder has no tokenizer.json; save it with transformers' fast tokenizer")
+        raise ModelError(
+            "the model folder has no tokenizer.json; save it with transformers' fast tokenizer"
+        )
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise ModelError(f"tokenizer.json is larger than {MAX_TOKENIZER_BYTES >> 20} MiB")
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
@@ -68,12 +84,18 @@ def fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
     safe_file(folder, "chat_template.jinja", missing_ok=True)
     try:
         return fast_class().from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # the readers raise anything from OSError to the Rust parser's bare Exception
-        raise ModelError(f"the model's tokenizer cannot be read: {' '.join(str(error).split())[:200]}") from error
+    except (
+        Exception
+    ) as error:  # the readers raise anything from OSError to the Rust parser's bare Exception
+        raise ModelError(
+            f"the model's tokenizer cannot be read: {' '.join(str(error).split())[:200]}"
+        ) from error
 
 
 def tiny_fast() -> PreTrainedTokenizerFast:
-    """256 bytes, 4 special tokens and 252 pairs of letters: 512 tokens, every text encodable, every id decodable."""
+    """256 bytes, 4 special tokens and 252 pairs of letters: 512 tokens, every text encodable, every
+    id decodable.
+    """
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -82,43 +104,72 @@ def tiny_fast() -> PreTrainedTokenizerFast:
 
     pairs = [(first, second) for first in "etaoinshrdlucm" for second in "etaoinshrdlucmgpyk"]
     spelled = byte_characters()
-    tokens = [*(spelled[byte] for byte in range(256)), *TINY_SPECIALS, *(first + second for first, second in pairs)]
+    tokens = [
+        *(spelled[byte] for byte in range(256)),
+        *TINY_SPECIALS,
+        *(first + second for first, second in pairs),
+    ]
     rust = RustTokenizer(BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=pairs))
     rust.pre_tokenizer = ByteLevel(add_prefix_space=False)
     rust.decoder = ByteLevelDecoder()
-    rust.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TINY_SPECIALS])
-    return fast_class()(tokenizer_object=rust, unk_token="<|unk|>", bos_token="<|bos|>", eos_token="<|im_end|>",
-                        chat_template=TINY_TEMPLATE)
+    rust.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in TINY_SPECIALS]
+    )
+    return fast_class()(
+        tokenizer_object=rust,
+        unk_token="<|unk|>",
+        bos_token="<|bos|>",
+        eos_token="<|im_end|>",
+        chat_template=TINY_TEMPLATE,
+    )
 
 
 def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer that GGUF key-values describe; ModelError for kinds that would be tokenised wrongly."""
+    """The tokenizer that GGUF key-values describe; ModelError for kinds that would be tokenised
+    wrongly.
+    """
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+    if (
+        not isinstance(tokens, list)
+        or not tokens
+        or not all(isinstance(token, str) for token in tokens)
+    ):
         raise ModelError("GGUF: tokenizer.ggml.tokens must be a list of strings")
     if len(set(tokens)) != len(tokens):
         raise ModelError("GGUF: tokenizer.ggml.tokens holds a token twice")
     try:
         rust, add_bos = gguf_rust(metadata, tokens)
         add_special_tokens(rust, metadata, tokens)
-        named = {f"{name}_token": tokens[id] for name, id in named_tokens(metadata, len(tokens)).items()}
+        named = {
+            f"{name}_token": tokens[id] for name, id in named_tokens(metadata, len(tokens)).items()
+        }
         add_template(rust, metadata, tokens, add_bos)
     except ModelError:
         raise
     except Exception as error:  # the Rust constructors raise bare Exceptions
-        raise ModelError(f"GGUF: the tokenizer cannot be built: {' '.join(str(error).split())[:200]}") from error
+        raise ModelError(
+            f"GGUF: the tokenizer cannot be built: {' '.join(str(error).split())[:200]}"
+        ) from error
     template = metadata.get("tokenizer.chat_template")
-    return fast_class()(tokenizer_object=rust, chat_template=template if isinstance(template, str) else None, **named)
+    return fast_class()(
+        tokenizer_object=rust,
+        chat_template=template if isinstance(template, str) else None,
+        **named,
+    )
 
 
 def gguf_rust(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[RustTokenizer, bool]:
-    """(tokenizer without its special tokens, whether files of this kind put BOS first unless they say otherwise)."""
+    """(tokenizer without its special tokens, whether files of this kind put BOS first unless they
+    say otherwise).
+    """
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         return byte_level_bpe(metadata, tokens), metadata.get("tokenizer.ggml.pre") in LLAMA3_NAMES
     if kind == "llama":
         return sentencepiece_bpe(metadata, tokens), True
-    raise ModelError(f"GGUF: tokenizer.ggml.model {str(kind)[:40]!r} is not supported; known: gpt2, llama")
+    raise ModelError(
+        f"GGUF: tokenizer.ggml.model {str(kind)[:40]!r} is not supported; known: gpt2, llama"
+    )
 
 
 def byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
@@ -128,12 +179,19 @@ def byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokeni
 
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
-        raise ModelError(f"GGUF: tokenizer.ggml.pre {str(pre)[:40]!r} is not supported; "
-                         f"known: {', '.join(PRE_TOKENIZERS)}")
+        raise ModelError(
+            f"GGUF: tokenizer.ggml.pre {str(pre)[:40]!r} is not supported; "
+            f"known: {', '.join(PRE_TOKENIZERS)}"
+        )
     pattern, digits, compose, whole_words = PRE_TOKENIZERS[pre]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    rust = RustTokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=merges,
-                                    ignore_merges=whole_words))
+    rust = RustTokenizer(
+        models.BPE(
+            vocab={token: id for id, token in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=whole_words,
+        )
+    )
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     if pattern:
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
@@ -146,7 +204,9 @@ def byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokeni
 
 
 def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
-    """SentencePiece BPE with byte fallback: the pair whose joined token scores highest merges first."""
+    """SentencePiece BPE with byte fallback: the pair whose joined token scores highest merges
+    first.
+    """
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, normalizers
 
@@ -156,32 +216,56 @@ def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTok
     vocab = {token: id for id, token in enumerate(tokens)}
     unknown = named_tokens(metadata, len(tokens)).get("unk", 0)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    rust = RustTokenizer(models.BPE(vocab=vocab, merges=merges_by_score(tokens, scores, vocab), fuse_unk=True,
-                                    unk_token=tokens[unknown], byte_fallback=True))
+    rust = RustTokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=merges_by_score(tokens, scores, vocab),
+            fuse_unk=True,
+            unk_token=tokens[unknown],
+            byte_fallback=True,
+        )
+    )
     spaces = normalizers.Replace(" ", "▁")
     rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
-    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                      *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    rust.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefix else []),
+        ]
+    )
     return rust
 
 
-def merges_by_score(tokens: list[str], scores: list[float], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, best result first; equal results in the order of their left part."""
+def merges_by_score(
+    tokens: list[str], scores: list[float], vocab: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """Every way to join two tokens into a third, best result first; equal results in the order of
+    their left part.
+    """
     ways = []
     for token, score in zip(tokens, scores, strict=True):
         parts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        ways += [(-score, vocab[token], vocab[left], left, right) for left, right in parts
-                 if left in vocab and right in vocab]
+        ways += [
+            (-score, vocab[token], vocab[left], left, right)
+            for left, right in parts
+            if left in vocab and right in vocab
+        ]
     return [(left, right) for *_, left, right in sorted(ways)]
 
 
 def named_tokens(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
-    """Ids of bos, eos, unk and pad as far as the file gives them; ModelError for one outside the vocabulary."""
+    """Ids of bos, eos, unk and pad as far as the file gives them; ModelError for one outside the
+    vocabulary.
+    """
     named = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if id is not None and (type(id) is not int or not 0 <= id < size):
-            raise ModelError(f"GGUF: tokenizer.ggml.{key}_token_id lies outside the vocabulary of {size}")
+            raise ModelError(
+                f"GGUF: tokenizer.ggml.{key}_token_id lies outside the vocabulary of {size}"
+            )
         if id is not None:
             named[name] = id
     return named
@@ -194,20 +278,36 @@ def add_special_tokens(rust: RustTokenizer, metadata: Mapping[str, Any], tokens:
     kinds = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ModelError("GGUF: tokenizer.ggml.token_type must give each token a type")
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (UNKNOWN, CONTROL)]
+    control = [
+        token for token, kind in zip(tokens, kinds, strict=True) if kind in (UNKNOWN, CONTROL)
+    ]
     shown = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
-    rust.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    rust.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in control]
+    )
     rust.add_tokens([AddedToken(token, normalized=False) for token in shown])
 
 
-def add_template(rust: RustTokenizer, metadata: Mapping[str, Any], tokens: list[str], add_bos: bool) -> None:
+def add_template(
+    rust: RustTokenizer, metadata: Mapping[str, Any], tokens: list[str], add_bos: bool
+) -> None:
     """Put BOS before and EOS after a text, where the file (or its kind) says so."""
     from tokenizers.processors import TemplateProcessing
 
     named = named_tokens(metadata, len(tokens))
     first = metadata.get("tokenizer.ggml.add_bos_token", add_bos) and "bos" in named
     last = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in named
-    around = [(tokens[named[name]], named[name]) for name, wanted in (("bos", first), ("eos", last)) if wanted]
+    around = [
+        (tokens[named[name]], named[name])
+        for name, wanted in (("bos", first), ("eos", last))
+        if wanted
+    ]
     if around:
-        single = [*([tokens[named["bos"]]] if first else []), "$A", *([tokens[named["eos"]]] if last else [])]
-        rust.post_processor = TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(around)))
+        single = [
+            *([tokens[named["bos"]]] if first else []),
+            "$A",
+            *([tokens[named["eos"]]] if last else []),
+        ]
+        rust.post_processor = TemplateProcessing(
+            single=single, special_tokens=list(dict.fromkeys(around))
+        )

@@ -1,7 +1,8 @@
-"""Text to token ids and back; jax-free, and light to import (tokenizers and transformers load when first used).
+"""Text to token ids and back; jax-free, and light to import (tokenizers and transformers load when
+first used).
 
-Tokenizers come from a model folder (transformers reads it, never running its code), from GGUF metadata, or, for
-`tiny-random`, from here.
+Tokenizers come from a model folder (transformers reads it, never running its code), from GGUF
+metadata, or, for `tiny-random`, from here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import RequestError
-from jitney.engine.text.gguf_tokenizer import byte_characters, fast_from_folder, fast_from_gguf, tiny_fast
+from jitney.engine.text.gguf_tokenizer import (
+    byte_characters,
+    fast_from_folder,
+    fast_from_gguf,
+    tiny_fast,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,8 +34,8 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 class Tokenizer:
     """Encode, decode and apply the chat template of one model; safe to share between threads.
 
-    `encode` and `decode` call the Rust tokenizer directly: transformers' wrapper sets padding and truncation on it at
-    every call, which fails with "Already borrowed" when two threads meet.
+    `encode` and `decode` call the Rust tokenizer directly: transformers' wrapper sets padding and
+    truncation on it at every call, which fails with "Already borrowed" when two threads meet.
     """
 
     def __init__(self, fast: PreTrainedTokenizerFast, eos_ids: Iterable[int] = ()):
@@ -42,7 +48,8 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *own]))
         #: Tokens that `decode(skip_special_tokens=True)` leaves out.
         self.special_ids: frozenset[int] = frozenset(
-            id for id, token in self._rust.get_added_tokens_decoder().items() if token.special)
+            id for id, token in self._rust.get_added_tokens_decoder().items() if token.special
+        )
         #: Number of tokens the tokenizer knows; a model's own vocabulary may be padded beyond it.
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
 
@@ -55,44 +62,71 @@ class Tokenizer:
         return bool(self._fast.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with the special tokens its model puts around a text, if asked for."""
+        """Token ids of `text`; with the special tokens its model puts around a text, if asked
+        for.
+        """
         return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that form no character yet become U+FFFD."""
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-                            tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
         """The prompt text of a conversation, by the model's own template in transformers' sandbox.
 
-        variables go to the template as they are. It already contains the special tokens: encode it without adding
-        them. Raises RequestError if the model has no template, the template refuses the messages, or a variable would
-        change how templates are applied (`chat_template` itself, say).
+        variables go to the template as they are. It already contains the special tokens: encode it
+        without adding them. Raises RequestError if the model has no template, the template refuses
+        the messages, or a variable would change how templates are applied (`chat_template` itself,
+        say).
         """
         for name in variables.keys() & self._template_options:
-            raise RequestError(f"{name} cannot be set for a chat template", param="chat_template_kwargs")
+            raise RequestError(
+                f"{name} cannot be set for a chat template", param="chat_template_kwargs"
+            )
         if not self.has_chat_template:
-            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+            raise RequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
         try:
             return self._fast.apply_chat_template(
-                [dict(message) for message in messages], tools=[dict(tool) for tool in tools] if tools else None,
-                tokenize=False, add_generation_prompt=add_generation_prompt, **variables)
-        except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, KeyError, ...
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except (
+            Exception
+        ) as error:  # a template may raise anything: jinja2's errors, TypeError, KeyError, ...
             reason = " ".join(str(error).split())[:200]
-            raise RequestError(f"the chat template refused the messages: {reason}", param="messages") from error
+            raise RequestError(
+                f"the chat template refused the messages: {reason}", param="messages"
+            ) from error
 
     @cached_property
     def _template_options(self) -> frozenset[str]:
-        """transformers' own parameters, which a request must not reach through template variables."""
-        return frozenset(inspect.signature(self._fast.apply_chat_template).parameters) - {"continue_final_message"}
+        """transformers' own parameters, which a request must not reach through template
+        variables.
+        """
+        return frozenset(inspect.signature(self._fast.apply_chat_template).parameters) - {
+            "continue_final_message"
+        }
 
     def id_to_token(self, id: int) -> str | None:
         """The token as the vocabulary spells it, or None for an id it does not have."""
         return self._rust.id_to_token(id)
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes this token adds to the text; a token may hold part of a UTF-8 character. b"" for an unknown id."""
+        """The bytes this token adds to the text; a token may hold part of a UTF-8 character. b""
+        for an unknown id.
+        """
         token = self.id_to_token(id)
         if token is None:
             return b""
@@ -114,7 +148,9 @@ class Tokenizer:
 
     @cached_property
     def _byte_level(self) -> bool:
-        """True if the vocabulary spells bytes as printable characters (GPT-2), False if it is SentencePiece's."""
+        """True if the vocabulary spells bytes as printable characters (GPT-2), False if it is
+        SentencePiece's.
+        """
         return b"ByteLevel" in self._rust.decoder.__getstate__() if self._rust.decoder else False
 
     @cached_property
@@ -123,7 +159,9 @@ class Tokenizer:
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
-    """The tokenizer of a model; ModelError if its files are missing, too large or of an unknown kind."""
+    """The tokenizer of a model; ModelError if its files are missing, too large or of an unknown
+    kind.
+    """
     match source.kind:
         case "tiny":
             fast = tiny_fast()

@@ -1,7 +1,8 @@
 """How a TPU wants a KV pool to lie, and the way there and back.
 
-XLA and Pallas agree on a pool, and neither copies it, where its last two axes fill whole tiles of vector registers: 128
-numbers wide, and as many rows as a tile of their dtype has. R rows a token, W numbers a row.
+XLA and Pallas agree on a pool, and neither copies it, where its last two axes fill whole tiles of
+vector registers: 128 numbers wide, and as many rows as a tile of their dtype has. R rows a token, W
+numbers a row.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ LANES, SUBLANES = 128, 8
 class Layout:
     """The rows of one token in a pool, for K key heads of dimension D.
 
-    packed: key and value of a head share a row, [k | v | zeros]; else row 2h is key head h, row 2h + 1 its value, each
-    followed by zeros.
+    packed: key and value of a head share a row, [k | v | zeros]; else row 2h is key head h, row 2h
+    + 1 its value, each followed by zeros.
     """
 
     heads: int
@@ -44,7 +45,9 @@ class Layout:
     def plain(self, pool: jax.Array) -> jax.Array:
         """pool [N, page, R, W] -> [N, page, 2K, D]."""
         if self.packed:
-            return pool[:, :, : self.heads, : 2 * self.dim].reshape(*pool.shape[:2], 2 * self.heads, self.dim)
+            return pool[:, :, : self.heads, : 2 * self.dim].reshape(
+                *pool.shape[:2], 2 * self.heads, self.dim
+            )
         return pool[:, :, : 2 * self.heads, : self.dim]
 
     def queries(self, q: jax.Array) -> jax.Array:
@@ -77,7 +80,9 @@ def whole_tiles(rows: int, packing: int) -> int:
     return packing << (words - 1).bit_length()
 
 
-def pool_shape(n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: Any) -> tuple[int, int, int, int]:
+def pool_shape(
+    n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: Any
+) -> tuple[int, int, int, int]:
     """See `jitney.kernels.interface.PoolShape`: [N, page, R, W]."""
     layout = layout_of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize)
     return n_pages, page_size, layout.rows, layout.width

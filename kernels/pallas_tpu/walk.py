@@ -1,6 +1,7 @@
 """The order in which the Pallas kernel goes through a step, and what each place in it means.
 
-Scalar arithmetic on integers in SMEM only; names and axes as in `jitney.kernels.pallas_tpu.attention`.
+Scalar arithmetic on integers in SMEM only; names and axes as in
+`jitney.kernels.pallas_tpu.attention`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from jitney.kernels.pallas_tpu.layout import Layout
 class Constants:
     """What is fixed when the kernel is compiled.
 
-    keys: C, a multiple of the page size. depth: blocks in the ring. block: query rows of a prompt's item; 0 for a step
-    of decode only. writes: whether the step's keys and values are still to be written.
+    keys: C, a multiple of the page size. depth: blocks in the ring. block: query rows of a prompt's
+    item; 0 for a step of decode only. writes: whether the step's keys and values are still to be
+    written.
     """
 
     layout: Layout
@@ -42,7 +44,9 @@ class Constants:
 
 
 class Step(NamedTuple):
-    """References to what a step brings: integers in SMEM, `AttentionMeta` but for the positions; arrays in HBM."""
+    """References to what a step brings: integers in SMEM, `AttentionMeta` but for the positions;
+    arrays in HBM.
+    """
 
     kv_lens: Any
     cu_q: Any
@@ -103,7 +107,11 @@ class Walk:
 
     def first_key(self, seq: jax.Array, row: jax.Array) -> jax.Array:
         """The first key that the item's rows see."""
-        return jnp.maximum(self.before(seq) + row - self.fixed.window + 1, 0) if self.fixed.window else jnp.int32(0)
+        return (
+            jnp.maximum(self.before(seq) + row - self.fixed.window + 1, 0)
+            if self.fixed.window
+            else jnp.int32(0)
+        )
 
     def first_block(self, seq: jax.Array, row: jax.Array) -> jax.Array:
         return lax.div(self.first_key(seq, row), self.fixed.keys)
@@ -117,5 +125,7 @@ class Walk:
         return self.step.cu_q[self.known(at.seq)] + at.row
 
     def count(self, at: Cursor) -> jax.Array:
-        """Query rows of the item, B or fewer; what else its tile holds is computed on and never leaves."""
+        """Query rows of the item, B or fewer; what else its tile holds is computed on and never
+        leaves.
+        """
         return jnp.minimum(self.size, self.n_rows(at.seq) - at.row)

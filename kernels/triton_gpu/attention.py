@@ -1,16 +1,19 @@
 """Triton kernels of ragged paged attention: split-KV decode, its merge, and blocks of prompt rows.
 
-Online softmax (Milakov and Gimelshein, arXiv 1805.02867) in base 2; split-KV decode after Flash-Decoding (Dao et al.,
-2023). Axes as in `jitney.kernels.interface`; G = H // K query heads share a key head and are packed into the rows of
-one tile, whatever G is; D is padded to a power of two inside the tile.
+Online softmax (Milakov and Gimelshein, arXiv 1805.02867) in base 2; split-KV decode after
+Flash-Decoding (Dao et al., 2023). Axes as in `jitney.kernels.interface`; G = H // K query heads
+share a key head and are packed into the rows of one tile, whatever G is; D is padded to a power of
+two inside the tile.
 
-A sequence's result never depends on its neighbours: where its keys are split follows from its own length alone.
+A sequence's result never depends on its neighbours: where its keys are split follows from its own
+length alone.
 """
 
 from __future__ import annotations
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-# Kernels are compiled, not called: numbers become constexprs and tensors on the way.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false,
+# reportGeneralTypeIssues=false Kernels are compiled, not called: numbers become constexprs and
+# tensors on the way.
 import triton
 import triton.language as tl
 
@@ -31,7 +34,9 @@ def span_of(length, SPAN: tl.constexpr, SPLITS: tl.constexpr, DOUBLINGS: tl.cons
 
 @triton.jit
 def first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a decoding sequence of `length` keys starts to read: the block that holds its window's first key."""
+    """Where a decoding sequence of `length` keys starts to read: the block that holds its window's
+    first key.
+    """
     start = tl.zeros_like(length)
     if WINDOW > 0:
         start = tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N
@@ -39,13 +44,34 @@ def first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def sweep(acc, top, total, queries, position, kv, table, head, low, high, k_scale, dims, K: tl.constexpr,
-          D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr,
-          SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add the keys [low, high) of one sequence and key head to the running softmax (acc, top, total) of a tile.
+def sweep(
+    acc,
+    top,
+    total,
+    queries,
+    position,
+    kv,
+    table,
+    head,
+    low,
+    high,
+    k_scale,
+    dims,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the keys [low, high) of one sequence and key head to the running softmax (acc, top,
+    total) of a tile.
 
-    queries [M, DP], position [M], table points at the sequence's pages. MASKED: a row may not see all of these keys,
-    or high is no multiple of BLOCK_N.
+    queries [M, DP], position [M], table points at the sequence's pages. MASKED: a row may not see
+    all of these keys, or high is no multiple of BLOCK_N.
     """
     keys = low + tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
@@ -56,11 +82,15 @@ def sweep(acc, top, total, queries, position, kv, table, head, low, high, k_scal
         else:
             page = tl.load(table + at // PAGE).to(tl.int64)
             inside = (dims < D)[None, :]
-        cells = kv + ((page * PAGE + at % PAGE) * (2 * K * D) + 2 * head * D)[:, None] + dims[None, :]
+        cells = (
+            kv + ((page * PAGE + at % PAGE) * (2 * K * D) + 2 * head * D)[:, None] + dims[None, :]
+        )
         key = tl.load(cells, mask=inside, other=0.0).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * (k_scale * SCALE)
         if SOFTCAP > 0:
-            scores = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(scores * (2.0 * LOG2E / SOFTCAP)) + 1.0)  # SOFTCAP * tanh
+            scores = SOFTCAP - 2.0 * SOFTCAP / (
+                tl.exp2(scores * (2.0 * LOG2E / SOFTCAP)) + 1.0
+            )  # SOFTCAP * tanh
         scores = scores * LOG2E
         if MASKED:
             seen = (at[None, :] <= position[:, None]) & (at < high)[None, :]
@@ -70,18 +100,23 @@ def sweep(acc, top, total, queries, position, kv, table, head, low, high, k_scal
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         if MASKED:
-            weights = tl.where(seen, weights, 0.0)  # a row that has seen nothing yet: exp2(HIDDEN - HIDDEN) is 1
+            weights = tl.where(
+                seen, weights, 0.0
+            )  # a row that has seen nothing yet: exp2(HIDDEN - HIDDEN) is 1
         keep = tl.exp2(top - new_top)
         value = tl.load(cells + D, mask=inside, other=0.0).to(queries.dtype)
         total = total * keep + tl.sum(weights, 1)
-        acc = acc * keep[:, None] + tl.dot(weights.to(queries.dtype), value, input_precision=PRECISION)
+        acc = acc * keep[:, None] + tl.dot(
+            weights.to(queries.dtype), value, input_precision=PRECISION
+        )
         top = new_top
     return acc, top, total
 
 
 @triton.jit
 def begin(sinks, heads, rows_ok, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """(top, total) of an empty tile; with sinks, a row starts as if it had seen one key of score sinks[head].
+    """(top, total) of an empty tile; with sinks, a row starts as if it had seen one key of score
+    sinks[head].
 
     Only the first split of a sequence counts the sink.
     """
@@ -106,18 +141,47 @@ def load_scales(kv_scales, head, SCALED: tl.constexpr):
 
 
 @triton.jit
-def decode_attention(q, kv, page_table, kv_lens, counts, sinks, kv_scales, o, part_o, part_stats, S: tl.constexpr,
-                     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-                     P: tl.constexpr, SEATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     SPAN: tl.constexpr, SPLITS: tl.constexpr, DOUBLINGS: tl.constexpr, PROGRAMS: tl.constexpr,
-                     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-                     SCALED: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr):
-    """One query row per decoding sequence: q [T, H, D] -> o, or partial sums where a sequence has several splits.
+def decode_attention(
+    q,
+    kv,
+    page_table,
+    kv_lens,
+    counts,
+    sinks,
+    kv_scales,
+    o,
+    part_o,
+    part_stats,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PAGE: tl.constexpr,
+    P: tl.constexpr,
+    SEATS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ALONE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One query row per decoding sequence: q [T, H, D] -> o, or partial sums where a sequence has
+    several splits.
 
-    PROGRAMS programs share a list of (sequence, split, key head) that holds real work only, so an inert seat costs
-    nothing; neighbours in the list read neighbouring heads of the same pages. SEATS is S padded to a power of two.
-    part_o float32 [S, H, SPLITS, DP], part_stats float32 [S, H, SPLITS, 2] (top, total). ALONE: the step has no prompt
-    rows, and rows of absent sequences are written as zero here.
+    PROGRAMS programs share a list of (sequence, split, key head) that holds real work only, so an
+    inert seat costs nothing; neighbours in the list read neighbouring heads of the same pages.
+    SEATS is S padded to a power of two. part_o float32 [S, H, SPLITS, DP], part_stats float32 [S,
+    H, SPLITS, 2] (top, total). ALONE: the step has no prompt rows, and rows of absent sequences are
+    written as zero here.
     """
     G: tl.constexpr = H // K
     rows = tl.arange(0, BLOCK_M)
@@ -140,18 +204,45 @@ def decode_attention(q, kv, page_table, kv_lens, counts, sinks, kv_scales, o, pa
         high = tl.minimum(low + span, length)
         heads = head * G + rows
         inside = (rows < G)[:, None] & (dims < D)[None, :]
-        queries = tl.load(q + (seq * H + heads)[:, None] * D + dims[None, :], mask=inside, other=0.0)
+        queries = tl.load(
+            q + (seq * H + heads)[:, None] * D + dims[None, :], mask=inside, other=0.0
+        )
         k_scale, v_scale = load_scales(kv_scales, head, SCALED)
         top, total = begin(sinks, heads, rows < G, split, BLOCK_M, SINKS)
         acc = tl.zeros((BLOCK_M, DP), tl.float32)
         position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
         table = page_table + seq * P
-        acc, top, total = sweep(acc, top, total, queries, position, kv, table, head, low, high, k_scale, dims, K, D,
-                                PAGE, BLOCK_N, SCALE, WINDOW, SOFTCAP, True, PRECISION)
+        acc, top, total = sweep(
+            acc,
+            top,
+            total,
+            queries,
+            position,
+            kv,
+            table,
+            head,
+            low,
+            high,
+            k_scale,
+            dims,
+            K,
+            D,
+            PAGE,
+            BLOCK_N,
+            SCALE,
+            WINDOW,
+            SOFTCAP,
+            True,
+            PRECISION,
+        )
         acc = acc * v_scale
         if length - start <= span:
             done = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-            tl.store(o + (seq * H + heads)[:, None] * D + dims[None, :], done.to(o.dtype.element_ty), mask=inside)
+            tl.store(
+                o + (seq * H + heads)[:, None] * D + dims[None, :],
+                done.to(o.dtype.element_ty),
+                mask=inside,
+            )
         else:
             slot = (seq * H + heads).to(tl.int64) * SPLITS + split
             tl.store(part_o + slot[:, None] * DP + dims[None, :], acc, mask=inside)
@@ -165,10 +256,26 @@ def decode_attention(q, kv, page_table, kv_lens, counts, sinks, kv_scales, o, pa
 
 
 @triton.jit
-def merge_splits(kv_lens, counts, part_o, part_stats, o, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-                 DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
-                 SPLITS: tl.constexpr, DOUBLINGS: tl.constexpr, WINDOW: tl.constexpr):
-    """Join the splits that `decode_attention` left, in their order; program (key head, sequence)."""
+def merge_splits(
+    kv_lens,
+    counts,
+    part_o,
+    part_stats,
+    o,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Join the splits that `decode_attention` left, in their order; program (key head,
+    sequence).
+    """
     G: tl.constexpr = H // K
     seq = tl.program_id(1)
     if seq >= tl.load(counts):
@@ -194,22 +301,49 @@ def merge_splits(kv_lens, counts, part_o, part_stats, o, H: tl.constexpr, K: tl.
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
     for split in range(0, n_splits):
         top = tl.load(part_stats + (slot + split) * 2, mask=rows < G, other=HIDDEN)
-        part = tl.load(part_o + (slot + split)[:, None] * DP + dims[None, :], mask=inside, other=0.0)
+        part = tl.load(
+            part_o + (slot + split)[:, None] * DP + dims[None, :], mask=inside, other=0.0
+        )
         acc += part * tl.exp2(top - best)[:, None]
     done = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(o + (seq * H + heads)[:, None] * D + dims[None, :], done.to(o.dtype.element_ty), mask=inside)
+    tl.store(
+        o + (seq * H + heads)[:, None] * D + dims[None, :], done.to(o.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
-def prompt_attention(q, kv, page_table, kv_lens, cu_q, counts, sinks, kv_scales, o, T: tl.constexpr, H: tl.constexpr,
-                     K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, P: tl.constexpr,
-                     SEATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr,
-                     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
-                     PRECISION: tl.constexpr):
-    """Rows of prompt chunks: q [T, H, D] -> o; program (key head, block of BLOCK_M // G rows of one sequence).
+def prompt_attention(
+    q,
+    kv,
+    page_table,
+    kv_lens,
+    cu_q,
+    counts,
+    sinks,
+    kv_scales,
+    o,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PAGE: tl.constexpr,
+    P: tl.constexpr,
+    SEATS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Rows of prompt chunks: q [T, H, D] -> o; program (key head, block of BLOCK_M // G rows of one
+    sequence).
 
-    The launch is the upper bound T // rows + S: programs past the real blocks write the padding rows as zero. The last
-    blocks of a sequence see the most keys, so they go first.
+    The launch is the upper bound T // rows + S: programs past the real blocks write the padding
+    rows as zero. The last blocks of a sequence see the most keys, so they go first.
     """
     G: tl.constexpr = H // K
     BLOCK_T: tl.constexpr = BLOCK_M // G
@@ -221,7 +355,9 @@ def prompt_attention(q, kv, page_table, kv_lens, cu_q, counts, sinks, kv_scales,
     n_decode = tl.load(counts)
     n_seqs = tl.load(counts + 1)
     prompts = (seats >= n_decode) & (seats < n_seqs)
-    row_counts = tl.load(cu_q + seats + 1, mask=prompts, other=0) - tl.load(cu_q + seats, mask=prompts, other=0)
+    row_counts = tl.load(cu_q + seats + 1, mask=prompts, other=0) - tl.load(
+        cu_q + seats, mask=prompts, other=0
+    )
     ends = tl.cumsum(tl.cdiv(row_counts, BLOCK_T), 0)
     block = tl.max(ends, 0) - 1 - tl.program_id(1)
     if block < 0:
@@ -250,9 +386,51 @@ def prompt_attention(q, kv, page_table, kv_lens, cu_q, counts, sinks, kv_scales,
         whole = tl.maximum(before + skip - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     else:
         whole = (before + skip + 1) // BLOCK_N * BLOCK_N  # keys that all rows see
-        acc, top, total = sweep(acc, top, total, queries, position, kv, table, head, 0, whole, k_scale, dims, K, D,
-                                PAGE, BLOCK_N, SCALE, WINDOW, SOFTCAP, False, PRECISION)
-    acc, top, total = sweep(acc, top, total, queries, position, kv, table, head, whole, high, k_scale, dims, K, D,
-                            PAGE, BLOCK_N, SCALE, WINDOW, SOFTCAP, True, PRECISION)
+        acc, top, total = sweep(
+            acc,
+            top,
+            total,
+            queries,
+            position,
+            kv,
+            table,
+            head,
+            0,
+            whole,
+            k_scale,
+            dims,
+            K,
+            D,
+            PAGE,
+            BLOCK_N,
+            SCALE,
+            WINDOW,
+            SOFTCAP,
+            False,
+            PRECISION,
+        )
+    acc, top, total = sweep(
+        acc,
+        top,
+        total,
+        queries,
+        position,
+        kv,
+        table,
+        head,
+        whole,
+        high,
+        k_scale,
+        dims,
+        K,
+        D,
+        PAGE,
+        BLOCK_N,
+        SCALE,
+        WINDOW,
+        SOFTCAP,
+        True,
+        PRECISION,
+    )
     done = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(o + cells, done.to(o.dtype.element_ty), mask=inside)

@@ -1,7 +1,9 @@
-"""Tile sizes per GPU, head dim, dtype and group: the checked-in table that stands where an autotuner would.
+"""Tile sizes per GPU, head dim, dtype and group: the checked-in table that stands where an
+autotuner would.
 
-An autotuner has no place in the engine: it runs in-place kernels several times, and executables compiled ahead cannot
-carry it. `docs/benchmarks/triton_configs.py` measures candidates on a device and prints rows for this table.
+An autotuner has no place in the engine: it runs in-place kernels several times, and executables
+compiled ahead cannot carry it. `docs/benchmarks/triton_configs.py` measures candidates on a device
+and prints rows for this table.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from jitney.kernels.interface import KernelError
 
 @dataclass(frozen=True)
 class Decode:
-    """Split-KV decode: keys per tile and per split at least, splits at most, programs that share the work list."""
+    """Split-KV decode: keys per tile and per split at least, splits at most, programs that share
+    the work list.
+    """
 
     block_n: int
     span: int
@@ -44,8 +48,9 @@ class Matmul:
 
 #: Streaming multiprocessors of the card a generation is tuned on: A100, L4, H100.
 PROCESSORS = {80: 108, 89: 58, 90: 132}
-#: (generation, padded head dim, bytes per activation) -> tiles. Programs are processors times resident programs. Chosen
-#: by compiling, not yet by timing: all fits and, in 2 bytes, nothing spills. float32 is there for its answers only.
+#: (generation, padded head dim, bytes per activation) -> tiles. Programs are processors times
+#: resident programs. Chosen by compiling, not yet by timing: all fits and, in 2 bytes, nothing
+#: spills. float32 is there for its answers only.
 ATTENTION: dict[tuple[int, int, int], tuple[Decode, Prompt]] = {
     (80, 64, 2): (Decode(64, 256, 32, 108 * 4, 4, 3), Prompt(128, 64, 8, 2)),
     (80, 128, 2): (Decode(32, 256, 32, 108 * 4, 4, 3), Prompt(128, 32, 8, 2)),
@@ -66,9 +71,10 @@ ATTENTION: dict[tuple[int, int, int], tuple[Decode, Prompt]] = {
     (90, 128, 4): (Decode(32, 256, 32, 132 * 3, 8, 2), Prompt(32, 32, 8, 1)),
     (90, 256, 4): (Decode(32, 256, 32, 132 * 2, 8, 2), Prompt(16, 16, 4, 1)),
 }
-#: Decode, where more than 16 query heads share a key head: a tile has 32 rows then, and where its registers leave room
-#: for fewer programs, or spill, that is said here. Up to 16 query heads, and for any page size, the compiler makes the
-#: same of a kernel (registers within 4, shared memory alike), so neither is a key of the table.
+#: Decode, where more than 16 query heads share a key head: a tile has 32 rows then, and where its
+#: registers leave room for fewer programs, or spill, that is said here. Up to 16 query heads, and
+#: for any page size, the compiler makes the same of a kernel (registers within 4, shared memory
+#: alike), so neither is a key of the table.
 WIDE: dict[tuple[int, int, int], Decode] = {
     (80, 128, 2): Decode(32, 256, 32, 108 * 3, 4, 3),
     (80, 256, 2): Decode(32, 256, 32, 108, 8, 2),
@@ -91,10 +97,12 @@ def generation(sm: int) -> int:
 
 
 def attention_config(sm: int, head_dim: int, itemsize: int, group: int) -> tuple[Decode, Prompt]:
-    """Tiles for head_dim padded to a power of two, activations of `itemsize` bytes and `group` query heads to a key
-    head; KernelError for a head dim above 256."""
+    """Tiles for head_dim padded to a power of two, activations of `itemsize` bytes and `group`
+    query heads to a key head; KernelError for a head dim above 256."""
     if head_dim > 256:
-        raise KernelError(f"kernels triton take a head dim up to 256, not {head_dim}; choose kernels reference")
+        raise KernelError(
+            f"kernels triton take a head dim up to 256, not {head_dim}; choose kernels reference"
+        )
     key = generation(sm), max(head_dim, 64), itemsize
     decode, prompt = ATTENTION[key]
     return (WIDE.get(key, decode) if group > 16 else decode), prompt
@@ -103,7 +111,8 @@ def attention_config(sm: int, head_dim: int, itemsize: int, group: int) -> tuple
 def matmul_config(sm: int, groups: int, size_out: int) -> tuple[Matmul, int]:
     """Tiles of the int4 product, and how many programs share the sum of one output.
 
-    The share follows from the weight's shape alone, so that a row's result does not depend on how many rows there are.
+    The share follows from the weight's shape alone, so that a row's result does not depend on how
+    many rows there are.
     """
     known = generation(sm)
     config = MATMUL[known]

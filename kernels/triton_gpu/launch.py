@@ -18,24 +18,53 @@ class Launch(Protocol):
         """Compute capability, 90 for 9.0."""
         ...
 
-    def __call__(self, kernel: Any, *args: Any, out: Any, grid: tuple[int, ...], warps: int, stages: int,
-                 **constants: Any) -> Any:
-        """Call `kernel` with arrays, refs (read and written in place) and then one pointer per leaf of `out`.
+    def __call__(
+        self,
+        kernel: Any,
+        *args: Any,
+        out: Any,
+        grid: tuple[int, ...],
+        warps: int,
+        stages: int,
+        **constants: Any,
+    ) -> Any:
+        """Call `kernel` with arrays, refs (read and written in place) and then one pointer per leaf
+        of `out`.
 
-        out: a pytree of jax.ShapeDtypeStruct, returned filled; () for a kernel that only writes refs.
+        out: a pytree of jax.ShapeDtypeStruct, returned filled; () for a kernel that only writes
+        refs.
         """
         ...
 
 
 @dataclass(frozen=True)
 class JaxTriton:
-    """Launches through jax-triton; the program can be compiled for `sm` on a machine without a GPU."""
+    """Launches through jax-triton; the program can be compiled for `sm` on a machine without a
+    GPU.
+    """
 
     sm: int
 
-    def __call__(self, kernel: Any, *args: Any, out: Any, grid: tuple[int, ...], warps: int, stages: int,
-                 **constants: Any) -> Any:
+    def __call__(
+        self,
+        kernel: Any,
+        *args: Any,
+        out: Any,
+        grid: tuple[int, ...],
+        warps: int,
+        stages: int,
+        **constants: Any,
+    ) -> Any:
         with jax.named_scope(kernel.__name__):  # the name that profiles and HLO show
             return compat.jax_triton().triton_call(
-                *args, kernel=kernel, out_type=out, grid=grid, name=kernel.__name__, num_warps=warps,
-                num_stages=stages, compute_capability=self.sm, backend_options=compat.COMPILE_OPTIONS, **constants)
+                *args,
+                kernel=kernel,
+                out_type=out,
+                grid=grid,
+                name=kernel.__name__,
+                num_warps=warps,
+                num_stages=stages,
+                compute_capability=self.sm,
+                backend_options=compat.COMPILE_OPTIONS,
+                **constants,
+            )

@@ -1,8 +1,9 @@
-"""Triton kernels of products with group-wise int4 weights and with fp8 weights, for the few rows of a decode step.
+"""Triton kernels of products with group-wise int4 weights and with fp8 weights, for the few rows of
+a decode step.
 
-Axes: M rows, I inputs, O outputs, R inputs per group. Such a product is bound by reading the weights, which stay narrow
-up to the registers: XLA would write them out as bfloat16 first, int4 because of the scales within the sum, fp8 on GPUs
-older than Hopper.
+Axes: M rows, I inputs, O outputs, R inputs per group. Such a product is bound by reading the
+weights, which stay narrow up to the registers: XLA would write them out as bfloat16 first, int4
+because of the scales within the sum, fp8 on GPUs older than Hopper.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import triton.language as tl
 def unpacked(nibbles, zero, dtype: tl.constexpr):
     """nibbles (0..15) - zero in dtype, exactly.
 
-    Or-ed into the bits of 128 (bfloat16) or 1024 (float16), whose last place counts ones, a nibble becomes a float
-    without a conversion, of which an SM does a quarter as many as of plain instructions.
+    Or-ed into the bits of 128 (bfloat16) or 1024 (float16), whose last place counts ones, a nibble
+    becomes a float without a conversion, of which an SM does a quarter as many as of plain
+    instructions.
     """
     if dtype == tl.bfloat16:
         wide = (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
@@ -32,13 +34,27 @@ def unpacked(nibbles, zero, dtype: tl.constexpr):
 
 
 @triton.jit
-def matmul_int4(x, packed, scales, zeros, y, M: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_OUT: tl.constexpr,
-                R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-                ZEROS: tl.constexpr, PRECISION: tl.constexpr):
-    """x [M, I] times weights [I, O] (see `jitney.kernels.int4`) -> y float32 [SPLITS, M, O]; M <= BLOCK_M.
+def matmul_int4(
+    x,
+    packed,
+    scales,
+    zeros,
+    y,
+    M: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x [M, I] times weights [I, O] (see `jitney.kernels.int4`) -> y float32 [SPLITS, M, O]; M <=
+    BLOCK_M.
 
-    Program (block of outputs, split): each split sums a share of the groups. Products within a group are of whole
-    numbers up to 16, scaled once per group in float32.
+    Program (block of outputs, split): each split sums a share of the groups. Products within a
+    group are of whole numbers up to 16, scaled once per group in float32.
     """
     HALF: tl.constexpr = R // 2
     GROUPS: tl.constexpr = SIZE_IN // R
@@ -51,15 +67,21 @@ def matmul_int4(x, packed, scales, zeros, y, M: tl.constexpr, SIZE_IN: tl.conste
     for group in range(split * SHARE, tl.minimum((split + 1) * SHARE, GROUPS)):
         cells = packed + (group * HALF + inner)[:, None] * SIZE_OUT + outs[None, :]
         both = tl.load(cells, mask=(outs < SIZE_OUT)[None, :], other=0)
-        scale = tl.load(scales + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0.0).to(tl.float32)
+        scale = tl.load(scales + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0.0).to(
+            tl.float32
+        )
         zero = tl.full((BLOCK_N,), 8.0, tl.float32)
         if ZEROS:
-            zero = tl.load(zeros + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0).to(tl.float32)
+            zero = tl.load(zeros + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0).to(
+                tl.float32
+            )
         inputs = x + rows[:, None] * SIZE_IN + (group * R + inner)[None, :]
         low = tl.load(inputs, mask=(rows < M)[:, None], other=0.0)
         high = tl.load(inputs + HALF, mask=(rows < M)[:, None], other=0.0)
         part = tl.dot(low, unpacked(both & 15, zero[None, :], low.dtype), input_precision=PRECISION)
-        part = tl.dot(high, unpacked(both >> 4, zero[None, :], low.dtype), part, input_precision=PRECISION)
+        part = tl.dot(
+            high, unpacked(both >> 4, zero[None, :], low.dtype), part, input_precision=PRECISION
+        )
         acc += part * scale[None, :]
     cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
     tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])
@@ -69,17 +91,30 @@ def matmul_int4(x, packed, scales, zeros, y, M: tl.constexpr, SIZE_IN: tl.conste
 def widened(codes, dtype: tl.constexpr):
     """float8_e4m3fn, as its bits, in dtype, exactly; NaN is not expected among weights.
 
-    Moved into the bits of float16 a code is 2**8 times too small. It stays exact where it is subnormal, since every
-    conversion from float16 honours subnormals, which products of float32 may not.
+    Moved into the bits of float16 a code is 2**8 times too small. It stays exact where it is
+    subnormal, since every conversion from float16 honours subnormals, which products of float32 may
+    not.
     """
     bits = ((codes.to(tl.int16) & 0x7F) << 7) | ((codes.to(tl.int16) & 0x80) << 8)
     return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
 
 
 @triton.jit
-def matmul_fp8(x, codes, y, M: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_OUT: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr):
-    """x [M, I] times weights float8_e4m3fn [I, O], given as uint8 -> y float32 [SPLITS, M, O]; M <= BLOCK_M.
+def matmul_fp8(
+    x,
+    codes,
+    y,
+    M: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x [M, I] times weights float8_e4m3fn [I, O], given as uint8 -> y float32 [SPLITS, M, O]; M <=
+    BLOCK_M.
 
     Program (block of outputs, split): each split sums a share of the inputs' blocks.
     """
@@ -94,8 +129,11 @@ def matmul_fp8(x, codes, y, M: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_OUT: tl
         at = block * BLOCK_K + inner
         inside = (at < SIZE_IN)[:, None] & (outs < SIZE_OUT)[None, :]
         weights = tl.load(codes + at[:, None] * SIZE_OUT + outs[None, :], mask=inside, other=0)
-        inputs = tl.load(x + rows[:, None] * SIZE_IN + at[None, :], mask=(rows < M)[:, None] & (at < SIZE_IN)[None, :],
-                         other=0.0)
+        inputs = tl.load(
+            x + rows[:, None] * SIZE_IN + at[None, :],
+            mask=(rows < M)[:, None] & (at < SIZE_IN)[None, :],
+            other=0.0,
+        )
         acc = tl.dot(inputs, widened(weights, inputs.dtype), acc, input_precision=PRECISION)
     cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
     tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])

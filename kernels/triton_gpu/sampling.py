@@ -1,7 +1,7 @@
 """Triton kernel that finds where top-k and top-p cut a row of logits, without sorting it.
 
-XLA sorts the whole row for `top_k` beyond 16 entries. Here the ordered bits of float32 are searched two at a time:
-16 passes over the row for k and 16 for p, a row per program, out of the L2 cache.
+XLA sorts the whole row for `top_k` beyond 16 entries. Here the ordered bits of float32 are searched
+two at a time: 16 passes over the row for k and 16 for p, a row per program, out of the L2 cache.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import triton.language as tl
 
 @triton.jit
 def reached(row, target, low, step, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """How many of the magnitudes low + step - 1, low + 2 step - 1, low + 3 step - 1 keep less than `target`.
+    """How many of the magnitudes low + step - 1, low + 2 step - 1, low + 3 step - 1 keep less than
+    `target`.
 
-    A magnitude keeps the entries of the row (float32, at most 0) that lie no further from 0; MASS: the sum of their
-    exponentials counts, not their number. Always adds in the same order, so more entries never weigh less.
+    A magnitude keeps the entries of the row (float32, at most 0) that lie no further from 0; MASS:
+    the sum of their exponentials counts, not their number. Always adds in the same order, so more
+    entries never weigh less.
     """
     at = tl.arange(0, BLOCK)
     first = tl.zeros((BLOCK,), tl.float32)
@@ -32,8 +34,11 @@ def reached(row, target, low, step, V: tl.constexpr, BLOCK: tl.constexpr, MASS: 
         first += tl.where(magnitude < low + step, weight, 0.0)
         second += tl.where(magnitude < low + 2 * step, weight, 0.0)
         third += tl.where(magnitude < low + 3 * step, weight, 0.0)
-    return ((tl.sum(first, 0) < target).to(tl.int32) + (tl.sum(second, 0) < target).to(tl.int32)
-            + (tl.sum(third, 0) < target).to(tl.int32))
+    return (
+        (tl.sum(first, 0) < target).to(tl.int32)
+        + (tl.sum(second, 0) < target).to(tl.int32)
+        + (tl.sum(third, 0) < target).to(tl.int32)
+    )
 
 
 @triton.jit
@@ -59,7 +64,9 @@ def kept_mass(row, magnitude, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def threshold(scaled, top_k, top_p, floor, V: tl.constexpr, BLOCK: tl.constexpr):
-    """scaled [S, V] -> floor [S], the smallest kept entry; program (row). See `jitney.kernels.interface.Threshold`."""
+    """scaled [S, V] -> floor [S], the smallest kept entry; program (row). See
+    `jitney.kernels.interface.Threshold`.
+    """
     s = tl.program_id(0)
     row = scaled + s.to(tl.int64) * V
     k = tl.load(top_k + s)

@@ -1,4 +1,5 @@
-"""Triton kernel that writes a step's keys and values into their pages, with or without norm, rotation and quantising.
+"""Triton kernel that writes a step's keys and values into their pages, with or without norm,
+rotation and quantising.
 
 Axes as in `jitney.kernels.interface`; D is padded to DP, the heads of a token to a power of two.
 """
@@ -15,7 +16,9 @@ import triton.language as tl
 def stored(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):
     """x float32 as `jitney.kernels.scales.as_stored` says; LIMIT 0: a pool of plain floats."""
     if LIMIT > 0:
-        x = tl.where(tl.abs(x) < float("inf"), x, 0.0) / scale  # the comparison is false for NaN too
+        x = (
+            tl.where(tl.abs(x) < float("inf"), x, 0.0) / scale
+        )  # the comparison is false for NaN too
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
     if dtype == tl.int8:
         x = tl.floor(x + 0.5)
@@ -26,9 +29,22 @@ def stored(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def write_pages(k, v, rows, kv_scales, kv, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr,
-                POOL: tl.constexpr, LIMIT: tl.constexpr):
-    """k and v [T, K, D] to flat rows [T] of kv [POOL, 2K, D], in place; program (token). Row POOL is dropped."""
+def write_pages(
+    k,
+    v,
+    rows,
+    kv_scales,
+    kv,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HEADS: tl.constexpr,
+    POOL: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """k and v [T, K, D] to flat rows [T] of kv [POOL, 2K, D], in place; program (token). Row POOL
+    is dropped.
+    """
     token = tl.program_id(0)
     row = tl.load(rows + token).to(tl.int64)
     if row >= POOL:
@@ -50,13 +66,30 @@ def write_pages(k, v, rows, kv_scales, kv, K: tl.constexpr, D: tl.constexpr, DP:
 
 
 @triton.jit
-def rotate_pages(heads_in, cos, sin, q_norm, k_norm, rows, kv_scales, kv, q, H: tl.constexpr, K: tl.constexpr,
-                 D: tl.constexpr, HALF: tl.constexpr, POOL: tl.constexpr, LIMIT: tl.constexpr, NORMED: tl.constexpr,
-                 EPS: tl.constexpr):
-    """heads_in [T, H + 2K, D]: q normed and rotated to q [T, H, D], k likewise and v to kv; program (token, head).
+def rotate_pages(
+    heads_in,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    rows,
+    kv_scales,
+    kv,
+    q,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    POOL: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NORMED: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """heads_in [T, H + 2K, D]: q normed and rotated to q [T, H, D], k likewise and v to kv; program
+    (token, head).
 
-    q_norm and k_norm [D] are the weights of the query and key norm. cos and sin float32 [T, D // 2] rotate pairs
-    (j, j + D/2). HALF: D // 2 padded to a power of two.
+    q_norm and k_norm [D] are the weights of the query and key norm. cos and sin float32 [T, D // 2]
+    rotate pairs (j, j + D/2). HALF: D // 2 padded to a power of two.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -73,8 +106,14 @@ def rotate_pages(heads_in, cos, sin, q_norm, k_norm, rows, kv_scales, kv, q, H: 
         if NORMED:
             weights = (q_norm if head < H else k_norm) + pairs
             spread = 1.0 / tl.sqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / D + EPS)
-            dtype = heads_in.dtype.element_ty  # the norm rounds to the activations' dtype, as the layer of its own does
-            left = (left * spread * tl.load(weights, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+            dtype = (
+                heads_in.dtype.element_ty
+            )  # the norm rounds to the activations' dtype, as the layer of its own does
+            left = (
+                (left * spread * tl.load(weights, mask=inside, other=0.0).to(tl.float32))
+                .to(dtype)
+                .to(tl.float32)
+            )
             right = right * spread * tl.load(weights + half, mask=inside, other=0.0).to(tl.float32)
             right = right.to(dtype).to(tl.float32)
         c = tl.load(cos + token * half + pairs, mask=inside, other=0.0)
@@ -92,7 +131,9 @@ def rotate_pages(heads_in, cos, sin, q_norm, k_norm, rows, kv_scales, kv, q, H: 
         if LIMIT > 0:
             scale = tl.load(kv_scales + slot)
         cells = kv + (row * 2 * K + slot) * D + pairs
-        dtype = heads_in.dtype.element_ty  # what is written is what the two separate operations would write
+        dtype = (
+            heads_in.dtype.element_ty
+        )  # what is written is what the two separate operations would write
         lower = stored(left.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
         upper = stored(right.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
         tl.store(cells, lower, mask=inside)

@@ -1,4 +1,6 @@
-"""The reader of HLO and its account, on small programs written by hand whose bytes can be counted on paper."""
+"""The reader of HLO and its account, on small programs written by hand whose bytes can be counted
+on paper.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,11 @@ def test_shapes_are_read_with_layouts_and_memory_spaces():
 def test_instructions_are_read_with_operands_and_attributes():
     entry = parse(STEP).entry
     dot = entry.instructions["dot"]
-    assert (dot.op, dot.operands, dot.numbers("lhs_contracting_dims")) == ("dot", ("embedded", "w"), (1,))
+    assert (dot.op, dot.operands, dot.numbers("lhs_contracting_dims")) == (
+        "dot",
+        ("embedded", "w"),
+        (1,),
+    )
     assert dot.quoted("op_name") == "jit(step)/dot"
     assert [made.name for made in entry.parameters] == ["x", "w", "pool.1", "table.1", "ids.1"]
     assert [array.dims for array in entry.root.arrays] == [(500, 64), (8, 32)]
@@ -149,7 +155,9 @@ def test_decode_attention_counts_keys_once_and_splits_in_use(context: int, split
     heads, dim, seqs = 32, 128, 8
     q, pool = Array("bf16", (seqs, heads, dim)), Array("bf16", (513, 16, 16, dim))
     parts, stats = Array("f32", (seqs, heads, 32, dim)), Array("f32", (seqs, heads, 32, 2))
-    moved, done = kernel_cost(Load(seqs, context), pool.elements, 90)("decode_attention", [q, pool], [q, parts, stats])
+    moved, done = kernel_cost(Load(seqs, context), pool.elements, 90)(
+        "decode_attention", [q, pool], [q, parts, stats]
+    )
     sums = seqs * heads * splits * (dim + 2) * 4
     tables = 4 * seqs * -(-context // 16)
     assert moved == q.nbytes + seqs * context * 16 * dim * 2 + tables + (sums or q.nbytes)
@@ -159,13 +167,17 @@ def test_decode_attention_counts_keys_once_and_splits_in_use(context: int, split
 def test_writing_counts_the_new_rows_of_the_pool():
     pool, heads = Array("s8", (513, 16, 16, 128)), Array("bf16", (8, 48, 128))
     moved, _ = kernel_cost(Load(8, 1024), pool.elements, 90)(
-        "rotate_pages", [heads, pool], [Array("bf16", (8, 32, 128)), pool])
+        "rotate_pages", [heads, pool], [Array("bf16", (8, 32, 128)), pool]
+    )
     assert moved == 8 * (48 + 32) * 128 * 2 + 8 * 16 * 128
 
 
 def test_programs_have_names_of_their_own_and_targets_their_configurations():
     specs = list(every_spec())
     assert len({str(spec) for spec in specs}) == len(specs)
-    assert str(Spec("h100", "qwen3-8b", 512, 64, plain=False)) == "h100 qwen3-8b bf16 mixed-512 sampled"
+    assert (
+        str(Spec("h100", "qwen3-8b", 512, 64, plain=False))
+        == "h100 qwen3-8b bf16 mixed-512 sampled"
+    )
     data = DATA
     assert all((data / f"{name}.txtpb").exists() for name in ("h100", "a100", "l4"))

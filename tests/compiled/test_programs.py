@@ -1,6 +1,8 @@
-"""The engine's own steps at 8B shapes, compiled for GPUs and TPUs that need not be there: what they move and keep.
+"""The engine's own steps at 8B shapes, compiled for GPUs and TPUs that need not be there: what they
+move and keep.
 
-Needs the compilers' plugins: `make test-compile` fetches them and sets JITNEY_CUDA_PLUGIN and JITNEY_TPU_PLUGIN.
+Needs the compilers' plugins: `make test-compile` fetches them and sets JITNEY_CUDA_PLUGIN and
+JITNEY_TPU_PLUGIN.
 """
 
 from __future__ import annotations
@@ -8,13 +10,24 @@ from __future__ import annotations
 import pytest
 from compiled_specs import GPUS, Spec, every_spec, facts
 
-#: Bytes touched over the least that a step must touch (in a mixed one activations count), and MiB of temporaries.
+#: Bytes touched over the least that a step must touch (in a mixed one activations count), and MiB
+#: of temporaries.
 MOST, DECODE_MIB, OTHER_MIB = {"decode": 1.2, "mixed": 2.0}, 64, 256
 
 SPECS = list(every_spec())
-pytestmark = pytest.mark.parametrize("spec", [
-    pytest.param(spec, id=str(spec).replace(" ", "_"), marks=pytest.mark.skipif(
-        not spec.plugin, reason="needs the target's plugin: make test-compile")) for spec in SPECS])
+pytestmark = pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(
+            spec,
+            id=str(spec).replace(" ", "_"),
+            marks=pytest.mark.skipif(
+                not spec.plugin, reason="needs the target's plugin: make test-compile"
+            ),
+        )
+        for spec in SPECS
+    ],
+)
 
 
 def test_the_pools_are_updated_in_place_and_nothing_large_is_made(spec: Spec):
@@ -37,7 +50,9 @@ def test_the_roofline_knows_the_program(spec: Spec):
     for load in facts(spec)["loads"]:
         assert load["floor"] * spec.devices == pytest.approx(load["roofline_bytes"], rel=0.02)
         if spec.weights != "int4" and spec.rows > 1:  # one row's product is written as a sum
-            assert load["operations"] * spec.devices == pytest.approx(load["roofline_operations"], rel=0.01)
+            assert load["operations"] * spec.devices == pytest.approx(
+                load["roofline_operations"], rel=0.01
+            )
 
 
 def test_a_step_on_gpus_is_one_graph(spec: Spec):

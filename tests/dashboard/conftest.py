@@ -1,4 +1,6 @@
-"""A scripted engine for the page: a test sets who sits where and adds step records; the page must show just that."""
+"""A scripted engine for the page: a test sets who sits where and adds step records; the page must
+show just that.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class StageClient(FakeClient):
 
     def __init__(self, **info: Any):
         super().__init__(**({"seats": 4, "pages": 10, "model": "scripted"} | info))
-        self._seats = [Slot(seat=seat, state="free") for seat in range(self.info.seats if self.info else 4)]
+        self._seats = [
+            Slot(seat=seat, state="free") for seat in range(self.info.seats if self.info else 4)
+        ]
         self.states = bytes(11)
         self.kept: list[np.void] = []
         self.asked = 0
@@ -57,30 +61,66 @@ class StageClient(FakeClient):
         """Have the journal's seat be as the slot says."""
         there, now = self.journal.seats[slot.seat], time.monotonic()
         if there is not None and (there.request, there.index) != (slot.request_id, slot.index):
-            self.journal.take(StepReport([SequenceOutput(request_id=there.request, index=there.index,
-                                                         finish="length")]))
+            self.journal.take(
+                StepReport(
+                    [SequenceOutput(request_id=there.request, index=there.index, finish="length")]
+                )
+            )
         if slot.request_id is None:
             return
         trip = self.journal.trip(slot.request_id, slot.index)
         if trip is None:
             sampling = SamplingParams(max_tokens=slot.max_tokens or 16, n=slot.index + 1)
-            self.journal.submit(EngineRequest(id=slot.request_id, prompt=[1] * slot.n_prompt, sampling=sampling,
-                                              arrival=now))
+            self.journal.submit(
+                EngineRequest(
+                    id=slot.request_id, prompt=[1] * slot.n_prompt, sampling=sampling, arrival=now
+                )
+            )
             trip = self.journal.trip(slot.request_id, slot.index)
         assert trip is not None
-        life = [] if trip.seat == slot.seat else [Life("seated", slot.request_id, slot.index, slot.seat,
-                                                       self.journal.records.last_step, now, 0, 0)]
+        life = (
+            []
+            if trip.seat == slot.seat
+            else [
+                Life(
+                    "seated",
+                    slot.request_id,
+                    slot.index,
+                    slot.seat,
+                    self.journal.records.last_step,
+                    now,
+                    0,
+                    0,
+                )
+            ]
+        )
         self.journal.take(StepReport([], life=life))
-        rows = [PromptRows(slot.request_id, slot.index, 0, slot.n_computed, 0)] if slot.state == "prefill" else []
+        rows = (
+            [PromptRows(slot.request_id, slot.index, 0, slot.n_computed, 0)]
+            if slot.state == "prefill"
+            else []
+        )
         tokens = [1] * (slot.n_output - trip.n_output)
-        outputs = [SequenceOutput(request_id=slot.request_id, index=slot.index, tokens=tokens)] if tokens else []
+        outputs = (
+            [SequenceOutput(request_id=slot.request_id, index=slot.index, tokens=tokens)]
+            if tokens
+            else []
+        )
         self.journal.take(StepReport(outputs, chunks=rows))
 
     def step(self, **fields: float) -> np.void:
         """One more step record, as the core would send it."""
         record = np.zeros(1, STEP_DTYPE)
-        given = {"step": len(self.kept), "bucket_tokens": 32, "mixed": 1, "seats": 4, "pages": 10, "device_s": 0.02,
-                 "gap_s": 0.001, **ROWS} | fields
+        given = {
+            "step": len(self.kept),
+            "bucket_tokens": 32,
+            "mixed": 1,
+            "seats": 4,
+            "pages": 10,
+            "device_s": 0.02,
+            "gap_s": 0.001,
+            **ROWS,
+        } | fields
         for name, value in given.items():
             record[name] = value
         taken = self.journal.take(StepReport([], record.tobytes()))
@@ -116,7 +156,9 @@ def chromium():
     if not shutil.which(CHROMIUM):
         pytest.skip("chromium is not installed")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, env={**os.environ})
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=ARGUMENTS, env={**os.environ}
+        )
         yield browser
         browser.close()
 

@@ -28,7 +28,15 @@ from jitney.engine.api import ServerSettings, create_app
 from jitney.engine.api.settings import digest_key
 
 KEY = "a secret key"
-PATHS = ("/", "/slots", "/frames", "/assets/page.js", "/assets/style.css", "/assets/icon.svg", "/nowhere")
+PATHS = (
+    "/",
+    "/slots",
+    "/frames",
+    "/assets/page.js",
+    "/assets/style.css",
+    "/assets/icon.svg",
+    "/nowhere",
+)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -40,7 +48,10 @@ def test_every_answer_carries_the_policy(client, path):
 
 
 def test_the_policy_forbids_what_is_not_ours():
-    rules = {name: sources for name, _, sources in (rule.strip().partition(" ") for rule in POLICY.split(";"))}
+    rules = {
+        name: sources
+        for name, _, sources in (rule.strip().partition(" ") for rule in POLICY.split(";"))
+    }
     assert rules["default-src"] == "'none'" and rules["frame-ancestors"] == "'none'"
     assert rules["script-src"] == rules["connect-src"] == "'self'"
 
@@ -56,15 +67,19 @@ def test_all_that_the_page_asks_for_is_there_and_ours(client):
         text = get(app, "/assets/" + name).raise_for_status().text
         if name == PLOTLY:
             continue
-        assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), f"{name} points elsewhere"
-        todo += re.findall(r'assets/([\w.-]+)', text) + re.findall(r'from "\./([\w.-]+)"', text)
+        assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), (
+            f"{name} points elsewhere"
+        )
+        todo += re.findall(r"assets/([\w.-]+)", text) + re.findall(r'from "\./([\w.-]+)"', text)
     assert {"page.js", "style.css", PLOTLY, "timeline.js", "sign-in.js"} <= seen
 
 
 def test_no_inline_script(client):
     for name in ("index.html", "sign-in.html"):
         text = get(page(client), "/assets/" + name).text
-        assert re.findall(r"<script[^>]*>([^<]*)</script>", text) == [""] and not re.search(r"\son\w+=", text)
+        assert re.findall(r"<script[^>]*>([^<]*)</script>", text) == [""] and not re.search(
+            r"\son\w+=", text
+        )
 
 
 def test_plotly_travels_zipped_and_once(client):
@@ -100,8 +115,14 @@ def test_the_stream_frees_its_place_when_the_client_leaves(client):
     app = page(client)
     reply = run(call(app, "/feed", method="GET", leave_on_chunk=3))
     assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
-    assert reply.headers["cache-control"] == "no-store" and reply.headers["x-accel-buffering"] == "no"
-    assert [chunk.split(b"\n")[0] for chunk in reply.chunks[:3]] == [b"event: hello", b"event: key", b"event: d"]
+    assert (
+        reply.headers["cache-control"] == "no-store" and reply.headers["x-accel-buffering"] == "no"
+    )
+    assert [chunk.split(b"\n")[0] for chunk in reply.chunks[:3]] == [
+        b"event: hello",
+        b"event: key",
+        b"event: d",
+    ]
     assert json.loads(reply.chunks[1].split(b"data: ")[1])["seats"]["request"][1] == "req-b"
     assert app.state.feed.viewers == 0
 
@@ -118,12 +139,23 @@ def test_the_thirty_third_viewer_is_told_to_come_back(client):
         async def send(message):
             pass
 
-        scope = {"type": "http", "method": "GET", "path": "/feed", "root_path": "", "query_string": b"", "headers": []}
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/feed",
+            "root_path": "",
+            "query_string": b"",
+            "headers": [],
+        }
         pages = [asyncio.create_task(app(dict(scope), receive, send)) for _ in range(MAX_VIEWERS)]
         await asyncio.sleep(0.05)
         assert app.state.feed.viewers == 32
         reply = await call(app, "/feed", method="GET")
-        assert reply.status == 503 and reply.error["code"] == "too_many_viewers" and reply.headers["retry-after"] == "5"
+        assert (
+            reply.status == 503
+            and reply.error["code"] == "too_many_viewers"
+            and reply.headers["retry-after"] == "5"
+        )
         left.set()
         await asyncio.gather(*pages)
         assert app.state.feed.viewers == 0 and not app.state.feed.sampling
@@ -137,7 +169,9 @@ def test_head_of_the_feed_ends(client):
 
 
 @pytest.mark.parametrize("path", ["/feed", "/slots", "/frames"])
-@pytest.mark.parametrize("cookie", ["", "jitney_session=", "jitney_session=wrong", f"jitney_session={digest_key(KEY)}"])
+@pytest.mark.parametrize(
+    "cookie", ["", "jitney_session=", "jitney_session=wrong", f"jitney_session={digest_key(KEY)}"]
+)
 def test_data_needs_a_session_when_keys_are_set(client, path, cookie):
     reply = run(call(page(client, KEY), path, method="GET", headers={"cookie": cookie}))
     assert reply.status == 401 and reply.error["code"] == "not_signed_in"
@@ -154,16 +188,28 @@ def test_signing_in(client):
             right = await web.post("/sign-in", json={"key": KEY})
             assert right.status_code == 204
             cookie = right.headers["set-cookie"]
-            assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(cookie.split("; ")) and KEY not in cookie
+            assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(
+                cookie.split("; ")
+            ) and KEY not in cookie
             assert (await web.get("/")).status_code == 200
             assert (await web.get("/slots")).json()["seats"]["request"][0] == "req-a"
 
     run(session())
 
 
-@pytest.mark.parametrize("body, status", [
-    (b"", 400), (b"key", 400), (b"[]", 400), (b'{"key": 1}', 400), (b'{"key": "a", "x": 1}', 400),
-    (b'{"key": "' + b"a" * 5000 + b'"}', 413), (b'{"key": "\\ud800"}', 400), ('{"key": "ü"}'.encode(), 401)])
+@pytest.mark.parametrize(
+    "body, status",
+    [
+        (b"", 400),
+        (b"key", 400),
+        (b"[]", 400),
+        (b'{"key": 1}', 400),
+        (b'{"key": "a", "x": 1}', 400),
+        (b'{"key": "' + b"a" * 5000 + b'"}', 413),
+        (b'{"key": "\\ud800"}', 400),
+        ('{"key": "ü"}'.encode(), 401),
+    ],
+)
 def test_bad_sign_ins(client, body, status):
     reply = run(call(page(client, KEY), "/sign-in", body))
     assert reply.status == status and "set-cookie" not in reply.headers
@@ -183,7 +229,11 @@ def test_sessions_end_and_are_bounded():
     assert not sessions.admits(first)
     opened = [sessions.open(KEY) for _ in range(MAX_SESSIONS + 1)]
     assert len(set(opened)) == MAX_SESSIONS + 1
-    assert [sessions.admits(one) for one in (opened[0], opened[1], opened[-1])] == [False, True, True]
+    assert [sessions.admits(one) for one in (opened[0], opened[1], opened[-1])] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_mounted_behind_the_endpoint(client):
@@ -198,7 +248,9 @@ def test_mounted_behind_the_endpoint(client):
 
 
 def test_a_cookie_stays_under_the_pages_path(client):
-    settings = ServerSettings(api_keys=(digest_key(KEY),), public_paths=frozenset({"/dashboard/sign-in"}))
+    settings = ServerSettings(
+        api_keys=(digest_key(KEY),), public_paths=frozenset({"/dashboard/sign-in"})
+    )
     mount = Mount("/dashboard", app=create_dashboard(client, settings))
     app = create_app(client, ByteTokenizer(), settings, "m", [mount])  # type: ignore[arg-type]
     reply = run(call(app, "/dashboard/sign-in", {"key": KEY}))
@@ -245,7 +297,9 @@ def test_attempts_are_counted_by_address_and_forgotten():
 
 
 def test_a_form_of_another_site_cannot_sign_in(client):
-    reply = run(call(page(client, KEY), "/sign-in", {"key": KEY}, headers={"content-type": "text/plain"}))
+    reply = run(
+        call(page(client, KEY), "/sign-in", {"key": KEY}, headers={"content-type": "text/plain"})
+    )
     assert reply.status == 415 and "set-cookie" not in reply.headers
 
 
@@ -253,7 +307,9 @@ def test_text_is_shown_only_where_the_server_allows_it(client):
     trip = client.journal.trip("req-a", 0)
     assert get(page(client), "/request/req-a").json()["text"] is None
     app = create_dashboard(client, ServerSettings(), decode=lambda ids: "".join(map(chr, ids)))
-    assert get(app, "/request/req-a").json()["text"] is None, "tokens that were not kept cannot be shown"
+    assert get(app, "/request/req-a").json()["text"] is None, (
+        "tokens that were not kept cannot be shown"
+    )
     trip.tokens = [104, 105, 33, 63, 63, 111, 107]
     assert get(app, "/request/req-a").json()["text"] == {"prompt": "hi!??", "answer": "ok"}
     assert get(page(client), "/request/req-a").json()["text"] is None

@@ -1,4 +1,6 @@
-"""The page in a real browser: what it shows equals what the scripted engine said, and nothing else happens."""
+"""The page in a real browser: what it shows equals what the scripted engine said, and nothing else
+happens.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ MARKUP = "<img src=x onerror=alert(1)>"
 
 def colour_at(page, seat: int) -> list[int]:
     """The canvas's colour near the right end of a seat's cell, red, green, blue."""
-    return page.evaluate("""(seat) => {
+    return page.evaluate(
+        """(seat) => {
         const canvas = document.getElementById("seats"), ratio = devicePixelRatio, gap = 5;
         const width = Math.floor(Math.min(76 * 2.4, (canvas.clientWidth + gap) / 4 - gap));
         const x = seat * (width + gap) + width - 40;
         return [...canvas.getContext("2d").getImageData(x * ratio, 25 * ratio, 1, 1).data.slice(0, 3)];
-    }""", seat)
+    }""",
+        seat,
+    )
 
 
 def test_the_page_shows_the_engines_own_numbers(client, open_page):
@@ -30,13 +35,24 @@ def test_the_page_shows_the_engines_own_numbers(client, open_page):
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
         tells(page, "page-legend", "3 cached")
         shown = figures(page)
-        assert (shown["Seats taken"], shown["Waiting"], shown["KV pages"]) == ("3 of 4", "2", "60\u00a0%")
+        assert (shown["Seats taken"], shown["Waiting"], shown["KV pages"]) == (
+            "3 of 4",
+            "2",
+            "60\u00a0%",
+        )
         facts = page.locator("#facts").inner_text()
         assert all(word in facts for word in ("scripted", "cpu", "reference", "continuous", "fcfs"))
         page.click("#seat-details summary")
-        table_is(page, "seat-table", [
-            ["0", "decode", "req-a", "0", "8", "16"], ["1", "prefill", "req-b", "1", "10", "40"],
-            ["2", "free"], ["3", "decode", MARKUP, "0", "3", "4"]])
+        table_is(
+            page,
+            "seat-table",
+            [
+                ["0", "decode", "req-a", "0", "8", "16"],
+                ["1", "prefill", "req-b", "1", "10", "40"],
+                ["2", "free"],
+                ["3", "decode", MARKUP, "0", "3", "4"],
+            ],
+        )
         legend = page.locator("#page-legend").inner_text()
         assert all(text in legend for text in ("1 free", "4 held", "2 shared", "3 cached"))
         assert colour_at(page, 0) == [0xCF, 0xE4, 0xF1]  # half done, so not yet dark here
@@ -56,7 +72,9 @@ def test_kernels_that_were_wrong_at_start_are_told_above_all(client, open_page):
     ]
     page = open_page.page
     with visit(page, type(client)(kernels="native", proofs=proofs)):
-        tells(page, "kernels-out", "of the native kernels attention is off by 3.5, head could not run")
+        tells(
+            page, "kernels-out", "of the native kernels attention is off by 3.5, head could not run"
+        )
         tells(page, "kernels-out", "<b>no</b>")
         assert "norm" not in page.locator("#kernels-out").inner_text()
     assert open_page.problems == []
@@ -70,7 +88,11 @@ def test_the_canary_counts_on_the_page(client, open_page):
     watched = type(client)(canary_every=50)
     watched.step()
     with visit(page, watched):
-        tells(page, "canary", "one request in 50 is computed again with the reference kernels; 0 checked")
+        tells(
+            page,
+            "canary",
+            "one request in 50 is computed again with the reference kernels; 0 checked",
+        )
         watched.counters.observe_canary([CanaryFinding(0.1, True), CanaryFinding(3.0, False)])
         watched.step()
         tells(page, "canary", "1 of 2 came out otherwise")
@@ -84,8 +106,19 @@ def test_a_scripted_trip_is_shown_look_by_look(client, open_page):
         page.click("#seat-details summary")
         page.click("#time-details summary")
         for output in (1, 2, 7, 9):
-            client.seat(2, "decode", "one", n_prompt=3, n_computed=2 + output, n_output=output, max_tokens=9, pages=1)
-            table_is(page, "seat-table", [["0"], ["1"], ["2", "decode", "one", "0", str(output), "9"]])
+            client.seat(
+                2,
+                "decode",
+                "one",
+                n_prompt=3,
+                n_computed=2 + output,
+                n_output=output,
+                max_tokens=9,
+                pages=1,
+            )
+            table_is(
+                page, "seat-table", [["0"], ["1"], ["2", "decode", "one", "0", str(output), "9"]]
+            )
         client.seat(2, "prefill", "two", n_prompt=64, n_computed=32, max_tokens=9, pages=2)
         table_is(page, "seat-table", [["0"], ["1"], ["2", "prefill", "two", "0", "32", "64"]])
         says(page, "headline", "Full: all 4 seats taken, 2 waiting, continuous")
@@ -101,7 +134,9 @@ def test_rates_are_differences(client, open_page):
     page = open_page.page
     with visit(page, client):
         client.step(waiting=0, decode=300, padding=0, bucket_tokens=323)
-        page.wait_for_function("() => Number(document.querySelector('#figures dd').textContent) >= 50")
+        page.wait_for_function(
+            "() => Number(document.querySelector('#figures dd').textContent) >= 50"
+        )
         page.click("#chart-details summary")
         page.wait_for_function("""() => [...document.querySelectorAll("#chart-table td:nth-child(2)")]
             .some((cell) => Number(cell.textContent) >= 300)""")

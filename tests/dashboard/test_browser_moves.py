@@ -13,10 +13,24 @@ from jitney.dashboard import create_dashboard
 from jitney.engine.api import ServerSettings
 
 MARKUP = "<img src=x onerror=alert(1)>"
-FIGURES = {"output_tok_s": 10.0, "req_s": 1.0, "padding_share": 0.5, "seat_fill": 0.5, "cost_per_million_tokens": None,
-           "ttft_s": {"p50": 1.0, "p99": 4.0}, "itl_s": {"p50": 0.05, "p99": 0.1}, "e2e_s": {"p99": 9.0},
-           "queue_s": {"p99": 3.0}}
-RIDES = {"seat": [0, 1], "request": ["a", MARKUP], "from": [0.0, 0.0], "first_token": [0.5, 0.5], "to": [2.0, 4.0]}
+FIGURES = {
+    "output_tok_s": 10.0,
+    "req_s": 1.0,
+    "padding_share": 0.5,
+    "seat_fill": 0.5,
+    "cost_per_million_tokens": None,
+    "ttft_s": {"p50": 1.0, "p99": 4.0},
+    "itl_s": {"p50": 0.05, "p99": 0.1},
+    "e2e_s": {"p99": 9.0},
+    "queue_s": {"p99": 3.0},
+}
+RIDES = {
+    "seat": [0, 1],
+    "request": ["a", MARKUP],
+    "from": [0.0, 0.0],
+    "first_token": [0.5, 0.5],
+    "to": [2.0, 4.0],
+}
 
 
 def press(page, *keys: str) -> None:
@@ -70,18 +84,25 @@ def test_pause_scrub_step_and_replay(client, open_page):
     with visit(page, client):
         page.click("#seat-details summary")
         table_is(page, "seat-table", [["0", "decode", "req-a", "0", "8", "16"]])
-        client.seat(0, "decode", "later", n_prompt=5, n_computed=6, n_output=2, max_tokens=9, pages=1)
+        client.seat(
+            0, "decode", "later", n_prompt=5, n_computed=6, n_output=2, max_tokens=9, pages=1
+        )
         table_is(page, "seat-table", [["0", "decode", "later", "0", "2", "9"]])
         page.wait_for_timeout(700)
         page.focus("#timeline")
         press(page, " ")
         state(page, "paused")
-        client.seat(2, "decode", "unseen", n_prompt=5, n_computed=6, n_output=2, max_tokens=9, pages=1)
+        client.seat(
+            2, "decode", "unseen", n_prompt=5, n_computed=6, n_output=2, max_tokens=9, pages=1
+        )
         table_is(page, "seat-table", [["0", "decode", "later"], ["1"], ["2", "free"]])
-        page.wait_for_function("""() => {  // back, look by look, until the passenger before is on board again
+        page.wait_for_function(
+            """() => {  // back, look by look, until the passenger before is on board again
             if (document.querySelector("#seat-table td:nth-child(3)").textContent === "req-a") return true;
             document.body.dispatchEvent(new KeyboardEvent("keydown", {key: ",", bubbles: true}));
-        }""", polling=100)
+        }""",
+            polling=100,
+        )
         table_is(page, "seat-table", [["0", "decode", "req-a", "0", "8", "16"]])
         tells(page, "headline", "3 of 4 seats taken, 2 waiting, continuous (")
         tells(page, "headline", "s ago)")
@@ -92,21 +113,50 @@ def test_pause_scrub_step_and_replay(client, open_page):
 
 
 def test_the_policy_lab_compares(client, open_page):
-    page, lab = open_page.page, {
-        "state": "idle", "id": None, "progress": None, "error": None, "result": None, "arrivals": 80, "minutes": 5.0,
-        "settings": {"batch_size": 0, "order": "fcfs", "target_itl_ms": None}}
-    runs = {"static": {"figures": FIGURES, "seats": 2, "rides": RIDES, "seconds": 4.0},
-            "continuous": {"figures": FIGURES | {"output_tok_s": 25.0}, "seats": 2, "rides": RIDES, "seconds": 4.0}}
+    page, lab = (
+        open_page.page,
+        {
+            "state": "idle",
+            "id": None,
+            "progress": None,
+            "error": None,
+            "result": None,
+            "arrivals": 80,
+            "minutes": 5.0,
+            "settings": {"batch_size": 0, "order": "fcfs", "target_itl_ms": None},
+        },
+    )
+    runs = {
+        "static": {"figures": FIGURES, "seats": 2, "rides": RIDES, "seconds": 4.0},
+        "continuous": {
+            "figures": FIGURES | {"output_tok_s": 25.0},
+            "seats": 2,
+            "rides": RIDES,
+            "seconds": 4.0,
+        },
+    }
     asked = []
 
     def answer(route):
         if route.request.method == "POST":
             asked.append(json.loads(route.request.post_data))
-            lab.update(state="done", id="1", result={
-                "requests": 80, "policies": runs, "counted": {"ended": 77, "running": 0, "refused": 3},
-                "closed_loop": 0, "cached_tokens": 64, "on_board_before": 2,
-                "verdict": "By simulation continuous makes 2.50x the tokens of static, ±8 %.",
-                "measured": {"policy": "continuous", "figures": FIGURES | {"output_tok_s": 24.0}}})
+            lab.update(
+                state="done",
+                id="1",
+                result={
+                    "requests": 80,
+                    "policies": runs,
+                    "counted": {"ended": 77, "running": 0, "refused": 3},
+                    "closed_loop": 0,
+                    "cached_tokens": 64,
+                    "on_board_before": 2,
+                    "verdict": "By simulation continuous makes 2.50x the tokens of static, ±8 %.",
+                    "measured": {
+                        "policy": "continuous",
+                        "figures": FIGURES | {"output_tok_s": 24.0},
+                    },
+                },
+            )
         route.fulfill(json=lab)
 
     page.route("**/lab", answer)
@@ -119,10 +169,21 @@ def test_the_policy_lab_compares(client, open_page):
         page.fill("#lab-price", "2.5")
         page.click("#lab-run")
         tells(page, "lab-result", "continuous makes 2.50x the tokens of static, ±8 %.")
-        tells(page, "lab-result", "80 requests were played again (when the record ended: 77 ended, 3 refused).")
+        tells(
+            page,
+            "lab-result",
+            "80 requests were played again (when the record ended: 77 ended, 3 refused).",
+        )
         tells(page, "lab-result", "64 prompt tokens are found cached")
-        assert asked == [{"minutes": 5, "speed": 1, "policies": ["static", "continuous"],
-                          "settings": {"batch_size": 2}, "price_per_hour": 2.5}]
+        assert asked == [
+            {
+                "minutes": 5,
+                "speed": 1,
+                "policies": ["static", "continuous"],
+                "settings": {"batch_size": 2},
+                "price_per_hour": 2.5,
+            }
+        ]
         table_is(page, "lab-figures", [["Output tok/s", "10", "25", "24"]])
         assert page.locator("#lab-result canvas").count() == 2
     assert open_page.problems == []
@@ -130,11 +191,24 @@ def test_the_policy_lab_compares(client, open_page):
 
 def test_the_switch_between_engines(client, other, open_page):
     page, settings = open_page.page, ServerSettings()
-    app = Starlette(routes=[Mount("/engines/1", create_dashboard(other, settings)),
-                            Mount("/", create_dashboard(client, settings))])
-    page.route("**/engines", lambda route: route.fulfill(json={"standalone": True, "engines": [
-        {"name": "one", "url": "http://one", "base": "", "state": "ready"},
-        {"name": MARKUP, "url": "http://two", "base": "engines/1/", "state": "ready"}]}))
+    app = Starlette(
+        routes=[
+            Mount("/engines/1", create_dashboard(other, settings)),
+            Mount("/", create_dashboard(client, settings)),
+        ]
+    )
+    page.route(
+        "**/engines",
+        lambda route: route.fulfill(
+            json={
+                "standalone": True,
+                "engines": [
+                    {"name": "one", "url": "http://one", "base": "", "state": "ready"},
+                    {"name": MARKUP, "url": "http://two", "base": "engines/1/", "state": "ready"},
+                ],
+            }
+        ),
+    )
     with served(app) as url:
         page.goto(url)
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
@@ -153,7 +227,9 @@ def test_it_fits_narrow_and_wide_screens(client, open_page, scheme):
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
         for width in (360, 768, 1440):
             page.set_viewport_size({"width": width, "height": 800})
-            page.wait_for_function("(width) => document.documentElement.scrollWidth === width", arg=width)
+            page.wait_for_function(
+                "(width) => document.documentElement.scrollWidth === width", arg=width
+            )
         # Whoever cannot see a canvas has its name, and its numbers as a table.
         assert page.locator("canvas:not([aria-label])").count() == 0
         assert page.evaluate("matchMedia('(prefers-reduced-motion: reduce)').matches")

@@ -1,4 +1,6 @@
-"""The page's modules by themselves, in the browser: deltas, rides, and pixels that must not depend on how they came."""
+"""The page's modules by themselves, in the browser: deltas, rides, and pixels that must not depend
+on how they came.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,22 @@ def test_a_delta_moves_what_it_does_not_name(parts):
         return [[...seats.state], seats.request, [...seats.n_output], [...seats.n_computed], [...seats.max_tokens],
                 [...engine.pages.cells], engine.frame.s, engine.taken];
     }""")
-    assert seats == [[2, 2, 3, 1], ["a", "b", "c", "d"], [5, 1, 3, 0], [9, 9, 6, 8], [9, 9, 9, 7], [0, 3, 3, 0],
-                     {"worst_s": 1, "waiting": 1}, 4]
+    assert seats == [
+        [2, 2, 3, 1],
+        ["a", "b", "c", "d"],
+        [5, 1, 3, 0],
+        [9, 9, 6, 8],
+        [9, 9, 9, 7],
+        [0, 3, 3, 0],
+        {"worst_s": 1, "waiting": 1},
+        4,
+    ]
 
 
 def test_what_deltas_rebuild_equals_the_next_key_frame(parts, client):
-    """The engine moves while the page listens; then it stands still, and the next key frame must say nothing new."""
+    """The engine moves while the page listens; then it stands still, and the next key frame must
+    say nothing new.
+    """
     parts("""async () => {
         const load = (name) => import(`/dashboard/assets/${name}.js`);
         const [{Engine}, {watch}] = [await load("engine"), await load("feed")];
@@ -68,9 +80,25 @@ def test_what_deltas_rebuild_equals_the_next_key_frame(parts, client):
         if kind < 0.4:
             client.step(waiting=draw.randrange(5))
         elif kind < 0.7:
-            client.seat(seat, "decode", f"r{next(names)}", n_prompt=5, n_computed=7, n_output=3, max_tokens=9, pages=1)
+            client.seat(
+                seat,
+                "decode",
+                f"r{next(names)}",
+                n_prompt=5,
+                n_computed=7,
+                n_output=3,
+                max_tokens=9,
+                pages=1,
+            )
         else:
-            client.seat(seat, "prefill", f"r{next(names)}", n_prompt=50, n_computed=draw.randrange(50), max_tokens=9)
+            client.seat(
+                seat,
+                "prefill",
+                f"r{next(names)}",
+                n_prompt=50,
+                n_computed=draw.randrange(50),
+                max_tokens=9,
+            )
         client.states = bytes([0, *(draw.randrange(4) for _ in range(10))])
         time.sleep(0.05)
     time.sleep(1)  # for the last changes to arrive
@@ -97,8 +125,12 @@ def test_rides_follow_life_events_and_ignore_what_the_account_had(parts):
         return rides.newest(9).reverse().map((i) => [rides.request[i], rides.seat[i], rides.from[i], rides.first[i],
                                                      String(rides.to[i]), rides.end[i], rides.hue[i]]);
     }""")
-    assert rides == [["a", 0, 1, 1.5, "4", "stop", 0], ["b", 1, 2, 3, "Infinity", "", 1],
-                     ["c", 0, 4, 5, "5", "preempted", 2], ["c", 2, 6, float("inf"), "Infinity", "", 2]]
+    assert rides == [
+        ["a", 0, 1, 1.5, "4", "stop", 0],
+        ["b", 1, 2, 3, "Infinity", "", 1],
+        ["c", 0, 4, 5, "5", "preempted", 2],
+        ["c", 2, 6, float("inf"), "Infinity", "", 2],
+    ]
 
 
 def test_a_timeline_that_moved_on_equals_one_drawn_anew(parts):
@@ -157,5 +189,11 @@ def test_what_was_seen_can_be_found_again(parts):
         return [show(1.15), show(0.6), show(0.9), recorder.neighbour(1.15, -1), recorder.neighbour(1.15, 1),
                 recorder.neighbour(1.2, 1)];
     }""")
-    assert found == [[[0, 2], None, "a", 6, 3], [[0, 1], None, "a", 0, None], [[0, 2], None, "a", 0, None],
-                     1.1, 1.2, None]
+    assert found == [
+        [[0, 2], None, "a", 6, 3],
+        [[0, 1], None, "a", 0, None],
+        [[0, 2], None, "a", 0, None],
+        1.1,
+        1.2,
+        None,
+    ]

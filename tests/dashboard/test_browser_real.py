@@ -1,4 +1,6 @@
-"""The page on the real engine, with a random model: a busload sent from the page itself rides, ends, and is told of."""
+"""The page on the real engine, with a random model: a busload sent from the page itself rides,
+ends, and is told of.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,23 @@ import httpx
 import pytest
 from page_browser import free_port, state, tells
 
-FLAGS = ("tiny-random", "--platform", "cpu", "--kernels", "reference", "--max-seats", "4", "--token-budget", "64",
-         "--seat-buckets", "4", "--token-buckets", "64", "--pages", "256")
+FLAGS = (
+    "tiny-random",
+    "--platform",
+    "cpu",
+    "--kernels",
+    "reference",
+    "--max-seats",
+    "4",
+    "--token-budget",
+    "64",
+    "--seat-buckets",
+    "4",
+    "--token-buckets",
+    "64",
+    "--pages",
+    "256",
+)
 
 
 @pytest.fixture
@@ -22,8 +39,12 @@ def served_url(tmp_path) -> Iterator[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")}
     environ["JITNEY_CACHE"] = str(tmp_path)
     code = "import sys; from jitney.engine.cli import main; sys.exit(main())"
-    process = subprocess.Popen([sys.executable, "-P", "-c", code, "serve", *FLAGS, "--port", str(port)], env=environ,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, "serve", *FLAGS, "--port", str(port)],
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process)
@@ -59,7 +80,10 @@ def test_a_busload_rides_and_is_told_of(served_url, open_page):
     told = httpx.get(served_url + "/dashboard/requests", trust_env=False).json()["requests"]
     shown = page.evaluate("""() => [...document.querySelectorAll("#requests tbody tr")].map((row) =>
         [row.cells[3].textContent, row.cells[4].textContent, row.cells[9].textContent])""")
-    assert shown == [[str(row["n_prompt"]), f"{row['n_output']} / {row['max_tokens']}", row["finish"]] for row in told]
+    assert shown == [
+        [str(row["n_prompt"]), f"{row['n_output']} / {row['max_tokens']}", row["finish"]]
+        for row in told
+    ]
     page.click("#time-details summary")
     page.wait_for_function("() => document.querySelectorAll('#time-table tbody tr').length === 16")
     page.locator("#requests tbody tr").first.click()

@@ -1,4 +1,6 @@
-"""The feed: what it says equals the engine's arrays, it costs nothing unwatched, and slow viewers harm nobody."""
+"""The feed: what it says equals the engine's arrays, it costs nothing unwatched, and slow viewers
+harm nobody.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from jitney.engine.types import Slot
 
 @pytest.fixture(autouse=True)
 def key_frames_only_when_needed(monkeypatch: pytest.MonkeyPatch):
-    """On a machine that stalls for seconds, a key frame that is due would come where a test waits for a delta."""
+    """On a machine that stalls for seconds, a key frame that is due would come where a test waits
+    for a delta.
+    """
     monkeypatch.setattr(feed_module, "KEY_S", 3600.0)
 
 
@@ -51,7 +55,9 @@ def watch(feed: Feed, number: int) -> list[tuple[str, Any]]:
 
 def test_a_key_frame_is_the_engines_own_arrays(client):
     (_, hello), (name, key) = watch(Feed(client), 2)
-    assert name == "key" and key["step"] == 2 and key["state"] == "ready" and key["progress"] is None
+    assert (
+        name == "key" and key["step"] == 2 and key["state"] == "ready" and key["progress"] is None
+    )
     states = [hello["states"][code] for code in base64.b64decode(key["seats"]["state"])]
     assert states == [slot.state for slot in client.seats]
     assert key["seats"]["request"] == [slot.request_id for slot in client.seats]
@@ -59,17 +65,23 @@ def test_a_key_frame_is_the_engines_own_arrays(client):
         assert key["seats"][name] == [getattr(slot, name) for slot in client.seats]
     assert base64.b64decode(key["pages"]["cells"]) == client.states[1:]  # page 0 is nobody's
     assert key["pages"]["counts"] == {"free": 1, "held": 4, "shared": 2, "cached": 3}
-    assert key["s"]["rows"] == {kind: sum(int(record[kind]) for record in client.kept) for kind in ROW_KINDS}
+    assert key["s"]["rows"] == {
+        kind: sum(int(record[kind]) for record in client.kept) for kind in ROW_KINDS
+    }
     assert key["s"]["steps"] == {"decode": 0, "mixed": 3} and key["s"]["boarded"] == 3
     assert (key["s"]["waiting"], key["s"]["waiting_tokens"], key["s"]["seats_busy"]) == (2, 64, 3)
-    assert key["s"]["step_s"] == pytest.approx(0.063, abs=1e-6) and key["s"]["gap_s"] == pytest.approx(0.003, abs=1e-6)
+    assert key["s"]["step_s"] == pytest.approx(0.063, abs=1e-6) and key["s"][
+        "gap_s"
+    ] == pytest.approx(0.003, abs=1e-6)
     assert key["life"] == client.journal.n_life and key["hist"]["wait"]["counts"][0] == 3
 
 
 def test_hello_says_what_runs(client):
     ((name, hello),) = watch(Feed(client, keys=True), 1)
     assert name == "hello" and hello["info"]["model"] == "scripted" and hello["info"]["seats"] == 4
-    assert hello["keys"] is True and hello["text"] is False and hello["hz"] == 10.0 and hello["v"] == 2
+    assert (
+        hello["keys"] is True and hello["text"] is False and hello["hz"] == 10.0 and hello["v"] == 2
+    )
     assert hello["states"] == ["free", "prefill", "decode", "held"]
 
 
@@ -85,13 +97,25 @@ def test_a_delta_says_what_changed_and_nothing_else(client):
     [(life, delta)] = asyncio.run(session())
     assert life[0] == "life"
     assert [event[2:8] for event in life[1]["events"]] == [
-        ["queued", "req-c", 0, -1, 9, 0], ["seated", "req-c", 0, 2, 9, 0]]
+        ["queued", "req-c", 0, -1, 9, 0],
+        ["seated", "req-c", 0, 2, 9, 0],
+    ]
     name, change = delta
-    assert name == "d" and change["step"] == 3 and change.keys() <= {"t", "step", "life", "age", "seats", "s", "pages"}
-    # One step later each decoding seat is expected to have a token more; these have not, so they are named.
-    assert change["seats"] == [[0, 2, "req-a", 0, 5, 12, 8, 16], [2, 1, "req-c", 0, 9, 4, 0, 5],
-                               [3, 2, client.seats[3].request_id, 0, 7, 9, 3, 4]]
-    assert {"rows", "steps", "boarded", "step_s"} <= change["s"].keys() and "preemptions" not in change["s"]
+    assert (
+        name == "d"
+        and change["step"] == 3
+        and change.keys() <= {"t", "step", "life", "age", "seats", "s", "pages"}
+    )
+    # One step later each decoding seat is expected to have a token more; these have not, so they
+    # are named.
+    assert change["seats"] == [
+        [0, 2, "req-a", 0, 5, 12, 8, 16],
+        [2, 1, "req-c", 0, 9, 4, 0, 5],
+        [3, 2, client.seats[3].request_id, 0, 7, 9, 3, 4],
+    ]
+    assert {"rows", "steps", "boarded", "step_s"} <= change[
+        "s"
+    ].keys() and "preemptions" not in change["s"]
 
 
 def test_page_changes_come_as_runs():
@@ -101,8 +125,8 @@ def test_page_changes_come_as_runs():
         now = np.where(rng.random(40) < 0.5, before, now).astype(np.uint8)
         rebuilt = before.copy()
         for first, count, state in snapshot.page_runs(before, now):
-            assert count >= 1 and not np.any(before[first:first + count] == state)
-            rebuilt[first:first + count] = state
+            assert count >= 1 and not np.any(before[first : first + count] == state)
+            rebuilt[first : first + count] = state
         assert np.array_equal(rebuilt, now)
 
 
@@ -150,8 +174,12 @@ def test_loading_then_ready_says_hello_again(client):
             return [*before, *await take(viewer, 2)]
 
     hello, key, again, after = asyncio.run(session())
-    assert hello[1]["info"] is None and again[0] == "hello" and again[1]["info"]["model"] == "scripted"
-    assert key[1]["state"] == "loading" and key[1]["progress"]["done"] == 3 and key[1]["seats"] is None
+    assert (
+        hello[1]["info"] is None and again[0] == "hello" and again[1]["info"]["model"] == "scripted"
+    )
+    assert (
+        key[1]["state"] == "loading" and key[1]["progress"]["done"] == 3 and key[1]["seats"] is None
+    )
     assert after[0] == "key" and after[1]["state"] == "ready" and after[1]["progress"] is None
 
 
@@ -161,7 +189,9 @@ def test_an_engine_that_does_not_answer_leaves_the_pages_out(client):
 
     client.slots = no_answer
     key = watch(Feed(client), 2)[1][1]
-    assert key["pages"] is None and key["seats"]["request"][0] == "req-a" and key["s"]["waiting"] == 2
+    assert (
+        key["pages"] is None and key["seats"]["request"][0] == "req-a" and key["s"]["waiting"] == 2
+    )
 
 
 def test_a_dead_engine_ends_the_feed(client):
@@ -283,7 +313,7 @@ def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
     states = rng.integers(0, 4, 3 * snapshot.MAX_PAGE_CELLS - 5, np.uint8)
     shown = sse.pages(snapshot.page_cells(bytes([9]) + states.tobytes()))
     cells = list(base64.b64decode(shown["cells"]))
-    groups = [list(states[at:at + 3]) for at in range(0, len(states), 3)]
+    groups = [list(states[at : at + 3]) for at in range(0, len(states), 3)]
     assert shown["per_cell"] == 3 and len(cells) == len(groups)
     assert cells == [min(range(4), key=lambda code: (-group.count(code), code)) for group in groups]
     assert list(shown["counts"].values()) == [int(np.sum(states == code)) for code in range(4)]
@@ -295,12 +325,15 @@ def test_record_columns_are_the_newest_records(client, monkeypatch):
     told = sse.record_columns(records, ready, 5.0)
     assert told["left_out"] == 1 and told["columns"]["step"] == [1, 2] and told["t"] == 5.0
     for name in client.kept[0].dtype.names:
-        assert told["columns"][name] == pytest.approx([record[name].item() for record in client.kept[1:]], abs=1e-6)
+        assert told["columns"][name] == pytest.approx(
+            [record[name].item() for record in client.kept[1:]], abs=1e-6
+        )
     assert told["columns"]["ready"] == pytest.approx([0.04, 0.06], abs=1e-6)
 
 
-@pytest.mark.parametrize("fields, code", [
-    ({"compiled": 1}, "compile"), ({"preempted": 9}, "preemption_storm")])
+@pytest.mark.parametrize(
+    "fields, code", [({"compiled": 1}, "compile"), ({"preempted": 9}, "preemption_storm")]
+)
 def test_notes_of_what_steps_did(client, fields, code):
     async def session() -> list[tuple[str, Any]]:
         with Feed(client, hz=100).viewer() as viewer:
@@ -310,7 +343,9 @@ def test_notes_of_what_steps_did(client, fields, code):
             return await take(viewer, 2)
 
     (name, note), (_, delta) = asyncio.run(session())
-    assert name == "note" and note["code"] == code and note["level"] == "warn" and delta["step"] == 4
+    assert (
+        name == "note" and note["code"] == code and note["level"] == "warn" and delta["step"] == 4
+    )
 
 
 def test_notes_of_refusals_and_of_the_end(client):
@@ -323,7 +358,11 @@ def test_notes_of_refusals_and_of_the_end(client):
             return await take(viewer, 5)
 
     events = asyncio.run(session())
-    assert [data["code"] for name, data in events if name == "note"] == ["restart", "dead", "rejections"]
+    assert [data["code"] for name, data in events if name == "note"] == [
+        "restart",
+        "dead",
+        "rejections",
+    ]
     assert [name for name, _ in events][-2:] == ["key", "bye"]
 
 

@@ -1,4 +1,6 @@
-"""The policy lab: what it replays is what came, in a process of its own, and the live engine is left alone."""
+"""The policy lab: what it replays is what came, in a process of its own, and the live engine is
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,19 @@ ENGINE = EngineSection(max_seats=4, token_budget=16, page_size=8, prefill_share=
 
 
 def served_client(requests: int = 12) -> FakeClient:
-    """An engine of four seats that has just served some requests, of 5 prompt tokens and 3, 6, 9 ... output tokens."""
+    """An engine of four seats that has just served some requests, of 5 prompt tokens and 3, 6, 9
+    ... output tokens.
+    """
     watched = Watched()
     watched.clock.now = time.monotonic() - 20
     watched.journal._started = watched.clock.now
     for number in range(requests):
-        watched.add(f"r{number}", [1, 2, 3, 4, number % 40], max_tokens=3 + 3 * (number % 6), ignore_eos=True)
+        watched.add(
+            f"r{number}",
+            [1, 2, 3, 4, number % 40],
+            max_tokens=3 + 3 * (number % 6),
+            ignore_eos=True,
+        )
         watched.step()
     watched.run()
     client = FakeClient(seats=4, pages=32, page_size=8, context_length=64)
@@ -40,13 +49,18 @@ def served_client(requests: int = 12) -> FakeClient:
 
 
 def interrupted_client() -> FakeClient:
-    """An engine in whose record 24 requests end, 23 of them after a hit of 8 prompt tokens; at its end four more ride,
-    two wait, two were refused and one has left the queue."""
+    """An engine in whose record 24 requests end, 23 of them after a hit of 8 prompt tokens; at its
+    end four more ride, two wait, two were refused and one has left the queue."""
     watched = Watched(max_requests=3)
     watched.clock.now = time.monotonic() - 20
     watched.journal._started = watched.clock.now
     for number in range(24):
-        watched.add(f"r{number}", [1, 2, 3, 4, 5, 6, 7, 8, number], max_tokens=3 + number % 6, ignore_eos=True)
+        watched.add(
+            f"r{number}",
+            [1, 2, 3, 4, 5, 6, 7, 8, number],
+            max_tokens=3 + number % 6,
+            ignore_eos=True,
+        )
         watched.run()
     for number in range(4):
         watched.add(f"long{number}", [7, number], max_tokens=40, ignore_eos=True)
@@ -70,7 +84,9 @@ def lab_app(client: FakeClient) -> Starlette:
 
 def test_an_experiment_over_http():
     async def session() -> dict:
-        begun = await call(app, "/lab", {"minutes": 5, "policies": ["static", "continuous"], "price_per_hour": 3.6})
+        begun = await call(
+            app, "/lab", {"minutes": 5, "policies": ["static", "continuous"], "price_per_hour": 3.6}
+        )
         assert begun.status == 202 and begun.json()["state"] == "running"
         busy = await call(app, "/lab", {})
         assert busy.status == 409 and busy.error["code"] == "lab_busy"
@@ -89,17 +105,28 @@ def test_an_experiment_over_http():
     assert result["requests"] == 12 and list(result["policies"]) == ["static", "continuous"]
     for name, policy in result["policies"].items():
         figures = policy["figures"]
-        assert figures["served"] == 12 and figures["output_tokens"] == sum(3 + 3 * (n % 6) for n in range(12)), name
+        assert figures["served"] == 12 and figures["output_tokens"] == sum(
+            3 + 3 * (n % 6) for n in range(12)
+        ), name
         spent = 3.6 / 3600 * figures["seconds"]
-        assert figures["cost_per_million_tokens"] == pytest.approx(spent / figures["output_tokens"] * 1e6)
+        assert figures["cost_per_million_tokens"] == pytest.approx(
+            spent / figures["output_tokens"] * 1e6
+        )
         assert len(policy["rides"]["seat"]) == 12 and max(policy["rides"]["seat"]) < 4
-        assert all(0 <= start < end for start, end in zip(policy["rides"]["from"], policy["rides"]["to"], strict=True))
+        assert all(
+            0 <= start < end
+            for start, end in zip(policy["rides"]["from"], policy["rides"]["to"], strict=True)
+        )
     static, continuous = (result["policies"][name]["figures"] for name in ("static", "continuous"))
     assert continuous["padding_share"] < static["padding_share"]
     measured = result["measured"]
-    assert measured["figures"]["output_tokens"] == continuous["output_tokens"] and measured["policy"] == "continuous"
+    assert (
+        measured["figures"]["output_tokens"] == continuous["output_tokens"]
+        and measured["policy"] == "continuous"
+    )
     assert measured["figures"].keys() == continuous.keys() and len(measured["rides"]["seat"]) == 12
-    # The simulator learned the step times from these very steps, and the traffic was served continuously.
+    # The simulator learned the step times from these very steps, and the traffic was served
+    # continuously.
     assert continuous["seconds"] == pytest.approx(measured["figures"]["seconds"], rel=0.2)
 
 
@@ -121,7 +148,13 @@ def test_everybody_is_counted():
         assert sum(simulated["figures"]["finish"].values()) == frame["requests"]
     trips = list(client.journal.newest())
     assert found["measured"]["output_tokens"] == sum(trip.n_output for trip in trips)
-    assert found["measured"]["finish"] == {"length": 24, "decode": 4, "waiting": 2, "error": 2, "abort": 1}
+    assert found["measured"]["finish"] == {
+        "length": 24,
+        "decode": 4,
+        "waiting": 2,
+        "error": 2,
+        "abort": 1,
+    }
 
 
 def test_the_length_of_an_answer_that_nobody_saw_is_that_of_another():
@@ -150,9 +183,13 @@ def test_the_prediction_tells_its_error():
     frame, found = work_of(served_client(40), Wish(policies=["static", "continuous"]))
     assert frame["measured"]["policy"] == "continuous" and set(found["errors"]) == {"continuous"}
     assert abs(found["errors"]["continuous"]["output_tok_s"]) < 0.2
-    assert "% for continuous, error unknown for static" in found["verdict"] and "±" in found["verdict"]
+    assert (
+        "% for continuous, error unknown for static" in found["verdict"] and "±" in found["verdict"]
+    )
     _, few = work_of(served_client(12), Wish(policies=["static", "continuous"]))
-    assert few["errors"]["continuous"] == {} and "error unknown" in few["verdict"], "too few to tell"
+    assert few["errors"]["continuous"] == {} and "error unknown" in few["verdict"], (
+        "too few to tell"
+    )
 
 
 def test_clients_that_wait_are_replayed_as_such():
@@ -162,14 +199,18 @@ def test_clients_that_wait_are_replayed_as_such():
     for number in range(40):
         while len(watched.core.scheduler.roster.groups) >= 3:
             watched.step()
-        watched.add(f"r{number}", [1, 2, number % 40], max_tokens=3 + 3 * (number % 6), ignore_eos=True)
+        watched.add(
+            f"r{number}", [1, 2, number % 40], max_tokens=3 + 3 * (number % 6), ignore_eos=True
+        )
     watched.run()
     client = FakeClient(seats=4, pages=32, page_size=8, context_length=64)
     client.journal = watched.journal
     _, found = work_of(client, Wish(policies=["static", "continuous"]))
     assert found["closed_loop"] == 3
     static = found["policies"]["static"]["figures"]
-    assert static["served"] == 40 and static["queue_s"]["max"] < 0.5 * static["seconds"], "nobody sends ahead"
+    assert static["served"] == 40 and static["queue_s"]["max"] < 0.5 * static["seconds"], (
+        "nobody sends ahead"
+    )
     assert work_of(served_client(40), Wish(policies=["continuous"]))[1]["closed_loop"] == 0
 
 
@@ -181,9 +222,15 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
     assert [b.seats for b in more.decode] == [1, 4, 8], "those of a device, not of a CPU"
     client = served_client()
     assert client.info is not None
-    client.info = msgspec.structs.replace(client.info, seat_buckets=(4,), token_buckets=(16,), platform="gpu")
+    client.info = msgspec.structs.replace(
+        client.info, seat_buckets=(4,), token_buckets=(16,), platform="gpu"
+    )
     job, _ = Lab(client, ENGINE)._job(Wish())
-    assert (job.engine.seat_buckets, job.engine.token_buckets, job.engine.on_device) == ((4,), (16,), True)
+    assert (job.engine.seat_buckets, job.engine.token_buckets, job.engine.on_device) == (
+        (4,),
+        (16,),
+        True,
+    )
 
 
 def test_a_request_that_runs_on_has_brought_what_it_has():
@@ -197,17 +244,32 @@ def test_the_status_before_any_experiment(client):
     told = get(page(client), "/lab").json()
     assert told["state"] == "idle" and told["result"] is None and told["settings"] == {}
     told = get(lab_app(served_client()), "/lab").json()
-    assert told["arrivals"] == 12 and told["settings"].keys() == set(SETTINGS) and told["settings"]["pages"] == 32
+    assert (
+        told["arrivals"] == 12
+        and told["settings"].keys() == set(SETTINGS)
+        and told["settings"]["pages"] == 32
+    )
     assert {"static", "dynamic", "continuous"} == set(told["policies"])
 
 
-@pytest.mark.parametrize("wish, param", [
-    ({"minutes": 0}, "minutes"), ({"minutes": 11}, "minutes"), ({"speed": 11}, "speed"),
-    ({"price_per_hour": 0}, "price_per_hour"), ({"policies": []}, "policies"),
-    ({"policies": ["static", "static"]}, "policies"), ({"policies": ["best"]}, "policies"),
-    ({"settings": {"kernels": "x"}}, "settings"), ({"settings": {"batch_size": 99}}, "settings"),
-    ({"settings": {"max_seats": "4"}}, "max_seats"), ({"settings": {"prefill_share": 2}}, "prefill_share"),
-    ({"minutes": "5"}, "body"), ({"other": 1}, "body")])
+@pytest.mark.parametrize(
+    "wish, param",
+    [
+        ({"minutes": 0}, "minutes"),
+        ({"minutes": 11}, "minutes"),
+        ({"speed": 11}, "speed"),
+        ({"price_per_hour": 0}, "price_per_hour"),
+        ({"policies": []}, "policies"),
+        ({"policies": ["static", "static"]}, "policies"),
+        ({"policies": ["best"]}, "policies"),
+        ({"settings": {"kernels": "x"}}, "settings"),
+        ({"settings": {"batch_size": 99}}, "settings"),
+        ({"settings": {"max_seats": "4"}}, "max_seats"),
+        ({"settings": {"prefill_share": 2}}, "prefill_share"),
+        ({"minutes": "5"}, "body"),
+        ({"other": 1}, "body"),
+    ],
+)
 def test_wishes_that_make_no_sense(wish, param):
     reply = run(call(lab_app(served_client(1)), "/lab", wish))
     assert reply.status == 400 and reply.error["param"] == param, reply.error
@@ -223,7 +285,9 @@ def test_an_experiment_is_json_and_short():
 def test_nothing_to_replay(client):
     reply = run(call(create_dashboard(FakeClient(), ServerSettings(), engine=ENGINE), "/lab", {}))  # type: ignore[arg-type]
     assert reply.status == 400 and "no traffic" in reply.error["message"]
-    assert run(call(page(client), "/lab", {})).status == 503, "without the engine's settings the lab is closed"
+    assert run(call(page(client), "/lab", {})).status == 503, (
+        "without the engine's settings the lab is closed"
+    )
 
 
 def test_a_running_experiment_can_be_stopped_and_has_its_time():
@@ -255,8 +319,12 @@ def test_traffic_is_lengths_and_times_alone():
 
 def test_traffic_comes_faster_if_asked_to():
     client = served_client(40)
-    slow, fast = (work_of(client, Wish(policies=["continuous"], speed=speed))[1]["policies"]["continuous"]["seconds"]
-                  for speed in (0.1, 0.2))
+    slow, fast = (
+        work_of(client, Wish(policies=["continuous"], speed=speed))[1]["policies"]["continuous"][
+            "seconds"
+        ]
+        for speed in (0.1, 0.2)
+    )
     assert slow == pytest.approx(2 * fast, rel=0.1)
 
 

@@ -1,4 +1,6 @@
-"""What deltas rebuild equals the key frames exactly, over random runs of the scheduler on a fake device."""
+"""What deltas rebuild equals the key frames exactly, over random runs of the scheduler on a fake
+device.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,23 @@ class Mirror(FakeClient):
         core = self.watched.core
         records = self.journal.records.since(-1)
         return snapshot.Look(
-            t=self.watched.clock(), step=self.journal.records.last_step, state="ready", age=0.0, progress=None,
-            seats=snapshot.seat_columns(self.journal), pages=snapshot.page_cells(core.scheduler.pool.states().tobytes()),
-            scalars=snapshot.scalars(self, records[-1:]), n_life=self.journal.n_life)
+            t=self.watched.clock(),
+            step=self.journal.records.last_step,
+            state="ready",
+            age=0.0,
+            progress=None,
+            seats=snapshot.seat_columns(self.journal),
+            pages=snapshot.page_cells(core.scheduler.pool.states().tobytes()),
+            scalars=snapshot.scalars(self, records[-1:]),
+            n_life=self.journal.n_life,
+        )
 
 
 def as_events(*events: bytes) -> list[tuple[str, object]]:
     reader, told = EventReader(), []
     text = b"".join(events)
     for at in range(0, len(text), 37):  # pieces as a socket may bring them
-        told += reader.feed(text[at:at + 37])
+        told += reader.feed(text[at : at + 37])
     return told
 
 
@@ -59,8 +68,13 @@ def test_deltas_rebuild_the_key_frame(seed: int, pages: int):
     named = 0
     for number in range(150):
         if rng.random() < 0.3:
-            watched.add(f"r{number}", [rng.randrange(40) for _ in range(rng.randint(1, 20))], n=rng.choice((1, 2)),
-                        max_tokens=rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
+            watched.add(
+                f"r{number}",
+                [rng.randrange(40) for _ in range(rng.randint(1, 20))],
+                n=rng.choice((1, 2)),
+                max_tokens=rng.randint(1, 30),
+                ignore_eos=rng.random() < 0.7,
+            )
         if rng.random() < 0.05:
             watched.core.abort(f"r{rng.randrange(number + 1)}")
         for _ in range(rng.randint(0, 4)):  # several steps, or none, between two looks
@@ -73,8 +87,14 @@ def test_deltas_rebuild_the_key_frame(seed: int, pages: int):
         for name, data in as_events(sse.event("d", change, "r:2")):
             replica.take(name, data)
         fresh = rebuilt(now)
-        assert replica.seats == fresh.seats and replica.cells == fresh.cells and replica.counts == fresh.counts
-        assert json.dumps(replica.scalars, sort_keys=True) == json.dumps(fresh.scalars, sort_keys=True)
+        assert (
+            replica.seats == fresh.seats
+            and replica.cells == fresh.cells
+            and replica.counts == fresh.counts
+        )
+        assert json.dumps(replica.scalars, sort_keys=True) == json.dumps(
+            fresh.scalars, sort_keys=True
+        )
         assert (replica.t, replica.step, replica.n_life) == (fresh.t, fresh.step, fresh.n_life)
         before = now
     assert 0 < named < 150 * 4 * 0.8, "most seats go on without being named"
@@ -85,7 +105,9 @@ def test_what_cannot_be_a_delta():
     one = client.look()
     other = client.look()
     other.seats = None
-    assert not sse.follows(None, one) and not sse.follows(one, other) and not sse.follows(other, one)
+    assert (
+        not sse.follows(None, one) and not sse.follows(one, other) and not sse.follows(other, one)
+    )
     other = client.look()
     assert sse.follows(one, other)
     assert other.pages is not None
@@ -97,7 +119,10 @@ def test_what_cannot_be_a_delta():
 
 
 def test_a_seat_that_is_not_named_goes_on():
-    decoding, reading = SeatView("decode", "a", 0, 5, 7, 3, 9), SeatView("prefill", "b", 0, 50, 16, 0, 9)
+    decoding, reading = (
+        SeatView("decode", "a", 0, 5, 7, 3, 9),
+        SeatView("prefill", "b", 0, 50, 16, 0, 9),
+    )
     decoding.advance(2)
     reading.advance(2)
     assert (decoding.n_output, decoding.n_computed, reading.n_computed) == (5, 9, 16)

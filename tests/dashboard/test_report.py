@@ -1,4 +1,6 @@
-"""The snapshot needs nothing but itself and shows what the engine has; the Grafana board names metrics that exist."""
+"""The snapshot needs nothing but itself and shows what the engine has; the Grafana board names
+metrics that exist.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Reader(HTMLParser):
 
 def snapshot(client: FakeClient, minutes: float = 1.0) -> tuple[Reader, dict[str, Any]]:
     clock = client.journal._clock()
-    reader = Reader(report.report(client, minutes, [{"level": "warn", "msg": "<b>note</b>"}], clock, 0.0))  # type: ignore[arg-type]
+    reader = Reader(
+        report.report(client, minutes, [{"level": "warn", "msg": "<b>note</b>"}], clock, 0.0)
+    )  # type: ignore[arg-type]
     return reader, json.loads(reader.scripts[1])
 
 
@@ -57,7 +61,11 @@ def test_a_report_is_one_file_and_its_numbers_are_the_engines():
     client = FakeClient(seats=4)
     client.journal = watched.journal
     reader, charts = snapshot(client)
-    assert not [tag for tag, attributes in reader.tags if {"src", "href"} & attributes.keys() or tag in ("link", "img")]
+    assert not [
+        tag
+        for tag, attributes in reader.tags
+        if {"src", "href"} & attributes.keys() or tag in ("link", "img")
+    ]
     assert charts.keys() == report.TITLES.keys() and len(reader.scripts) == 3
     assert "plotly.js v" in reader.scripts[0][:300]
     places = {attributes.get("id") for tag, attributes in reader.tags if tag == "div"}
@@ -94,15 +102,24 @@ def test_the_report_over_http(client):
 def test_the_grafana_board_names_metrics_that_exist():
     board = json.loads((files("jitney.dashboard") / "grafana.json").read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    expressions += [variable["query"]["query"] for variable in board["templating"]["list"]
-                    if variable["type"] == "query"]
+    expressions += [
+        variable["query"]["query"]
+        for variable in board["templating"]["list"]
+        if variable["type"] == "query"
+    ]
     named = set(re.findall(r"\bjitney_\w+", " ".join(expressions)))
     text = make_app().state.service.metrics.render().decode()
     declared = dict(re.findall(r"^# TYPE (jitney_\w+) (\w+)$", text, re.MULTILINE))
     exist = {name for name, kind in declared.items() if kind in ("gauge", "counter")}
-    exist |= {f"{name}_{part}" for name, kind in declared.items() if kind == "histogram"
-              for part in ("bucket", "sum", "count")}
+    exist |= {
+        f"{name}_{part}"
+        for name, kind in declared.items()
+        if kind == "histogram"
+        for part in ("bucket", "sum", "count")
+    }
     assert len(named) > 20 and not named - exist
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     taken = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
-    assert len(set(taken)) == len(taken) and all(p["gridPos"]["x"] + p["gridPos"]["w"] <= 24 for p in board["panels"])
+    assert len(set(taken)) == len(taken) and all(
+        p["gridPos"]["x"] + p["gridPos"]["w"] <= 24 for p in board["panels"]
+    )

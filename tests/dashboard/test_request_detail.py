@@ -1,4 +1,6 @@
-"""Requests, request_detail, bins and traces, against runs of the scheduler on a fake device and hand-made cases."""
+"""Requests, request_detail, bins and traces, against runs of the scheduler on a fake device and
+hand-made cases.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,12 @@ def test_causes_add_up_to_the_time_it_took(seed: int, pages: int):
     watched = random_run(seed, pages=pages)
     for trip in watched.journal.newest():
         story = told(watched, trip.request, trip.index)
-        assert sum(cause["seconds"] for cause in story["why"]) == pytest.approx(story["e2e_s"], abs=2e-3)
-        assert [c["seconds"] for c in story["why"]] == sorted((c["seconds"] for c in story["why"]), reverse=True)
+        assert sum(cause["seconds"] for cause in story["why"]) == pytest.approx(
+            story["e2e_s"], abs=2e-3
+        )
+        assert [c["seconds"] for c in story["why"]] == sorted(
+            (c["seconds"] for c in story["why"]), reverse=True
+        )
         assert len(story["cadence"]["t"]) == trip.n_output
         assert story["cadence"]["t"] == sorted(story["cadence"]["t"])
         edges = [edge for phase in story["phases"] for edge in (phase["from"], phase["to"])]
@@ -90,12 +96,22 @@ def test_a_slow_step_is_named():
         record = np.frombuffer(report.record, STEP_DTYPE).copy() if report.record else None
         if record is not None:
             slow = number == 3
-            record["started"], record["device_s"], record["compiled"] = clock, 1.0 if slow else 0.01, slow
+            record["started"], record["device_s"], record["compiled"] = (
+                clock,
+                1.0 if slow else 0.01,
+                slow,
+            )
             for name in ("plan_s", "batch_s", "launch_s", "gap_s"):
                 record[name] = 0
             clock += 1.0 if slow else 0.01
-        journal.take(StepReport(report.outputs, record.tobytes() if record is not None else b"", report.life,
-                                report.chunks))
+        journal.take(
+            StepReport(
+                report.outputs,
+                record.tobytes() if record is not None else b"",
+                report.life,
+                report.chunks,
+            )
+        )
     story = told(watched, "a")
     assert story["cadence"]["slowest"]["why"] == "compile"
     assert story["cadence"]["gap_max"] == pytest.approx(1.0, abs=1e-3)
@@ -110,10 +126,23 @@ def test_an_open_request_is_told_as_far_as_it_has_come():
     for _ in range(6):
         watched.step()
     story, waits = told(watched, "on board"), told(watched, "waits")
-    assert story["state"] == "decode" and story["e2e_s"] is None and story["phases"][-1]["to"] is None
-    assert waits["phases"] == [{"kind": "queue", "seat": -1, "from": waits["arrival"], "to": None, "step_from": -1,
-                                "step_to": -1, "steps": 0}]
-    assert [cause["code"] for cause in waits["why"]] == ["queue"] and waits["cadence"]["slowest"] is None
+    assert (
+        story["state"] == "decode" and story["e2e_s"] is None and story["phases"][-1]["to"] is None
+    )
+    assert waits["phases"] == [
+        {
+            "kind": "queue",
+            "seat": -1,
+            "from": waits["arrival"],
+            "to": None,
+            "step_from": -1,
+            "step_to": -1,
+            "steps": 0,
+        }
+    ]
+    assert [cause["code"] for cause in waits["why"]] == ["queue"] and waits["cadence"][
+        "slowest"
+    ] is None
 
 
 def test_listing_pages_through_all_and_filters():
@@ -127,17 +156,30 @@ def test_listing_pages_through_all_and_filters():
         if answer["next"] is None:
             break
         cursor = f"&cursor={answer['next']}"
-    assert seen == [(trip.request, trip.index) for trip in watched.journal.newest()] and seen[0] == ("new", 1)
+    assert seen == [(trip.request, trip.index) for trip in watched.journal.newest()] and seen[
+        0
+    ] == ("new", 1)
     waiting = get(app, "/requests?state=waiting").json()["requests"]
     assert [row["request"] for row in waiting] == ["new", "new"]
     assert len(get(app, "/requests?state=finished&limit=1000").json()["requests"]) == len(seen) - 2
     assert get(app, "/requests?state=open").json()["requests"] == waiting
 
 
-@pytest.mark.parametrize("path, param", [
-    ("/requests?limit=0", "limit"), ("/requests?limit=1001", "limit"), ("/requests?state=odd", "state"),
-    ("/requests?cursor=x", "cursor"), ("/timeline?bins=601", "bins"), ("/timeline?from=nan", "from"),
-    ("/timeline?to=inf", "to"), ("/trace?from=x", "from"), ("/request/a?index=-1", "index"), ("/frames?to=1.5", "to")])
+@pytest.mark.parametrize(
+    "path, param",
+    [
+        ("/requests?limit=0", "limit"),
+        ("/requests?limit=1001", "limit"),
+        ("/requests?state=odd", "state"),
+        ("/requests?cursor=x", "cursor"),
+        ("/timeline?bins=601", "bins"),
+        ("/timeline?from=nan", "from"),
+        ("/timeline?to=inf", "to"),
+        ("/trace?from=x", "from"),
+        ("/request/a?index=-1", "index"),
+        ("/frames?to=1.5", "to"),
+    ],
+)
 def test_bad_queries_are_named(client, path: str, param: str):
     answer = get(page(client), path)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
@@ -150,7 +192,15 @@ def test_a_request_that_nobody_knows(client):
 
 
 def test_the_list_is_not_for_strangers(client):
-    for path in ("/requests", "/request/req-a", "/timeline", "/trace", "/engines", "/lab", "/report"):
+    for path in (
+        "/requests",
+        "/request/req-a",
+        "/timeline",
+        "/trace",
+        "/engines",
+        "/lab",
+        "/report",
+    ):
         assert get(page(client, "a secret key"), path).status_code == 401, path
 
 
@@ -166,7 +216,8 @@ def test_bins_add_up_and_rides_cover_the_seats():
     for name in ("boarded", "finished", "preempted"):
         assert sum(bins[name]) == int(records[name].sum())
     assert max(value for value in bins["worst_s"] if value is not None) == pytest.approx(
-        float((records["device_s"] + records["gap_s"]).max()), abs=1e-6)
+        float((records["device_s"] + records["gap_s"]).max()), abs=1e-6
+    )
     assert max(v for v in bins["waiting"] if v is not None) == int(records["waiting"].max())
     assert any(value is not None for value in bins["itl_p95"])
     rides = shown["rides"]
@@ -196,26 +247,45 @@ def test_percentiles_are_the_least_value_that_enough_do_not_exceed():
 def test_gaps_between_tokens_are_those_of_the_streams():
     """Against the tokens' own times: the gaps of all sequences, counted one by one."""
     watched = random_run(5)
-    gaps = sorted(round(gap, 6) for trip in watched.journal.newest() if trip.finish != "abort"
-                  for gap in np.diff(told(watched, trip.request, trip.index)["cadence"]["t"]))
+    gaps = sorted(
+        round(gap, 6)
+        for trip in watched.journal.newest()
+        if trip.finish != "abort"
+        for gap in np.diff(told(watched, trip.request, trip.index)["cadence"]["t"])
+    )
     _, values, weights = latency.samples(watched.journal, 0, 1e9)["itl"]
     assert int(weights.sum()) == pytest.approx(len(gaps), rel=0.05)  # aborted streams had some, too
     assert float(np.repeat(values, weights).mean()) == pytest.approx(float(np.mean(gaps)), rel=0.05)
     histogram = latency.histograms(watched.journal, 0, 1e9)["itl"]
-    assert sum(histogram["counts"]) == int(weights.sum()) and len(histogram["counts"]) == len(histogram["bounds"]) + 1
+    assert (
+        sum(histogram["counts"]) == int(weights.sum())
+        and len(histogram["counts"]) == len(histogram["bounds"]) + 1
+    )
 
 
 def test_the_trace_is_one_that_chrome_reads():
     watched = two_in_one_seat()
-    events = json.loads(timeline.trace(watched.journal, 0, 1e9, watched.clock(), "m"))["traceEvents"]
+    events = json.loads(timeline.trace(watched.journal, 0, 1e9, watched.clock(), "m"))[
+        "traceEvents"
+    ]
     spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert [(span["name"], span["tid"]) for span in spans] == [
-        ("prefill first", 0), ("decode first", 0), ("prefill second", 0), ("decode second", 0)]
+        ("prefill first", 0),
+        ("decode first", 0),
+        ("prefill second", 0),
+        ("decode second", 0),
+    ]
     for before, after in pairwise(spans):
         assert before["ts"] + before["dur"] <= after["ts"] + 1
     steps = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
-    assert [event["args"]["step"] for event in steps] == watched.journal.records.since(-1)["step"].tolist()
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"seat 0", "step loop", "m: seats"}
+    assert [event["args"]["step"] for event in steps] == watched.journal.records.since(-1)[
+        "step"
+    ].tolist()
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {
+        "seat 0",
+        "step loop",
+        "m: seats",
+    }
 
 
 def test_the_trace_is_a_download(client):
@@ -225,9 +295,13 @@ def test_the_trace_is_a_download(client):
 
 def test_engines_are_one(client):
     assert get(page(client), "/engines").json() == {
-        "standalone": False, "engines": [{"name": "scripted", "url": "", "base": "", "state": "ready"}]}
+        "standalone": False,
+        "engines": [{"name": "scripted", "url": "", "base": "", "state": "ready"}],
+    }
 
 
 def test_timeline_over_http(client):
     told = get(page(client), "/timeline?bins=5").json()
-    assert told["seats"] == 4 and len(told["bins"]["t"]) == 5 and "req-a" in told["rides"]["request"]
+    assert (
+        told["seats"] == 4 and len(told["bins"]["t"]) == 5 and "req-a" in told["rides"]["request"]
+    )

@@ -1,4 +1,6 @@
-"""The page of engines elsewhere: it shows what they show, asks nothing else of them, and keeps its key to itself."""
+"""The page of engines elsewhere: it shows what they show, asks nothing else of them, and keeps its
+key to itself.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,18 @@ KEY = "the engines' key"
 
 
 def engine_app(client: FakeClient, *keys: str):
-    settings = ServerSettings(api_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",))
+    settings = ServerSettings(
+        api_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
+    )
     routes = dashboard_routes(client, settings, engine=EngineSection())  # type: ignore[arg-type]
     return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
 
 
 def standalone(*urls: str, key: str = "", **settings: Any):
     keys = (digest_key(key),) if key else ()
-    return create_standalone([RemoteEngine(url, key) for url in urls], ServerSettings(api_keys=keys, **settings))
+    return create_standalone(
+        [RemoteEngine(url, key) for url in urls], ServerSettings(api_keys=keys, **settings)
+    )
 
 
 def ask(app, *paths: str, method: str = "GET", **headers: str) -> list[Any]:
@@ -52,7 +58,9 @@ def test_engines_are_listed_whether_they_answer_or_not(client):
     told = answer.json()
     assert told["standalone"] is True
     assert [(one["name"], one["base"], one["state"]) for one in told["engines"]] == [
-        ("scripted", "engines/0/", "ready"), ("", "engines/1/", "unreachable")]
+        ("scripted", "engines/0/", "ready"),
+        ("", "engines/1/", "unreachable"),
+    ]
     assert told["engines"][0]["url"] == url
 
 
@@ -60,21 +68,43 @@ def test_answers_are_the_engines_own(client):
     with served(engine_app(client)) as (url, _):
         app = standalone(url)
         page, slots, frames, requests, story, trace, missing, wrong = ask(
-            app, "/", "/engines/0/slots", "/engines/0/frames?from=1", "/engines/0/requests?limit=1",
-            "/engines/0/request/req-b?index=1", "/engines/0/trace", "/engines/0/request/nobody",
-            "/engines/0/requests?limit=x")
+            app,
+            "/",
+            "/engines/0/slots",
+            "/engines/0/frames?from=1",
+            "/engines/0/requests?limit=1",
+            "/engines/0/request/req-b?index=1",
+            "/engines/0/trace",
+            "/engines/0/request/nobody",
+            "/engines/0/requests?limit=x",
+        )
     assert "<title>Jitney</title>" in page.text
-    assert slots.json()["seats"]["request"][0] == "req-a" and frames.json()["columns"]["step"] == [2]
+    assert slots.json()["seats"]["request"][0] == "req-a" and frames.json()["columns"]["step"] == [
+        2
+    ]
     assert len(requests.json()["requests"]) == 1 and story.json()["state"] == "prefill"
     assert "attachment" in trace.headers["content-disposition"] and trace.json()["traceEvents"]
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "limit"
-    assert all("default-src 'none'" in answer.headers["content-security-policy"] for answer in (page, slots, missing))
+    assert all(
+        "default-src 'none'" in answer.headers["content-security-policy"]
+        for answer in (page, slots, missing)
+    )
 
 
-@pytest.mark.parametrize("path", [
-    "/engines/1/slots", "/engines/0/sign-in", "/engines/0/", "/engines/0/request/../../v1/models",
-    "/engines/0/request/%2e%2e/%2e%2e/v1/models", "/engines/0/assets/page.js", "/v1/models", "/engines/x/slots"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/engines/1/slots",
+        "/engines/0/sign-in",
+        "/engines/0/",
+        "/engines/0/request/../../v1/models",
+        "/engines/0/request/%2e%2e/%2e%2e/v1/models",
+        "/engines/0/assets/page.js",
+        "/v1/models",
+        "/engines/x/slots",
+    ],
+)
 def test_nothing_else_is_passed_on(client, path):
     with served(engine_app(client)) as (url, _):
         assert ask(standalone(url), path)[0].status_code == 404
@@ -115,7 +145,9 @@ def test_many_viewers_are_one_to_the_engine(client):
         replicas = run(asyncio.wait_for(session(standalone(url)), 20))
         until(lambda: feed.viewers == 0)
     assert seen == [1]
-    assert all(replica.seats is not None and replica.seats[0].request == "req-a" for replica in replicas)
+    assert all(
+        replica.seats is not None and replica.seats[0].request == "req-a" for replica in replicas
+    )
 
 
 def test_an_engine_that_is_gone_ends_the_feed_with_a_word():
@@ -156,8 +188,11 @@ def test_the_program_serves_and_leaves_when_told(client, number):
     """With a viewer on board: an endless answer must not keep the program."""
     with served(engine_app(client)) as (url, _):
         code = "from jitney.engine.cli import main; raise SystemExit(main())"
-        program = subprocess.Popen([sys.executable, "-P", "-c", code, "dashboard", "--engine", url, "--port", "0"],
-                                   stdout=subprocess.PIPE, text=True)
+        program = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, "dashboard", "--engine", url, "--port", "0"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         try:
             assert program.stdout is not None
             where = program.stdout.readline().rpartition(": ")[2].strip()
@@ -169,9 +204,15 @@ def test_the_program_serves_and_leaves_when_told(client, number):
             program.kill()
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--engine", "http://key@host"], "a key comes from"), (["--engine", "a", "--engine", "a"], "twice"),
-    (["--host", "0.0.0.0"], "no API key"), (["--port", "x"], "whole number")])
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--engine", "http://key@host"], "a key comes from"),
+        (["--engine", "a", "--engine", "a"], "twice"),
+        (["--host", "0.0.0.0"], "no API key"),
+        (["--port", "x"], "whole number"),
+    ],
+)
 def test_wrong_flags_are_named(flags, says, capsys):
     assert main(["dashboard", *flags]) == 2
     assert says in capsys.readouterr().err

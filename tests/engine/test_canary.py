@@ -1,4 +1,6 @@
-"""The canary: requests that are computed again alone, and what is told when they come out otherwise."""
+"""The canary: requests that are computed again alone, and what is told when they come out
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_one_in_so_many_is_watched_and_no_client_notices():
 def test_who_asked_for_log_probabilities_gets_them():
     asking = SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, ignore_eos=True)
     reports = served(LLM("tiny-random", canary_every=1, **SMALL), PROMPTS[:1], asking)
-    entries = [entry for report in reports for output in report.outputs for entry in output.logprobs or ()]
+    entries = [
+        entry for report in reports for output in report.outputs for entry in output.logprobs or ()
+    ]
     assert [len(entry.top_ids) for entry in entries] == [2] * 4
     assert len(findings(reports)) == 1
 

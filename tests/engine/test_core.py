@@ -8,7 +8,18 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
-from fakes import EOS, VOCAB, FakeClock, code_of, device_of, ends_of, make_core, make_request, solo, tokens_of
+from fakes import (
+    EOS,
+    VOCAB,
+    FakeClock,
+    code_of,
+    device_of,
+    ends_of,
+    make_core,
+    make_request,
+    solo,
+    tokens_of,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -20,25 +31,56 @@ from jitney.engine.types import EngineRequest, SequenceOutput
 
 
 @pytest.mark.usefixtures("rash")
-@pytest.mark.parametrize(("retain", "policy", "order", "seed"), [
-    (True, "continuous", "fcfs", 1), (False, "continuous", "priority", 2), (True, "continuous", "shortest", 3),
-    (True, "continuous", "fair", 4), (True, "static", "fcfs", 5), (False, "static", "fair", 6),
-    (True, "dynamic", "priority", 7), (False, "dynamic", "shortest", 8)])
+@pytest.mark.parametrize(
+    ("retain", "policy", "order", "seed"),
+    [
+        (True, "continuous", "fcfs", 1),
+        (False, "continuous", "priority", 2),
+        (True, "continuous", "shortest", 3),
+        (True, "continuous", "fair", 4),
+        (True, "static", "fcfs", 5),
+        (False, "static", "fair", 6),
+        (True, "dynamic", "priority", 7),
+        (False, "dynamic", "shortest", 8),
+    ],
+)
 def test_10000_random_events_lose_nothing(retain: bool, policy: str, order: str, seed: int):
-    """Submit, abort, step, against a pool too small for all who sit, so that the scheduler also preempts."""
+    """Submit, abort, step, against a pool too small for all who sit, so that the scheduler also
+    preempts.
+    """
     rng, clock = random.Random(seed), FakeClock(tick=0.001)
-    core = make_core(seats=4, pages=PAGES, page_size=PAGE_SIZE, budget=13, context=CONTEXT, retain=retain, order=order,
-                     policy=policy, batch_size=3, max_wait_ms=2000.0, static_timeout_ms=2000.0, prefill_share=0.5,
-                     target_itl_ms=2.0, clock=clock)
+    core = make_core(
+        seats=4,
+        pages=PAGES,
+        page_size=PAGE_SIZE,
+        budget=13,
+        context=CONTEXT,
+        retain=retain,
+        order=order,
+        policy=policy,
+        batch_size=3,
+        max_wait_ms=2000.0,
+        static_timeout_ms=2000.0,
+        prefill_share=0.5,
+        target_itl_ms=2.0,
+        clock=clock,
+    )
     requests, outputs = random_events(core, clock, rng, 10_000)
-    assert core.scheduler.pool.used == 0 and not any(slot.state != "free" for slot in core.slots().slots)
+    assert core.scheduler.pool.used == 0 and not any(
+        slot.state != "free" for slot in core.slots().slots
+    )
     assert_solo_tokens(requests, outputs)
     records = core.ledger.since(0)
     finishes = {end.finish for end in ends_of(outputs).values()}
     assert finishes == {"stop", "length", "abort", "deadline", "error"}
-    assert records["preempted"].sum() > 50 and records["past_end"].sum() > 50 and records["cancelled"].sum() > 10
+    assert (
+        records["preempted"].sum() > 50
+        and records["past_end"].sum() > 50
+        and records["cancelled"].sum() > 10
+    )
     assert records["recomputed"].sum() > 100 and (records["cached_tokens"].sum() > 100) == (
-        retain or policy == "continuous")  # siblings of one batch compute their prompt each
+        retain or policy == "continuous"
+    )  # siblings of one batch compute their prompt each
     assert core.ledger.closes() and records["bucket_tokens"].sum() == device_of(core).rows_run
 
 
@@ -49,18 +91,48 @@ class CoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = make_core(seats=3, pages=9, page_size=4, budget=8, context=24, retain=True,
-                              clock=FakeClock(tick=0.001), **self.limits)
+        self.core = make_core(
+            seats=3,
+            pages=9,
+            page_size=4,
+            budget=8,
+            context=24,
+            retain=True,
+            clock=FakeClock(tick=0.001),
+            **self.limits,
+        )
         self.requests: list[EngineRequest] = []
         self.outputs: list[SequenceOutput] = []
 
-    @rule(head=st.integers(0, 8), tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), n=st.integers(1, 3),
-          max_tokens=st.integers(1, 9), scored=st.booleans(), priority=st.integers(-1, 1), user=st.sampled_from("abc"))
-    def submit(self, head: int, tail: list[int], n: int, max_tokens: int, scored: bool, priority: int,
-               user: str) -> None:
-        request = make_request(f"r{len(self.requests)}", [1] * head + tail, n=n, max_tokens=max_tokens,
-                               prompt_logprobs=1 if scored else None, priority=priority, user=user,
-                               arrival=self.core.clock())
+    @rule(
+        head=st.integers(0, 8),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+        n=st.integers(1, 3),
+        max_tokens=st.integers(1, 9),
+        scored=st.booleans(),
+        priority=st.integers(-1, 1),
+        user=st.sampled_from("abc"),
+    )
+    def submit(
+        self,
+        head: int,
+        tail: list[int],
+        n: int,
+        max_tokens: int,
+        scored: bool,
+        priority: int,
+        user: str,
+    ) -> None:
+        request = make_request(
+            f"r{len(self.requests)}",
+            [1] * head + tail,
+            n=n,
+            max_tokens=max_tokens,
+            prompt_logprobs=1 if scored else None,
+            priority=priority,
+            user=user,
+            arrival=self.core.clock(),
+        )
         self.requests.append(request)
         self.core.add(request)
 
@@ -87,7 +159,11 @@ class CoreMachine(RuleBasedStateMachine):
             for index in range(request.sampling.n):
                 got = tokens_of(self.outputs, request.id, index)
                 want = solo(request, sibling_seed(0, index), 99)
-                assert got == (want if ends[request.id, index].finish in ("stop", "length") else want[: len(got)])
+                assert got == (
+                    want
+                    if ends[request.id, index].finish in ("stop", "length")
+                    else want[: len(got)]
+                )
 
 
 class StaticMachine(CoreMachine):
@@ -95,7 +171,12 @@ class StaticMachine(CoreMachine):
 
 
 class DynamicMachine(CoreMachine):
-    limits: ClassVar = {"policy": "dynamic", "order": "priority", "batch_size": 2, "max_wait_ms": 20.0}
+    limits: ClassVar = {
+        "policy": "dynamic",
+        "order": "priority",
+        "batch_size": 2,
+        "max_wait_ms": 20.0,
+    }
 
 
 class FairMachine(CoreMachine):
@@ -107,7 +188,9 @@ class ShortestMachine(CoreMachine):
 
 
 for machine in (CoreMachine, StaticMachine, DynamicMachine, FairMachine, ShortestMachine):
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+    machine.TestCase.settings = settings(
+        max_examples=40, stateful_step_count=30, deadline=None, derandomize=True
+    )
 TestCoreMachine = CoreMachine.TestCase
 TestStaticMachine = StaticMachine.TestCase
 TestDynamicMachine = DynamicMachine.TestCase
@@ -120,8 +203,13 @@ TestShortestMachine = ShortestMachine.TestCase
 def test_alone_and_in_a_crowd_alike(budget: int, retain: bool):
     rng = random.Random(budget)
     core = make_core(seats=8, pages=60, budget=budget, context=CONTEXT, retain=retain)
-    prompts = [[3] * rng.choice((0, 8)) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))] for _ in range(32)]
-    requests = [make_request(f"r{i}", prompt, max_tokens=12, seed=i) for i, prompt in enumerate(prompts)]
+    prompts = [
+        [3] * rng.choice((0, 8)) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        for _ in range(32)
+    ]
+    requests = [
+        make_request(f"r{i}", prompt, max_tokens=12, seed=i) for i, prompt in enumerate(prompts)
+    ]
     for request in requests:
         core.add(request)
     outputs = core.run_until_idle(2000)
@@ -130,14 +218,14 @@ def test_alone_and_in_a_crowd_alike(budget: int, retain: bool):
 
 
 def test_every_row_of_a_step_is_in_the_ledger():
-    """One request of 6 prompt tokens and 3 outputs, drawn: rows are prefill, decode and padding, nothing else."""
+    """One request of 6 prompt tokens and 3 outputs, drawn: rows are prefill, decode and padding,
+    nothing else.
+    """
     core = make_core(seats=4, budget=16, eos=())
     core.add(make_request("a", [1, 2, 3, 4, 5, 6], max_tokens=3))
     core.run_until_idle()
     rows = core.ledger.since(0)[["mixed", "bucket_tokens", "prefill", "decode", "padding"]].tolist()
-    assert rows == [(1, 8, 6, 0, 2),
-                    (0, 1, 0, 1, 0),
-                    (0, 1, 0, 1, 0)]
+    assert rows == [(1, 8, 6, 0, 2), (0, 1, 0, 1, 0), (0, 1, 0, 1, 0)]
 
 
 def test_the_row_after_a_stop_is_past_the_end():
@@ -167,8 +255,11 @@ def test_a_refusal_ends_every_index_once():
     core.add(make_request("bad", [VOCAB]))
     outputs = core.run_until_idle()
     assert {key: (end.finish, code_of(end)) for key, end in ends_of(outputs).items()} == {
-        ("long", 0): ("error", "context_length_exceeded"), ("long", 1): ("error", "context_length_exceeded"),
-        ("long", 2): ("error", "context_length_exceeded"), ("bad", 0): ("error", "invalid_value")}
+        ("long", 0): ("error", "context_length_exceeded"),
+        ("long", 1): ("error", "context_length_exceeded"),
+        ("long", 2): ("error", "context_length_exceeded"),
+        ("bad", 0): ("error", "invalid_value"),
+    }
     assert not core.has_work
 
 
@@ -181,7 +272,9 @@ def test_rows_that_are_not_finite_end_their_request_alone():
     outputs = core.run_until_idle()
     ends = ends_of(outputs)
     assert code_of(ends["bad", 0]) == "nan_logits"
-    assert tokens_of(outputs, "good") == solo(make_request("good", shared, max_tokens=6), 0, 9, eos=())
+    assert tokens_of(outputs, "good") == solo(
+        make_request("good", shared, max_tokens=6), 0, 9, eos=()
+    )
 
 
 def test_pages_of_a_request_that_was_not_finite_are_not_shared():
@@ -198,12 +291,16 @@ def is_not_shared(core: EngineCore, prompt: list[int]) -> bool:
     core.check()
     core.add(make_request("later", prompt, max_tokens=1))
     outputs = core.run_until_idle()
-    assert tokens_of(outputs, "later") == solo(make_request("later", prompt, max_tokens=1), 0, 1, eos=())
+    assert tokens_of(outputs, "later") == solo(
+        make_request("later", prompt, max_tokens=1), 0, 1, eos=()
+    )
     return [out.cached_tokens for out in outputs if out.request_id == "later"] == [0]
 
 
 def test_a_nan_with_the_last_token_leaves_no_page():
-    """When its result comes the sequence has left its seat, and its pages, all published, are in the cache."""
+    """When its result comes the sequence has left its seat, and its pages, all published, are in
+    the cache.
+    """
     core = make_core(eos=(), page_size=4)
     prompt = [2] * 12
     core.add(make_request("bad", prompt, max_tokens=3))
@@ -243,7 +340,10 @@ def test_a_prompt_row_that_is_not_finite_ends_its_request():
     """A row in the middle of a prompt, whose logits nobody takes; its neighbour goes on."""
     core = make_core(eos=(), budget=16)
     device_of(core).spoiled.add(("bad", 7))
-    requests = [make_request("bad", [3] * 30, max_tokens=6), make_request("good", [2] * 9, max_tokens=6)]
+    requests = [
+        make_request("bad", [3] * 30, max_tokens=6),
+        make_request("good", [2] * 9, max_tokens=6),
+    ]
     for request in requests:
         core.add(request)
     outputs = core.run_until_idle()
@@ -294,7 +394,9 @@ def test_a_failing_launch_is_fatal():
 
 
 def test_times_of_a_step_come_from_the_clock():
-    """Every reading of the clock is one second later, so each interval counts the readings inside it."""
+    """Every reading of the clock is one second later, so each interval counts the readings inside
+    it.
+    """
     core = make_core(clock=FakeClock(tick=1.0), eos=())
     core.add(make_request("a", [1, 2], max_tokens=3))
     core.run_until_idle()
@@ -341,8 +443,10 @@ def test_slots_show_who_sits_where():
     core.step()
     answer = core.slots(7)
     assert answer.ticket == 7
-    assert [(slot.seat, slot.state, slot.request_id, slot.n_computed, slot.pages) for slot in answer.slots] == [
-        (0, "prefill", "a", 6, 3), (1, "free", None, 0, 0)]
+    assert [
+        (slot.seat, slot.state, slot.request_id, slot.n_computed, slot.pages)
+        for slot in answer.slots
+    ] == [(0, "prefill", "a", 6, 3), (1, "free", None, 0, 0)]
     assert list(answer.page_states) == [0, 1, 1, 1, 0, 0, 0, 0, 0]
     core.step()
     assert core.slots().slots[0].state == "decode"

@@ -1,6 +1,8 @@
-"""The whole engine on a tiny random model: the same answer alone and in a crowd, whatever the scheduler did.
+"""The whole engine on a tiny random model: the same answer alone and in a crowd, whatever the
+scheduler did.
 
-The oracle is a forward pass over the whole sequence with dense attention: no pages, no batch, no cache.
+The oracle is a forward pass over the whole sequence with dense attention: no pages, no batch, no
+cache.
 """
 
 import itertools
@@ -20,19 +22,26 @@ from jitney.kernels.cpu import build, library
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=24, ignore_eos=True)
-SPECIAL = SamplingParams(temperature=0.8, seed=5, top_k=50, repetition_penalty=1.3, frequency_penalty=0.2,
-                         max_tokens=24, logit_bias={7: 2.0, 300: -50.0}, min_tokens=20, logprobs=3)
+SPECIAL = SamplingParams(
+    temperature=0.8,
+    seed=5,
+    top_k=50,
+    repetition_penalty=1.3,
+    frequency_penalty=0.2,
+    max_tokens=24,
+    logit_bias={7: 2.0, 300: -50.0},
+    min_tokens=20,
+    logprobs=3,
+)
 #: Few buckets: every engine below compiles each of them twice.
-SETTINGS = {"dtype": "float32", "max_seats": 8, "token_budget": 64, "context": 256, "seat_buckets": [4, 8],
-            "token_buckets": [64]}
-
-
-
-
-
-
-
-
+SETTINGS = {
+    "dtype": "float32",
+    "max_seats": 8,
+    "token_budget": 64,
+    "context": 256,
+    "seat_buckets": [4, 8],
+    "token_buckets": [64],
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,9 @@ def llm() -> LLM:
 
 @pytest.fixture(autouse=True)
 def nothing_is_lost(request):
-    """After every test with the shared engine: all pages and seats back, the ledger closed, nothing compiled."""
+    """After every test with the shared engine: all pages and seats back, the ledger closed, nothing
+    compiled.
+    """
     yield
     if "llm" in request.fixturenames:
         engine = request.getfixturevalue("llm")
@@ -72,12 +83,16 @@ def test_greedy_equals_the_dense_forward(llm, model):
         logprobs = oracle_logprobs(model, p + tokens)
         for at, token in enumerate(tokens, start=len(p) - 1):
             first, second = np.sort(logprobs[at])[::-1][:2]
-            assert token == logprobs[at].argmax() or first - second < 1e-4, f"position {at} of prompt {len(p)}"
+            assert token == logprobs[at].argmax() or first - second < 1e-4, (
+                f"position {at} of prompt {len(p)}"
+            )
 
 
 def test_logprobs_of_output_and_prompt_equal_the_dense_forward(llm, model):
     p = prompt(3, 90)
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=4, prompt_logprobs=2)
+    params = SamplingParams(
+        temperature=0, max_tokens=5, ignore_eos=True, logprobs=4, prompt_logprobs=2
+    )
     answer = llm.generate([p], params)[0]
     done = answer.outputs[0]
     expected = oracle_logprobs(model, p + done.token_ids)
@@ -97,11 +112,15 @@ def same_scores(model: Llama, ids: list[int], entries: Any, most: int) -> None:
     assert entries[0] is None and len(entries) == len(ids)
     for at, entry in enumerate(entries[1:]):
         assert entry.logprob == pytest.approx(expected[at, ids[at + 1]], abs=1e-4)
-        np.testing.assert_allclose(entry.top_logprobs, np.sort(expected[at])[::-1][:most], atol=1e-4)
+        np.testing.assert_allclose(
+            entry.top_logprobs, np.sort(expected[at])[::-1][:most], atol=1e-4
+        )
 
 
 def test_scored_prompts_equal_the_dense_forward_however_they_are_cut(llm, model):
-    """At the edges of chunks and pages, several in one step, beside decoding streams, and with prefix hits."""
+    """At the edges of chunks and pages, several in one step, beside decoding streams, and with
+    prefix hits.
+    """
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
     base = prompt(500, 80)
     prompts = [prompt(501 + n, n) for n in (1, 2, 63, 64, 65, 130)]
@@ -112,7 +131,8 @@ def test_scored_prompts_equal_the_dense_forward_however_they_are_cut(llm, model)
         for ids, answer in zip(prompts, answers, strict=False):
             same_scores(model, ids, answer.prompt_logprobs, 3)
         rows = llm.core.ledger.totals["prefill"] - before
-    # Of each prompt of more than two pages, all but the last page that is known and what follows it.
+    # Of each prompt of more than two pages, all but the last page that is known and what follows
+    # it.
     assert rows < 250 and llm.core.ledger.steps - steps < 40
 
 
@@ -123,8 +143,8 @@ def test_siblings_get_the_log_probabilities_of_their_prompt(llm, model):
 
 
 def test_a_prompt_row_whose_logits_nobody_takes_must_be_finite(llm):
-    """An embedding that is not finite, read in the first chunk of three: the attention of later rows may or may not
-    carry it on. The pages are not shared once the weights are whole again."""
+    """An embedding that is not finite, read in the first chunk of three: the attention of later
+    rows may or may not carry it on. The pages are not shared once the weights are whole again."""
     ids = [*prompt(540, 20), 401, *prompt(541, 120)]
     runner = llm.core.runner
     leaf = next(i for i, leaf in enumerate(runner.leaves) if leaf.shape == (VOCAB, 64))
@@ -141,7 +161,9 @@ def test_a_prompt_row_whose_logits_nobody_takes_must_be_finite(llm):
     ends = {output.request_id: output for output in outputs if output.finish}
     assert ends[bad.id].error.code == "nan_logits" and ends[good.id].finish == "length"
     records = llm.core.ledger.since(steps)
-    assert records["prefill"].sum() + records["cancelled"].sum() < 140, "computed on though its first chunk was broken"
+    assert records["prefill"].sum() + records["cancelled"].sum() < 140, (
+        "computed on though its first chunk was broken"
+    )
     assert llm.generate([ids], GREEDY)[0].cached_tokens == 0
 
 
@@ -154,19 +176,26 @@ def test_alone_and_in_a_crowd_of_32(llm, params):
     assert len({tuple(tokens) for tokens in crowd}) > 16
 
 
-@pytest.mark.skipif(not library.arranges_here(), reason="this CPU's weights are not arranged in pairs")
+@pytest.mark.skipif(
+    not library.arranges_here(), reason="this CPU's weights are not arranged in pairs"
+)
 def test_bfloat16_gives_the_same_answer_in_every_bucket():
-    """Alone, in a crowd and in other chunks. A sum that was rounded elsewhere would move a log-probability by 1e-3; the
-    last bit of it is XLA's, which adds up the vocabulary of fewer than 8 rows in another order."""
+    """Alone, in a crowd and in other chunks. A sum that was rounded elsewhere would move a
+    log-probability by 1e-3; the last bit of it is XLA's, which adds up the vocabulary of fewer than
+    8 rows in another order."""
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
     prompts = [prompt(300 + i, 3 + 9 * i) for i in range(10)]
 
     def answers(**settings) -> tuple[list[list[int]], np.ndarray]:
         engine = LLM("tiny-random", **(SETTINGS | {"dtype": "bfloat16"} | settings))
-        done = engine.generate(prompts, params) + [engine.generate([one], params)[0] for one in prompts[::3]]
+        done = engine.generate(prompts, params) + [
+            engine.generate([one], params)[0] for one in prompts[::3]
+        ]
         completions = [answer.outputs[0] for answer in done]
-        return ([list(c.token_ids) for c in completions],
-                np.array([[entry.logprob for entry in c.logprobs or ()] for c in completions]))
+        return (
+            [list(c.token_ids) for c in completions],
+            np.array([[entry.logprob for entry in c.logprobs or ()] for c in completions]),
+        )
 
     tokens, logprobs = answers(seat_buckets=[1, 4, 8], token_buckets=[16, 64])
     others, other_logprobs = answers(seat_buckets=[8], token_budget=24, token_buckets=[24])
@@ -182,13 +211,37 @@ def test_neighbours_of_every_kind_change_nothing(llm):
 
 
 @pytest.mark.usefixtures("rash")
-@pytest.mark.parametrize("settings", [
-    {"max_seats": 4, "token_budget": 16, "seat_buckets": [4], "token_buckets": [16]},  # many chunks
-    {"max_seats": 32, "token_budget": 600, "seat_buckets": [32], "token_buckets": [600]},  # all prompts in one chunk
-    {"page_size": 8, "max_seats": 3, "token_budget": 33, "seat_buckets": [3], "token_buckets": [33]},  # odd edges
-    {"pages": 20, "prefix_cache": False, "prefill_share": 1.0},  # pages for about two sequences: preemption
-    {"pages": 20, "prefill_share": 1.0},  # the same with cached pages to evict
-], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "max_seats": 4,
+            "token_budget": 16,
+            "seat_buckets": [4],
+            "token_buckets": [16],
+        },  # many chunks
+        {
+            "max_seats": 32,
+            "token_budget": 600,
+            "seat_buckets": [32],
+            "token_buckets": [600],
+        },  # all prompts in one chunk
+        {
+            "page_size": 8,
+            "max_seats": 3,
+            "token_budget": 33,
+            "seat_buckets": [3],
+            "token_buckets": [33],
+        },  # odd edges
+        {
+            "pages": 20,
+            "prefix_cache": False,
+            "prefill_share": 1.0,
+        },  # pages for about two sequences: preemption
+        {"pages": 20, "prefill_share": 1.0},  # the same with cached pages to evict
+    ],
+    ids=str,
+)
 def test_chunks_pages_and_preemption_change_nothing(llm, settings):
     prompts = [prompt(i, 40 + 7 * i) for i in range(8)]
     kinds = [GREEDY, SEEDED, SPECIAL, GREEDY] * 2
@@ -218,7 +271,9 @@ def test_siblings_share_the_prompt_and_differ(llm):
     before = llm.core.ledger.totals["prefill"]
     p = prompt(77, 50)
     answer = llm.generate([p], params)[0]
-    assert llm.core.ledger.totals["prefill"] - before == 50 + 3 * 2  # 48 of 50 tokens are whole pages
+    assert (
+        llm.core.ledger.totals["prefill"] - before == 50 + 3 * 2
+    )  # 48 of 50 tokens are whole pages
     texts = [tuple(done.token_ids) for done in answer.outputs]
     assert len(set(texts)) == 4
     assert [tuple(done.token_ids) for done in llm.generate([p], params)[0].outputs] == texts
@@ -237,7 +292,10 @@ def test_aborted_neighbours_and_reused_seats_change_nothing(llm):
 def test_a_nan_ends_its_own_request_only(llm):
     p = [prompt(i, 20) for i in range(3)]
     expected = alone(llm, [p[0], p[2]], GREEDY)
-    leaf = max(range(len(llm.core.runner.leaves)), key=lambda i: llm.core.runner.leaves[i].shape == (VOCAB, 64))
+    leaf = max(
+        range(len(llm.core.runner.leaves)),
+        key=lambda i: llm.core.runner.leaves[i].shape == (VOCAB, 64),
+    )
     embed = llm.core.runner.leaves[leaf]
     assert embed.shape == (VOCAB, 64)
     poison = 400  # a token only the middle prompt has
@@ -249,8 +307,10 @@ def test_a_nan_ends_its_own_request_only(llm):
         outputs = llm.core.run_until_idle()
     finally:
         llm.core.runner.leaves[leaf] = embed
-    got = {request.id: [token for o in outputs if o.request_id == request.id for token in o.tokens]
-           for request in requests}
+    got = {
+        request.id: [token for o in outputs if o.request_id == request.id for token in o.tokens]
+        for request in requests
+    }
     ends = {o.request_id: o for o in outputs if o.finish}
     assert ends[requests[1].id].error.code == "nan_logits"
     assert [got[requests[0].id], got[requests[2].id]] == expected
@@ -259,9 +319,16 @@ def test_a_nan_ends_its_own_request_only(llm):
 def test_nothing_compiles_after_ready():
     engine = LLM("tiny-random", **SETTINGS)
     assert engine.core.runner.compiles == 0
-    kinds = [GREEDY, SEEDED, SPECIAL, SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=2)]
+    kinds = [
+        GREEDY,
+        SEEDED,
+        SPECIAL,
+        SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=2),
+    ]
     for size in (1, 2, 5, 8, 20):
-        engine.generate([prompt(i, 1 + 9 * i) for i in range(size)], [kinds[i % 4] for i in range(size)])
+        engine.generate(
+            [prompt(i, 1 + 9 * i) for i in range(size)], [kinds[i % 4] for i in range(size)]
+        )
     assert engine.core.runner.compiles == 0
     assert engine.core.ledger.totals["compiled"] == 0
 
@@ -278,10 +345,16 @@ def test_stop_string_ends_text_and_sequence(llm):
     assert "".join(llm.stream(p, params)) == cut.text
 
 
-@pytest.mark.parametrize("bad,param", [
-    ({"temperature": 3.0}, "temperature"), ({"top_k": -2}, "top_k"), ({"n": 0}, "n"),
-    ({"logit_bias": {512: 1.0}}, "logit_bias"), ({"max_tokens": 300}, "max_tokens"),
-])
+@pytest.mark.parametrize(
+    "bad,param",
+    [
+        ({"temperature": 3.0}, "temperature"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"logit_bias": {512: 1.0}}, "logit_bias"),
+        ({"max_tokens": 300}, "max_tokens"),
+    ],
+)
 def test_bad_parameters_name_their_field(llm, bad, param):
     with pytest.raises(RequestError) as caught:
         llm.generate([prompt(0, 4)], SamplingParams(**bad))
@@ -290,9 +363,11 @@ def test_bad_parameters_name_their_field(llm, bad, param):
 
 @pytest.mark.parametrize("kernels", ["reference", *(level.name for level in build.LEVELS)])
 def test_the_default_model_equals_the_reference(smollm2, reference, kernels, monkeypatch):
-    """All continuations in one batch, token for token unless the reference's own best two were within 1e-3.
+    """All continuations in one batch, token for token unless the reference's own best two were
+    within 1e-3.
 
-    With every kernel set that this CPU runs: docs/benchmarks/greedy_reference.py does it for other CPUs' names too.
+    With every kernel set that this CPU runs: docs/benchmarks/greedy_reference.py does it for other
+    CPUs' names too.
     """
     name = "reference"
     if kernels != name:
@@ -303,18 +378,37 @@ def test_the_default_model_equals_the_reference(smollm2, reference, kernels, mon
         loaded = library.opened(level)
         monkeypatch.setattr(library, "load", lambda: loaded)
         name = "native"
-    engine = LLM("smollm2-135m", dtype="float32", max_seats=8, token_budget=64, context=256, seat_buckets=[8],
-                 token_buckets=[64], pages=200, kernels=name)
+    engine = LLM(
+        "smollm2-135m",
+        dtype="float32",
+        max_seats=8,
+        token_budget=64,
+        context=256,
+        seat_buckets=[8],
+        token_buckets=[64],
+        pages=200,
+        kernels=name,
+    )
     assert engine.info.kernels == ("reference" if name == "reference" else f"native ({kernels})")
     runner: Any = engine.core.runner
-    runner.leaves = [leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves]  # as the reference's
-    params = [SamplingParams(temperature=0, max_tokens=len(item["output_ids"]), ignore_eos=True, logprobs=5)
-              for item in reference]
-    for item, answer in zip(reference, engine.generate([i["prompt_ids"] for i in reference], params), strict=True):
+    runner.leaves = [
+        leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves
+    ]  # as the reference's
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=len(item["output_ids"]), ignore_eos=True, logprobs=5
+        )
+        for item in reference
+    ]
+    for item, answer in zip(
+        reference, engine.generate([i["prompt_ids"] for i in reference], params), strict=True
+    ):
         done = answer.outputs[0]
         for at, (token, top5) in enumerate(zip(done.token_ids, item["top5"], strict=True)):
             if token != item["output_ids"][at]:
-                assert top5["logprobs"][0] - top5["logprobs"][1] < 1e-3, f"token {at} after {item['prompt']!r}"
+                assert top5["logprobs"][0] - top5["logprobs"][1] < 1e-3, (
+                    f"token {at} after {item['prompt']!r}"
+                )
                 break
             assert done.logprobs is not None
             np.testing.assert_allclose(done.logprobs[at].top_logprobs, top5["logprobs"], atol=2e-3)
@@ -326,7 +420,10 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(llm):
     steps = llm.core.ledger.steps
     with pytest.raises(RequestError) as caught:
         llm.generate(prompts, GREEDY)
-    assert (caught.value.info.code, caught.value.info.param) == ("context_length_exceeded", "prompt")
+    assert (caught.value.info.code, caught.value.info.param) == (
+        "context_length_exceeded",
+        "prompt",
+    )
     assert not llm.core.has_work and llm.core.ledger.steps == steps
 
 

@@ -22,7 +22,9 @@ def test_a_name_without_a_number_gets_its_family_and_model():
 
 
 def test_a_full_name_stays_as_it_is():
-    fields = fields_of("cpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R)  Platinum 8481C CPU\n")
+    fields = fields_of(
+        "cpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R)  Platinum 8481C CPU\n"
+    )
     assert name_in(fields) == "Intel(R) Xeon(R) Platinum 8481C CPU"
 
 

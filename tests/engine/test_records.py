@@ -58,8 +58,12 @@ def test_totals_outlive_the_ring(capacity: int, asks_every: int):
     for step in range(1, 601):
         ledger.record(**fields(step, padding=3, decode=5, finished=step))
         if step % asks_every == 0 or step == 600:
-            grown = {"bucket_tokens": 8 * step, "padding": 3 * step, "decode": 5 * step,
-                     "finished": step * (step + 1) // 2}
+            grown = {
+                "bucket_tokens": 8 * step,
+                "padding": 3 * step,
+                "decode": 5 * step,
+                "finished": step * (step + 1) // 2,
+            }
             assert ledger.totals == dict.fromkeys(SUMMED, 0) | grown
 
 

@@ -1,4 +1,6 @@
-"""Proof at start: right kernels pass, and each kernel that is broken on purpose is found and taken out."""
+"""Proof at start: right kernels pass, and each kernel that is broken on purpose is found and taken
+out.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def defined(q: Any, k: Any, v: Any, kv: Any, meta: Any, **options: Any) -> Any:
 
 def defined_attend(q: Any, kv: Any, meta: Any, *, scale: float, window: int) -> Any:
     def call(q: np.ndarray, kv: np.ndarray, meta: Any) -> np.ndarray:
-        q, kv, lens, cu_q, table = map(np.asarray, (q, kv, meta.kv_lens, meta.cu_q, meta.page_table))
+        q, kv, lens, cu_q, table = map(
+            np.asarray, (q, kv, meta.kv_lens, meta.cu_q, meta.page_table)
+        )
         o = definitions.attention(q, kv, lens, cu_q, table, scale=scale, window=window)
         return o.astype(q.dtype)
 
@@ -123,7 +127,9 @@ def test_one_wrong_head_is_found(head: int):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("place", [0, 1, 5, 39])
 def test_one_wrong_page_is_found(place: int, dtype: str):
-    """Reading another sequence's page at one place of the table, the first and a late one among them."""
+    """Reading another sequence's page at one place of the table, the first and a late one among
+    them.
+    """
 
     def paged_attention(q: Any, k: Any, v: Any, kv: Any, meta: Any, **options: Any) -> Any:
         written = reference.write_kv(kv, k, v, meta.write_rows)
@@ -224,7 +230,9 @@ def test_numbers_that_are_not_finite_and_kernels_that_raise_are_found():
     def project(x: jax.Array, table: jax.Array) -> jax.Array:
         raise NotImplementedError("no such instruction")
 
-    found = {one.kernel: one for one in proof.prove(changed(rms_norm=rms_norm, project=project), SERVED)}
+    found = {
+        one.kernel: one for one in proof.prove(changed(rms_norm=rms_norm, project=project), SERVED)
+    }
     assert found["norm"].error == float("inf") and not found["norm"].reason
     assert found["head"].reason == "NotImplementedError: no such instruction"
     assert str(found["head"]) == "head failed (NotImplementedError: no such instruction)"
@@ -283,4 +291,6 @@ def test_narrowed_sizes_keep_their_divisors():
     for size in (576, 960, 1536, 3072, 28672, 49152, 151936):
         small = proof.narrowed(size, 960)
         assert small <= size and small < 1920
-        assert [small // 16 % d == 0 for d in range(1, 7)] == [size // 16 % d == 0 for d in range(1, 7)]
+        assert [small // 16 % d == 0 for d in range(1, 7)] == [
+            size // 16 % d == 0 for d in range(1, 7)
+        ]

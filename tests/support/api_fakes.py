@@ -1,4 +1,6 @@
-"""A scripted engine and a byte-level tokenizer for tests of the HTTP side; helpers to drive an ASGI app by hand."""
+"""A scripted engine and a byte-level tokenizer for tests of the HTTP side; helpers to drive an ASGI
+app by hand.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,23 @@ from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import Progress, Slots
 from jitney.engine.process.client import EngineCounters, EngineState
 from jitney.engine.telemetry.history import Journal
-from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput, Slot, TokenLogprobs
+from jitney.engine.types import (
+    EngineInfo,
+    EngineRequest,
+    FinishReason,
+    SequenceOutput,
+    Slot,
+    TokenLogprobs,
+)
 
 EOS, BOS = 256, 257
 VOCAB = 260
 
 
 class ByteTokenizer:
-    """One token per byte; ids 256 and 257 are special. The chat template is one line per message."""
+    """One token per byte; ids 256 and 257 are special. The chat template is one line per
+    message.
+    """
 
     special_ids = frozenset({EOS, BOS})
     eos_ids = (EOS,)
@@ -46,7 +57,9 @@ class ByteTokenizer:
         kept = [id for id in ids if not (skip_special_tokens and id in self.special_ids)]
         return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
 
-    def apply_chat_template(self, messages, *, add_generation_prompt: bool = True, tools=None, **variables) -> str:
+    def apply_chat_template(
+        self, messages, *, add_generation_prompt: bool = True, tools=None, **variables
+    ) -> str:
         lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return lines + ("assistant: " if add_generation_prompt else "")
 
@@ -56,10 +69,12 @@ class ByteTokenizer:
 
 @dataclass
 class Script:
-    """What the fake engine does with requests: says `text` (per sequence: plus its index), one token per output.
+    """What the fake engine does with requests: says `text` (per sequence: plus its index), one
+    token per output.
 
-    delay_s: before each output. first_delay_s: before the first. error: instead of any output. fail_after: the engine
-    dies after so many tokens. hang: never says anything. chunk: tokens per output.
+    delay_s: before each output. first_delay_s: before the first. error: instead of any output.
+    fail_after: the engine dies after so many tokens. hang: never says anything. chunk: tokens per
+    output.
     """
 
     text: str = "Hello, wörld!"
@@ -74,7 +89,9 @@ class Script:
 
 
 class FakeClient:
-    """`EngineClient` by script; keeps what it was told in `requests`, `aborts` (id, index, reason) and `open`."""
+    """`EngineClient` by script; keeps what it was told in `requests`, `aborts` (id, index, reason)
+    and `open`.
+    """
 
     def __init__(self, script: Script | None = None, **info: Any):
         self.state: EngineState = "ready"
@@ -88,20 +105,39 @@ class FakeClient:
         self.open: set[str] = set()
         self.age = 0.0
         defaults: dict[str, Any] = dict(
-            model="fake", context_length=256, vocab_size=VOCAB, seats=8, pages=64, page_size=16, token_budget=64,
-            policy="continuous", order="fcfs", kernels="reference", platform="cpu", device="cpu", dtype="float32",
-            kv_dtype="float32", prefix_cache=True, version="0", max_waiting_requests=256)
+            model="fake",
+            context_length=256,
+            vocab_size=VOCAB,
+            seats=8,
+            pages=64,
+            page_size=16,
+            token_budget=64,
+            policy="continuous",
+            order="fcfs",
+            kernels="reference",
+            platform="cpu",
+            device="cpu",
+            dtype="float32",
+            kv_dtype="float32",
+            prefix_cache=True,
+            version="0",
+            max_waiting_requests=256,
+        )
         self.info: EngineInfo | None = EngineInfo(**(defaults | info))
         self.journal.core_ready(self.info)
 
     def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
         if self.state != "ready":
-            raise RequestError("not now", code="engine_dead" if self.state == "dead" else self.state)
+            raise RequestError(
+                "not now", code="engine_dead" if self.state == "dead" else self.state
+            )
         self.requests.append(request)
         self.open.add(request.id)
         return self._outputs(request, self.scripts.pop(0) if self.scripts else self.script)
 
-    async def _outputs(self, request: EngineRequest, script: Script) -> AsyncIterator[SequenceOutput]:
+    async def _outputs(
+        self, request: EngineRequest, script: Script
+    ) -> AsyncIterator[SequenceOutput]:
         try:
             await asyncio.sleep(script.first_delay_s)
             if script.hang:
@@ -130,7 +166,7 @@ class FakeClient:
                     del tokens[index]
                     yield SequenceOutput(request_id=request.id, index=index, finish="stop")
                     continue
-                new = tokens[index][position:position + script.chunk]
+                new = tokens[index][position : position + script.chunk]
                 last = position + len(new) >= len(tokens[index])
                 yield self._output(request, script, index, position, new, last)
                 if last:
@@ -140,29 +176,58 @@ class FakeClient:
     def _tokens(self, request: EngineRequest, script: Script, index: int) -> list[int]:
         said = list((script.text + (str(index) if script.numbered else "")).encode())
         said += [] if request.sampling.ignore_eos else [EOS]
-        return said[:request.sampling.max_tokens]
+        return said[: request.sampling.max_tokens]
 
-    def _output(self, request: EngineRequest, script: Script, index: int, position: int, new: list[int],
-                last: bool) -> SequenceOutput:
+    def _output(
+        self,
+        request: EngineRequest,
+        script: Script,
+        index: int,
+        position: int,
+        new: list[int],
+        last: bool,
+    ) -> SequenceOutput:
         sampling, first = request.sampling, position == 0
         ended = bool(last and new and new[-1] == EOS)
         prompt_logprobs = None
         if first and index == 0 and sampling.prompt_logprobs is not None:
-            prompt_logprobs = [None, *(score(token, sampling.prompt_logprobs) for token in request.prompt[1:])]
+            prompt_logprobs = [
+                None,
+                *(score(token, sampling.prompt_logprobs) for token in request.prompt[1:]),
+            ]
         return SequenceOutput(
-            request_id=request.id, index=index, tokens=new, prompt_logprobs=prompt_logprobs,
-            logprobs=None if sampling.logprobs is None else [score(token, sampling.logprobs) for token in new],
-            finish=("stop" if ended else "length") if last else None, stop_token=EOS if ended else None,
-            cached_tokens=script.cached_tokens if first else 0, queued_s=0.01 if first else None)
+            request_id=request.id,
+            index=index,
+            tokens=new,
+            prompt_logprobs=prompt_logprobs,
+            logprobs=None
+            if sampling.logprobs is None
+            else [score(token, sampling.logprobs) for token in new],
+            finish=("stop" if ended else "length") if last else None,
+            stop_token=EOS if ended else None,
+            cached_tokens=script.cached_tokens if first else 0,
+            queued_s=0.01 if first else None,
+        )
 
     def _end(self, request: EngineRequest, index: int, error: ErrorInfo) -> SequenceOutput:
         return SequenceOutput(request_id=request.id, index=index, finish="error", error=error)
 
-    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
         self.aborts.append((request_id, index, reason))
 
     async def slots(self) -> Slots:
-        busy = Slot(seat=0, state="decode", request_id="r", n_prompt=5, n_computed=7, n_output=3, max_tokens=9, pages=1)
+        busy = Slot(
+            seat=0,
+            state="decode",
+            request_id="r",
+            n_prompt=5,
+            n_computed=7,
+            n_output=3,
+            max_tokens=9,
+            pages=1,
+        )
         return Slots(0, [busy, Slot(seat=1, state="free")], b"")
 
     async def page_states(self) -> bytes:
@@ -176,8 +241,12 @@ class FakeClient:
 
 
 def score(token: int, top: int) -> TokenLogprobs:
-    """Log-probabilities that a test can predict: -token/1000 for the chosen one, the top ones are ids 65, 66, ..."""
-    return TokenLogprobs(-token / 1000, [65 + i for i in range(top)], [-0.5 - i for i in range(top)])
+    """Log-probabilities that a test can predict: -token/1000 for the chosen one, the top ones are
+    ids 65, 66, ...
+    """
+    return TokenLogprobs(
+        -token / 1000, [65 + i for i in range(top)], [-0.5 - i for i in range(top)]
+    )
 
 
 def make_app(client: FakeClient | None = None, model: str = "m", **settings: Any):
@@ -203,14 +272,33 @@ class Reply:
         return self.json()["error"]
 
 
-async def call(app, path: str, body: bytes | Any = b"", *, method: str = "POST", headers: dict[str, str] | None = None,
-               raw_headers: list[tuple[bytes, bytes]] | None = None, messages: list[dict[str, Any]] | None = None,
-               leave_after: float | None = None, leave_on_chunk: int | None = None) -> Reply:
-    """One raw ASGI call. messages: what the server receives instead of one body; then the client leaves when told."""
+async def call(
+    app,
+    path: str,
+    body: bytes | Any = b"",
+    *,
+    method: str = "POST",
+    headers: dict[str, str] | None = None,
+    raw_headers: list[tuple[bytes, bytes]] | None = None,
+    messages: list[dict[str, Any]] | None = None,
+    leave_after: float | None = None,
+    leave_on_chunk: int | None = None,
+) -> Reply:
+    """One raw ASGI call. messages: what the server receives instead of one body; then the client
+    leaves when told.
+    """
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"host": "localhost", "content-type": "application/json"} | (headers or {})
-    head = [(name.encode(), value.encode()) for name, value in given.items()] if raw_headers is None else raw_headers
-    queue = list(messages if messages is not None else [{"type": "http.request", "body": data, "more_body": False}])
+    head = (
+        [(name.encode(), value.encode()) for name, value in given.items()]
+        if raw_headers is None
+        else raw_headers
+    )
+    queue = list(
+        messages
+        if messages is not None
+        else [{"type": "http.request", "body": data, "more_body": False}]
+    )
     reply, gone = Reply(), asyncio.Event()
 
     async def receive() -> dict[str, Any]:
@@ -233,8 +321,18 @@ async def call(app, path: str, body: bytes | Any = b"", *, method: str = "POST",
             if leave_on_chunk is not None and len(reply.chunks) >= leave_on_chunk:
                 gone.set()
 
-    scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "method": method, "path": path, "raw_path": path.encode(),
-             "root_path": "", "query_string": b"", "headers": head, "http_version": "1.1", "scheme": "http"}
+    scope = {
+        "type": "http",
+        "asgi": {"spec_version": "2.3"},
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": head,
+        "http_version": "1.1",
+        "scheme": "http",
+    }
     await asyncio.wait_for(app(scope, receive, send), 20)
     return reply
 
@@ -246,8 +344,16 @@ def run(coroutine):
 @contextlib.contextmanager
 def served(app, settings: ServerSettings | None = None) -> Iterator[tuple[str, int]]:
     """A real server in a thread; yields its base URL and port."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False, server_header=False,
-                            http=http_protocol(settings or ServerSettings()), timeout_keep_alive=2)
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        http=http_protocol(settings or ServerSettings()),
+        timeout_keep_alive=2,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

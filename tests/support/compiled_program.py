@@ -1,7 +1,8 @@
-"""Compiles one of the engine's own steps, from shapes alone, for a device that need not be there; run as a program.
+"""Compiles one of the engine's own steps, from shapes alone, for a device that need not be there;
+run as a program.
 
-python program.py SPEC FOLDER: SPEC is the JSON of a `matrix.Spec`; FOLDER is where XLA_FLAGS told XLA to write what it
-made. Prints one JSON object of facts.
+python program.py SPEC FOLDER: SPEC is the JSON of a `matrix.Spec`; FOLDER is where XLA_FLAGS told
+XLA to write what it made. Prints one JSON object of facts.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ from jitney.kernels.select import pallas_set, triton_for
 CAPABILITIES = {"h100": 90, "a100": 80, "l4": 89}
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 CHIPS = {"a100": "a100-80"}
-#: What XLA_FLAGS=--xla_gpu_enable_command_buffer=+COLLECTIVES allows in a command buffer; needed on several GPUs only.
-COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
+#: What XLA_FLAGS=--xla_gpu_enable_command_buffer=+COLLECTIVES allows in a command buffer; needed on
+#: several GPUs only.
+COMMANDS = (
+    "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
+)
 #: Results with fewer elements are activations.
 LARGE = 1 << 20
 #: Positions that a page of the pool holds, and those that a sequence may have.
@@ -55,7 +59,9 @@ class Step:
         layers = spec.layers or shape.n_layers
         self.whole = replace(shape, n_layers=layers, windows=(0,) * layers)
         self.config: ModelConfig = self.whole.local(spec.devices)
-        self.model = abstract_model(self.config, dtype=jnp.bfloat16, weights=spec.weights, kv=spec.kv)
+        self.model = abstract_model(
+            self.config, dtype=jnp.bfloat16, weights=spec.weights, kv=spec.kv
+        )
         self.leaves = dict(nnx.to_flat_state(nnx.split(self.model)[1]))
         self.chip: Accelerator = DEVICES[CHIPS.get(spec.target, spec.target)]
         self.kv_dtype = KV_TYPES.get(spec.kv, jnp.dtype(jnp.bfloat16))
@@ -73,8 +79,12 @@ class Step:
 
     @property
     def pages(self) -> int:
-        """Of the pool: 32 sequences of the longest context counted, or what fits beside the weights."""
-        memory = self.chip.memory / (2 if self.spec.target == "v7x" else 1)  # a v7x chip is two devices
+        """Of the pool: 32 sequences of the longest context counted, or what fits beside the
+        weights.
+        """
+        memory = self.chip.memory / (
+            2 if self.spec.target == "v7x" else 1
+        )  # a v7x chip is two devices
         room = 0.85 * memory - sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves.values())
         return min(32 * CONTEXTS[-1] // PAGE + 1, int(room / (PAGE * self.position_bytes)))
 
@@ -89,11 +99,19 @@ class Step:
         sizes = StateSizes(SEATS, self.pages, PAGE, CONTEXT, self.kv_dtype)
         mesh = make_mesh(devices_of(spec)[: spec.devices])
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return lower_step(self.model, Bucket(spec.rows, spec.seqs), spec.plain, kernels_for(spec), sizes, mesh)
+            return lower_step(
+                self.model, Bucket(spec.rows, spec.seqs), spec.plain, kernels_for(spec), sizes, mesh
+            )
 
     def floor(self, load: Load) -> float:
-        """Bytes that a step cannot do without: weights read once, keys and values read and written once."""
-        weights = sum(leaf.size * leaf.dtype.itemsize for path, leaf in self.leaves.items() if path != ("embed",))
+        """Bytes that a step cannot do without: weights read once, keys and values read and written
+        once.
+        """
+        weights = sum(
+            leaf.size * leaf.dtype.itemsize
+            for path, leaf in self.leaves.items()
+            if path != ("embed",)
+        )
         return weights + (load.keys + load.rows) * self.position_bytes
 
 
@@ -101,9 +119,12 @@ def devices_of(spec: Spec) -> Any:
     """Devices that exist for the compiler only."""
     if spec.target in GPUS:
         config = (DATA / f"{spec.target}.txtpb").read_text()
-        return topologies.get_topology_desc(platform="cuda", topology=f"1x1x{spec.devices}",
-                                            target_config=config).devices
-    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[spec.target]).devices
+        return topologies.get_topology_desc(
+            platform="cuda", topology=f"1x1x{spec.devices}", target_config=config
+        ).devices
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=TOPOLOGIES[spec.target]
+    ).devices
 
 
 def kernels_for(spec: Spec) -> KernelSet:
@@ -115,17 +136,23 @@ def options_for(spec: Spec) -> dict[str, Any]:
     """The engine's own for the target, and on several GPUs what makes one graph of the step."""
     if spec.target not in GPUS:
         return COMPILER_OPTIONS.get("tpu", {})
-    several: dict[str, Any] = {"xla_gpu_enable_command_buffer": COMMANDS} if spec.devices > 1 else {}
+    several: dict[str, Any] = (
+        {"xla_gpu_enable_command_buffer": COMMANDS} if spec.devices > 1 else {}
+    )
     return COMPILER_OPTIONS["gpu"] | several
 
 
 def loads(step: Step) -> list[Load]:
-    """The work of the step at every context that the pool can hold, or at the greatest power of two that it can."""
+    """The work of the step at every context that the pool can hold, or at the greatest power of two
+    that it can.
+    """
     spec = step.spec
     decode = spec.seqs if spec.decodes else spec.seqs - 1
     prompt = spec.rows - decode
     longest = ((step.pages - 1) * PAGE - prompt) // decode
-    fitting = [context for context in (CONTEXTS if spec.decodes else MIXED_CONTEXTS) if context <= longest]
+    fitting = [
+        context for context in (CONTEXTS if spec.decodes else MIXED_CONTEXTS) if context <= longest
+    ]
     return [Load(decode, context, prompt) for context in fitting or [1 << longest.bit_length() - 1]]
 
 
@@ -134,15 +161,23 @@ def thunks(folder: Path) -> dict[str, int]:
     lines = max(folder.glob("*thunk_sequence_after_thunk_passes.txt")).read_text().splitlines()
     outer = [line for line in lines if line[:1].isdigit()]
     buffers = sum("kCommandBuffer" in line for line in outer)
-    return {"command_buffers": buffers, "outside": len(outer) - buffers,
-            "nodes": sum(line.lstrip()[:3].isdigit() for line in lines) - buffers}
+    return {
+        "command_buffers": buffers,
+        "outside": len(outer) - buffers,
+        "nodes": sum(line.lstrip()[:3].isdigit() for line in lines) - buffers,
+    }
 
 
 def copies(step: Step, made: Account) -> list[str]:
-    """Instructions whose result in memory has as many elements as a pool or a weight: copied, transposed or widened."""
+    """Instructions whose result in memory has as many elements as a pool or a weight: copied,
+    transposed or widened.
+    """
     sizes = {step.pool_size} | {int(leaf.size) for leaf in step.weights}
-    return [f"{name} {array.dtype}{list(array.dims)}" for name, array in made.made
-            if array.elements in sizes and array.elements > LARGE]
+    return [
+        f"{name} {array.dtype}{list(array.dims)}"
+        for name, array in made.made
+        if array.elements in sizes and array.elements > LARGE
+    ]
 
 
 def describe(step: Step, compiled: jax.stages.Compiled, folder: Path) -> dict[str, Any]:
@@ -150,13 +185,23 @@ def describe(step: Step, compiled: jax.stages.Compiled, folder: Path) -> dict[st
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None
     module = parse(text)
-    found = {"aliased": memory.alias_size_in_bytes, "temporaries": memory.temp_size_in_bytes, "pages": step.pages,
-             "pools": step.pages * PAGE * step.position_bytes, "layers": step.config.n_layers, "loads": []}
+    found = {
+        "aliased": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "pages": step.pages,
+        "pools": step.pages * PAGE * step.position_bytes,
+        "layers": step.config.n_layers,
+        "loads": [],
+    }
     for load in loads(step):
         costs = kernel_cost(load, step.pool_size, CAPABILITIES.get(step.spec.target, 0))
         made = account(module, costs)
         found["loads"].append(told(step, load, made))
-        found |= {"kernels": made.kernels, "copied": copies(step, made), "collectives": made.collectives}
+        found |= {
+            "kernels": made.kernels,
+            "copied": copies(step, made),
+            "collectives": made.collectives,
+        }
     return found | (thunks(folder) if step.spec.target in GPUS else {})
 
 
@@ -166,12 +211,21 @@ def told(step: Step, load: Load, made: Account) -> dict[str, Any]:
     kept = "bf16" if step.spec.weights == "plain" else step.spec.weights
     cost = ModelCost(step.whole, kept, "bf16" if step.spec.kv == "auto" else step.spec.kv)
     work = Work(load.decode, load.prompt, load.decode * load.context, load.context, load.pairs)
-    return {"context": load.context, "bytes": made.bytes, "floor": floor, "operations": made.operations,
-            "roofline_bytes": sum(cost.read_bytes(load.rows, work)),
-            "roofline_operations": sum(cost.operations(load.rows, step.spec.seqs, work)),
-            "floor_us": 1e6 * floor / chip.bandwidth, "bytes_us": 1e6 * made.bytes / chip.bandwidth,
-            "operations_us": 1e6 * made.operations / chip.peak("bf16"),
-            "largest": {name: moved for name, moved in sorted(made.moved.items(), key=lambda item: -item[1])[:12]}}
+    return {
+        "context": load.context,
+        "bytes": made.bytes,
+        "floor": floor,
+        "operations": made.operations,
+        "roofline_bytes": sum(cost.read_bytes(load.rows, work)),
+        "roofline_operations": sum(cost.operations(load.rows, step.spec.seqs, work)),
+        "floor_us": 1e6 * floor / chip.bandwidth,
+        "bytes_us": 1e6 * made.bytes / chip.bandwidth,
+        "operations_us": 1e6 * made.operations / chip.peak("bf16"),
+        "largest": {
+            name: moved
+            for name, moved in sorted(made.moved.items(), key=lambda item: -item[1])[:12]
+        },
+    }
 
 
 def main(spec: Spec, folder: Path) -> None:
@@ -180,8 +234,15 @@ def main(spec: Spec, folder: Path) -> None:
     lowered = step.lower()
     lowering = time.perf_counter() - started
     compiled = lowered.compile(compiler_options=options_for(spec))
-    print(json.dumps(describe(step, compiled, folder) | {
-        "lower_s": round(lowering, 1), "compile_s": round(time.perf_counter() - started - lowering, 1)}))
+    print(
+        json.dumps(
+            describe(step, compiled, folder)
+            | {
+                "lower_s": round(lowering, 1),
+                "compile_s": round(time.perf_counter() - started - lowering, 1),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Which steps are compiled for which devices, and what came out; a program is compiled once and its facts are kept.
+"""Which steps are compiled for which devices, and what came out; a program is compiled once and its
+facts are kept.
 
 Each runs in a process of its own (`program`), with XLA's plugin for the target on its path:
-JITNEY_CUDA_PLUGIN, JITNEY_TPU_PLUGIN: folders made by `make test-compile`. JITNEY_COMPILED: where facts are kept as
-JSON, so that the tests and `docs/benchmarks/compiled_programs.py` compile each program once between them.
+JITNEY_CUDA_PLUGIN, JITNEY_TPU_PLUGIN: folders made by `make test-compile`. JITNEY_COMPILED: where
+facts are kept as JSON, so that the tests and `docs/benchmarks/compiled_programs.py` compile each
+program once between them.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from places import SUPPORT
 GPUS, TPUS = ("h100", "a100", "l4"), ("v5e", "v6e", "v7x")
 MODELS = ("llama-3.1-8b", "qwen3-8b")
 PLUGINS = {**dict.fromkeys(GPUS, "JITNEY_CUDA_PLUGIN"), **dict.fromkeys(TPUS, "JITNEY_TPU_PLUGIN")}
-#: Sequences of the decode steps, and the contexts at which the bytes of decode and of mixed steps are counted.
+#: Sequences of the decode steps, and the contexts at which the bytes of decode and of mixed steps
+#: are counted.
 SEQUENCES, CONTEXTS, MIXED_CONTEXTS = (1, 8, 32), (1024, 4096), (256, 1024)
 SEATS, MIXED_ROWS = 64, 512
 #: More of them, for targets where that is cheap, and one of the others.
 MORE_SEQUENCES, COUNTED_CLOSELY = (1, 4, 8, 16, 32), (*GPUS, "v5e")
-#: Targets whose sampled steps are compiled, too: for TPUs these take minutes, and one is like the other.
+#: Targets whose sampled steps are compiled, too: for TPUs these take minutes, and one is like the
+#: other.
 SAMPLED = (*GPUS, "v6e")
 
 
@@ -63,14 +67,22 @@ class Spec:
 
     def __str__(self) -> str:
         kept = "bf16" if self.weights == "plain" else self.weights
-        parts = [self.target, self.model, kept, *([] if self.kv == "auto" else [f"{self.kv} KV"]),
-                 *([f"{self.devices} devices"] if self.devices > 1 else []), self.step,
-                 *([f"{self.layers} layers"] if self.layers else [])]
+        parts = [
+            self.target,
+            self.model,
+            kept,
+            *([] if self.kv == "auto" else [f"{self.kv} KV"]),
+            *([f"{self.devices} devices"] if self.devices > 1 else []),
+            self.step,
+            *([f"{self.layers} layers"] if self.layers else []),
+        ]
         return " ".join(parts)
 
 
 def kept_as(target: str, devices: int) -> str:
-    """bf16 where 16 GB of weights fit beside keys and values, int8 on an L4 (24 GB) and a v5e (16 GB)."""
+    """bf16 where 16 GB of weights fit beside keys and values, int8 on an L4 (24 GB) and a v5e (16
+    GB).
+    """
     return "int8" if target in ("l4", "v5e") and devices == 1 else "plain"
 
 
@@ -79,12 +91,16 @@ def every_spec() -> Iterator[Spec]:
     for target in (*GPUS, *TPUS):
         for model in MODELS:
             for devices in (1, 2):
-                yield from steps(Spec(target, model, 1, 1, weights=kept_as(target, devices), devices=devices))
+                yield from steps(
+                    Spec(target, model, 1, 1, weights=kept_as(target, devices), devices=devices)
+                )
         yield from quantised(target)
 
 
 def steps(of: Spec) -> Iterator[Spec]:
-    """Decode steps; on one device, and for the first model only where compiling is slow, mixed and sampled ones."""
+    """Decode steps; on one device, and for the first model only where compiling is slow, mixed and
+    sampled ones.
+    """
     first = of.model == MODELS[0]
     if of.devices > 1:
         yield replace(of, rows=SEQUENCES[-1], seqs=SEQUENCES[-1])
@@ -100,7 +116,9 @@ def steps(of: Spec) -> Iterator[Spec]:
 
 
 def quantised(target: str) -> Iterator[Spec]:
-    """Decode with quantised weights and pools: int4 where there is a kernel for it, fp8 where there are fp8 pools."""
+    """Decode with quantised weights and pools: int4 where there is a kernel for it, fp8 where there
+    are fp8 pools.
+    """
     of = Spec(target, MODELS[0], 8, 8)
     yield replace(of, weights="int8", kv="int8")
     if target in GPUS:
@@ -111,7 +129,9 @@ def quantised(target: str) -> Iterator[Spec]:
 
 @functools.cache
 def facts(spec: Spec) -> dict[str, Any]:
-    """What `program` tells of a step: kept from an earlier run, or compiled now. Raises RuntimeError if that fails."""
+    """What `program` tells of a step: kept from an earlier run, or compiled now. Raises
+    RuntimeError if that fails.
+    """
     folder = os.environ.get("JITNEY_COMPILED")
     kept = Path(folder, f"{spec}.json".replace(" ", "_")) if folder else None
     if kept is not None and kept.exists():
@@ -128,10 +148,22 @@ def compiled(spec: Spec) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text" if spec.target in GPUS else ""
         environ = os.environ | {
-            "PYTHONPATH": f"{Path(spec.plugin).resolve()}:{SUPPORT}", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": dump}
-        command = [sys.executable, str(SUPPORT / "compiled_program.py"), json.dumps(asdict(spec)), folder]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
+            "PYTHONPATH": f"{Path(spec.plugin).resolve()}:{SUPPORT}",
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "XLA_FLAGS": dump,
+        }
+        command = [
+            sys.executable,
+            str(SUPPORT / "compiled_program.py"),
+            json.dumps(asdict(spec)),
+            folder,
+        ]
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=1800, check=False
+        )
     if done.returncode:
         raise RuntimeError(f"{spec} does not compile:\n{done.stderr[-6000:]}")
     return json.loads(done.stdout.splitlines()[-1])

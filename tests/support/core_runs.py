@@ -21,17 +21,29 @@ def random_request(rng: random.Random, number: int, now: float = 0.0) -> EngineR
     head = [rng.randrange(1, 4)] * rng.choice((0, 4, 8, 12))
     prompt = head + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
     return make_request(
-        f"r{number}", prompt if rng.random() > 0.05 else [1] * 200, arrival=now, n=rng.choice((1, 1, 1, 2, 4)),
-        deadline=now + rng.uniform(0, 30) if rng.random() < 0.15 else None, priority=rng.choice((0, 0, 1, -1)),
-        salt=rng.choice(("", "", "salt")), tenant=rng.choice(("", "", "key")), user=rng.choice(("", "ann", "bob")),
-        seed=rng.choice((0, 7, 99)), max_tokens=rng.choice((None, 1, 2, 5, 12)),
-        ignore_eos=rng.random() < 0.2, prompt_logprobs=rng.choice((None,) * 9 + (2,)),
-        logprobs=rng.choice((None,) * 9 + (1,)))
+        f"r{number}",
+        prompt if rng.random() > 0.05 else [1] * 200,
+        arrival=now,
+        n=rng.choice((1, 1, 1, 2, 4)),
+        deadline=now + rng.uniform(0, 30) if rng.random() < 0.15 else None,
+        priority=rng.choice((0, 0, 1, -1)),
+        salt=rng.choice(("", "", "salt")),
+        tenant=rng.choice(("", "", "key")),
+        user=rng.choice(("", "ann", "bob")),
+        seed=rng.choice((0, 7, 99)),
+        max_tokens=rng.choice((None, 1, 2, 5, 12)),
+        ignore_eos=rng.random() < 0.2,
+        prompt_logprobs=rng.choice((None,) * 9 + (2,)),
+        logprobs=rng.choice((None,) * 9 + (1,)),
+    )
 
 
-def random_events(core: EngineCore, clock: FakeClock, rng: random.Random,
-                  count: int) -> tuple[list[EngineRequest], list[SequenceOutput]]:
-    """So many times submit, abort or step, then until nobody is left: everybody who came, and all outputs."""
+def random_events(
+    core: EngineCore, clock: FakeClock, rng: random.Random, count: int
+) -> tuple[list[EngineRequest], list[SequenceOutput]]:
+    """So many times submit, abort or step, then until nobody is left: everybody who came, and all
+    outputs.
+    """
     requests: list[EngineRequest] = []
     outputs: list[SequenceOutput] = []
     for event in range(count):
@@ -41,7 +53,11 @@ def random_events(core: EngineCore, clock: FakeClock, rng: random.Random,
             requests.append(random_request(rng, len(requests), clock.now))
             core.add(requests[-1])
         elif kind < 0.10 and requests:
-            core.abort(rng.choice(requests[-8:]).id, rng.choice((None, 0, 1)), rng.choice(("abort", "stop")))
+            core.abort(
+                rng.choice(requests[-8:]).id,
+                rng.choice((None, 0, 1)),
+                rng.choice(("abort", "stop")),
+            )
         else:
             outputs += core.step().outputs
         if event % 5 == 0:
@@ -52,7 +68,9 @@ def random_events(core: EngineCore, clock: FakeClock, rng: random.Random,
 
 
 def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutput]) -> None:
-    """Each sequence ended once; who ended by itself has its solo tokens, everybody else a beginning of them."""
+    """Each sequence ended once; who ended by itself has its solo tokens, everybody else a beginning
+    of them.
+    """
     ends = ends_of(outputs)
     assert set(ends) == {(request.id, i) for request in requests for i in range(request.sampling.n)}
     for request in requests:
@@ -61,7 +79,11 @@ def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutp
             if code_of(end) == "context_length_exceeded":
                 assert not got
                 continue
-            want = solo(request, sibling_seed(request.sampling.seed or 0, index), LONGEST - len(request.prompt))
+            want = solo(
+                request,
+                sibling_seed(request.sampling.seed or 0, index),
+                LONGEST - len(request.prompt),
+            )
             assert got == want[: len(got)]
             if end.tokens:  # else it was ended from outside
                 assert end.finish in ("stop", "length") and got == want

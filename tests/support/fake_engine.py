@@ -2,7 +2,8 @@
 
     python fake_engine.py NAME LOG [--tokens-s X] [--extra-token] [--die] --host HOST --port PORT
 
-LOG gets a line when it starts, when it is ready, and for the most requests that were open at a time.
+LOG gets a line when it starts, when it is ready, and for the most requests that were open at a
+time.
 """
 
 from __future__ import annotations

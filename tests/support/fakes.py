@@ -1,7 +1,9 @@
-"""A device made of numpy arrays, for tests of the host half: it computes tokens only from what it was told to store.
+"""A device made of numpy arrays, for tests of the host half: it computes tokens only from what it
+was told to store.
 
-Every row writes its token and position into a flat page array, and a sampled row reads its whole context back through
-the page table. A wrong page table, a page reused too early or a seat mixed up therefore changes the tokens.
+Every row writes its token and position into a flat page array, and a sampled row reads its whole
+context back through the page table. A wrong page table, a page reused too early or a seat mixed up
+therefore changes the tokens.
 """
 
 from __future__ import annotations
@@ -40,9 +42,15 @@ def next_token(history: list[int], seed: int) -> int:
 
 
 def score(history: list[int], token: int) -> TokenLogprobs:
-    """The fake model's log-probabilities of `token` after `history`: chosen, and five alternatives."""
-    mark = zlib.crc32(np.asarray([*history, token], np.int32).tobytes()) % 1000 / 128  # exact in float32
-    return TokenLogprobs(-mark, [(token + i) % VOCAB for i in range(5)], [-mark - i for i in range(5)])
+    """The fake model's log-probabilities of `token` after `history`: chosen, and five
+    alternatives.
+    """
+    mark = (
+        zlib.crc32(np.asarray([*history, token], np.int32).tobytes()) % 1000 / 128
+    )  # exact in float32
+    return TokenLogprobs(
+        -mark, [(token + i) % VOCAB for i in range(5)], [-mark - i for i in range(5)]
+    )
 
 
 def solo(request: EngineRequest, seed: int, most: int, eos: tuple[int, ...] = (EOS,)) -> list[int]:
@@ -58,7 +66,9 @@ def solo(request: EngineRequest, seed: int, most: int, eos: tuple[int, ...] = (E
 
 @dataclass
 class Rows:
-    """What a real batch would carry of one chunk: copies, so that later changes of the sequence cannot leak in."""
+    """What a real batch would carry of one chunk: copies, so that later changes of the sequence
+    cannot leak in.
+    """
 
     request_id: str
     seat: int
@@ -71,8 +81,8 @@ class Rows:
 
 
 class FakeRunner:
-    """Runs plans in order of launch. poisoned: request ids whose logits are not finite; spoiled: those some of whose
-    rows, without logits, are not: (id, position)."""
+    """Runs plans in order of launch. poisoned: request ids whose logits are not finite; spoiled:
+    those some of whose rows, without logits, are not: (id, position)."""
 
     #: Positions that a row sees; 0: all before it.
     window = 0
@@ -88,7 +98,9 @@ class FakeRunner:
         self._tickets: list[StepResult] = []
 
     def batch(self, plan: Plan) -> tuple[list[Rows], dict[int, int], Plan]:
-        assert [chunk.decode for chunk in plan.chunks] == sorted((c.decode for c in plan.chunks), reverse=True)
+        assert [chunk.decode for chunk in plan.chunks] == sorted(
+            (c.decode for c in plan.chunks), reverse=True
+        )
         assert plan.work == work_of(plan.chunks)
         assert plan.rows <= plan.bucket.tokens and len(plan.chunks) <= plan.bucket.seats
         assert sum(chunk.logit_rows for chunk in plan.chunks) <= plan.bucket.seats
@@ -98,9 +110,18 @@ class FakeRunner:
         for chunk in plan.chunks:
             seq = chunk.seq
             known = seq.tokens[chunk.start : chunk.end]
-            rows.append(Rows(seq.request.id, seq.seat, chunk.start, known or [-1], list(seq.pages), chunk.sample,
-                             chunk.score_start,
-                             seq.tokens[chunk.score_start + 1 : chunk.score_start + 1 + chunk.scored]))
+            rows.append(
+                Rows(
+                    seq.request.id,
+                    seq.seat,
+                    chunk.start,
+                    known or [-1],
+                    list(seq.pages),
+                    chunk.sample,
+                    chunk.score_start,
+                    seq.tokens[chunk.score_start + 1 : chunk.score_start + 1 + chunk.scored],
+                )
+            )
             assert not chunk.scored or chunk.start <= chunk.score_start <= chunk.end - chunk.scored
             assert len(rows[-1].tokens) == chunk.count and (known or chunk.decode)
         return rows, {seq.seat: seq.seed for seq in plan.boarded}, plan
@@ -109,9 +130,14 @@ class FakeRunner:
         rows, seeds, plan = batch
         for seat, seed in seeds.items():
             self.seeds[seat] = seed
-        before = self.tokens.copy(), self.positions.copy()  # no row may need what another sequence writes in this step
+        before = (
+            self.tokens.copy(),
+            self.positions.copy(),
+        )  # no row may need what another sequence writes in this step
         for chunk in rows:
-            chunk.tokens = [self.last_token[chunk.seat] if token < 0 else token for token in chunk.tokens]
+            chunk.tokens = [
+                self.last_token[chunk.seat] if token < 0 else token for token in chunk.tokens
+            ]
         self._write(rows)
         tokens: list[int] = []
         entries: list[TokenLogprobs] = []
@@ -120,7 +146,12 @@ class FakeRunner:
         for chunk in rows:
             history = self._read(chunk, *before) + chunk.tokens
             poisoned = chunk.request_id in self.poisoned
-            broken.append(any((chunk.request_id, chunk.start + i) in self.spoiled for i in range(len(chunk.tokens))))
+            broken.append(
+                any(
+                    (chunk.request_id, chunk.start + i) in self.spoiled
+                    for i in range(len(chunk.tokens))
+                )
+            )
             for i, target in enumerate(chunk.targets, chunk.score_start + 1):
                 scores.append(score(history[:i], target))
             if chunk.sample:
@@ -128,7 +159,9 @@ class FakeRunner:
                 self.last_token[chunk.seat] = token
                 tokens.append(-1 if poisoned else token)
                 entries.append(score(history, token))
-        result = StepResult(tokens, None if plan.plain else entries, scores or None, broken if any(broken) else None)
+        result = StepResult(
+            tokens, None if plan.plain else entries, scores or None, broken if any(broken) else None
+        )
         self._tickets.append(result)
         self.rows_run += plan.bucket.tokens
         return result
@@ -158,24 +191,63 @@ class FakeRunner:
         return tokens[flats].tolist()
 
 
-def make_core(*, seats: int = 4, pages: int = 33, page_size: int = 4, budget: int = 16, context: int = 64,
-              retain: bool = True, max_requests: int = 1000, max_tokens: int = 100_000,
-              eos: tuple[int, ...] = (EOS,), clock: FakeClock | None = None,
-              device: type[FakeRunner] = FakeRunner, **limits: Any) -> EngineCore:
-    """A core on a fake device; `pages` counts the trash page; limits: further fields of SchedulerLimits."""
+def make_core(
+    *,
+    seats: int = 4,
+    pages: int = 33,
+    page_size: int = 4,
+    budget: int = 16,
+    context: int = 64,
+    retain: bool = True,
+    max_requests: int = 1000,
+    max_tokens: int = 100_000,
+    eos: tuple[int, ...] = (EOS,),
+    clock: FakeClock | None = None,
+    device: type[FakeRunner] = FakeRunner,
+    **limits: Any,
+) -> EngineCore:
+    """A core on a fake device; `pages` counts the trash page; limits: further fields of
+    SchedulerLimits.
+    """
     clock = clock or FakeClock()
     held_to = SchedulerLimits(seats, context, max_requests, max_tokens, **limits)
-    scheduler = Scheduler(held_to, make_buckets(max_seats=seats, token_budget=budget),
-                          PagePool(pages, page_size, retain=retain), clock, eos, VOCAB, device.window)
+    scheduler = Scheduler(
+        held_to,
+        make_buckets(max_seats=seats, token_budget=budget),
+        PagePool(pages, page_size, retain=retain),
+        clock,
+        eos,
+        VOCAB,
+        device.window,
+    )
     return EngineCore(scheduler, device(pages, page_size, seats), Ledger(), clock)
 
 
-def make_request(id: str, prompt: list[int], *, arrival: float = 0.0, deadline: float | None = None, priority: int = 0,
-                 tenant: str = "", salt: str = "", user: str = "", **sampling) -> EngineRequest:
+def make_request(
+    id: str,
+    prompt: list[int],
+    *,
+    arrival: float = 0.0,
+    deadline: float | None = None,
+    priority: int = 0,
+    tenant: str = "",
+    salt: str = "",
+    user: str = "",
+    **sampling,
+) -> EngineRequest:
     """A request; greedy and seed 0 unless said otherwise."""
     params = SamplingParams(**({"temperature": 0.0, "seed": 0, "max_tokens": 8} | sampling))
-    return EngineRequest(id=id, prompt=prompt, sampling=params, arrival=arrival, deadline=deadline, priority=priority,
-                         tenant=tenant, cache_salt=salt, user=user)
+    return EngineRequest(
+        id=id,
+        prompt=prompt,
+        sampling=params,
+        arrival=arrival,
+        deadline=deadline,
+        priority=priority,
+        tenant=tenant,
+        cache_salt=salt,
+        user=user,
+    )
 
 
 def device_of(core: EngineCore) -> FakeRunner:
@@ -191,7 +263,12 @@ def code_of(output: SequenceOutput) -> str | None:
 
 def tokens_of(outputs: list[SequenceOutput], request_id: str, index: int = 0) -> list[int]:
     """All tokens of one sequence, in order of output."""
-    return [token for out in outputs if (out.request_id, out.index) == (request_id, index) for token in out.tokens]
+    return [
+        token
+        for out in outputs
+        if (out.request_id, out.index) == (request_id, index)
+        for token in out.tokens
+    ]
 
 
 def ends_of(outputs: list[SequenceOutput]) -> dict[tuple[str, int], SequenceOutput]:
@@ -218,8 +295,10 @@ def watch(core: EngineCore) -> list[Plan]:
 
 def picture(plan: Plan) -> list[tuple[str, int, int, str]]:
     """(request, start, end, kind) of each chunk."""
-    return [(chunk.seq.request.id, chunk.start, chunk.end, "decode" if chunk.decode else "prefill")
-            for chunk in plan.chunks]
+    return [
+        (chunk.seq.request.id, chunk.start, chunk.end, "decode" if chunk.decode else "prefill")
+        for chunk in plan.chunks
+    ]
 
 
 def boarding_order(plans: list[Plan]) -> list[str]:

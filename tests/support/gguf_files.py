@@ -7,8 +7,9 @@ from pathlib import Path
 import gguf
 
 
-def open_writer(path: Path, arch: str, *, layers: int, size: int, inner: int, heads: int,
-                kv_heads: int) -> gguf.GGUFWriter:
+def open_writer(
+    path: Path, arch: str, *, layers: int, size: int, inner: int, heads: int, kv_heads: int
+) -> gguf.GGUFWriter:
     """A writer that has the hyperparameters; tensors come next, then `close`."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(layers)

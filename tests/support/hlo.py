@@ -1,6 +1,8 @@
-"""Reads the text of an optimised HLO module: its computations, their instructions, the arrays they take and make.
+"""Reads the text of an optimised HLO module: its computations, their instructions, the arrays they
+take and make.
 
-Only what an account of bytes and operations needs: shapes, dtypes, memory spaces, operands and attributes.
+Only what an account of bytes and operations needs: shapes, dtypes, memory spaces, operands and
+attributes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ OPCODE = re.compile(r"\s*([\w\-]+)\(")
 
 @dataclass(frozen=True)
 class Array:
-    """One array: dtype as HLO writes it, sizes, and the memory it lies in (0: the device's main memory)."""
+    """One array: dtype as HLO writes it, sizes, and the memory it lies in (0: the device's main
+    memory).
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -128,7 +132,9 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """A module from what `compiled.as_text()` returns. Raises ValueError for text that holds no ENTRY."""
+    """A module from what `compiled.as_text()` returns. Raises ValueError for text that holds no
+    ENTRY.
+    """
     computations: dict[str, Computation] = {}
     entry = current = None
     for line in text.splitlines():
@@ -158,8 +164,15 @@ def parse_instruction(line: str) -> Instruction:
     assert opcode, line[:200]
     stop = closing(rest, opcode.end() - 1)
     arguments = rest[opcode.end() : stop - 1]
-    return Instruction(head.group(2), arrays_of(shape), opcode.group(1), tuple(re.findall(r"%([\w.\-]+)", arguments)),
-                       arguments, rest[stop:], bool(head.group(1)))
+    return Instruction(
+        head.group(2),
+        arrays_of(shape),
+        opcode.group(1),
+        tuple(re.findall(r"%([\w.\-]+)", arguments)),
+        arguments,
+        rest[stop:],
+        bool(head.group(1)),
+    )
 
 
 def closing(text: str, start: int) -> int:

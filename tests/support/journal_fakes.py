@@ -12,9 +12,25 @@ from jitney.engine import messages
 from jitney.engine.telemetry.history import Journal
 from jitney.engine.types import EngineInfo, SequenceOutput
 
-INFO = EngineInfo(model="fake", context_length=64, vocab_size=40, seats=4, pages=32, page_size=4, token_budget=16,
-                  policy="continuous", order="fcfs", kernels="none", platform="none", device="none", dtype="float32",
-                  kv_dtype="float32", prefix_cache=True, version="0", max_waiting_requests=8)
+INFO = EngineInfo(
+    model="fake",
+    context_length=64,
+    vocab_size=40,
+    seats=4,
+    pages=32,
+    page_size=4,
+    token_budget=16,
+    policy="continuous",
+    order="fcfs",
+    kernels="none",
+    platform="none",
+    device="none",
+    dtype="float32",
+    kv_dtype="float32",
+    prefix_cache=True,
+    version="0",
+    max_waiting_requests=8,
+)
 
 
 class Watched:
@@ -24,7 +40,9 @@ class Watched:
         self.clock = FakeClock(0.001)
         self.core = make_core(clock=self.clock, **core)
         self.journal = Journal(clock=self.clock)
-        self.journal.core_ready(msgspec.structs.replace(INFO, policy=core.get("policy", INFO.policy)))
+        self.journal.core_ready(
+            msgspec.structs.replace(INFO, policy=core.get("policy", INFO.policy))
+        )
         self.outputs: list[SequenceOutput] = []
 
     def run(self) -> None:
@@ -66,8 +84,14 @@ def random_run(seed: int, **core: Any) -> Watched:
     for number in range(200):
         if rng.random() < 0.4:
             prompt = [rng.randrange(40) for _ in range(rng.randint(1, 20))]
-            watched.add(f"r{number}", prompt, n=rng.choice((1, 1, 1, 3)), max_tokens=rng.randint(1, 20),
-                        ignore_eos=rng.random() < 0.5, seed=rng.randrange(99))
+            watched.add(
+                f"r{number}",
+                prompt,
+                n=rng.choice((1, 1, 1, 3)),
+                max_tokens=rng.randint(1, 20),
+                ignore_eos=rng.random() < 0.5,
+                seed=rng.randrange(99),
+            )
         if rng.random() < 0.05:
             watched.core.abort(f"r{rng.randrange(number + 1)}")
         if watched.core.has_work:

@@ -1,4 +1,6 @@
-"""What kernels of ours move and do by their documentation: compilers cannot see into a custom call."""
+"""What kernels of ours move and do by their documentation: compilers cannot see into a custom
+call.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from jitney.kernels.triton_gpu.configs import attention_config
 
 @dataclass(frozen=True)
 class Load:
-    """The work of a step: sequences that decode, the keys of each, and the rows of one prompt that starts in it."""
+    """The work of a step: sequences that decode, the keys of each, and the rows of one prompt that
+    starts in it.
+    """
 
     decode: int
     context: int
@@ -36,7 +40,9 @@ class Load:
 
 
 def kernel_cost(load: Load, pool_size: int, sm: int) -> KernelCost:
-    """Costs of the kernels of a step; pool_size: elements of a pool, which tell it from other arrays."""
+    """Costs of the kernels of a step; pool_size: elements of a pool, which tell it from other
+    arrays.
+    """
 
     def is_pool(array: Array) -> bool:
         return array.elements == pool_size
@@ -53,7 +59,9 @@ def kernel_cost(load: Load, pool_size: int, sm: int) -> KernelCost:
             case "merge_splits":
                 parts, stats, whole = taken[2], taken[3], made[0]
                 heads = load.decode * whole.dims[1]
-                return split_bytes(load, parts, stats, sm) + heads * whole.dims[2] * whole.itemsize, 0.0
+                return split_bytes(load, parts, stats, sm) + heads * whole.dims[
+                    2
+                ] * whole.itemsize, 0.0
             case "prompt_attention":
                 heads, dim = made[0].dims[1:]
                 rows = 2 * load.prompt * heads * dim * made[0].itemsize
@@ -72,7 +80,9 @@ def kernel_cost(load: Load, pool_size: int, sm: int) -> KernelCost:
     return cost
 
 
-def decode_cost(load: Load, row: float, taken: list[Array], made: list[Array], sm: int) -> tuple[float, float]:
+def decode_cost(
+    load: Load, row: float, taken: list[Array], made: list[Array], sm: int
+) -> tuple[float, float]:
     """Keys of every sequence once; results, or the partial sums of as many splits as there are."""
     q, (parts, stats) = taken[0], made[-2:]
     heads, dim = q.dims[1:]
@@ -80,11 +90,14 @@ def decode_cost(load: Load, row: float, taken: list[Array], made: list[Array], s
     splits = split_bytes(load, parts, stats, sm)
     tables = 4 * math.ceil(load.context / 16) * load.decode
     return rows + load.decode * load.context * row + tables + (splits or rows), (
-        4.0 * heads * dim * load.decode * load.context)
+        4.0 * heads * dim * load.decode * load.context
+    )
 
 
 def split_bytes(load: Load, parts: Array, stats: Array, sm: int) -> float:
-    """Bytes of the partial sums in use (float32 [S, H, SPLITS, DP] and [S, H, SPLITS, 2]); 0 where nothing is split."""
+    """Bytes of the partial sums in use (float32 [S, H, SPLITS, DP] and [S, H, SPLITS, 2]); 0 where
+    nothing is split.
+    """
     _, heads, most, dim = parts.dims
     span = attention_config(sm, dim, 2, 1)[0].span
     while span * most < load.context:
@@ -94,6 +107,10 @@ def split_bytes(load: Load, parts: Array, stats: Array, sm: int) -> float:
 
 
 def fused_cost(load: Load, row: float, o: Array, rest: float, writes: bool) -> tuple[float, float]:
-    """Attention in one kernel, which may write the new rows itself: everything small once, keys once."""
+    """Attention in one kernel, which may write the new rows itself: everything small once, keys
+    once.
+    """
     pairs = load.decode * load.context + load.pairs
-    return rest + load.keys * row + (load.rows * row if writes else 0.0), 4.0 * o.elements / load.rows * pairs
+    return rest + load.keys * row + (
+        load.rows * row if writes else 0.0
+    ), 4.0 * o.elements / load.rows * pairs

@@ -1,7 +1,9 @@
-"""Make tests/data/reference_logits.json: logits of tiny random models as transformers computes them.
+"""Make tests/data/reference_logits.json: logits of tiny random models as transformers computes
+them.
 
-Run where PyTorch is installed (it is not a dependency of Jitney): `python tests/support/make_reference_logits.py`. Written with
-torch 2.13.0 and transformers 5.23.0. The weights are not stored: both sides draw them with `random_tensor`.
+Run where PyTorch is installed (it is not a dependency of Jitney): `python
+tests/support/make_reference_logits.py`. Written with torch 2.13.0 and transformers 5.23.0. The
+weights are not stored: both sides draw them with `random_tensor`.
 """
 
 from __future__ import annotations
@@ -15,27 +17,80 @@ import numpy as np
 OUTPUT = Path(__file__).parents[1] / "data" / "reference_logits.json"
 #: Rows whose logits are stored: the first two, around a window of 8, and the end.
 ROWS = [0, 1, 7, 8, 30, 47]
-SIZES = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-         "bos_token_id": 1, "eos_token_id": [2, 3]}
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
 #: Name -> (transformers' prefix, settings beside SIZES).
 CASES = {
-    "llama2": ("Llama", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "llama2": (
+        "Llama",
+        {
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "llama2_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32}}),
-    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama3": (
+        "Llama",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama_linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 24}),
     "mistral_full": ("Mistral", {"sliding_window": None}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 8,
-                        "max_window_layers": 1}),
-    "qwen2_yarn": ("Qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0,
-                                                 "original_max_position_embeddings": 32}}),
+    "qwen2": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen2_yarn": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3_layer_types": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True,
-                                    "use_sliding_window": True, "sliding_window": 5, "layer_types": [
-                                        "sliding_attention", "full_attention", "sliding_attention"]}),
+    "qwen3_layer_types": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
 
 
@@ -61,18 +116,28 @@ def reference(prefix: str, settings: dict) -> dict:
     import torch
     import transformers
 
-    config = getattr(transformers, f"{prefix}Config")(**SIZES | settings, attn_implementation="eager")
+    config = getattr(transformers, f"{prefix}Config")(
+        **SIZES | settings, attn_implementation="eager"
+    )
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
-    state = {name: torch.from_numpy(random_tensor(name, tuple(tensor.shape))) for name, tensor in
-             model.state_dict().items() if not (config.tie_word_embeddings and name == "lm_head.weight")}
+    state = {
+        name: torch.from_numpy(random_tensor(name, tuple(tensor.shape)))
+        for name, tensor in model.state_dict().items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
     model.load_state_dict(state, strict=False)
     model.tie_weights()
     with torch.no_grad():
         logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()
-    written = json.loads(config.to_json_string(use_diff=True)) | {"architectures": [f"{prefix}ForCausalLM"]}
-    return {"config": written, "shapes": {name: list(tensor.shape) for name, tensor in state.items()},
-            "weights_sum": float(sum(tensor.double().abs().sum() for tensor in state.values())),
-            "logits": [[round(float(value), 6) for value in row] for row in logits]}
+    written = json.loads(config.to_json_string(use_diff=True)) | {
+        "architectures": [f"{prefix}ForCausalLM"]
+    }
+    return {
+        "config": written,
+        "shapes": {name: list(tensor.shape) for name, tensor in state.items()},
+        "weights_sum": float(sum(tensor.double().abs().sum() for tensor in state.values())),
+        "logits": [[round(float(value), 6) for value in row] for row in logits],
+    }
 
 
 def main() -> None:

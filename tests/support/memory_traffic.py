@@ -1,8 +1,9 @@
-"""The account of a compiled program: bytes that its instructions move, operations they do, and what they copy.
+"""The account of a compiled program: bytes that its instructions move, operations they do, and what
+they copy.
 
-An instruction touches its operands and its results once each. Of what it gathers, slices or scatters only the rows
-count; inside a fusion, too. A kernel of ours touches what its documentation says (`kernel_cost`); cached re-reads and
-the workspaces of libraries are left out.
+An instruction touches its operands and its results once each. Of what it gathers, slices or
+scatters only the rows count; inside a fusion, too. A kernel of ours touches what its documentation
+says (`kernel_cost`); cached re-reads and the workspaces of libraries are left out.
 """
 
 from __future__ import annotations
@@ -16,14 +17,38 @@ from dataclasses import dataclass, field
 from hlo import Array, Computation, Instruction, Module
 
 #: Instructions that name, regroup or wait, and move nothing.
-FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "optimization-barrier",
-        "partition-id", "replica-id", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
-        "collective-permute-done", "add-dependency", "domain", "slice-done", "dynamic-slice-done", "call-done",
-        "custom-call-start", "custom-call-done"}
+FREE = {
+    "parameter",
+    "constant",
+    "bitcast",
+    "tuple",
+    "get-tuple-element",
+    "after-all",
+    "optimization-barrier",
+    "partition-id",
+    "replica-id",
+    "copy-done",
+    "async-done",
+    "async-update",
+    "all-reduce-done",
+    "all-gather-done",
+    "collective-permute-done",
+    "add-dependency",
+    "domain",
+    "slice-done",
+    "dynamic-slice-done",
+    "call-done",
+    "custom-call-start",
+    "custom-call-done",
+}
 #: Instructions through which a fusion reads element by element.
 THROUGH = {"bitcast", "reshape", "convert", "copy", "transpose"}
 SLICES = {"slice", "dynamic-slice", "gather"}
-STARTS = {"copy-start": 0, "slice-start": 1, "dynamic-slice-start": 1}  # which array of the result is the new one
+STARTS = {
+    "copy-start": 0,
+    "slice-start": 1,
+    "dynamic-slice-start": 1,
+}  # which array of the result is the new one
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds the new rows
 PRODUCTS = "__cublas$"
 #: Custom calls that only tell the compiler something.
@@ -34,7 +59,9 @@ KernelCost = Callable[[str, list[Array], list[Array]], tuple[float, float]]
 
 @dataclass
 class Account:
-    """What one run of a computation moves and does. made: name and array of each large result in main memory."""
+    """What one run of a computation moves and does. made: name and array of each large result in
+    main memory.
+    """
 
     bytes: float = 0.0
     operations: float = 0.0
@@ -56,7 +83,9 @@ class Account:
 
 
 def account(module: Module, kernel_cost: KernelCost) -> Account:
-    """Of one run of the program. Of a conditional the branch counts that moves least: the one nobody asked for."""
+    """Of one run of the program. Of a conditional the branch counts that moves least: the one
+    nobody asked for.
+    """
     return Reader(module, kernel_cost).computation(module.entry)
 
 
@@ -68,7 +97,9 @@ class Reader:
     kernel_cost: KernelCost
 
     def computation(self, which: Computation) -> Account:
-        """All instructions of a computation that runs as such: the entry, a branch, a loop's body."""
+        """All instructions of a computation that runs as such: the entry, a branch, a loop's
+        body.
+        """
         total = Account()
         for made in which.instructions.values():
             if made.op not in FREE:
@@ -90,22 +121,39 @@ class Reader:
                 return self.custom_call(where, made)
             case "fusion":
                 return self.fusion(made)
-            case "custom-call-update":  # a TPU's scatter into its first operand, by a processor of its own
+            case (
+                "custom-call-update"
+            ):  # a TPU's scatter into its first operand, by a processor of its own
                 rows = 2 * sum(source.nbytes for source in where.inputs(made)[2:])
                 return Account(rows, moved={made.name: rows})
         moved = self.moved(where, made)
-        link = sum(array.elements * array.itemsize for source in where.inputs(made) for array in source.arrays)
-        return Account(moved, operations(where, made), moved={made.name: moved},
-                       made=results(made, made.op in UPDATES), collectives=link * made.op.startswith("all-"))
+        link = sum(
+            array.elements * array.itemsize
+            for source in where.inputs(made)
+            for array in source.arrays
+        )
+        return Account(
+            moved,
+            operations(where, made),
+            moved={made.name: moved},
+            made=results(made, made.op in UPDATES),
+            collectives=link * made.op.startswith("all-"),
+        )
 
     def moved(self, where: Computation, made: Instruction) -> float:
         """Bytes of an instruction that is not fused."""
         sources = where.inputs(made)
         if made.op in STARTS:
             target = made.arrays[STARTS[made.op]]
-            return target.nbytes + sources[0].nbytes * target.elements / max(sources[0].arrays[0].elements, 1)
+            return target.nbytes + sources[0].nbytes * target.elements / max(
+                sources[0].arrays[0].elements, 1
+            )
         if made.op in SLICES:
-            return made.nbytes + sum(source.nbytes for source in sources[1:]) + rows_of(sources[0], made)
+            return (
+                made.nbytes
+                + sum(source.nbytes for source in sources[1:])
+                + rows_of(sources[0], made)
+            )
         if made.op in UPDATES:
             new = sources[UPDATES[made.op]].nbytes
             return 2 * new + sum(source.nbytes for source in sources[1:]) - new
@@ -114,11 +162,20 @@ class Reader:
     def fusion(self, made: Instruction) -> Account:
         """Operands by use, results by root; a fusion around a kernel is the kernel."""
         inner = self.module.called(made)
-        if any(part.op == "custom-call" and not is_hint(part) for part in inner.instructions.values()):
+        if any(
+            part.op == "custom-call" and not is_hint(part) for part in inner.instructions.values()
+        ):
             return self.computation(inner)
-        moved = sum(self.read(inner, parameter) for parameter in inner.parameters) + self.written(inner)
+        moved = sum(self.read(inner, parameter) for parameter in inner.parameters) + self.written(
+            inner
+        )
         done = sum(self.fused_operations(inner))
-        return Account(moved, done, moved={made.name: moved}, made=results(made, self.written(inner) < made.nbytes))
+        return Account(
+            moved,
+            done,
+            moved={made.name: moved},
+            made=results(made, self.written(inner) < made.nbytes),
+        )
 
     def fused_operations(self, inner: Computation) -> list[float]:
         """Operations of each instruction inside a fusion."""
@@ -139,8 +196,11 @@ class Reader:
                 total += rows_of(source, user)
             elif user.op == "fusion":
                 nested = self.module.called(user)
-                total += sum(self.read(nested, parameter) for parameter, name in
-                             zip(nested.parameters, user.operands, strict=True) if name == source.name)
+                total += sum(
+                    self.read(nested, parameter)
+                    for parameter, name in zip(nested.parameters, user.operands, strict=True)
+                    if name == source.name
+                )
             elif user.op == "tuple" or not (user.op in UPDATES and first):
                 total += source.nbytes
         if source.root and source.op in THROUGH:
@@ -156,7 +216,11 @@ class Reader:
                 root = inner.inputs(root)[0]
             if root.op in UPDATES:
                 new = inner.inputs(root)[UPDATES[root.op]]
-                total += 0.0 if root.arrays[0].space else sum(a.elements * a.itemsize for a in new.arrays)
+                total += (
+                    0.0
+                    if root.arrays[0].space
+                    else sum(a.elements * a.itemsize for a in new.arrays)
+                )
             elif root.op == "fusion":
                 total += self.written(self.module.called(root))
             else:
@@ -167,22 +231,32 @@ class Reader:
         """A loop's body as often as XLA knows it to run; once where it does not."""
         total = Account()
         count = re.search(r'"known_trip_count":\{"n":"(\d+)"', made.attributes)
-        total.add(self.computation(self.module.called(made, "body")), int(count.group(1)) if count else 1)
+        total.add(
+            self.computation(self.module.called(made, "body")), int(count.group(1)) if count else 1
+        )
         return total
 
     def conditional(self, made: Instruction) -> Account:
         """The branch that moves least."""
         names = re.search(r"branch_computations=\{([^}]*)\}", made.attributes)
-        found = (re.findall(r"%?([\w.\-]+)", names.group(1)) if names else
-                 [made.calls("true_computation"), made.calls("false_computation")])
-        return min((self.computation(self.module.computations[name]) for name in found), key=lambda a: a.bytes)
+        found = (
+            re.findall(r"%?([\w.\-]+)", names.group(1))
+            if names
+            else [made.calls("true_computation"), made.calls("false_computation")]
+        )
+        return min(
+            (self.computation(self.module.computations[name]) for name in found),
+            key=lambda a: a.bytes,
+        )
 
     def custom_call(self, where: Computation, made: Instruction) -> Account:
         """A library's product, or a kernel of ours by its own account."""
         if is_hint(made):
             return Account()
         taken = [array for source in where.inputs(made) for array in source.arrays]
-        if made.quoted("custom_call_target").startswith(PRODUCTS):  # its second result is a workspace
+        if made.quoted("custom_call_target").startswith(
+            PRODUCTS
+        ):  # its second result is a workspace
             result = made.arrays[0]
             moved = result.nbytes + sum(array.nbytes for array in taken)
             return Account(moved, library_operations(made, taken), moved={made.name: moved})
@@ -197,7 +271,9 @@ def is_hint(made: Instruction) -> bool:
 
 
 def kernel_name(made: Instruction) -> str:
-    """The kernel that a custom call runs: the scope its launch is traced in, else the target itself."""
+    """The kernel that a custom call runs: the scope its launch is traced in, else the target
+    itself.
+    """
     scopes = made.quoted("op_name").split("/")
     if scopes[-1] in ("triton_kernel_call", "pallas_call", "tpu_custom_call") and len(scopes) > 1:
         return scopes[-2]
@@ -207,7 +283,11 @@ def kernel_name(made: Instruction) -> str:
 def rows_of(source: Instruction, made: Instruction) -> float:
     """Bytes of the elements that a slice or gather takes from its source."""
     array = source.arrays[0]
-    return 0.0 if array.space else min(sum(a.elements for a in made.arrays), array.elements) * array.itemsize
+    return (
+        0.0
+        if array.space
+        else min(sum(a.elements for a in made.arrays), array.elements) * array.itemsize
+    )
 
 
 def source_scale(source: Instruction, made: Instruction) -> float:
@@ -220,14 +300,24 @@ def source_scale(source: Instruction, made: Instruction) -> float:
 def results(made: Instruction, in_place: bool) -> list[tuple[str, Array]]:
     """The arrays that an instruction makes anew in main memory."""
     arrays = [made.arrays[STARTS[made.op]]] if made.op in STARTS else made.arrays
-    return [] if in_place else [(made.name, array) for array in arrays if not array.space and array.elements]
+    return (
+        []
+        if in_place
+        else [(made.name, array) for array in arrays if not array.space and array.elements]
+    )
 
 
 def operations(where: Computation, made: Instruction) -> float:
-    """Of a matrix product, as a dot or as the convolution that a TPU makes of it: two for each multiplication."""
+    """Of a matrix product, as a dot or as the convolution that a TPU makes of it: two for each
+    multiplication.
+    """
     if made.op == "dot":
         left = where.inputs(made)[0].arrays[0]
-        return 2.0 * made.arrays[0].elements * math.prod(left.dims[d] for d in made.numbers("lhs_contracting_dims"))
+        return (
+            2.0
+            * made.arrays[0].elements
+            * math.prod(left.dims[d] for d in made.numbers("lhs_contracting_dims"))
+        )
     if made.op == "convolution":
         labels = re.search(r"dim_labels=\w+_(\w+)->", made.attributes)
         kernel = where.inputs(made)[1].arrays[0]

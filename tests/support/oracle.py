@@ -41,7 +41,9 @@ def whole_logits(model: Llama, tokens: jax.Array) -> jax.Array:
 
 
 def oracle_logprobs(model: Llama, tokens: list[int]) -> np.ndarray:
-    """Log-probabilities of the next token at every position, [T, V]; padded so that few shapes compile."""
+    """Log-probabilities of the next token at every position, [T, V]; padded so that few shapes
+    compile.
+    """
     padded = np.zeros(-(-len(tokens) // 64) * 64, np.int32)
     padded[: len(tokens)] = tokens
     return np.asarray(jax.nn.log_softmax(whole_logits(model, padded)))[: len(tokens)]

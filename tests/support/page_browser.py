@@ -1,4 +1,6 @@
-"""The page in Debian's chromium, for tests: a page that keeps what went wrong, servers, and words to wait for."""
+"""The page in Debian's chromium, for tests: a page that keeps what went wrong, servers, and words
+to wait for.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,53 @@ from jitney.dashboard import dashboard_routes
 from jitney.engine.api import ServerSettings, create_app
 
 CHROMIUM = "/usr/bin/chromium"
-ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 #: Milliseconds until a test gives up on what it waits for; only a failing test takes so long.
 PATIENCE = 20_000
 
 
 def watched(browser, **options: Any) -> SimpleNamespace:
-    """A page in a context of its own; problems: console errors and exceptions, hosts: who was asked for anything."""
+    """A page in a context of its own; problems: console errors and exceptions, hosts: who was asked
+    for anything.
+    """
     context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
     page = context.new_page()
     seen = SimpleNamespace(page=page, context=context, problems=[], hosts=set())
-    page.on("console", lambda message: message.type == "error" and seen.problems.append(message.text))
+    page.on(
+        "console", lambda message: message.type == "error" and seen.problems.append(message.text)
+    )
     page.on("pageerror", lambda error: seen.problems.append(str(error)))
-    page.on("request", lambda request: seen.hosts.add(re.sub(r"^\w+://([^:/]*).*", r"\1", request.url)))
+    page.on(
+        "request", lambda request: seen.hosts.add(re.sub(r"^\w+://([^:/]*).*", r"\1", request.url))
+    )
     page.set_default_timeout(PATIENCE)
     return seen
 
 
 @contextlib.contextmanager
 def served(app: Any, port: int = 0) -> Iterator[str]:
-    """A real server in a thread; it does not wait long for open feeds when it stops. Yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, access_log=False,
-                                           timeout_graceful_shutdown=1))
+    """A real server in a thread; it does not wait long for open feeds when it stops. Yields its
+    URL.
+    """
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host="127.0.0.1",
+            port=port,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started, 10)
@@ -81,23 +107,35 @@ def state(page, name: str) -> None:
 
 def says(page, id: str, text: str) -> None:
     """Wait until the element's text is just this."""
-    page.wait_for_function("([id, text]) => document.getElementById(id).textContent === text", arg=[id, text])
+    page.wait_for_function(
+        "([id, text]) => document.getElementById(id).textContent === text", arg=[id, text]
+    )
 
 
 def tells(page, id: str, text: str) -> None:
     """Wait until the element's text holds this."""
-    page.wait_for_function("([id, text]) => document.getElementById(id).textContent.includes(text)", arg=[id, text])
+    page.wait_for_function(
+        "([id, text]) => document.getElementById(id).textContent.includes(text)", arg=[id, text]
+    )
 
 
 def table_is(page, id: str, rows: list[list[str]]) -> None:
     """Wait until the first cells of the table's first rows are these."""
-    page.wait_for_function("""([id, rows]) => {
+    page.wait_for_function(
+        """([id, rows]) => {
         const shown = [...document.getElementById(id).tBodies[0]?.rows ?? []];
         return shown.length >= rows.length && rows.every((row, i) => row.every((cell, j) =>
             shown[i].cells[j]?.textContent === cell));
-    }""", arg=[id, rows])
+    }""",
+        arg=[id, rows],
+    )
 
 
 def figures(page) -> dict[str, str]:
-    return dict(zip(page.locator("#figures dt").all_inner_texts(), page.locator("#figures dd").all_inner_texts(),
-                    strict=True))
+    return dict(
+        zip(
+            page.locator("#figures dt").all_inner_texts(),
+            page.locator("#figures dd").all_inner_texts(),
+            strict=True,
+        )
+    )

@@ -1,6 +1,8 @@
-"""Compiles the Pallas kernel for a TPU that is not there, and prints what came out as JSON; run as a program.
+"""Compiles the Pallas kernel for a TPU that is not there, and prints what came out as JSON; run as
+a program.
 
-`test_pallas_compiled` starts it with libtpu on PYTHONPATH: python pallas_program.py TOPOLOGY [PART OF A CASE'S NAME].
+`test_pallas_compiled` starts it with libtpu on PYTHONPATH: python pallas_program.py TOPOLOGY [PART
+OF A CASE'S NAME].
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PAGES = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """One step's attention. heads: query heads, key heads, head dim; by default those of Llama-3.1-8B and Qwen3-8B."""
+    """One step's attention. heads: query heads, key heads, head dim; by default those of
+    Llama-3.1-8B and Qwen3-8B.
+    """
 
     rows: int = 512
     seqs: int = 64
@@ -72,40 +76,73 @@ def arguments(shape: Shape) -> tuple[Any, ...]:
     """q, k, v, pool, meta, sinks, kv_scales; as shapes."""
     n_heads, n_kv, dim = shape.heads
     array: Any = jax.ShapeDtypeStruct
-    meta = AttentionMeta(*(array(size, jnp.int32) for size in (
-        (shape.seqs,), (shape.seqs + 1,), (shape.seqs, shape.context // shape.page), (shape.rows,), (shape.rows,),
-        (3,))))
+    meta = AttentionMeta(
+        *(
+            array(size, jnp.int32)
+            for size in (
+                (shape.seqs,),
+                (shape.seqs + 1,),
+                (shape.seqs, shape.context // shape.page),
+                (shape.rows,),
+                (shape.rows,),
+                (3,),
+            )
+        )
+    )
     q, k = (array((shape.rows, n, dim), shape.dtype) for n in (n_heads, n_kv))
     pool = array(pool_shape(PAGES, shape.page, n_kv, dim, jnp.dtype(shape.pool)), shape.pool)
-    return (q, k, k, pool, meta, array((n_heads,), jnp.float32) if shape.sinks else None,
-            array((2 * n_kv,), jnp.float32) if pool.dtype.itemsize == 1 else None)
+    return (
+        q,
+        k,
+        k,
+        pool,
+        meta,
+        array((n_heads,), jnp.float32) if shape.sinks else None,
+        array((2 * n_kv,), jnp.float32) if pool.dtype.itemsize == 1 else None,
+    )
 
 
 def compile_case(shape: Shape, device: Any) -> dict[str, Any]:
-    """Bytes of the pool, of what is aliased and of temporaries; instructions that make another pool."""
+    """Bytes of the pool, of what is aliased and of temporaries; instructions that make another
+    pool.
+    """
     kernels = (pallas_set if shape.kernels == "pallas" else pallas_jax_set)()
     mesh = Mesh(np.array([device]), ("x",))
     args = arguments(shape)
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())), args)
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+        ),
+        args,
+    )
 
     def step(q, k, v, kv, meta, sinks, kv_scales):
-        return partial(kernels.paged_attention, scale=0.1, window=shape.window, softcap=shape.softcap)(
-            q, k, v, kv, meta, sinks=sinks, kv_scales=kv_scales)
+        return partial(
+            kernels.paged_attention, scale=0.1, window=shape.window, softcap=shape.softcap
+        )(q, k, v, kv, meta, sinks=sinks, kv_scales=kv_scales)
 
     with use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(step, donate_argnums=3).lower(*placed).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None
     dims = ",".join(map(str, args[3].shape))
-    return {"pool": math.prod(args[3].shape) * args[3].dtype.itemsize, "aliased": memory.alias_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
-            "copied": [line.strip() for line in text.splitlines() if f"[{dims}]" in line and " copy" in line]}
+    return {
+        "pool": math.prod(args[3].shape) * args[3].dtype.itemsize,
+        "aliased": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "copied": [
+            line.strip() for line in text.splitlines() if f"[{dims}]" in line and " copy" in line
+        ],
+    }
 
 
 def main(topology: str, part: str = "") -> None:
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    print(json.dumps({name: compile_case(shape, device) for name, shape in CASES.items() if part in name}))
+    print(
+        json.dumps(
+            {name: compile_case(shape, device) for name, shape in CASES.items() if part in name}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Where the tests find things: the project, their data, and the programs that some of them start."""
+"""Where the tests find things: the project, their data, and the programs that some of them
+start.
+"""
 
 from __future__ import annotations
 

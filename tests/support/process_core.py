@@ -1,6 +1,8 @@
-"""A core without a model, for tests of the process around it: `ProcessClient(builder="process_core:build")`.
+"""A core without a model, for tests of the process around it:
+`ProcessClient(builder="process_core:build")`.
 
-Each step gives every open sequence one token: prompt[0], prompt[0] + 1, ... Some first prompt tokens make it misbehave.
+Each step gives every open sequence one token: prompt[0], prompt[0] + 1, ... Some first prompt
+tokens make it misbehave.
 """
 
 from __future__ import annotations
@@ -17,9 +19,25 @@ from jitney.engine.records import STEP_DTYPE
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput, Slot
 
 RAISE, DIE, PAUSE = 900, 901, 902
-INFO = EngineInfo(model="fake", context_length=64, vocab_size=1000, seats=4, pages=8, page_size=16, token_budget=64,
-                  policy="continuous", order="fcfs", kernels="none", platform="none", device="none", dtype="float32",
-                  kv_dtype="float32", prefix_cache=False, version="0", max_waiting_requests=8)
+INFO = EngineInfo(
+    model="fake",
+    context_length=64,
+    vocab_size=1000,
+    seats=4,
+    pages=8,
+    page_size=16,
+    token_budget=64,
+    policy="continuous",
+    order="fcfs",
+    kernels="none",
+    platform="none",
+    device="none",
+    dtype="float32",
+    kv_dtype="float32",
+    prefix_cache=False,
+    version="0",
+    max_waiting_requests=8,
+)
 
 
 @dataclass
@@ -45,10 +63,16 @@ class Core:
     def add(self, request: EngineRequest) -> None:
         self.rows += [Row(request, index) for index in range(request.sampling.n)]
 
-    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort") -> None:
-        hit = [row for row in self.rows if row.request.id == request_id and index in (None, row.index)]
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
+        hit = [
+            row for row in self.rows if row.request.id == request_id and index in (None, row.index)
+        ]
         self.rows = [row for row in self.rows if row not in hit]
-        self.ended += [SequenceOutput(request_id=request_id, index=row.index, finish=reason) for row in hit]
+        self.ended += [
+            SequenceOutput(request_id=request_id, index=row.index, finish=reason) for row in hit
+        ]
 
     def step(self) -> StepReport:
         outputs, self.ended = self.ended, []
@@ -63,20 +87,32 @@ class Core:
                 time.sleep(0.02)
             row.done += 1
             last = row.done == row.request.sampling.max_tokens
-            outputs.append(SequenceOutput(request_id=row.request.id, index=row.index, tokens=[first + row.done - 1],
-                                          finish="length" if last else None))
+            outputs.append(
+                SequenceOutput(
+                    request_id=row.request.id,
+                    index=row.index,
+                    tokens=[first + row.done - 1],
+                    finish="length" if last else None,
+                )
+            )
         self.rows = [row for row in self.rows if row.done < (row.request.sampling.max_tokens or 1)]
         record = np.zeros(1, STEP_DTYPE)
         for name, value in (("step", self.steps), ("decode", len(outputs)), ("seats", 4)):
             record[name] = value
         asked, self.asked = self.asked, []
-        return StepReport(outputs, record.tobytes(), answers=[self.slots(one.ticket) for one in asked])
+        return StepReport(
+            outputs, record.tobytes(), answers=[self.slots(one.ticket) for one in asked]
+        )
 
     def ask(self, question: AskSlots) -> None:
         self.asked.append(question)
 
     def slots(self, ticket: int, *, seats: bool = True) -> Slots:
-        return Slots(ticket, [Slot(seat=0, state="decode", request_id=row.request.id) for row in self.rows], b"")
+        return Slots(
+            ticket,
+            [Slot(seat=0, state="decode", request_id=row.request.id) for row in self.rows],
+            b"",
+        )
 
 
 def build(config, source, progress):

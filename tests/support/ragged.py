@@ -1,4 +1,6 @@
-"""Random ragged batches and what attention over them is by definition, in numpy; shared by the tests of all kernels."""
+"""Random ragged batches and what attention over them is by definition, in numpy; shared by the
+tests of all kernels.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ QUANTISED = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 @dataclass(frozen=True)
 class Case:
-    """One batch and the options of one call: decode holds context lengths, prompts (context, new rows) pairs."""
+    """One batch and the options of one call: decode holds context lengths, prompts (context, new
+    rows) pairs.
+    """
 
     heads: tuple[int, int, int]  # query heads, key heads, head dim
     decode: tuple[int, ...] = ()
@@ -60,7 +64,9 @@ class Batch:
 
 
 def make(case: Case, seed: int = 7) -> Batch:
-    """The batch of a case: random numbers, pages of each sequence scattered over the pool, padding at the end."""
+    """The batch of a case: random numbers, pages of each sequence scattered over the pool, padding
+    at the end.
+    """
     rng = np.random.default_rng(seed)
     n_heads, n_kv, dim = case.heads
     lens, counts = case.lens, case.counts
@@ -71,18 +77,26 @@ def make(case: Case, seed: int = 7) -> Batch:
     cu_q[len(lens) + 1 :] = sum(counts)
     table = np.zeros((seqs, case.pages), np.int32)
     free = iter(rng.permutation(case.n_pages - 1) + 1)
-    positions, write_rows = np.zeros(rows, np.int32), np.full(rows, case.n_pages * case.page, np.int32)
+    positions, write_rows = (
+        np.zeros(rows, np.int32),
+        np.full(rows, case.n_pages * case.page, np.int32),
+    )
     for s, (length, count) in enumerate(zip(lens, counts, strict=True)):
         used = -(-length // case.page)
         table[s, :used] = [next(free) for _ in range(used)]
-        if case.window:  # pages that no row sees any more belong to others: the table has the trash page there
+        if (
+            case.window
+        ):  # pages that no row sees any more belong to others: the table has the trash page there
             table[s, : max(0, length - count - case.window + 1) // case.page] = 0
         at = np.arange(length - count, length)
         positions[cu_q[s] : cu_q[s + 1]] = at
         write_rows[cu_q[s] : cu_q[s + 1]] = table[s, at // case.page] * case.page + at % case.page
     totals = np.array([len(case.decode), len(lens), sum(counts)], np.int32)
     meta = AttentionMeta(*map(jnp.asarray, (kv_lens, cu_q, table, write_rows, positions, totals)))
-    q, k, v = (rng.standard_normal((rows, n, dim), np.float32).astype(case.dtype) for n in (n_heads, n_kv, n_kv))
+    q, k, v = (
+        rng.standard_normal((rows, n, dim), np.float32).astype(case.dtype)
+        for n in (n_heads, n_kv, n_kv)
+    )
     kv = rng.standard_normal((case.n_pages, case.page, 2 * n_kv, dim), np.float32)
     options: dict[str, Any] = {"scale": dim**-0.5, "window": case.window, "softcap": case.softcap}
     if case.sinks:
@@ -93,21 +107,38 @@ def make(case: Case, seed: int = 7) -> Batch:
         options["kv_scales"] = factors.astype(np.float32)
         kv *= limit / 8
         if case.pool != "int8":
-            k, v = (exact(x, case.pool, options["kv_scales"], i, n_kv) for i, x in enumerate((k, v)))
-    return Batch(q, k, v, np.asarray(jnp.asarray(kv).astype(case.pool)), meta, sum(counts), len(lens), options)
+            k, v = (
+                exact(x, case.pool, options["kv_scales"], i, n_kv) for i, x in enumerate((k, v))
+            )
+    return Batch(
+        q,
+        k,
+        v,
+        np.asarray(jnp.asarray(kv).astype(case.pool)),
+        meta,
+        sum(counts),
+        len(lens),
+        options,
+    )
 
 
 def exact(new: np.ndarray, pool: str, scales: np.ndarray, which: int, n_kv: int) -> np.ndarray:
-    """new [T, K, D] moved to numbers that an fp8 pool holds exactly: Triton's interpreter rounds 7.99 to 4."""
+    """new [T, K, D] moved to numbers that an fp8 pool holds exactly: Triton's interpreter rounds
+    7.99 to 4.
+    """
     factors = np.broadcast_to(scales, (2 * n_kv,))[which::2, None]
     fitting = np.clip(new / factors, -QUANTISED[pool], QUANTISED[pool])
-    return (np.asarray(jnp.asarray(fitting).astype(pool)).astype(np.float32) * factors).astype(new.dtype)
+    return (np.asarray(jnp.asarray(fitting).astype(pool)).astype(np.float32) * factors).astype(
+        new.dtype
+    )
 
 
 def written(batch: Batch) -> np.ndarray:
     """The pool after the step's keys and values were put into it."""
     kv, limit = batch.kv.reshape(-1, *batch.kv.shape[2:]).copy(), QUANTISED.get(batch.kv.dtype.name)
-    new = np.stack([batch.k, batch.v], 2).reshape(len(batch.k), -1, batch.k.shape[2])[: batch.n_rows]
+    new = np.stack([batch.k, batch.v], 2).reshape(len(batch.k), -1, batch.k.shape[2])[
+        : batch.n_rows
+    ]
     if limit:
         factors = np.broadcast_to(batch.options["kv_scales"], (kv.shape[1],))[:, None]
         new = np.clip(new.astype(np.float32) / factors, -limit, limit)
@@ -117,7 +148,9 @@ def written(batch: Batch) -> np.ndarray:
 
 
 def attention(batch: Batch, kv: np.ndarray) -> np.ndarray:
-    """softmax(q k) v over each row's visible keys, one sequence and one head at a time, in float64 -> [rows, H, D]."""
+    """softmax(q k) v over each row's visible keys, one sequence and one head at a time, in float64
+    -> [rows, H, D].
+    """
     options = batch.options
     wide = kv.astype(np.float64)
     if "kv_scales" in options:
@@ -131,11 +164,15 @@ def attention(batch: Batch, kv: np.ndarray) -> np.ndarray:
         cells = wide[table[s]].reshape(-1, *kv.shape[2:])[:length]
         seen = visible(length, cu_q[s + 1] - cu_q[s], options["window"])
         for h in range(q.shape[1]):
-            scores = capped(q[rows, h] @ cells[:, 2 * (h // group)].T * options["scale"], options["softcap"])
+            scores = capped(
+                q[rows, h] @ cells[:, 2 * (h // group)].T * options["scale"], options["softcap"]
+            )
             sink = options["sinks"][h] if "sinks" in options else -np.inf
             top = np.maximum(np.where(seen, scores, -np.inf).max(1, keepdims=True), sink)
             p = np.where(seen, np.exp(scores - top), 0)
-            out[rows, h] = p / (p.sum(1, keepdims=True) + np.exp(sink - top)) @ cells[:, 2 * (h // group) + 1]
+            out[rows, h] = (
+                p / (p.sum(1, keepdims=True) + np.exp(sink - top)) @ cells[:, 2 * (h // group) + 1]
+            )
     return out
 
 

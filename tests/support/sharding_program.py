@@ -1,7 +1,8 @@
-"""Runs models on several CPU devices, which a process must ask for before jax starts; `test_sharding` starts it.
+"""Runs models on several CPU devices, which a process must ask for before jax starts;
+`test_sharding` starts it.
 
-python sharding_program.py JOB OUT: JOB is a JSON file, a list of [name, function, arguments]; OUT an .npz file for the
-results, one array each.
+python sharding_program.py JOB OUT: JOB is a JSON file, a list of [name, function, arguments]; OUT
+an .npz file for the results, one array each.
 """
 
 from __future__ import annotations
@@ -33,9 +34,16 @@ ROWS = 64
 KERNELS = select("cpu", "reference")
 
 
-def logits(folder: str, devices: int, tokens: list[int], dtype: str = "float32", scheme: str = "plain",
-           kv_dtype: str = "") -> np.ndarray:
-    """Logits of every row of one prompt, float32 [len(tokens), V], by the engine's own step on so many devices.
+def logits(
+    folder: str,
+    devices: int,
+    tokens: list[int],
+    dtype: str = "float32",
+    scheme: str = "plain",
+    kv_dtype: str = "",
+) -> np.ndarray:
+    """Logits of every row of one prompt, float32 [len(tokens), V], by the engine's own step on so
+    many devices.
 
     kv_dtype: of quantised pools, whose factors the same prompt gives.
     """
@@ -47,8 +55,13 @@ def logits(folder: str, devices: int, tokens: list[int], dtype: str = "float32",
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, KERNELS, mesh)
-    sizes = StateSizes(seats=len(tokens), n_pages=8, page_size=16, context_length=ROWS,
-                       kv_dtype=jnp.dtype(kv_dtype or dtype))
+    sizes = StateSizes(
+        seats=len(tokens),
+        n_pages=8,
+        page_size=16,
+        context_length=ROWS,
+        kv_dtype=jnp.dtype(kv_dtype or dtype),
+    )
     layout = sizes.builder().layout(Bucket(ROWS, len(tokens)), True)
     kv = allocate(sizes.shapes(model.config, KERNELS, mesh), model.config)
 
@@ -78,40 +91,67 @@ def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
 
 
 def tokens(devices: int) -> np.ndarray:
-    """What a whole engine answers to six prompts, greedily and by chance: int [12, 12]; row 12: compiles since."""
-    llm = LLM("tiny-random:qwen3", tensor_parallel=devices, dtype="float32", max_seats=4, token_budget=64,
-              context=256, seat_buckets=[4], token_buckets=[64], compilation_cache=False)
+    """What a whole engine answers to six prompts, greedily and by chance: int [12, 12]; row 12:
+    compiles since.
+    """
+    llm = LLM(
+        "tiny-random:qwen3",
+        tensor_parallel=devices,
+        dtype="float32",
+        max_seats=4,
+        token_budget=64,
+        context=256,
+        seat_buckets=[4],
+        token_buckets=[64],
+        compilation_cache=False,
+    )
     count = f"{devices} x " if devices > 1 else ""
     assert (llm.info.tensor_parallel, llm.info.device) == (devices, f"{count}{cpu_name()}")
     prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
-    rows = [[output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-            for params in (SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-                           SamplingParams(seed=3, top_p=0.9, top_k=40, max_tokens=12, ignore_eos=True,
-                                          frequency_penalty=0.5))]
+    rows = [
+        [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        for params in (
+            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+            SamplingParams(
+                seed=3, top_p=0.9, top_k=40, max_tokens=12, ignore_eos=True, frequency_penalty=0.5
+            ),
+        )
+    ]
     llm.core.check()
     return np.array([*rows[0], *rows[1], [llm.core.runner.compiles] * 12])
 
 
 def program(devices: int, plain: bool, bucket: list[int]) -> np.ndarray:
-    """Of a step compiled from shapes alone: all-reduces, all-gathers, widest all-gather (elements), bytes of a device's
-    pools, and of what is aliased."""
+    """Of a step compiled from shapes alone: all-reduces, all-gathers, widest all-gather (elements),
+    bytes of a device's pools, and of what is aliased."""
     config, mesh = tiny_config(), make_mesh(jax.devices()[:devices])
     sizes = StateSizes(seats=4, n_pages=16, page_size=16, context_length=256, kv_dtype=jnp.float32)
     model = abstract_model(config.local(devices), dtype=jnp.float32)
     compiled = lower_step(model, Bucket(*bucket), plain, KERNELS, sizes, mesh).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
-    gathers = [np.prod([int(n) for n in re.findall(r"\d+", shape)]) for shape in
-               re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)]
+    gathers = [
+        np.prod([int(n) for n in re.findall(r"\d+", shape)])
+        for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
+    ]
     pools = config.n_layers * 16 * 16 * 2 * config.n_kv_heads * config.head_dim * 4 // devices
-    return np.array([len(re.findall(r" all-reduce(?:-start)?\(", text)), len(gathers), max(gathers, default=0), pools,
-                     memory.alias_size_in_bytes])
+    return np.array(
+        [
+            len(re.findall(r" all-reduce(?:-start)?\(", text)),
+            len(gathers),
+            max(gathers, default=0),
+            pools,
+            memory.alias_size_in_bytes,
+        ]
+    )
 
 
 FUNCTIONS = {"logits": logits, "tokens": tokens, "program": program}
 
 
 if __name__ == "__main__":
-    done = {name: FUNCTIONS[function](*arguments) for name, function, arguments in
-            json.loads(Path(sys.argv[1]).read_text())}
+    done = {
+        name: FUNCTIONS[function](*arguments)
+        for name, function, arguments in json.loads(Path(sys.argv[1]).read_text())
+    }
     np.savez(sys.argv[2], **done)

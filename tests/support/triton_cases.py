@@ -1,4 +1,5 @@
-"""Every Triton kernel and option on random ragged batches against numpy; run as a program, in the interpreter.
+"""Every Triton kernel and option on random ragged batches against numpy; run as a program, in the
+interpreter.
 
 Prints one JSON object: case -> what `test_triton_interpreted.py` asserts about it.
 """
@@ -32,7 +33,9 @@ SHORT = Case((8, 2, 64), (5, 20), ((30, 10),), rows=16, seqs=4)
 
 ATTENTION = {
     "decode": DECODE,
-    "decode of contexts that double the span": Case((4, 1, 32), (9000, 300, 8193), page=128, pages=128),
+    "decode of contexts that double the span": Case(
+        (4, 1, 32), (9000, 300, 8193), page=128, pages=128
+    ),
     "decode that needs no merge": Case((4, 4, 64), (250, 3, 64), rows=4, seqs=4, pages=16),
     "prompts alone": Case((8, 2, 64), (), ((70, 70), (17, 17), (1, 1)), rows=100, seqs=5, pages=8),
     "mixed": MIXED,
@@ -67,12 +70,18 @@ def attend(batch: Batch, kernels: Any = KERNELS) -> tuple[np.ndarray, np.ndarray
 
 
 def check_attention(case: Case) -> dict[str, Any]:
-    """Greatest error over real rows; whether the pool holds what it should; whether padding rows are zero."""
+    """Greatest error over real rows; whether the pool holds what it should; whether padding rows
+    are zero.
+    """
     batch = make(case)
     o, kv = attend(batch)
     expected = written(batch)
     error = np.abs(o[: batch.n_rows] - attention(batch, expected)).max()
-    return {"error": float(error), "pool": bool((kv == expected).all()), "padding": not o[batch.n_rows :].any()}
+    return {
+        "error": float(error),
+        "pool": bool((kv == expected).all()),
+        "padding": not o[batch.n_rows :].any(),
+    }
 
 
 def rows_of(batch: Batch, seq: int) -> slice:
@@ -89,11 +98,16 @@ def alone_and_in_a_crowd() -> dict[str, Any]:
         rows, n_decode = rows_of(crowd, seq), int(seq < 3)
         count = rows.stop - rows.start
         meta = crowd.meta._replace(
-            kv_lens=crowd.meta.kv_lens[seq : seq + 1], cu_q=jnp.array([0, count], jnp.int32),
-            page_table=crowd.meta.page_table[seq : seq + 1], write_rows=crowd.meta.write_rows[rows],
-            counts=jnp.array([n_decode, 1, count], jnp.int32))
+            kv_lens=crowd.meta.kv_lens[seq : seq + 1],
+            cu_q=jnp.array([0, count], jnp.int32),
+            page_table=crowd.meta.page_table[seq : seq + 1],
+            write_rows=crowd.meta.write_rows[rows],
+            counts=jnp.array([n_decode, 1, count], jnp.int32),
+        )
         pad = 0 if n_decode else 3  # a bucket of as many rows as sequences is one of decode only
-        meta = meta._replace(write_rows=jnp.pad(meta.write_rows, (0, pad), constant_values=kv.shape[0] * kv.shape[1]))
+        meta = meta._replace(
+            write_rows=jnp.pad(meta.write_rows, (0, pad), constant_values=kv.shape[0] * kv.shape[1])
+        )
         q, k, v = (np.pad(x[rows], ((0, pad), (0, 0), (0, 0))) for x in (crowd.q, crowd.k, crowd.v))
         o, _ = attend(replace(crowd, q=q, k=k, v=v, kv=kv, meta=meta))
         same.append(bool((o[:count] == together[rows]).all()))
@@ -101,7 +115,8 @@ def alone_and_in_a_crowd() -> dict[str, Any]:
 
 
 def in_chunks() -> dict[str, Any]:
-    """A prompt of 100 rows in one step and in chunks of 35, 1, 30 and 34: greatest difference of a row.
+    """A prompt of 100 rows in one step and in chunks of 35, 1, 30 and 34: greatest difference of a
+    row.
 
     numpy's products depend in the last bit on where in the tile a row lies, those of a GPU do not.
     """
@@ -112,9 +127,13 @@ def in_chunks() -> dict[str, Any]:
         rows = slice(done, done + count)
         done += count
         meta = whole.meta._replace(
-            kv_lens=jnp.array([done, 0], jnp.int32), cu_q=jnp.array([0, count, count], jnp.int32),
-            write_rows=jnp.pad(whole.meta.write_rows[rows], (0, 5), constant_values=kv.shape[0] * kv.shape[1]),
-            counts=jnp.array([0, 1, count], jnp.int32))
+            kv_lens=jnp.array([done, 0], jnp.int32),
+            cu_q=jnp.array([0, count, count], jnp.int32),
+            write_rows=jnp.pad(
+                whole.meta.write_rows[rows], (0, 5), constant_values=kv.shape[0] * kv.shape[1]
+            ),
+            counts=jnp.array([0, 1, count], jnp.int32),
+        )
         q, k, v = (np.pad(x[rows], ((0, 5), (0, 0), (0, 0))) for x in (whole.q, whole.k, whole.v))
         o, kv = attend(replace(whole, q=q, k=k, v=v, kv=kv, meta=meta))
         errors.append(float(np.abs(o[:count] - expected[rows]).max()))
@@ -133,16 +152,29 @@ def check_rotation(case: Case, normed: bool) -> dict[str, Any]:
     if normed:
         norms = rng.standard_normal((2, heads.shape[2]), np.float32).astype(case.dtype)
         options |= {"norms": tuple(norms), "eps": 1e-5}
-    results = [jax.jit(lambda *args, make=make: make.rotate_and_write(*args, **options))(
-        heads, rope, batch.kv, batch.meta) for make in (KERNELS, reference)]
-    (q, kv), (expected_q, expected_kv) = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), results)
+    results = [
+        jax.jit(lambda *args, make=make: make.rotate_and_write(*args, **options))(
+            heads, rope, batch.kv, batch.meta
+        )
+        for make in (KERNELS, reference)
+    ]
+    (q, kv), (expected_q, expected_kv) = jax.tree.map(
+        lambda x: np.asarray(x).astype(np.float64), results
+    )
     steps = np.abs(kv - expected_kv) / np.maximum(1, np.abs(expected_kv))
-    return {"error": float(np.abs(q - expected_q).max()), "pool_error": float(steps.max()),
-            "moved": float((kv != batch.kv.astype(np.float64)).mean())}
+    return {
+        "error": float(np.abs(q - expected_q).max()),
+        "pool_error": float(steps.max()),
+        "moved": float((kv != batch.kv.astype(np.float64)).mean()),
+    }
 
 
-def check_int4(rows: int, group: int, symmetric: bool, dtype: str = "float32", outputs: int = 80) -> dict[str, Any]:
-    """Greatest error of the int4 product of 6 or more groups against numpy's product with the weights in float64."""
+def check_int4(
+    rows: int, group: int, symmetric: bool, dtype: str = "float32", outputs: int = 80
+) -> dict[str, Any]:
+    """Greatest error of the int4 product of 6 or more groups against numpy's product with the
+    weights in float64.
+    """
     rng = np.random.default_rng(3)
     inputs = max(6 * group, 1024)
     nibbles = rng.integers(0, 16, (inputs, outputs))
@@ -157,9 +189,13 @@ def check_int4(rows: int, group: int, symmetric: bool, dtype: str = "float32", o
 
 
 def check_fp8(rows: int, outputs: int, dtype: str = "float32") -> dict[str, Any]:
-    """Greatest error of the fp8 product against numpy's in float64; every code but NaN is among the weights."""
+    """Greatest error of the fp8 product against numpy's in float64; every code but NaN is among the
+    weights.
+    """
     rng = np.random.default_rng(4)
-    codes = rng.permutation(np.tile(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), 800 * outputs // 254 + 1))
+    codes = rng.permutation(
+        np.tile(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), 800 * outputs // 254 + 1)
+    )
     weights = codes[: 800 * outputs].reshape(800, outputs).view(jnp.float8_e4m3fn)
     x = rng.standard_normal((rows, 800), np.float32).astype(dtype)
     expected = x.astype(np.float64) @ weights.astype(np.float64)
@@ -171,33 +207,52 @@ def check_threshold(rows: int, vocab: int) -> dict[str, Any]:
     """Rows whose cut is not the one that sorting finds; entries tie, and some are banned (-inf)."""
     rng = np.random.default_rng(5)
     scaled = np.round(rng.standard_normal((rows, vocab)) * 3, 2).astype(np.float32)
-    scaled[:, :: 7] = -np.inf
+    scaled[:, ::7] = -np.inf
     scaled -= scaled.max(1, keepdims=True)
     top_k = rng.choice([0, 1, 5, 40, vocab // 2, 2 * vocab], rows).astype(np.int32)
     top_p = rng.choice([1.0, 0.9, 0.5, 0.01], rows).astype(np.float32)
     top_k[0], top_p[0] = 0, 1.0
     floor = np.asarray(jax.jit(KERNELS.threshold)(scaled, top_k, top_p))
-    wrong = [s for s in range(rows) if floor[s] not in cuts(scaled[s], int(top_k[s]), float(top_p[s]))]
+    wrong = [
+        s for s in range(rows) if floor[s] not in cuts(scaled[s], int(top_k[s]), float(top_p[s]))
+    ]
     return {"wrong": wrong}
 
 
 def cuts(row: np.ndarray, k: int, p: float) -> set[float]:
-    """The smallest kept entry of a row by sorting; two where the sum of p's share ends at float noise between them."""
+    """The smallest kept entry of a row by sorting; two where the sum of p's share ends at float
+    noise between them.
+    """
     best = np.sort(row)[::-1]
     last = best[min(k, len(row)) - 1] if k else -np.inf
     mass = np.cumsum(np.exp(best[best >= last].astype(np.float64)))
     if p == 1.0:
         return {float(last)}
-    return {float(best[np.searchsorted(mass, p * mass[-1] * slack)]) for slack in (1 - 1e-6, 1 + 1e-6)}
+    return {
+        float(best[np.searchsorted(mass, p * mass[-1] * slack)]) for slack in (1 - 1e-6, 1 + 1e-6)
+    }
 
 
 def whole_model(normed: bool, kv: str = "auto") -> dict[str, Any]:
-    """Logits of a small Llama over a mixed step, and over the decode step after it, against the reference kernels."""
+    """Logits of a small Llama over a mixed step, and over the decode step after it, against the
+    reference kernels.
+    """
     from jitney.engine.checkpoints.model_config import ModelConfig
     from jitney.engine.models.llama import random_model
 
-    config = ModelConfig(architecture="llama", vocab_size=64, hidden_size=48, n_layers=2, n_heads=6, n_kv_heads=2,
-                         head_dim=16, intermediate_size=64, windows=(0, 16), context_length=256, qk_norm=normed)
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=64,
+        hidden_size=48,
+        n_layers=2,
+        n_heads=6,
+        n_kv_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        windows=(0, 16),
+        context_length=256,
+        qk_norm=normed,
+    )
     model = random_model(config, kv=kv)
     logits = []
     plain = select("cpu", "reference")
@@ -208,18 +263,29 @@ def whole_model(normed: bool, kv: str = "auto") -> dict[str, Any]:
         tokens = jnp.arange(64, dtype=jnp.int32)
         hidden, pools = model(tokens, pools, batch.meta, kernels)
         decode = batch.meta._replace(
-            kv_lens=batch.meta.kv_lens.at[:3].add(1), cu_q=jnp.array([0, 1, 2, 3, 3], jnp.int32),
-            positions=batch.meta.kv_lens, counts=jnp.array([3, 3, 3], jnp.int32),
-            write_rows=jnp.where(jnp.arange(4) < 3, batch.meta.page_table[jnp.arange(4), batch.meta.kv_lens // 16] * 16
-                                 + batch.meta.kv_lens % 16, batch.kv.shape[0] * 16))
+            kv_lens=batch.meta.kv_lens.at[:3].add(1),
+            cu_q=jnp.array([0, 1, 2, 3, 3], jnp.int32),
+            positions=batch.meta.kv_lens,
+            counts=jnp.array([3, 3, 3], jnp.int32),
+            write_rows=jnp.where(
+                jnp.arange(4) < 3,
+                batch.meta.page_table[jnp.arange(4), batch.meta.kv_lens // 16] * 16
+                + batch.meta.kv_lens % 16,
+                batch.kv.shape[0] * 16,
+            ),
+        )
         after, _ = model(tokens[:4], pools, decode, kernels)
-        logits.append(np.asarray(model.logits(jnp.concatenate([hidden[: batch.n_rows], after[:3]]), kernels)))
+        logits.append(
+            np.asarray(model.logits(jnp.concatenate([hidden[: batch.n_rows], after[:3]]), kernels))
+        )
     *ours, expected = logits
     return {"error": max(float(np.abs(found - expected).max()) for found in ours)}
 
 
 def sampled_tokens() -> dict[str, Any]:
-    """Rows that draw another token when the kernel finds top-k and top-p instead of the sampler's own search."""
+    """Rows that draw another token when the kernel finds top-k and top-p instead of the sampler's
+    own search.
+    """
     from jitney.engine.executor.sampling import Rows, empty_state, sample
 
     rng = np.random.default_rng(11)
@@ -227,22 +293,33 @@ def sampled_tokens() -> dict[str, Any]:
     none = np.zeros(n)
     floats = rng.uniform(0.5, 2.0, n), rng.choice([1.0, 0.95, 0.6], n), none, none, none, none
     ints = rng.choice([0, 3, 40, 400], n), np.arange(n), none, none, none, np.full(n, 4)
-    rows = Rows(*(jnp.asarray(column, jnp.float32) for column in floats),
-                *(jnp.asarray(column, jnp.int32) for column in ints))
+    rows = Rows(
+        *(jnp.asarray(column, jnp.float32) for column in floats),
+        *(jnp.asarray(column, jnp.int32) for column in ints),
+    )
     logits = rng.standard_normal((n, vocab), np.float32) * 2
-    found = [np.asarray(jax.jit(sample, static_argnums=3)(logits, rows, empty_state(4, vocab), cut)[0].tokens)
-             for cut in (KERNELS.threshold, None)]
+    found = [
+        np.asarray(
+            jax.jit(sample, static_argnums=3)(logits, rows, empty_state(4, vocab), cut)[0].tokens
+        )
+        for cut in (KERNELS.threshold, None)
+    ]
     return {"other": int((found[0] != found[1]).sum()), "distinct": len(set(found[1].tolist()))}
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    **{f"attention: {name}": lambda case=case: check_attention(case) for name, case in ATTENTION.items()},
+    **{
+        f"attention: {name}": lambda case=case: check_attention(case)
+        for name, case in ATTENTION.items()
+    },
     "invariance: alone and in a crowd": alone_and_in_a_crowd,
     "invariance: in chunks": in_chunks,
     "rotation: plain": lambda: check_rotation(SHORT, False),
     "rotation: normed, head dim 80": lambda: check_rotation(replace(SHORT, heads=(4, 2, 80)), True),
     "rotation: int8 pool": lambda: check_rotation(replace(SHORT, pool="int8"), False),
-    "rotation: int8 pool, float16, normed": lambda: check_rotation(replace(SHORT, dtype="float16", pool="int8"), True),
+    "rotation: int8 pool, float16, normed": lambda: check_rotation(
+        replace(SHORT, dtype="float16", pool="int8"), True
+    ),
     "int4: one row": lambda: check_int4(1, 128, True),
     "int4: zero points": lambda: check_int4(5, 128, False),
     "int4: groups of 32": lambda: check_int4(9, 32, False),

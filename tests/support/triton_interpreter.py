@@ -1,7 +1,8 @@
 """Runs Triton kernels on the CPU in Triton's interpreter, from jitted JAX code and without torch.
 
-Import it first, in a process of its own: kernels are made for the interpreter or for a GPU when they are decorated.
-The interpreter computes bfloat16 products wrongly and in silence: use float32 and float16.
+Import it first, in a process of its own: kernels are made for the interpreter or for a GPU when
+they are decorated. The interpreter computes bfloat16 products wrongly and in silence: use float32
+and float16.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Storage:
 
 
 class Tensor:
-    """As much of a torch tensor as Triton's interpreter touches, around a contiguous numpy array."""
+    """As much of a torch tensor as Triton's interpreter touches, around a contiguous numpy
+    array.
+    """
 
     device = "cpu"
 
@@ -77,19 +80,32 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Interpreted:
-    """A `jitney.kernels.triton_gpu.launch.Launch` that interprets; memory that a kernel must fill starts as rubbish."""
+    """A `jitney.kernels.triton_gpu.launch.Launch` that interprets; memory that a kernel must fill
+    starts as rubbish.
+    """
 
     sm: int = 90
 
-    def __call__(self, kernel: Any, *args: Any, out: Any, grid: tuple[int, ...], warps: int, stages: int,
-                 **constants: Any) -> Any:
+    def __call__(
+        self,
+        kernel: Any,
+        *args: Any,
+        out: Any,
+        grid: tuple[int, ...],
+        warps: int,
+        stages: int,
+        **constants: Any,
+    ) -> Any:
         refs = [i for i, arg in enumerate(args) if isinstance(arg, jax.Ref)]
         leaves, tree = jax.tree.flatten(out)
         values = [arg[...] if i in refs else arg for i, arg in enumerate(args)]
         shapes = [jax.ShapeDtypeStruct(values[i].shape, values[i].dtype) for i in refs] + leaves
 
         def run(*arrays: Any) -> list[np.ndarray]:
-            inputs = [np.array(array) if i in refs else np.ascontiguousarray(array) for i, array in enumerate(arrays)]
+            inputs = [
+                np.array(array) if i in refs else np.ascontiguousarray(array)
+                for i, array in enumerate(arrays)
+            ]
             outputs = [rubbish(leaf) for leaf in leaves]
             kernel[grid](*map(Tensor, inputs), *map(Tensor, outputs), **constants)
             return [inputs[i] for i in refs] + outputs

@@ -1,4 +1,6 @@
-"""Compiles Triton kernels for GPUs that are not there, exactly as the engine's wrappers call them."""
+"""Compiles Triton kernels for GPUs that are not there, exactly as the engine's wrappers call
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,16 @@ from triton.compiler import ASTSource
 from jitney.kernels.compat import COMPILE_OPTIONS
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-TYPES = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int32": "*i32", "int8": "*i8", "uint8": "*u8",
-         "float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5"}
+TYPES = {
+    "float32": "*fp32",
+    "float16": "*fp16",
+    "bfloat16": "*bf16",
+    "int32": "*i32",
+    "int8": "*i8",
+    "uint8": "*u8",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
+}
 
 
 @dataclass(frozen=True)
@@ -52,13 +62,23 @@ class Resources:
 
 @dataclass(frozen=True)
 class Recorder:
-    """A `jitney.kernels.triton_gpu.launch.Launch` that runs nothing and keeps what it was asked for."""
+    """A `jitney.kernels.triton_gpu.launch.Launch` that runs nothing and keeps what it was asked
+    for.
+    """
 
     sm: int
     calls: list[Call] = field(default_factory=list, compare=False)
 
-    def __call__(self, kernel: Any, *args: Any, out: Any, grid: tuple[int, ...], warps: int, stages: int,
-                 **constants: Any) -> Any:
+    def __call__(
+        self,
+        kernel: Any,
+        *args: Any,
+        out: Any,
+        grid: tuple[int, ...],
+        warps: int,
+        stages: int,
+        **constants: Any,
+    ) -> Any:
         pointers = [*args, *jax.tree.leaves(out)]
         types = tuple(TYPES[jnp.dtype(array.dtype).name] for array in pointers)
         self.calls.append(Call(kernel, types, tuple(constants.items()), grid, warps, stages))
@@ -90,7 +110,16 @@ def compile_call(call: Call, sm: int) -> Resources:
 
 def assemble(ptx: str, sm: int) -> tuple[int, int]:
     """(registers a thread, bytes spilled) as ptxas reports them."""
-    command = [str(PTXAS), "-v", f"--gpu-name=sm_{sm}{'a' if sm >= 90 else ''}", "-", "-o", "/dev/null"]
-    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True, timeout=300).stderr
+    command = [
+        str(PTXAS),
+        "-v",
+        f"--gpu-name=sm_{sm}{'a' if sm >= 90 else ''}",
+        "-",
+        "-o",
+        "/dev/null",
+    ]
+    said = subprocess.run(
+        command, input=ptx, capture_output=True, text=True, check=True, timeout=300
+    ).stderr
     registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
     return registers, sum(map(int, re.findall(r"(\d+) bytes spill", said)))

@@ -1,7 +1,8 @@
-"""Attention, and what goes before it, of a kernel set: every case checked against the reference, then timed.
+"""Attention, and what goes before it, of a kernel set: every case checked against the reference,
+then timed.
 
-Axes as in `jitney.kernels.interface`. Bytes: each key and value once, queries and outputs once. Operations: four per
-query-key pair, head and dimension.
+Axes as in `jitney.kernels.interface`. Bytes: each key and value once, queries and outputs once.
+Operations: four per query-key pair, head and dimension.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.scales import LIMITS, as_stored
 from jitney.kernels.select import reference
 
-#: A kernel farther from the reference than this is wrong. Both round to the activations' dtype; products of float32
-#: may be made in tf32, which errs by 5e-4.
+#: A kernel farther from the reference than this is wrong. Both round to the activations' dtype;
+#: products of float32 may be made in tf32, which errs by 5e-4.
 WRONG = {2: 2e-2, 4: 2e-3}
 #: A kernel set's page tables are padded to a multiple of this, as the runner's are.
 TABLE = 16
@@ -42,7 +43,9 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Who attends in one case. decode: contexts, this step's token included; prompts: (context, rows of them new)."""
+    """Who attends in one case. decode: contexts, this step's token included; prompts: (context,
+    rows of them new).
+    """
 
     decode: tuple[int, ...] = ()
     prompts: tuple[tuple[int, int], ...] = ()
@@ -58,10 +61,14 @@ class Load:
     @property
     def pairs(self) -> int:
         """Query-key pairs."""
-        return sum(self.decode) + sum(count * (2 * length - count + 1) // 2 for length, count in self.prompts)
+        return sum(self.decode) + sum(
+            count * (2 * length - count + 1) // 2 for length, count in self.prompts
+        )
 
     def moved(self, config: ModelConfig, size: int, stored: int) -> float:
-        """Least bytes, at `size` bytes a number of queries and outputs and `stored` of keys and values."""
+        """Least bytes, at `size` bytes a number of queries and outputs and `stored` of keys and
+        values.
+        """
         keys = sum(self.lengths) * 2 * config.n_kv_heads * config.head_dim
         return stored * keys + size * 2 * sum(self.rows) * config.n_heads * config.head_dim
 
@@ -71,25 +78,37 @@ class Load:
 
 
 def make_meta(load: Load, page: int, total: int) -> tuple[AttentionMeta, int]:
-    """(the metadata, pages of the pool): pages of all sequences shuffled, `total` rows, no padding of sequences."""
+    """(the metadata, pages of the pool): pages of all sequences shuffled, `total` rows, no padding
+    of sequences.
+    """
     lengths, rows = load.lengths, load.rows
     held = [-(-length // page) for length in lengths]
     order = np.random.default_rng(0).permutation(sum(held)).astype(np.int32) + 1
     table = np.zeros((len(lengths), -(-max(held) // TABLE) * TABLE), np.int32)
-    positions, write_rows = np.zeros(total, np.int32), np.full(total, (sum(held) + 1) * page, np.int32)
+    positions, write_rows = (
+        np.zeros(total, np.int32),
+        np.full(total, (sum(held) + 1) * page, np.int32),
+    )
     ends = np.cumsum(rows)
     for s, pages in enumerate(np.split(order, np.cumsum(held)[:-1])):
-        table[s, :len(pages)] = pages
+        table[s, : len(pages)] = pages
         at = np.arange(lengths[s] - rows[s], lengths[s])
-        positions[ends[s] - rows[s]:ends[s]] = at
-        write_rows[ends[s] - rows[s]:ends[s]] = table[s, at // page] * page + at % page
-    parts = (np.array(lengths), np.array([0, *ends]), table, write_rows, positions,
-             np.array([len(load.decode), len(lengths), sum(rows)]))
+        positions[ends[s] - rows[s] : ends[s]] = at
+        write_rows[ends[s] - rows[s] : ends[s]] = table[s, at // page] * page + at % page
+    parts = (
+        np.array(lengths),
+        np.array([0, *ends]),
+        table,
+        write_rows,
+        positions,
+        np.array([len(load.decode), len(lengths), sum(rows)]),
+    )
     return AttentionMeta(*(jnp.asarray(part, jnp.int32) for part in parts)), sum(held) + 1
 
 
 def make_inputs(load: Load, job: Job, dtype: Any, seed: int, kv: str = "auto") -> Given:
-    """Random queries and pages; one row of padding where there would be as many rows as sequences, but prompts.
+    """Random queries and pages; one row of padding where there would be as many rows as sequences,
+    but prompts.
 
     kv: one of KV_TYPES for a quantised pool, else auto.
     """
@@ -102,47 +121,117 @@ def make_inputs(load: Load, job: Job, dtype: Any, seed: int, kv: str = "auto") -
     pool = jax.random.normal(keys[1], shape, dtype)
     if kv == "auto":
         return Given(q, pool, meta)
-    scale = jnp.full((shape[2],), 4 / LIMITS[KV_TYPES[kv]], jnp.float32)  # 4 spreads are the greatest number held
-    return Given(q, as_stored(pool.reshape(-1, *shape[2:]), jnp.zeros((0,), KV_TYPES[kv]), scale).reshape(shape), meta,
-                 scale)
+    scale = jnp.full(
+        (shape[2],), 4 / LIMITS[KV_TYPES[kv]], jnp.float32
+    )  # 4 spreads are the greatest number held
+    return Given(
+        q,
+        as_stored(pool.reshape(-1, *shape[2:]), jnp.zeros((0,), KV_TYPES[kv]), scale).reshape(
+            shape
+        ),
+        meta,
+        scale,
+    )
 
 
 def attention(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode attention over sequences and contexts, one long sequence, prompts."""
     sizes, heads = job.sizes, job.config.n_kv_heads
-    loads = [("decode attention", f"{seqs} x {context:,}", Load((context,) * seqs),
-              "decode" if context >= 4096 and seqs * heads >= FULL else "") for seqs, context in sizes.attention]
+    loads = [
+        (
+            "decode attention",
+            f"{seqs} x {context:,}",
+            Load((context,) * seqs),
+            "decode" if context >= 4096 and seqs * heads >= FULL else "",
+        )
+        for seqs, context in sizes.attention
+    ]
     loads.insert(1, ("decode attention", f"1 x {sizes.long:,}", Load((sizes.long,)), "long"))
-    loads[2:2] = [("prompt attention", f"{rows:,} rows", Load((), ((rows, rows),)), "prefill" if rows >= 4096 else "")
-                  for rows in sizes.prompts]
+    loads[2:2] = [
+        (
+            "prompt attention",
+            f"{rows:,} rows",
+            Load((), ((rows, rows),)),
+            "prefill" if rows >= 4096 else "",
+        )
+        for rows in sizes.prompts
+    ]
     seqs, context, rows = sizes.mixed
-    loads.append(("mixed attention", f"{seqs} x {context:,} + {rows} rows",
-                  Load((context,) * seqs, ((rows, rows),)), ""))
+    loads.append(
+        (
+            "mixed attention",
+            f"{seqs} x {context:,} + {rows} rows",
+            Load((context,) * seqs, ((rows, rows),)),
+            "",
+        )
+    )
     cases = [(*one, "auto") for one in loads]
-    cases += [(name, f"{case}, {kv} KV", load, "", kv) for kv in KV_TYPES for name, case, load, _ in loads[:2]]
+    cases += [
+        (name, f"{case}, {kv} KV", load, "", kv)
+        for kv in KV_TYPES
+        for name, case, load, _ in loads[:2]
+    ]
     for name, case, load, goal, kv in cases:
         for kernels in sets:
-            yield Task(name, case, kernels.name, partial(attend_row, job, kernels, dtype, name, case, load,
-                                                         goal if kernels is sets[0] else "", kv))
+            yield Task(
+                name,
+                case,
+                kernels.name,
+                partial(
+                    attend_row,
+                    job,
+                    kernels,
+                    dtype,
+                    name,
+                    case,
+                    load,
+                    goal if kernels is sets[0] else "",
+                    kv,
+                ),
+            )
 
 
-def attend_row(job: Job, kernels: KernelSet, dtype: Any, name: str, case: str, load: Load, goal: str,
-               kv: str = "auto") -> Iterator[Row]:
+def attend_row(
+    job: Job,
+    kernels: KernelSet,
+    dtype: Any,
+    name: str,
+    case: str,
+    load: Load,
+    goal: str,
+    kv: str = "auto",
+) -> Iterator[Row]:
     """One case of attention; wrong answers are not timed."""
     size, config = jnp.dtype(dtype).itemsize, job.config
     moved = load.moved(config, size, size if kv == "auto" else KV_TYPES[kv].itemsize)
     floor_s, bound = job.measured.of(moved, load.operations(config))
     given = make_inputs(load, job, dtype, 0, kv)
     attend = partial(attend_with, kernels, config.head_dim**-0.5)
-    row = Row(part=job.part, name=name, case=case, by=kernels.name, floor_s=floor_s, bound=bound, goal=goal,
-              error=attention_error(kernels, attend, given, sum(load.rows)))
+    row = Row(
+        part=job.part,
+        name=name,
+        case=case,
+        by=kernels.name,
+        floor_s=floor_s,
+        bound=bound,
+        goal=goal,
+        error=attention_error(kernels, attend, given, sum(load.rows)),
+    )
     if row.error is not None and not row.error < WRONG[size]:
         yield wrong(row)
         return
-    copies = [given, *(make_inputs(load, job, dtype, seed, kv) for seed in range(1, copies_for(job, moved)))]
+    copies = [
+        given,
+        *(make_inputs(load, job, dtype, seed, kv) for seed in range(1, copies_for(job, moved))),
+    ]
     # jnp.copy: the carry is donated, and the first copy's queries stay an input.
-    timing = timed(lambda q, other: attend(other._replace(q=q)), jnp.copy(given.q), copies, floor_s=floor_s,
-                   sample_s=job.sizes.sample_s)
+    timing = timed(
+        lambda q, other: attend(other._replace(q=q)),
+        jnp.copy(given.q),
+        copies,
+        floor_s=floor_s,
+        sample_s=job.sizes.sample_s,
+    )
     yield replace(row, **timing.fields())
 
 
@@ -154,7 +243,7 @@ def attention_error(kernels: KernelSet, attend: Any, given: Given, rows: int) ->
     """Distance from the reference on this device; None for the reference itself."""
     if kernels.name == "reference":
         return None
-    theirs = jax.jit(partial(attend_with, reference(), given.q.shape[-1]**-0.5))(given)
+    theirs = jax.jit(partial(attend_with, reference(), given.q.shape[-1] ** -0.5))(given)
     return float(distance(jax.jit(attend)(given)[:rows], theirs[:rows]))
 
 
@@ -167,20 +256,32 @@ def writes(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Norm, rotation and write of a step's keys and values, for the sets that have it in one."""
     for rows in job.sizes.rows:
         for kernels in sets:
-            yield Task("rotate and write", f"{rows} rows", kernels.name, partial(write_row, job, kernels, dtype, rows))
+            yield Task(
+                "rotate and write",
+                f"{rows} rows",
+                kernels.name,
+                partial(write_row, job, kernels, dtype, rows),
+            )
 
 
 def write_row(job: Job, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[Row]:
     """One decode-like write: every row to a page of its own."""
     name, case, config = "rotate and write", f"{rows} rows", job.config
     if kernels.rotate_and_write is None:
-        yield Row(part=job.part, name=name, case=case, by=kernels.name,
-                  note="not a kernel of its own in this set: XLA rotates, attention writes")
+        yield Row(
+            part=job.part,
+            name=name,
+            case=case,
+            by=kernels.name,
+            note="not a kernel of its own in this set: XLA rotates, attention writes",
+        )
         return
     size, n_kv, dim = jnp.dtype(dtype).itemsize, config.n_kv_heads, config.head_dim
     given = make_inputs(Load((job.page_size,) * rows), job, dtype, 0)
     heads = jax.random.normal(jax.random.key(1), (rows, config.n_heads + 2 * n_kv, dim), dtype)
-    angles = given.meta.positions.astype(jnp.float32)[:, None, None] * jnp.linspace(1, 1e-4, dim // 2)
+    angles = given.meta.positions.astype(jnp.float32)[:, None, None] * jnp.linspace(
+        1, 1e-4, dim // 2
+    )
     rope = jnp.cos(angles), jnp.sin(angles)
     moved = 2 * heads.size * size + 2 * rope[0].nbytes
     floor_s, bound = job.measured.of(moved)
@@ -189,14 +290,23 @@ def write_row(job: Job, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[R
         assert kernels.rotate_and_write is not None
         return kernels.rotate_and_write(heads, rope, kv, given.meta)
 
-    row = Row(part=job.part, name=name, case=case, by=kernels.name, floor_s=floor_s, bound=bound,
-              error=write_error(kernels, write, given.kv, heads))
+    row = Row(
+        part=job.part,
+        name=name,
+        case=case,
+        by=kernels.name,
+        floor_s=floor_s,
+        bound=bound,
+        error=write_error(kernels, write, given.kv, heads),
+    )
     if row.error is not None and not row.error < WRONG[size]:
         yield wrong(row)
         return
 
     def step(pool: jax.Array, heads: jax.Array) -> jax.Array:
-        return jax.lax.optimization_barrier(write(kernels, pool, heads))[1]  # else unread queries are not computed
+        return jax.lax.optimization_barrier(write(kernels, pool, heads))[
+            1
+        ]  # else unread queries are not computed
 
     timing = timed(step, jnp.copy(given.kv), [heads], floor_s=floor_s, sample_s=job.sizes.sample_s)
     yield replace(row, **timing.fields())

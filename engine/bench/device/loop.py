@@ -1,7 +1,9 @@
-"""The engine itself on a model with random weights: scheduler, core and runner, with all streams always busy.
+"""The engine itself on a model with random weights: scheduler, core and runner, with all streams
+always busy.
 
-Two runs: a closed loop of requests of many lengths, and one batch of equal requests, which a peer that knows no closed
-loop can be given too. Greedy, nothing shared between prompts, requests end by length alone.
+Two runs: a closed loop of requests of many lengths, and one batch of equal requests, which a peer
+that knows no closed loop can be given too. Greedy, nothing shared between prompts, requests end by
+length alone.
 """
 
 from __future__ import annotations
@@ -39,16 +41,24 @@ def closed_loop(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     get = cache(partial(make_traffic, job, kernels, dtype))
     kept = f"{sizes.streams} streams, {jnp.dtype(dtype)}"
     n_prompt, n_output = sizes.batch
-    yield Task("batch of equal requests", f"{kept}, {n_prompt} + {n_output} tokens", kernels.name,
-               partial(batch_rows, job, kernels.name, get, kept))
+    yield Task(
+        "batch of equal requests",
+        f"{kept}, {n_prompt} + {n_output} tokens",
+        kernels.name,
+        partial(batch_rows, job, kernels.name, get, kept),
+    )
     yield Task("closed loop", kept, kernels.name, partial(loop_rows, job, kernels.name, get, kept))
 
 
 def loop_buckets(job: Job) -> Buckets:
     """Few programs: a large and a small decode step, and two sizes with prompt rows."""
     seats, budget = job.sizes.streams, job.sizes.token_budget
-    return make_buckets(max_seats=seats, token_budget=budget, seat_sizes=(max(1, seats // 4), seats),
-                        token_sizes=(max(2 * seats, budget // 4), budget))
+    return make_buckets(
+        max_seats=seats,
+        token_budget=budget,
+        seat_sizes=(max(1, seats // 4), seats),
+        token_sizes=(max(2 * seats, budget // 4), budget),
+    )
 
 
 def make_traffic(job: Job, kernels: KernelSet, dtype: Any) -> tuple[Traffic, Bench]:
@@ -64,13 +74,23 @@ def make_traffic(job: Job, kernels: KernelSet, dtype: Any) -> tuple[Traffic, Ben
     return Traffic(EngineCore(scheduler, bench.runner, Ledger()), lambda text: []), bench
 
 
-def random_requests(job: Job, count: int, prompt: tuple[int, int], output: tuple[int, int]) -> list[Request]:
+def random_requests(
+    job: Job, count: int, prompt: tuple[int, int], output: tuple[int, int]
+) -> list[Request]:
     """Requests whose lengths are drawn evenly from the ranges, both ends included."""
     rng = np.random.default_rng(0)
-    lengths = zip(rng.integers(*prompt, count, endpoint=True).tolist(),
-                  rng.integers(*output, count, endpoint=True).tolist(), strict=True)
-    return [Request(Arrival(0.0, n_prompt, n_output), rng.integers(0, job.config.vocab_size, n_prompt).tolist())
-            for n_prompt, n_output in lengths]
+    lengths = zip(
+        rng.integers(*prompt, count, endpoint=True).tolist(),
+        rng.integers(*output, count, endpoint=True).tolist(),
+        strict=True,
+    )
+    return [
+        Request(
+            Arrival(0.0, n_prompt, n_output),
+            rng.integers(0, job.config.vocab_size, n_prompt).tolist(),
+        )
+        for n_prompt, n_output in lengths
+    ]
 
 
 def batch_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
@@ -80,7 +100,15 @@ def batch_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
     requests = random_requests(job, sizes.streams, (n_prompt, n_prompt), (n_output, n_output))
     traffic.warm_up(requests, WARM_S if bench.weight_bytes > 1 << 30 else 0.0)
     run = traffic.run(requests, concurrency=sizes.streams)
-    yield run_row(job, by, bench, run, "batch of equal requests", f"{kept}, {n_prompt} + {n_output} tokens", "peer")
+    yield run_row(
+        job,
+        by,
+        bench,
+        run,
+        "batch of equal requests",
+        f"{kept}, {n_prompt} + {n_output} tokens",
+        "peer",
+    )
 
 
 def loop_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
@@ -88,7 +116,9 @@ def loop_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
     traffic, bench = get()
     sizes = job.sizes
     most_prompt, most_output = sizes.loop
-    requests = random_requests(job, sizes.requests, (most_prompt // 4, most_prompt), (most_output // 4, most_output))
+    requests = random_requests(
+        job, sizes.requests, (most_prompt // 4, most_prompt), (most_output // 4, most_output)
+    )
     run = traffic.run(requests, concurrency=sizes.streams)
     yield run_row(job, by, bench, run, "closed loop", kept, "")
     yield gap_row(job, by, run, kept)
@@ -97,10 +127,24 @@ def loop_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
 def run_row(job: Job, by: str, bench: Bench, run: Measured, name: str, case: str, goal: str) -> Row:
     """Output tokens a second, and the floor of all its steps one after another."""
     tokens = sum(len(output) for output in run.tokens)
-    return Row(part=job.part, name=name, case=case, by=by, seconds=run.seconds, least=run.seconds, most=run.seconds,
-               repeats=1, floor_s=sum(floors_of(job, bench, run.records)), bound="steps", goal=goal,
-               figures={"tokens_s": tokens / run.seconds, "requests_s": len(run.tokens) / run.seconds,
-                        "steps": float(len(run.records))})
+    return Row(
+        part=job.part,
+        name=name,
+        case=case,
+        by=by,
+        seconds=run.seconds,
+        least=run.seconds,
+        most=run.seconds,
+        repeats=1,
+        floor_s=sum(floors_of(job, bench, run.records)),
+        bound="steps",
+        goal=goal,
+        figures={
+            "tokens_s": tokens / run.seconds,
+            "requests_s": len(run.tokens) / run.seconds,
+            "steps": float(len(run.records)),
+        },
+    )
 
 
 def floors_of(job: Job, bench: Bench, records: np.ndarray) -> Iterator[float]:
@@ -108,14 +152,27 @@ def floors_of(job: Job, bench: Bench, records: np.ndarray) -> Iterator[float]:
     names = ("bucket_tokens", "bucket_seats", "decode", "prefill", "keys", "longest", "pairs")
     for tokens, seats, *work in zip(*(records[name].tolist() for name in names), strict=True):
         done = Work(*work)
-        yield job.measured.of(bench.floor_bytes(done), bench.operations(Bucket(tokens, seats), done))[0]
+        yield job.measured.of(
+            bench.floor_bytes(done), bench.operations(Bucket(tokens, seats), done)
+        )[0]
 
 
 def gap_row(job: Job, by: str, run: Measured, kept: str) -> Row:
-    """How long the device had nothing to do before a step, on average, and as a share of the time between steps."""
+    """How long the device had nothing to do before a step, on average, and as a share of the time
+    between steps.
+    """
     records = run.records[1:]
     gap, device = records["gap_s"].astype(float), records["device_s"].astype(float)
     parts = {name: float(np.median(records[name])) for name in HOST_PARTS}
-    return Row(part=job.part, name="host gap", case=kept, by=by, seconds=float(gap.mean()), least=float(gap.min()),
-               most=float(gap.max()), repeats=len(records), goal="gap",
-               figures={"share": float(gap.sum() / (gap + device).sum()), **parts})
+    return Row(
+        part=job.part,
+        name="host gap",
+        case=kept,
+        by=by,
+        seconds=float(gap.mean()),
+        least=float(gap.min()),
+        most=float(gap.max()),
+        repeats=len(records),
+        goal="gap",
+        figures={"share": float(gap.sum() / (gap + device).sum()), **parts},
+    )

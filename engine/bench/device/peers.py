@@ -1,5 +1,6 @@
-"""The same shapes in PyTorch, where it is installed: attention, a decode step over a static cache, and transformers'
-continuous batching on the batch of requests that `device_loop` gives to our engine. Knows no jax.
+"""The same shapes in PyTorch, where it is installed: attention, a decode step over a static cache,
+and transformers' continuous batching on the batch of requests that `device_loop` gives to our
+engine. Knows no jax.
 
 Only figures that can be had from the public interfaces are taken, each at the peer's own defaults.
 """
@@ -25,7 +26,11 @@ from jitney.engine.simulation.roofline import ModelCost
 REPEATS = 7
 #: Steps that a static cache has room for beyond the context that is measured.
 SLACK = 64
-CONTINUOUS, SDPA, COMPILED = "transformers, continuous batching", "torch SDPA", "torch.compile, static cache"
+CONTINUOUS, SDPA, COMPILED = (
+    "transformers, continuous batching",
+    "torch SDPA",
+    "torch.compile, static cache",
+)
 
 
 def module(name: str) -> Any:
@@ -35,7 +40,10 @@ def module(name: str) -> Any:
 
 def missing(*packages: str) -> str:
     """Why the peer cannot run; empty if it can."""
-    return next((f"{name} is not installed" for name in packages if importlib.util.find_spec(name) is None), "")
+    return next(
+        (f"{name} is not installed" for name in packages if importlib.util.find_spec(name) is None),
+        "",
+    )
 
 
 def unable(job: Job, name: str, case: str, by: str, why: str) -> Iterator[Row]:
@@ -47,28 +55,54 @@ def batching(job: Job) -> Tasks:
     n_prompt, n_output = job.sizes.batch
     case = f"{job.sizes.streams} streams, {job.dtype}, {n_prompt} + {n_output} tokens"
     why = missing("torch", "transformers")
-    yield Task("batch of equal requests", case, CONTINUOUS,
-               partial(unable, job, "batch of equal requests", case, CONTINUOUS, why) if why
-               else partial(batching_row, job, case))
+    yield Task(
+        "batch of equal requests",
+        case,
+        CONTINUOUS,
+        partial(unable, job, "batch of equal requests", case, CONTINUOUS, why)
+        if why
+        else partial(batching_row, job, case),
+    )
 
 
 def torch_tasks(job: Job) -> Tasks:
     """Attention by SDPA over whole, contiguous caches, and compiled decode steps."""
     sizes, why = job.sizes, missing("torch", "transformers")
     for seqs, context in (*sizes.attention[:2], (1, sizes.long)):
-        yield task(job, "decode attention", f"{seqs} x {context:,}", SDPA, why,
-                   partial(sdpa_row, job, "decode attention", f"{seqs} x {context:,}", seqs, 1, context))
+        yield task(
+            job,
+            "decode attention",
+            f"{seqs} x {context:,}",
+            SDPA,
+            why,
+            partial(sdpa_row, job, "decode attention", f"{seqs} x {context:,}", seqs, 1, context),
+        )
     for rows in sizes.prompts[:2]:
-        yield task(job, "prompt attention", f"{rows:,} rows", SDPA, why,
-                   partial(sdpa_row, job, "prompt attention", f"{rows:,} rows", 1, rows, rows))
+        yield task(
+            job,
+            "prompt attention",
+            f"{rows:,} rows",
+            SDPA,
+            why,
+            partial(sdpa_row, job, "prompt attention", f"{rows:,} rows", 1, rows, rows),
+        )
     get = cache(partial(make_model, job))
     for seqs in (*sizes.steps[0], sizes.streams):
         context = sizes.contexts[0][-1]
         case = f"{seqs} x {context:,}, {job.dtype}"
-        yield task(job, "decode step", case, COMPILED, why, partial(compiled_row, job, get, case, seqs, context))
+        yield task(
+            job,
+            "decode step",
+            case,
+            COMPILED,
+            why,
+            partial(compiled_row, job, get, case, seqs, context),
+        )
 
 
-def task(job: Job, name: str, case: str, by: str, why: str, run: Callable[[], Iterator[Row]]) -> Task:
+def task(
+    job: Job, name: str, case: str, by: str, why: str, run: Callable[[], Iterator[Row]]
+) -> Task:
     return Task(name, case, by, partial(unable, job, name, case, by, why) if why else run)
 
 
@@ -90,10 +124,19 @@ def make_model(job: Job) -> Any:
     torch, transformers, shape = module("torch"), module("transformers"), job.config
     family = "Qwen3" if shape.qk_norm else "Llama"
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads, num_key_value_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim, max_position_embeddings=shape.context_length,
-        tie_word_embeddings=shape.tie_embeddings, pad_token_id=0, bos_token_id=None, eos_token_id=None)
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.context_length,
+        tie_word_embeddings=shape.tie_embeddings,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     previous = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, job.dtype))
     try:
@@ -106,13 +149,19 @@ def make_model(job: Job) -> Any:
 def batching_row(job: Job, case: str) -> Iterator[Row]:
     """Output tokens a second of the second of two batches; the first one captures and compiles."""
     (n_prompt, n_output), streams, model = job.sizes.batch, job.sizes.streams, make_model(job)
-    wanted = module("transformers").GenerationConfig(max_new_tokens=n_output, do_sample=False, eos_token_id=-1,
-                                                     pad_token_id=0)
+    wanted = module("transformers").GenerationConfig(
+        max_new_tokens=n_output, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     known = inspect.signature(model.generate_batch).parameters
     options = {"persistent_manager": True} if "persistent_manager" in known else {}
     for turn in range(2):
-        rng = random.Random(turn)  # other prompts each time, or a prefix cache would answer for the second run
-        prompts = [[rng.randrange(1, job.config.vocab_size) for _ in range(n_prompt)] for _ in range(streams)]
+        rng = random.Random(
+            turn
+        )  # other prompts each time, or a prefix cache would answer for the second run
+        prompts = [
+            [rng.randrange(1, job.config.vocab_size) for _ in range(n_prompt)]
+            for _ in range(streams)
+        ]
         wait()
         started = time.perf_counter()
         outputs = model.generate_batch(inputs=prompts, generation_config=wanted, **options)
@@ -121,8 +170,18 @@ def batching_row(job: Job, case: str) -> Iterator[Row]:
     tokens = sum(len(output.generated_tokens) for output in outputs.values())
     if tokens != streams * n_output:
         raise RuntimeError(f"{tokens} tokens came out of {streams} requests for {n_output} each")
-    yield Row(part=job.part, name="batch of equal requests", case=case, by=CONTINUOUS, seconds=seconds, least=seconds,
-              most=seconds, repeats=1, goal="peer's", figures={"tokens_s": tokens / seconds})
+    yield Row(
+        part=job.part,
+        name="batch of equal requests",
+        case=case,
+        by=CONTINUOUS,
+        seconds=seconds,
+        least=seconds,
+        most=seconds,
+        repeats=1,
+        goal="peer's",
+        figures={"tokens_s": tokens / seconds},
+    )
 
 
 def sdpa_row(job: Job, name: str, case: str, seqs: int, rows: int, context: int) -> Iterator[Row]:
@@ -132,21 +191,34 @@ def sdpa_row(job: Job, name: str, case: str, seqs: int, rows: int, context: int)
     config, dtype = job.config, getattr(torch, job.dtype)
     heads, n_kv, dim = config.n_heads, config.n_kv_heads, config.head_dim
     moved = dtype.itemsize * seqs * (2 * context * n_kv + 2 * rows * heads) * dim
-    floor_s, bound = job.measured.of(moved, 4.0 * heads * dim * seqs * rows * (2 * context - rows + 1) / 2)
+    floor_s, bound = job.measured.of(
+        moved, 4.0 * heads * dim * seqs * rows * (2 * context - rows + 1) / 2
+    )
     copies = max(1, min(8, math.ceil(job.sizes.cache_bytes / moved)))
-    made = [[torch.randn(seqs, n, length, dim, dtype=dtype, device=place())
-             for n, length in ((heads, rows), (n_kv, context), (n_kv, context))] for _ in range(copies)]
+    made = [
+        [
+            torch.randn(seqs, n, length, dim, dtype=dtype, device=place())
+            for n, length in ((heads, rows), (n_kv, context), (n_kv, context))
+        ]
+        for _ in range(copies)
+    ]
 
     def run() -> None:
         for q, k, v in made:
             attend(q, k, v, is_causal=rows > 1, enable_gqa=True)
 
     spent = [sample / copies for sample in samples(run, job.sizes.sample_s)]
-    yield Row(part=job.part, name=name, case=case, by=SDPA, floor_s=floor_s, bound=bound, **told(spent))
+    yield Row(
+        part=job.part, name=name, case=case, by=SDPA, floor_s=floor_s, bound=bound, **told(spent)
+    )
 
 
-def compiled_row(job: Job, get: Callable[[], Any], case: str, seqs: int, context: int) -> Iterator[Row]:
-    """One decode step of a compiled model whose cache holds `context` positions of each sequence, and a few more."""
+def compiled_row(
+    job: Job, get: Callable[[], Any], case: str, seqs: int, context: int
+) -> Iterator[Row]:
+    """One decode step of a compiled model whose cache holds `context` positions of each sequence,
+    and a few more.
+    """
     torch, model, device, turns = module("torch"), get(), place(), itertools.count()
     keys = module("transformers").StaticCache(config=model.config, max_cache_len=context + SLACK)
     token = torch.ones((seqs, 1), dtype=torch.long, device=device)
@@ -167,9 +239,19 @@ def compiled_row(job: Job, get: Callable[[], Any], case: str, seqs: int, context
     spent = samples(run, job.sizes.sample_s)
     cost = ModelCost(job.config, *(("f32",) * 2 if job.dtype == "float32" else ("bf16",) * 2))
     work = Work(decode=seqs, keys=seqs * context, longest=context)
-    floor_s, bound = job.measured.of(sum(cost.read_bytes(seqs, work)), sum(cost.operations(seqs, seqs, work)))
-    yield Row(part=job.part, name="decode step", case=case, by=COMPILED, floor_s=floor_s, bound=bound,
-              figures={"tokens_s": seqs / median(spent)}, **told(spent))
+    floor_s, bound = job.measured.of(
+        sum(cost.read_bytes(seqs, work)), sum(cost.operations(seqs, seqs, work))
+    )
+    yield Row(
+        part=job.part,
+        name="decode step",
+        case=case,
+        by=COMPILED,
+        floor_s=floor_s,
+        bound=bound,
+        figures={"tokens_s": seqs / median(spent)},
+        **told(spent),
+    )
 
 
 def samples(run: Callable[[], None], sample_s: float) -> list[float]:
@@ -193,4 +275,9 @@ def samples(run: Callable[[], None], sample_s: float) -> list[float]:
 
 def told(spent: list[float]) -> dict[str, Any]:
     """The fields of a row that tell these samples."""
-    return {"seconds": median(spent), "least": min(spent), "most": max(spent), "repeats": len(spent)}
+    return {
+        "seconds": median(spent),
+        "least": min(spent),
+        "most": max(spent),
+        "repeats": len(spent),
+    }

@@ -1,4 +1,6 @@
-"""The report of `jitney bench device`: one JSON file, and one Markdown page with every figure beside its floor."""
+"""The report of `jitney bench device`: one JSON file, and one Markdown page with every figure
+beside its floor.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def slug(found: Measured) -> str:
 
 
 def write(found: Measured, folder: Path) -> tuple[Path, Path]:
-    """Write both files, each whole or not at all. ConfigError if the folder cannot be written to."""
+    """Write both files, each whole or not at all. ConfigError if the folder cannot be written
+    to.
+    """
     report = report_of(found)
     files = folder / f"{slug(found)}.json", folder / f"{slug(found)}.md"
     for file, text in zip(files, (json.dumps(report, indent=1), markdown(found)), strict=True):
@@ -41,22 +45,37 @@ def write(found: Measured, folder: Path) -> tuple[Path, Path]:
 def report_of(found: Measured) -> dict[str, Any]:
     """Everything, as plain data."""
     plain = msgspec.to_builtins
-    return {"about": plain(found.about), "shape": found.shape, "page_size": found.job("floors", 0.0).page_size,
-            "floors": plain(found.floors), "goals": goals(found),
-            "rows": [{**plain(row), "fraction": row.fraction} for row in found.rows],
-            "seconds": found.seconds, "budget_s": found.plan.seconds}
+    return {
+        "about": plain(found.about),
+        "shape": found.shape,
+        "page_size": found.job("floors", 0.0).page_size,
+        "floors": plain(found.floors),
+        "goals": goals(found),
+        "rows": [{**plain(row), "fraction": row.fraction} for row in found.rows],
+        "seconds": found.seconds,
+        "budget_s": found.plan.seconds,
+    }
 
 
 def goals(found: Measured) -> list[dict[str, Any]]:
-    """Each goal with the worst value that counts for it, and whether all of them keep its limits; met None: not
-    measured."""
+    """Each goal with the worst value that counts for it, and whether all of them keep its limits;
+    met None: not measured."""
     judged = []
     for key, goal in GOALS.items():
         values = goal_values(found.rows, key) if found.real else []
         worst = (max if goal.most else min)(values) if values else None
-        judged.append({"goal": key, "what": goal.what, "first": goal.first, "then": goal.then, "worst": worst,
-                       "counted": len(values), "met_first": goal.met(values, goal.first) if values else None,
-                       "met_then": goal.met(values, goal.then) if values else None})
+        judged.append(
+            {
+                "goal": key,
+                "what": goal.what,
+                "first": goal.first,
+                "then": goal.then,
+                "worst": worst,
+                "counted": len(values),
+                "met_first": goal.met(values, goal.first) if values else None,
+                "met_then": goal.met(values, goal.then) if values else None,
+            }
+        )
     return judged
 
 
@@ -74,17 +93,30 @@ def opening(found: Measured) -> Iterator[str]:
         yield "The device could not be measured."
         return
     if not found.real:
-        yield ("A tiny shape: it shows that everything runs and says nothing about a device. Its working sets lie in "
-               "caches, so fractions may pass 100 %.")
+        yield (
+            "A tiny shape: it shows that everything runs and says nothing about a device. Its "
+            "working sets lie in "
+            "caches, so fractions may pass 100 %."
+        )
         yield ""
-    yield (f"{about.platform}, {about.kernels} kernels, {about.dtype}"
-           + (f", {about.memory / 2**30:.1f} GiB for jax" if about.memory else "")
-           + f"; {', '.join(f'{name} {version}' for name, version in about.versions.items())}.")
-    yield (f"Floors, measured in this run: copy {floors.copy_bytes_s / 1e9:,.1f} GB/s (read + written), products "
-           f"{floors.product_flops_s / 1e12:,.2f} TFLOP/s, one launch of many in a row {1e6 * floors.launch_s:.1f} us.")
-    yield ("A floor is the larger of least bytes over the first and least operations over the second; the fraction is "
-           "floor over time. Times are medians; spread is (most - least) / median; error is the distance from the "
-           "reference kernels, norm over norm.")
+    yield (
+        f"{about.platform}, {about.kernels} kernels, {about.dtype}"
+        + (f", {about.memory / 2**30:.1f} GiB for jax" if about.memory else "")
+        + f"; {', '.join(f'{name} {version}' for name, version in about.versions.items())}."
+    )
+    yield (
+        f"Floors, measured in this run: copy {floors.copy_bytes_s / 1e9:,.1f} GB/s (read + "
+        "written), products "
+        f"{floors.product_flops_s / 1e12:,.2f} TFLOP/s, one launch of many in a row "
+        f"{1e6 * floors.launch_s:.1f} us."
+    )
+    yield (
+        "A floor is the larger of least bytes over the first and least operations over the second; "
+        "the fraction is "
+        "floor over time. Times are medians; spread is (most - least) / median; error is the "
+        "distance from the "
+        "reference kernels, norm over norm."
+    )
     yield f"{found.seconds:.0f} s of {found.plan.seconds:.0f} were used."
 
 
@@ -94,8 +126,15 @@ def goal_table(found: Measured) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for row, goal in zip(goals(found), GOALS.values(), strict=True):
         worst = "not measured" if row["worst"] is None else number(goal, row["worst"])
-        cells = [goal.what, bound(goal, goal.first), bound(goal, goal.then), worst, str(row["counted"]),
-                 VERDICTS[row["met_first"]], VERDICTS[row["met_then"]]]
+        cells = [
+            goal.what,
+            bound(goal, goal.first),
+            bound(goal, goal.then),
+            worst,
+            str(row["counted"]),
+            VERDICTS[row["met_first"]],
+            VERDICTS[row["met_then"]],
+        ]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -124,14 +163,28 @@ def row_tables(found: Measured) -> Iterator[str]:
 
 def cells(row: Row) -> list[str]:
     """One row of a table."""
+
     def percent(value: float | None) -> str:
         return "" if value is None else f"{value:.1%}"
 
-    spread = None if not row.seconds or row.repeats < 2 else ((row.most or 0.0) - (row.least or 0.0)) / row.seconds
+    spread = (
+        None
+        if not row.seconds or row.repeats < 2
+        else ((row.most or 0.0) - (row.least or 0.0)) / row.seconds
+    )
     error = "" if row.error is None else f"{row.error:.1e}"
     floor = "" if row.floor_s is None else f"{duration(row.floor_s)} ({row.bound})"
-    return [row.name, row.case, row.by, "" if row.seconds is None else duration(row.seconds), floor,
-            percent(row.fraction), percent(spread), error, row.note or ", ".join(figures(row))]
+    return [
+        row.name,
+        row.case,
+        row.by,
+        "" if row.seconds is None else duration(row.seconds),
+        floor,
+        percent(row.fraction),
+        percent(spread),
+        error,
+        row.note or ", ".join(figures(row)),
+    ]
 
 
 def duration(seconds: float) -> str:

@@ -1,8 +1,8 @@
 """What a measurement of a device is made of: jobs, rows, floors, sizes and goals. Knows no jax.
 
-A floor is the least time that the device's own copy bandwidth and product rate, measured in the same run, allow for
-the bytes that must be moved and the operations that must be done (the roofline of Williams, Waterman and Patterson,
-2009).
+A floor is the least time that the device's own copy bandwidth and product rate, measured in the
+same run, allow for the bytes that must be moved and the operations that must be done (the roofline
+of Williams, Waterman and Patterson, 2009).
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ NAMES = (*(name for name in SHAPES if name.endswith("8b")), TINY)
 
 
 class Floors(msgspec.Struct, frozen=True):
-    """What the device reaches. copy_bytes_s: bytes read and written; product_flops_s: of a large product in the run's
-    dtype; launch_s: one launch of an empty program, many in a row."""
+    """What the device reaches. copy_bytes_s: bytes read and written; product_flops_s: of a large
+    product in the run's dtype; launch_s: one launch of an empty program, many in a row."""
 
     copy_bytes_s: float
     product_flops_s: float
     launch_s: float
 
     def of(self, moved: float, operations: float = 0.0) -> tuple[float, str]:
-        """(least seconds, what they go into): the larger of bytes over bandwidth and operations over rate."""
+        """(least seconds, what they go into): the larger of bytes over bandwidth and operations
+        over rate.
+        """
         by_bytes, by_operations = moved / self.copy_bytes_s, operations / self.product_flops_s
         return (by_bytes, "bytes") if by_bytes >= by_operations else (by_operations, "operations")
 
 
 class About(msgspec.Struct, frozen=True):
-    """The device and the programs, as the first part found them. memory: bytes that jax may use, 0: not known."""
+    """The device and the programs, as the first part found them. memory: bytes that jax may use, 0:
+    not known.
+    """
 
     device: str
     platform: str
@@ -45,10 +49,11 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part is told. seconds: after so many it begins nothing new; against: a second kernel set, "" for none;
-    platform: auto, or the one whose devices jax must have.
+    """What one part is told. seconds: after so many it begins nothing new; against: a second kernel
+    set, "" for none; platform: auto, or the one whose devices jax must have.
 
-    The part that measures the floors is told no floors; its shape may be "", its dtype and kernels "auto".
+    The part that measures the floors is told no floors; its shape may be "", its dtype and kernels
+    "auto".
     """
 
     part: str
@@ -78,8 +83,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured figure. seconds: median of the repeats, None where `note` says why there is none; error: distance
-    from the reference, as norm over norm; goal: the goal that it counts for; figures: what else was read off."""
+    """One measured figure. seconds: median of the repeats, None where `note` says why there is
+    none; error: distance from the reference, as norm over norm; goal: the goal that it counts for;
+    figures: what else was read off."""
 
     part: str
     name: str
@@ -117,8 +123,9 @@ Tasks = Iterator[Task]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured at. attention: (sequences, context) of decode; prompts: rows; steps: seats, the first group
-    before all other work; streams: of the closed loop, with `loop` and `batch` = (prompt, output) tokens at most."""
+    """What is measured at. attention: (sequences, context) of decode; prompts: rows; steps: seats,
+    the first group before all other work; streams: of the closed loop, with `loop` and `batch` =
+    (prompt, output) tokens at most."""
 
     copy_bytes: int
     product_side: int
@@ -143,17 +150,58 @@ class Sizes:
 
 
 LARGE = Sizes(
-    copy_bytes=1 << 30, product_side=8192,
-    attention=((32, 4096), (64, 4096), (128, 4096), (256, 1024), (64, 1024), (8, 4096), (1, 4096), (8, 32768)),
-    long=32768, prompts=(4096, 8192, 512, 1024, 2048), mixed=(32, 1024, 512), rows=(64, 1, 512),
-    product_rows=(1, 16, 64), sampled=(64, 1), steps=((1, 8, 32), (64, 256, 2, 4, 16, 128)),
-    contexts=((256, 1024), (4096, 16384, 32768)), quantised=(1, 8, 32, 64), prefill=(4096, 512, 1024, 2048, 8192),
-    streams=64, requests=256, loop=(512, 256), batch=(256, 256), token_budget=2048, sample_s=0.02,
-    cache_bytes=1 << 28)  # four times the second-level cache of an H100, so that no repeat finds its data there
+    copy_bytes=1 << 30,
+    product_side=8192,
+    attention=(
+        (32, 4096),
+        (64, 4096),
+        (128, 4096),
+        (256, 1024),
+        (64, 1024),
+        (8, 4096),
+        (1, 4096),
+        (8, 32768),
+    ),
+    long=32768,
+    prompts=(4096, 8192, 512, 1024, 2048),
+    mixed=(32, 1024, 512),
+    rows=(64, 1, 512),
+    product_rows=(1, 16, 64),
+    sampled=(64, 1),
+    steps=((1, 8, 32), (64, 256, 2, 4, 16, 128)),
+    contexts=((256, 1024), (4096, 16384, 32768)),
+    quantised=(1, 8, 32, 64),
+    prefill=(4096, 512, 1024, 2048, 8192),
+    streams=64,
+    requests=256,
+    loop=(512, 256),
+    batch=(256, 256),
+    token_budget=2048,
+    sample_s=0.02,
+    cache_bytes=1 << 28,
+)  # four times the second-level cache of an H100, so that no repeat finds its data there
 SMALL = Sizes(
-    copy_bytes=1 << 22, product_side=256, attention=((4, 64),), long=128, prompts=(32,), mixed=(2, 32, 16), rows=(4,),
-    product_rows=(4,), sampled=(4,), steps=((2,), (4,)), contexts=((16,), (64,)), quantised=(4,), prefill=(16,),
-    streams=4, requests=6, loop=(16, 8), batch=(8, 8), token_budget=32, sample_s=0.001, cache_bytes=0)
+    copy_bytes=1 << 22,
+    product_side=256,
+    attention=((4, 64),),
+    long=128,
+    prompts=(32,),
+    mixed=(2, 32, 16),
+    rows=(4,),
+    product_rows=(4,),
+    sampled=(4,),
+    steps=((2,), (4,)),
+    contexts=((16,), (64,)),
+    quantised=(4,),
+    prefill=(16,),
+    streams=4,
+    requests=6,
+    loop=(16, 8),
+    batch=(8, 8),
+    token_budget=32,
+    sample_s=0.001,
+    cache_bytes=0,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +218,8 @@ class Goal:
         return all(value < limit if self.most else value >= limit for value in values)
 
 
-#: Shares of what the device's own copy and product reach in the same run; the gap's is of the step; `peer` is a ratio.
+#: Shares of what the device's own copy and product reach in the same run; the gap's is of the step;
+#: `peer` is a ratio.
 GOALS = {
     "decode": Goal("decode attention, contexts of 4k and more", 0.70, 0.85),
     "long": Goal("decode attention, one sequence of 32k", 0.50, 0.65),
@@ -179,12 +228,15 @@ GOALS = {
     "gap": Goal("host gap between steps, share of the step", 0.05, 0.01, most=True),
     "peer": Goal("output tokens/s at 64 streams over transformers' continuous batching", 2.0, 2.0),
 }
-#: Programs that fill an H100: below so many sequences times key heads, decode attention has too little to share out.
+#: Programs that fill an H100: below so many sequences times key heads, decode attention has too
+#: little to share out.
 FULL = 132
 
 
 def goal_values(rows: Sequence[Row], goal: str) -> list[float]:
-    """What counts for a goal: the rows' `share` figure where they have one, else their fractions."""
+    """What counts for a goal: the rows' `share` figure where they have one, else their
+    fractions.
+    """
     if goal == "peer":
         return peer_ratio(rows)
     found = [row.figures.get("share", row.fraction) for row in rows if row.goal == goal]
@@ -193,6 +245,8 @@ def goal_values(rows: Sequence[Row], goal: str) -> list[float]:
 
 def peer_ratio(rows: Sequence[Row]) -> list[float]:
     """Our tokens/s over the peer's on the same batch of requests, if both were measured."""
-    ours, theirs = ([row.figures["tokens_s"] for row in rows if row.goal == goal and "tokens_s" in row.figures]
-                    for goal in ("peer", "peer's"))
+    ours, theirs = (
+        [row.figures["tokens_s"] for row in rows if row.goal == goal and "tokens_s" in row.figures]
+        for goal in ("peer", "peer's")
+    )
     return [ours[0] / theirs[0]] if ours and theirs else []

@@ -1,6 +1,8 @@
-"""`jitney bench device`: every part in a process of its own, in the order of what matters most, until the time is up.
+"""`jitney bench device`: every part in a process of its own, in the order of what matters most,
+until the time is up.
 
-The report is written anew after every row, so that a lease that ends early leaves what was measured.
+The report is written anew after every row, so that a lease that ends early leaves what was
+measured.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ PARTS = {
 }
 #: What must be in the environment of a part; it is added to what is there.
 ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
-#: A part may go on with the case that it is at for so long after its time, before its process is ended.
+#: A part may go on with the case that it is at for so long after its time, before its process is
+#: ended.
 GRACE_S = 90.0
 Report = dict[str, Any]
 Tell = Callable[[str], None]
@@ -79,7 +82,9 @@ class Measured:
     @property
     def shape(self) -> str:
         """The shape that is measured: what was asked for, else by the device."""
-        return self.plan.shape or (TINY if self.about is None or self.about.platform == "cpu" else "llama-3.1-8b")
+        return self.plan.shape or (
+            TINY if self.about is None or self.about.platform == "cpu" else "llama-3.1-8b"
+        )
 
     @property
     def real(self) -> bool:
@@ -92,16 +97,32 @@ class Measured:
         dtype, kernels = self.plan.dtype, self.plan.kernels
         if self.about:
             dtype = self.about.dtype
-            kernels = self.about.kernels.partition(" ")[0]  # without the instructions: native (avx2)
+            kernels = self.about.kernels.partition(" ")[
+                0
+            ]  # without the instructions: native (avx2)
         shape = self.plan.shape if part == "floors" else self.shape
-        return Job(part=part, shape=shape, dtype=dtype, kernels=kernels, page_size=page, seconds=seconds,
-                   floors=self.floors, against=self.plan.against, platform=self.plan.platform)
+        return Job(
+            part=part,
+            shape=shape,
+            dtype=dtype,
+            kernels=kernels,
+            page_size=page,
+            seconds=seconds,
+            floors=self.floors,
+            against=self.plan.against,
+            platform=self.plan.platform,
+        )
 
 
-def measure(plan: Plan, save: Callable[[Measured], None], tell: Tell,
-            start: Callable[[Job, Mapping[str, str]], Iterator[Line]] | None = None) -> Measured:
-    """Run the parts; `save` is called after every row, `tell` with a line of news. start: runs a job, in a process of
-    its own by default. Raises JitneyError if the floors cannot be measured, ConfigError for a shape too large."""
+def measure(
+    plan: Plan,
+    save: Callable[[Measured], None],
+    tell: Tell,
+    start: Callable[[Job, Mapping[str, str]], Iterator[Line]] | None = None,
+) -> Measured:
+    """Run the parts; `save` is called after every row, `tell` with a line of news. start: runs a
+    job, in a process of its own by default. Raises JitneyError if the floors cannot be measured,
+    ConfigError for a shape too large."""
     started, found = time.monotonic(), Measured(plan)
     for part in plan.parts():
         left = plan.seconds - (time.monotonic() - started)
@@ -114,14 +135,20 @@ def measure(plan: Plan, save: Callable[[Measured], None], tell: Tell,
     return found
 
 
-def lines_of(found: Measured, part: str, left: float,
-             start: Callable[[Job, Mapping[str, str]], Iterator[Line]]) -> Iterator[Line]:
+def lines_of(
+    found: Measured,
+    part: str,
+    left: float,
+    start: Callable[[Job, Mapping[str, str]], Iterator[Line]],
+) -> Iterator[Line]:
     """What a part says; a row why it says nothing, if it was not begun."""
     why = unfit(found, part, left)
     if why:
         yield Line(row=Row(part=part, name=PARTS[part], case="all", by="", note=why))
         return
-    yield from start(found.job(part, left), {**found.plan.environment, **extended(ENVIRONMENT.get(part, {}))})
+    yield from start(
+        found.job(part, left), {**found.plan.environment, **extended(ENVIRONMENT.get(part, {}))}
+    )
 
 
 def unfit(found: Measured, part: str, left: float) -> str:
@@ -133,7 +160,10 @@ def unfit(found: Measured, part: str, left: float) -> str:
 
 def extended(wanted: Mapping[str, str]) -> dict[str, str]:
     """Variables with what the environment already says in front."""
-    return {name: " ".join(filter(None, (os.environ.get(name, ""), text))) for name, text in wanted.items()}
+    return {
+        name: " ".join(filter(None, (os.environ.get(name, ""), text)))
+        for name, text in wanted.items()
+    }
 
 
 def take(found: Measured, line: Line, tell: Tell) -> None:
@@ -143,8 +173,11 @@ def take(found: Measured, line: Line, tell: Tell) -> None:
         tell(f"{line.about.device}: {line.about.kernels} kernels, {line.about.dtype}")
     if line.floors is not None:
         found.floors = line.floors
-        tell(f"copy {line.floors.copy_bytes_s / 1e9:,.1f} GB/s, products {line.floors.product_flops_s / 1e12:,.2f} "
-             f"TFLOP/s, a launch {1e6 * line.floors.launch_s:.1f} us")
+        tell(
+            f"copy {line.floors.copy_bytes_s / 1e9:,.1f} GB/s, products "
+            f"{line.floors.product_flops_s / 1e12:,.2f} "
+            f"TFLOP/s, a launch {1e6 * line.floors.launch_s:.1f} us"
+        )
     if line.row is not None:
         found.rows.append(line.row)
         tell(f"{line.row.part}: {line.row.name}, {line.row.case}: {outcome(line.row)}")
@@ -161,20 +194,34 @@ def outcome(row: Row) -> str:
 def check(found: Measured, tell: Tell) -> None:
     """Say on what this runs; refuse a shape that a CPU cannot be asked for."""
     if found.about is None or found.floors is None:
-        raise JitneyError("the device could not be measured: see the messages above, and jitney doctor")
+        raise JitneyError(
+            "the device could not be measured: see the messages above, and jitney doctor"
+        )
     if found.about.platform == "cpu":
         if found.real:
-            raise ConfigError(f"--shape {found.shape} needs a GPU or TPU, and jax finds none here: leave it out for "
-                              "the tiny shape")
-        tell("no GPU or TPU here: the tiny shape on the CPU shows that everything runs, not how fast a device is")
+            raise ConfigError(
+                f"--shape {found.shape} needs a GPU or TPU, and jax finds none here: leave it out "
+                "for "
+                "the tiny shape"
+            )
+        tell(
+            "no GPU or TPU here: the tiny shape on the CPU shows that everything runs, not how "
+            "fast a device is"
+        )
 
 
 def run_apart(job: Job, environment: Mapping[str, str]) -> Iterator[Line]:
-    """A job in a process of its own. What it says last on standard error becomes a row's note if it dies."""
+    """A job in a process of its own. What it says last on standard error becomes a row's note if it
+    dies.
+    """
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen([sys.executable, "-m", "jitney.engine.bench.device.worker"],
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                                   env={**os.environ, **environment})
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jitney.engine.bench.device.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **environment},
+        )
         assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError):  # it died at once: its status says so
             process.stdin.write(msgspec.json.encode(job))
@@ -182,14 +229,20 @@ def run_apart(job: Job, environment: Mapping[str, str]) -> Iterator[Line]:
         try:
             yield from read_lines(process.stdout, job.seconds + GRACE_S)
             status = process.wait(GRACE_S)
-            why = "" if status == 0 else f"failed: the process ended with status {status}: {last_line(errors)}"
+            why = (
+                ""
+                if status == 0
+                else f"failed: the process ended with status {status}: {last_line(errors)}"
+            )
         except (TimeoutError, subprocess.TimeoutExpired):
             why = "not finished: the time was up"
         finally:
             process.kill()
             process.wait()
         if why:
-            yield Line(row=Row(part=job.part, name=PARTS[job.part], case="the rest", by="", note=why))
+            yield Line(
+                row=Row(part=job.part, name=PARTS[job.part], case="the rest", by="", note=why)
+            )
 
 
 def read_lines(stream: IO[bytes], seconds: float) -> Iterator[Line]:

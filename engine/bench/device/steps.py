@@ -1,7 +1,8 @@
 """Whole steps of a model with random weights made on the device, through the engine's own runner.
 
-Bytes of a step: every weight but the embedding table once (a tied one is the head: once), of the table the rows looked
-up, each sequence's keys and values once, the step's own written once. Operations as `engine.simulation.roofline` counts them.
+Bytes of a step: every weight but the embedding table once (a tied one is the head: once), of the
+table the rows looked up, each sequence's keys and values once, the step's own written once.
+Operations as `engine.simulation.roofline` counts them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ THREADS = 8
 
 @dataclass
 class Bench:
-    """A runner over random weights, and what a step of it must move. weight_bytes: read in every step; embed_bytes: of
-    one token's embedding; row_bytes: of one token's keys and values in all layers."""
+    """A runner over random weights, and what a step of it must move. weight_bytes: read in every
+    step; embed_bytes: of one token's embedding; row_bytes: of one token's keys and values in all
+    layers."""
 
     runner: Runner
     cost: ModelCost
@@ -62,25 +64,42 @@ class Bench:
 
     def operations(self, bucket: Bucket, work: Work) -> float:
         """Least operations: of its rows, not of its padding."""
-        return sum(self.cost.operations(work.decode + work.prompt, min(bucket.seats, work.decode or 1), work))
+        return sum(
+            self.cost.operations(
+                work.decode + work.prompt, min(bucket.seats, work.decode or 1), work
+            )
+        )
 
 
 def random_weights(model: Llama) -> Llama:
-    """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of no meaning."""
+    """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of
+    no meaning.
+    """
     graph, state = nnx.split(model)
-    leaves = [(path, leaf.replace(fill(jax.random.key(number), str(path[-1]), leaf.shape, jnp.dtype(leaf.dtype))))
-              for number, (path, leaf) in enumerate(nnx.to_flat_state(state))]
+    leaves = [
+        (
+            path,
+            leaf.replace(
+                fill(jax.random.key(number), str(path[-1]), leaf.shape, jnp.dtype(leaf.dtype))
+            ),
+        )
+        for number, (path, leaf) in enumerate(nnx.to_flat_state(state))
+    ]
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1, and scales small, so
-    that no step overflows."""
+    """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1,
+    and scales small, so that no step overflows."""
     if jnp.issubdtype(dtype, jnp.integer):
         width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
         bits = jax.random.bits(key, shape, width)
-        return jnp.full(shape, 8, dtype) if name == "zeros" else jax.lax.bitcast_convert_type(bits, dtype)
+        return (
+            jnp.full(shape, 8, dtype)
+            if name == "zeros"
+            else jax.lax.bitcast_convert_type(bits, dtype)
+        )
     if name in ("scale", "kv_scales"):
         return jnp.full(shape, 1e-3, dtype)
     if len(shape) < 2:
@@ -89,8 +108,12 @@ def fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any) -> jax.A
     return (spread * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
 
-def make_bench(job: Job, kernels: KernelSet, dtype: Any, weights: str, buckets: Buckets, context: int) -> Bench:
-    """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases need."""
+def make_bench(
+    job: Job, kernels: KernelSet, dtype: Any, weights: str, buckets: Buckets, context: int
+) -> Bench:
+    """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases
+    need.
+    """
     gc.collect()  # the arrays of the one before it may hang in cycles
     model = random_weights(abstract_model(job.config, dtype=dtype, weights=weights))
     model.arrange(kernels)
@@ -103,11 +126,27 @@ def make_bench(job: Job, kernels: KernelSet, dtype: Any, weights: str, buckets: 
     pages = positions // job.page_size
     if pages < 2:
         raise ConfigError(f"{held / GIB:.1f} GiB of weights leave no room for keys and values")
-    runner = Runner(model, buckets, kernels, n_pages=pages, page_size=job.page_size, context_length=context,
-                    kv_dtype=dtype, end_ids=(), plain_mixed=True)
+    runner = Runner(
+        model,
+        buckets,
+        kernels,
+        n_pages=pages,
+        page_size=job.page_size,
+        context_length=context,
+        kv_dtype=dtype,
+        end_ids=(),
+        plain_mixed=True,
+    )
     runner.state = allocate(runner.shapes, runner.config)
-    return Bench(runner, ModelCost(config), held - table, config.hidden_size * size, row_bytes,
-                 (pages - 1) * job.page_size, job.page_size)
+    return Bench(
+        runner,
+        ModelCost(config),
+        held - table,
+        config.hidden_size * size,
+        row_bytes,
+        (pages - 1) * job.page_size,
+        job.page_size,
+    )
 
 
 def free_positions(row_bytes: int) -> int:
@@ -129,7 +168,9 @@ def compile_buckets(bench: Bench, buckets: Sequence[Bucket]) -> None:
 
 
 def time_step(bench: Bench, case: Case, sample_s: float) -> tuple[list[float], Work]:
-    """Seconds of a made-up step, many in flight, its upload included. RuntimeError if its logits are not finite."""
+    """Seconds of a made-up step, many in flight, its upload included. RuntimeError if its logits
+    are not finite.
+    """
     runner = bench.runner
     plan = plan_of(case, 0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.is_plain(case.bucket, True)
@@ -139,27 +180,48 @@ def time_step(bench: Bench, case: Case, sample_s: float) -> tuple[list[float], W
     return samples, plan.work
 
 
-def step_row(job: Job, get: Callable[[], Bench], group: Sequence[Bucket], name: str, by: str, case: Case, text: str,
-             goal: str = "") -> Iterator[Row]:
+def step_row(
+    job: Job,
+    get: Callable[[], Bench],
+    group: Sequence[Bucket],
+    name: str,
+    by: str,
+    case: Case,
+    text: str,
+    goal: str = "",
+) -> Iterator[Row]:
     """One step; `group` is compiled together with its bucket."""
     bench = get()
     base = Row(part=job.part, name=name, case=text, by=by)
     if room_of(case, bench.page_size) > bench.positions:
         needed = room_of(case, bench.page_size) * bench.row_bytes / GIB
         room = bench.positions * bench.row_bytes / GIB
-        yield replace(base, note=f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}")
+        yield replace(
+            base, note=f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
+        )
         return
     compile_buckets(bench, group)
     samples, work = time_step(bench, case, job.sizes.sample_s)
     seconds = sorted(samples)[len(samples) // 2]
     floor_s, bound = job.measured.of(bench.floor_bytes(work), bench.operations(case.bucket, work))
-    yield replace(base, seconds=seconds, least=min(samples), most=max(samples), repeats=REPEATS, floor_s=floor_s,
-                  bound=bound, goal=goal, figures={"tokens_s": (work.decode + work.prompt) / seconds})
+    yield replace(
+        base,
+        seconds=seconds,
+        least=min(samples),
+        most=max(samples),
+        repeats=REPEATS,
+        floor_s=floor_s,
+        bound=bound,
+        goal=goal,
+        figures={"tokens_s": (work.decode + work.prompt) / seconds},
+    )
 
 
 def room_of(case: Case, page: int) -> int:
     """KV positions in whole pages."""
-    lengths = [length + 1 for length in case.decode] + [start + count for start, count in case.prompts]
+    lengths = [length + 1 for length in case.decode] + [
+        start + count for start, count in case.prompts
+    ]
     return sum(math.ceil(length / page) * page for length in lengths)
 
 
@@ -176,23 +238,36 @@ def short_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 def long_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode steps of more seats, and of longer contexts."""
     sizes = job.sizes
-    yield from decode_tasks(job, sets[0], dtype, "plain", sizes.steps, sizes.contexts[1], sizes.contexts[0])
+    yield from decode_tasks(
+        job, sets[0], dtype, "plain", sizes.steps, sizes.contexts[1], sizes.contexts[0]
+    )
 
 
 def quantised_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode steps with weights in 8 and 4 bits."""
     for weights in ("fp8", "int8", "int4"):
-        yield from decode_tasks(job, sets[0], dtype, weights, (job.sizes.quantised,), job.sizes.contexts[0][-1:])
+        yield from decode_tasks(
+            job, sets[0], dtype, weights, (job.sizes.quantised,), job.sizes.contexts[0][-1:]
+        )
 
 
-def decode_tasks(job: Job, kernels: KernelSet, dtype: Any, weights: str, groups: Sequence[Sequence[int]],
-                 contexts: Sequence[int], later: Sequence[int] = ()) -> Tasks:
+def decode_tasks(
+    job: Job,
+    kernels: KernelSet,
+    dtype: Any,
+    weights: str,
+    groups: Sequence[Sequence[int]],
+    contexts: Sequence[int],
+    later: Sequence[int] = (),
+) -> Tasks:
     """Every seat count of every group at `contexts`; from the second group on, at `later` too."""
     grouped = decode_buckets(groups)
     seats = max(bucket.seats for group in grouped for bucket in group)
     longest = max((*contexts, *later))
-    buckets = Buckets(tuple(sorted((b for group in grouped for b in group), key=lambda b: b.seats)),
-                      (Bucket(2 * seats, seats),))
+    buckets = Buckets(
+        tuple(sorted((b for group in grouped for b in group), key=lambda b: b.seats)),
+        (Bucket(2 * seats, seats),),
+    )
     get = cache(lambda: make_bench(job, kernels, dtype, weights, buckets, longest + job.page_size))
     kept = str(jnp.dtype(dtype)) if weights == "plain" else weights
     for number, group in enumerate(grouped):
@@ -201,21 +276,53 @@ def decode_tasks(job: Job, kernels: KernelSet, dtype: Any, weights: str, groups:
                 text = f"{bucket.seats} x {context:,}, {kept}"
                 short = bucket.seats <= 32 and context <= 1024
                 goal = "step" if short and weights == "plain" and job.part != "graphs" else ""
-                yield Task("decode step", text, kernels.name, partial(
-                    step_row, job, get, group, "decode step", kernels.name, Case(bucket, (context - 1,) * bucket.seats),
-                    text, goal))
+                yield Task(
+                    "decode step",
+                    text,
+                    kernels.name,
+                    partial(
+                        step_row,
+                        job,
+                        get,
+                        group,
+                        "decode step",
+                        kernels.name,
+                        Case(bucket, (context - 1,) * bucket.seats),
+                        text,
+                        goal,
+                    ),
+                )
 
 
 def prefill_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Steps of one prompt, whole."""
     kernels, sizes = sets[0], job.sizes
-    buckets = Buckets((Bucket(1, 1),), tuple(Bucket(rows, min_seats(sizes)) for rows in sorted(sizes.prefill)))
-    get = cache(lambda: make_bench(job, kernels, dtype, "plain", buckets, max(sizes.prefill) + job.page_size))
+    buckets = Buckets(
+        (Bucket(1, 1),), tuple(Bucket(rows, min_seats(sizes)) for rows in sorted(sizes.prefill))
+    )
+    get = cache(
+        lambda: make_bench(
+            job, kernels, dtype, "plain", buckets, max(sizes.prefill) + job.page_size
+        )
+    )
     for rows in sizes.prefill:
         bucket = Bucket(rows, min_seats(sizes))
         text = f"{rows:,} rows, {jnp.dtype(dtype)}"
-        yield Task("prompt step", text, kernels.name, partial(
-            step_row, job, get, [bucket], "prompt step", kernels.name, Case(bucket, (), ((0, rows),)), text))
+        yield Task(
+            "prompt step",
+            text,
+            kernels.name,
+            partial(
+                step_row,
+                job,
+                get,
+                [bucket],
+                "prompt step",
+                kernels.name,
+                Case(bucket, (), ((0, rows),)),
+                text,
+            ),
+        )
 
 
 def min_seats(sizes: Sizes) -> int:

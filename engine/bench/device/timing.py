@@ -1,8 +1,9 @@
 """How device work is timed: long calls, many of them in flight, one wait at the end.
 
-A call holds enough repeats of the work, each fed by the one before, that launching it costs little beside it; the next
-call is launched while the last one runs, so launches are hidden rather than subtracted. Inputs rotate among copies
-that together exceed the device's cache, and are random: zeros can run faster than data.
+A call holds enough repeats of the work, each fed by the one before, that launching it costs little
+beside it; the next call is launched while the last one runs, so launches are hidden rather than
+subtracted. Inputs rotate among copies that together exceed the device's cache, and are random:
+zeros can run faster than data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 from jitney.engine.bench.device.rows import Floors, Job, Sizes
 
 REPEATS = 7
-#: Device seconds that one call should take at least, by its floor, and repeats of the work that it may hold.
+#: Device seconds that one call should take at least, by its floor, and repeats of the work that it
+#: may hold.
 CALL_S, MOST_UNROLLED = 1e-3, 16
 #: Copies of the inputs that are rotated at most.
 MOST_COPIES = 8
@@ -35,12 +37,20 @@ class Timing:
 
     def fields(self) -> dict[str, Any]:
         """The fields of a `Row` that tell it."""
-        return {"seconds": median(self.samples), "least": min(self.samples), "most": max(self.samples),
-                "repeats": len(self.samples)}
+        return {
+            "seconds": median(self.samples),
+            "least": min(self.samples),
+            "most": max(self.samples),
+            "repeats": len(self.samples),
+        }
 
 
-def timed(step: Step, carry: Any, copies: Sequence[Any], *, floor_s: float, sample_s: float) -> Timing:
-    """Time carry = step(carry, one of the copies), the repeats chained through `carry`, which is donated."""
+def timed(
+    step: Step, carry: Any, copies: Sequence[Any], *, floor_s: float, sample_s: float
+) -> Timing:
+    """Time carry = step(carry, one of the copies), the repeats chained through `carry`, which is
+    donated.
+    """
     unrolled = max(len(copies), min(MOST_UNROLLED, math.ceil(CALL_S / max(floor_s, 1e-9))))
 
     def program(carry: Any, copies: Sequence[Any]) -> Any:
@@ -49,11 +59,15 @@ def timed(step: Step, carry: Any, copies: Sequence[Any], *, floor_s: float, samp
         return carry
 
     call = jax.jit(program, donate_argnums=0).lower(carry, copies).compile()
-    return Timing([spent / unrolled for spent in repeated(lambda carry: call(carry, copies), carry, sample_s)])
+    return Timing(
+        [spent / unrolled for spent in repeated(lambda carry: call(carry, copies), carry, sample_s)]
+    )
 
 
 def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[float]:
-    """Seconds of one call, REPEATS times: as many calls in flight as make up `sample_s`, then one wait."""
+    """Seconds of one call, REPEATS times: as many calls in flight as make up `sample_s`, then one
+    wait.
+    """
     carry = jax.block_until_ready(call(carry))
     started = time.perf_counter()
     carry = jax.block_until_ready(call(carry))
@@ -75,11 +89,21 @@ def measure_floors(sizes: Sizes, dtype: Any) -> Floors:
     copying = repeated(jax.jit(lambda x: x + 1, donate_argnums=0), words, sizes.sample_s)
     side = sizes.product_side
     # Entries of variance 1 / side: a chain of products neither vanishes nor overflows.
-    a, b = (jax.random.normal(k, (side, side), dtype) / jnp.sqrt(side).astype(dtype) for k in jax.random.split(key))
-    multiply = jax.jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32).astype(dtype), donate_argnums=0)
+    a, b = (
+        jax.random.normal(k, (side, side), dtype) / jnp.sqrt(side).astype(dtype)
+        for k in jax.random.split(key)
+    )
+    multiply = jax.jit(
+        lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32).astype(dtype),
+        donate_argnums=0,
+    )
     multiplying = repeated(lambda x: multiply(x, b), a, sizes.sample_s)
-    launching = repeated(jax.jit(lambda x: x + 1, donate_argnums=0), jnp.zeros((8,)), sizes.sample_s)
-    return Floors(2 * sizes.copy_bytes / median(copying), 2 * side**3 / median(multiplying), median(launching))
+    launching = repeated(
+        jax.jit(lambda x: x + 1, donate_argnums=0), jnp.zeros((8,)), sizes.sample_s
+    )
+    return Floors(
+        2 * sizes.copy_bytes / median(copying), 2 * side**3 / median(multiplying), median(launching)
+    )
 
 
 def copies_for(job: Job, moved: float) -> int:

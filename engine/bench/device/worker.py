@@ -1,7 +1,8 @@
-"""One part of `jitney bench device`, in a process of its own: a job on standard input, a line of JSON per row.
+"""One part of `jitney bench device`, in a process of its own: a job on standard input, a line of
+JSON per row.
 
-Its own process, so that a part that dies, hangs or fills the memory takes no other with it, and so that parts may
-differ in what must be said before jax starts.
+Its own process, so that a part that dies, hangs or fills the memory takes no other with it, and so
+that parts may differ in what must be said before jax starts.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from jitney.engine.bench.device.rows import LARGE, SMALL, About, Floors, Job, Ro
 
 #: Part -> module and function that yields its tasks. Those of the peers are not given kernels.
 OURS = {
-    "steps": ("device_steps", "short_steps"), "graphs": ("device_steps", "short_steps"),
-    "attention": ("device_kernels", "attention"), "loop": ("device_loop", "closed_loop"),
-    "write": ("device_kernels", "writes"), "sampling": ("device_products", "thresholds"),
-    "products": ("device_products", "products"), "contexts": ("device_steps", "long_steps"),
-    "prefill": ("device_steps", "prefill_steps"), "quantised": ("device_steps", "quantised_steps"),
+    "steps": ("device_steps", "short_steps"),
+    "graphs": ("device_steps", "short_steps"),
+    "attention": ("device_kernels", "attention"),
+    "loop": ("device_loop", "closed_loop"),
+    "write": ("device_kernels", "writes"),
+    "sampling": ("device_products", "thresholds"),
+    "products": ("device_products", "products"),
+    "contexts": ("device_steps", "long_steps"),
+    "prefill": ("device_steps", "prefill_steps"),
+    "quantised": ("device_steps", "quantised_steps"),
 }
 PEERS = {"transformers": ("device_peers", "batching"), "torch": ("device_peers", "torch_tasks")}
 PACKAGES = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu", "torch", "transformers")
@@ -73,8 +79,12 @@ def rows_of(job: Job, tasks: Tasks) -> Iterator[Row]:
             continue
         try:
             yield from task.run()
-        except Exception as error:  # whatever a compiler or driver says, the next case may do better
-            yield noted(job, task, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        except (
+            Exception
+        ) as error:  # whatever a compiler or driver says, the next case may do better
+            yield noted(
+                job, task, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            )
 
 
 def noted(job: Job, task: Task, note: str) -> Row:
@@ -92,14 +102,20 @@ def kernels_of(job: Job) -> tuple[Sequence[Any], Any]:
 
 
 def floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[Line]:
-    """What the device is, and what it reaches, at sizes that suit it whatever shape is measured after."""
+    """What the device is, and what it reaches, at sizes that suit it whatever shape is measured
+    after.
+    """
     import jax
 
     from jitney.engine.bench.device.timing import measure_floors
 
     device = jax.devices()[0]
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
-    yield Line(about=About(device.device_kind, device.platform, sets[0].name, str(dtype), memory, versions()))
+    yield Line(
+        about=About(
+            device.device_kind, device.platform, sets[0].name, str(dtype), memory, versions()
+        )
+    )
     yield Line(floors=measure_floors(SMALL if device.platform == "cpu" else LARGE, dtype))
 
 

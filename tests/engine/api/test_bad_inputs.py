@@ -1,4 +1,6 @@
-"""Hostile and mistaken requests, over both generation routes: the status, the field to blame, and no harm done."""
+"""Hostile and mistaken requests, over both generation routes: the status, the field to blame, and
+no harm done.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ MIB = 1 << 20
 
 
 def check(reply, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The common oracle: the error body, a request id, nothing of ours or (much) of theirs in it."""
+    """The common oracle: the error body, a request id, nothing of ours or (much) of theirs in
+    it.
+    """
     assert reply.status == status, reply.body[:300]
     assert reply.headers["x-request-id"] and reply.headers["content-type"] == "application/json"
     assert list(reply.json()) == ["error"]
@@ -25,13 +29,17 @@ def check(reply, status: int, param: str | None = None, code: str | None = None)
     assert set(error) == {"message", "type", "param", "code"} and len(reply.body) < 2000
     assert error["message"]
     assert not any(word in reply.body for word in (b"Traceback", b".py", b"0x", b"/work", b"/home"))
-    assert error["param"] == param or (error["param"] or "").startswith((f"{param}[", f"{param}.")), error
+    assert error["param"] == param or (error["param"] or "").startswith(
+        (f"{param}[", f"{param}.")
+    ), error
     if code is not None:
         assert error["code"] == code
     return error
 
 
-def refuse(path: str, body: Any, status: int = 400, param: str | None = None, code: str | None = None, **kw) -> None:
+def refuse(
+    path: str, body: Any, status: int = 400, param: str | None = None, code: str | None = None, **kw
+) -> None:
     client = FakeClient()
     started = time.monotonic()
     reply = run(call(make_app(client), path, body, **kw))
@@ -41,31 +49,77 @@ def refuse(path: str, body: Any, status: int = 400, param: str | None = None, co
 
 
 BOTH: list[tuple[str, Any]] = [  # field, value: 400 that blames the field
-    ("model", None), ("model", ""), ("model", 5), ("model", ["m"]),
+    ("model", None),
+    ("model", ""),
+    ("model", 5),
+    ("model", ["m"]),
     *(("max_tokens", value) for value in (-1, 2**31, 2**63, 1.5, "10", True, [])),
     *(("n", value) for value in (0, -1, 129, 10**6, 2**63, "2", True, 1.5)),
     *(("temperature", value) for value in (-1, 2.0001, "hot", True, [])),
-    *(("top_p", value) for value in (0, -1, 1.1, "x")), ("min_p", 2), ("min_p", -0.1), ("typical_p", 0.5),
+    *(("top_p", value) for value in (0, -1, 1.1, "x")),
+    ("min_p", 2),
+    ("min_p", -0.1),
+    ("typical_p", 0.5),
     *(("top_k", value) for value in (-2, 1.5, 2**40, "5")),
-    *((name, value) for name in ("frequency_penalty", "presence_penalty") for value in (3, -2.1, "x")),
+    *(
+        (name, value)
+        for name in ("frequency_penalty", "presence_penalty")
+        for value in (3, -2.1, "x")
+    ),
     *(("repetition_penalty", value) for value in (0, -1, 11)),
     *(("seed", value) for value in (2**63, -(2**63) - 1, 2**64, 1.5, "x", True)),
-    *(("stop", value) for value in ("", [""], ["a"] * 5, ["a"] * 10**5, "x" * 257, [None], 5, {"a": 1},
-                                    "x" * 900_000)),
-    *(("stop_token_ids", value) for value in ([260], [-1], list(range(200)) * 500, [True], [1.5], ["1"], 5, [2**63])),
-    *(("logit_bias", value) for value in ([1], {"x": 1}, {"-1": 1}, {"260": 1}, {"5": 101}, {"5": "1"}, {"5": None},
-                                          {"5": True}, {str(2**64): 1}, {str(id): 1 for id in range(1000)})),
+    *(
+        ("stop", value)
+        for value in (
+            "",
+            [""],
+            ["a"] * 5,
+            ["a"] * 10**5,
+            "x" * 257,
+            [None],
+            5,
+            {"a": 1},
+            "x" * 900_000,
+        )
+    ),
+    *(
+        ("stop_token_ids", value)
+        for value in ([260], [-1], list(range(200)) * 500, [True], [1.5], ["1"], 5, [2**63])
+    ),
+    *(
+        ("logit_bias", value)
+        for value in (
+            [1],
+            {"x": 1},
+            {"-1": 1},
+            {"260": 1},
+            {"5": 101},
+            {"5": "1"},
+            {"5": None},
+            {"5": True},
+            {str(2**64): 1},
+            {str(id): 1 for id in range(1000)},
+        )
+    ),
     *(("stream", value) for value in ("yes", 1, [])),
     *(("stream_options", value) for value in ({"include_usage": True}, [], "x", 5)),
-    ("min_tokens", -1), ("min_tokens", 17_000), ("ignore_eos", "yes"), ("skip_special_tokens", 0),
+    ("min_tokens", -1),
+    ("min_tokens", 17_000),
+    ("ignore_eos", "yes"),
+    ("skip_special_tokens", 0),
     *(("priority", value) for value in (1, 2**63, "high", 1.5)),
     *(("cache_salt", value) for value in ("", "x" * MIB, "a/b@c\0", 5, "a\n")),
     *(("timeout_ms", value) for value in (0, -1, 10**18, 1.5, "5")),
     *((name, value) for name in ("user", "safety_identifier") for value in ("x" * 513, 5)),
-    ("metadata", {"k": "x" * 513}), ("metadata", {"k" * 65: "x"}), ("metadata", {str(i): "x" for i in range(17)}),
+    ("metadata", {"k": "x" * 513}),
+    ("metadata", {"k" * 65: "x"}),
+    ("metadata", {str(i): "x" for i in range(17)}),
     *(("request_id", value) for value in ("", "a b", "x" * 129, "a\r\nb", 5)),
     *(("truncate_prompt_tokens", value) for value in (0, -1, 2**31, "1")),
-    ("tool_choice", "auto"), ("tool_choice", "nope"), ("tool_choice", {"type": "function"}), ("tool_choice", 5),
+    ("tool_choice", "auto"),
+    ("tool_choice", "nope"),
+    ("tool_choice", {"type": "function"}),
+    ("tool_choice", 5),
 ]
 
 
@@ -79,10 +133,22 @@ def test_a_bad_field_is_named(path, field, value):
 
 
 UNSUPPORTED: dict[str, Any] = {
-    "guided_json": {}, "structured_outputs": {"json": {}}, "prompt_embeds": "x", "chat_template": "{% %}",
-    "chat_template_kwargs": {"tokenize": True}, "tools": [{"type": "function"}], "functions": [{}], "audio": {},
-    "response_format": {"type": "json_object"}, "suffix": "x", "allowed_token_ids": [], "store": True,
-    "logits_processors": ["os.system"], "use_beam_search": True, "reasoning_effort": "high", "modalities": ["audio"],
+    "guided_json": {},
+    "structured_outputs": {"json": {}},
+    "prompt_embeds": "x",
+    "chat_template": "{% %}",
+    "chat_template_kwargs": {"tokenize": True},
+    "tools": [{"type": "function"}],
+    "functions": [{}],
+    "audio": {},
+    "response_format": {"type": "json_object"},
+    "suffix": "x",
+    "allowed_token_ids": [],
+    "store": True,
+    "logits_processors": ["os.system"],
+    "use_beam_search": True,
+    "reasoning_effort": "high",
+    "modalities": ["audio"],
 }
 
 
@@ -92,36 +158,86 @@ def test_what_we_do_not_do_is_refused_by_name(path, field):
     refuse(path, ROUTES[path] | {field: UNSUPPORTED[field]}, 400, field, "unsupported_parameter")
 
 
-@pytest.mark.parametrize(("path", "field", "value"), [
-    ("/v1/completions", "messages", []), ("/v1/completions", "top_logprobs", 1),
-    ("/v1/completions", "max_completion_tokens", 5), ("/v1/chat/completions", "prompt", "x"),
-    ("/v1/chat/completions", "echo", True), ("/v1/chat/completions", "best_of", 2)])
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/completions", "messages", []),
+        ("/v1/completions", "top_logprobs", 1),
+        ("/v1/completions", "max_completion_tokens", 5),
+        ("/v1/chat/completions", "prompt", "x"),
+        ("/v1/chat/completions", "echo", True),
+        ("/v1/chat/completions", "best_of", 2),
+    ],
+)
 def test_fields_of_the_sibling_route_are_refused(path, field, value):
     refuse(path, ROUTES[path] | {field: value}, 400, field, "unsupported_parameter")
 
 
-@pytest.mark.parametrize("prompt", [
-    None, "", [], [""], [[]], ["a", ""], ["a", 1], [1, "a"], [[1], "a"], 5, {}, [-1], [260], [2**31], [2**63], [2**64],
-    [1.5], [True], ["5", 5], [[1], [True]], ["a"] * 129, [[1]] * 129], ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        "",
+        [],
+        [""],
+        [[]],
+        ["a", ""],
+        ["a", 1],
+        [1, "a"],
+        [[1], "a"],
+        5,
+        {},
+        [-1],
+        [260],
+        [2**31],
+        [2**63],
+        [2**64],
+        [1.5],
+        [True],
+        ["5", 5],
+        [[1], [True]],
+        ["a"] * 129,
+        [[1]] * 129,
+    ],
+    ids=lambda value: str(value)[:24],
+)
 def test_bad_prompts(prompt):
     refuse("/v1/completions", {"model": "m", "prompt": prompt}, 400, "prompt")
     refuse("/v1/completions", {"model": "m"}, 400, "prompt")
 
 
-@pytest.mark.parametrize(("body", "param"), [
-    ({"max_tokens": 0}, "max_tokens"), ({"best_of": 10**6}, "best_of"), ({"best_of": 1, "n": 2}, "best_of"),
-    ({"best_of": 2, "stream": True}, "best_of"), ({"logprobs": True}, "logprobs"), ({"logprobs": 21}, "logprobs"),
-    ({"logprobs": -1}, "logprobs"), ({"logprobs": 10**9}, "logprobs"), ({"prompt": ["a"] * 100, "n": 2}, "n"),
-    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), ({"min_tokens": 17}, "min_tokens")])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"best_of": 10**6}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 10**9}, "logprobs"),
+        ({"prompt": ["a"] * 100, "n": 2}, "n"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+    ],
+)
 def test_completion_combinations(body, param):
     refuse("/v1/completions", PROMPT | body, 400, param)
 
 
-@pytest.mark.parametrize(("body", "param"), [
-    ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"top_logprobs": 1}, "top_logprobs"), ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
-    *(({"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (21, -1, 2**63)),
-    ({"logprobs": 1}, "logprobs"), ({"max_completion_tokens": "5"}, "max_completion_tokens")])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+        *(({"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (21, -1, 2**63)),
+        ({"logprobs": 1}, "logprobs"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+    ],
+)
 def test_chat_combinations(body, param):
     refuse("/v1/chat/completions", CHAT | body, 400, param)
 
@@ -130,44 +246,96 @@ def user(content: Any) -> list[Any]:
     return [{"role": "user", "content": content}]
 
 
-@pytest.mark.parametrize(("messages", "param", "code"), [
-    (None, "messages", None), ([], "messages", None), ("hi", "messages", None), ([None], "messages[0]", None),
-    ([{"role": "user", "content": "x"}] * 5000, "messages", None), ([{"content": "x"}], "messages[0].role", None),
-    ([{"role": "root", "content": "x"}], "messages[0].role", None), (user(None), "messages[0].content", None),
-    (user(5), "messages[0].content", None), (user({}), "messages[0].content", None),
-    (user([]), "messages[0].content", None), (user([None]), "messages[0].content", None),
-    (user([{"type": "nope"}]), "messages[0].content", None), (user([{"type": []}]), "messages[0].content", None),
-    (user([{"type": "text"}]), "messages[0].content", None),
-    (user([{"type": "text", "text": 5}]), "messages[0].content", None),
-    ([{"role": "assistant", "content": None}], "messages[0].content", None),
-    ([*user("x"), {"role": "user"}], "messages[1].content", None),
-    ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0].function", None),
-    ([{"role": "assistant", "content": "x", "function_call": {}}], "messages[0]", "unsupported_parameter"),
-    *((user([{"type": kind, kind: {"url": url}}]), "messages[0].content", "unsupported_parameter")
-      for kind, url in (("image_url", "http://169.254.169.254/"), ("image_url", "file:///etc/passwd"),
-                        ("input_audio", "x"), ("video_url", "x")))], ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("messages", "param", "code"),
+    [
+        (None, "messages", None),
+        ([], "messages", None),
+        ("hi", "messages", None),
+        ([None], "messages[0]", None),
+        ([{"role": "user", "content": "x"}] * 5000, "messages", None),
+        ([{"content": "x"}], "messages[0].role", None),
+        ([{"role": "root", "content": "x"}], "messages[0].role", None),
+        (user(None), "messages[0].content", None),
+        (user(5), "messages[0].content", None),
+        (user({}), "messages[0].content", None),
+        (user([]), "messages[0].content", None),
+        (user([None]), "messages[0].content", None),
+        (user([{"type": "nope"}]), "messages[0].content", None),
+        (user([{"type": []}]), "messages[0].content", None),
+        (user([{"type": "text"}]), "messages[0].content", None),
+        (user([{"type": "text", "text": 5}]), "messages[0].content", None),
+        ([{"role": "assistant", "content": None}], "messages[0].content", None),
+        ([*user("x"), {"role": "user"}], "messages[1].content", None),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "x"}]}],
+            "messages[0].tool_calls[0].function",
+            None,
+        ),
+        (
+            [{"role": "assistant", "content": "x", "function_call": {}}],
+            "messages[0]",
+            "unsupported_parameter",
+        ),
+        *(
+            (
+                user([{"type": kind, kind: {"url": url}}]),
+                "messages[0].content",
+                "unsupported_parameter",
+            )
+            for kind, url in (
+                ("image_url", "http://169.254.169.254/"),
+                ("image_url", "file:///etc/passwd"),
+                ("input_audio", "x"),
+                ("video_url", "x"),
+            )
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
 def test_bad_messages(messages, param, code):
     refuse("/v1/chat/completions", {"model": "m", "messages": messages}, 400, param, code)
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("name", ["nope", "x" * 500_000, "../../x", "m\n", "<img src=x onerror=alert(1)>"])
+@pytest.mark.parametrize(
+    "name", ["nope", "x" * 500_000, "../../x", "m\n", "<img src=x onerror=alert(1)>"]
+)
 def test_an_unknown_model_is_404_and_hardly_repeated(path, name):
     refuse(path, ROUTES[path] | {"model": name}, 404, "model", "model_not_found")
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("body", [
-    b"", b"null", b"[]", b'"x"', b"42", b'{"model": "m"', b'{"model": "m"} x', b"{} {}", b"\xff\xfe{}", b"[" * 100_000,
-    b'{"a":' * 1000 + b"1" + b"}" * 1000, b'{"model": "\\ud800"}', b"{'model': 1}", b'"' * 1000, b'{"a": "\\u00'],
-    ids=lambda body: str(body[:16]))
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"42",
+        b'{"model": "m"',
+        b'{"model": "m"} x',
+        b"{} {}",
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"a":' * 1000 + b"1" + b"}" * 1000,
+        b'{"model": "\\ud800"}',
+        b"{'model': 1}",
+        b'"' * 1000,
+        b'{"a": "\\u00',
+    ],
+    ids=lambda body: str(body[:16]),
+)
 def test_bodies_that_are_no_json_object(path, body):
     refuse(path, body, 400, None, "invalid_json")
 
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e400"])
-@pytest.mark.parametrize("field", ["temperature", "max_tokens", "top_p", "priority", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize(
+    "field", ["temperature", "max_tokens", "top_p", "priority", "min_p", "repetition_penalty"]
+)
 def test_numbers_that_are_not_finite_name_their_field(path, number, field):
     body = json.dumps(ROUTES[path])[:-1].encode() + b', "%s": %s}' % (field.encode(), number)
     refuse(path, body, 400, field)
@@ -187,15 +355,31 @@ def test_of_equal_keys_the_last_counts(path):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_many_errors_make_one_short_answer(path):
-    body = ROUTES[path] | {"n": "x", "seed": "x", "top_k": "x", "top_p": "x", "stop_token_ids": ["x" * 1000] * 500}
+    body = ROUTES[path] | {
+        "n": "x",
+        "seed": "x",
+        "top_k": "x",
+        "top_p": "x",
+        "stop_token_ids": ["x" * 1000] * 500,
+    }
     client = FakeClient()
     reply = run(call(make_app(client), path, body))
     assert reply.status == 400 and reply.error["message"].count(";") <= 9 and len(reply.body) < 1500
 
 
-@pytest.mark.parametrize(("prompt", "extra", "status"), [
-    (255, {"max_tokens": 1}, 200), (255, {"max_tokens": 2}, 400), (256, {}, 400), (257, {}, 400), (2560, {}, 400),
-    (250, {"max_tokens": 6}, 200), (255, {}, 200), (2560, {"truncate_prompt_tokens": 10}, 400)])
+@pytest.mark.parametrize(
+    ("prompt", "extra", "status"),
+    [
+        (255, {"max_tokens": 1}, 200),
+        (255, {"max_tokens": 2}, 400),
+        (256, {}, 400),
+        (257, {}, 400),
+        (2560, {}, 400),
+        (250, {"max_tokens": 6}, 200),
+        (255, {}, 200),
+        (2560, {"truncate_prompt_tokens": 10}, 400),
+    ],
+)
 def test_the_context_is_a_limit(prompt, extra, status):
     client = FakeClient()
     body = {"model": "m", "prompt": "a" * prompt} | extra
@@ -209,13 +393,19 @@ def test_the_context_is_a_limit(prompt, extra, status):
         refuse("/v1/chat/completions", chat, 400, "messages", "context_length_exceeded")
 
 
-@pytest.mark.parametrize("text", ["a", "\N{PILE OF POO}", " ", "\0", "e\u0301", "\u202e\u200b"], ids=ascii)
+@pytest.mark.parametrize(
+    "text", ["a", "\N{PILE OF POO}", " ", "\0", "e\u0301", "\u202e\u200b"], ids=ascii
+)
 def test_huge_texts_are_refused_before_they_are_tokenised(text):
     huge = text * (700_000 // len(json.dumps(text, ensure_ascii=False).encode()))
-    for path, body in (("/v1/completions", {"model": "m", "prompt": huge}),
-                       ("/v1/chat/completions", {"model": "m", "messages": user(huge)})):
+    for path, body in (
+        ("/v1/completions", {"model": "m", "prompt": huge}),
+        ("/v1/chat/completions", {"model": "m", "messages": user(huge)}),
+    ):
         data = json.dumps(body, ensure_ascii=False).encode()
-        refuse(path, data, 413 if len(data) > MIB else 400, None if len(data) > MIB else list(body)[1])
+        refuse(
+            path, data, 413 if len(data) > MIB else 400, None if len(data) > MIB else list(body)[1]
+        )
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -225,7 +415,10 @@ def test_a_body_over_the_cap(path, declared):
     body = json.dumps(ROUTES[path]).encode()
     chunks = [body + b" " * (limit - len(body)), b" "]
     headers = {"content-length": str(limit + 1)} if declared else {}
-    messages = [{"type": "http.request", "body": chunk, "more_body": chunk != chunks[-1]} for chunk in chunks]
+    messages = [
+        {"type": "http.request", "body": chunk, "more_body": chunk != chunks[-1]}
+        for chunk in chunks
+    ]
     client = FakeClient()
     app = make_app(client, body_limit=limit)
     reply = run(call(app, path, headers=headers, messages=messages))
@@ -257,22 +450,39 @@ def test_an_endless_body_is_cut_off_unread():
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"", "root_path": "",
-             "query_string": b"", "headers": [(b"host", b"x"), (b"content-type", b"application/json")]}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"",
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"x"), (b"content-type", b"application/json")],
+    }
     run(make_app(body_limit=10_000)(scope, receive, send))
     assert sent[0]["status"] == 413 and taken <= 22
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("headers", [
-    {"content-type": "text/plain"}, {"content-type": ""}, {"content-type": "application/json; charset=utf-16"},
-    {"content-type": "multipart/form-data"}, {"content-encoding": "gzip"}, {"content-encoding": "identity, gzip"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": ""},
+        {"content-type": "application/json; charset=utf-16"},
+        {"content-type": "multipart/form-data"},
+        {"content-encoding": "gzip"},
+        {"content-encoding": "identity, gzip"},
+    ],
+)
 def test_media_types(path, headers):
     refuse(path, ROUTES[path], 415, headers=headers)
 
 
-@pytest.mark.parametrize("kind", [
-    "application/json", "Application/JSON; charset=UTF-8", 'application/json;charset="utf-8"'])
+@pytest.mark.parametrize(
+    "kind",
+    ["application/json", "Application/JSON; charset=UTF-8", 'application/json;charset="utf-8"'],
+)
 def test_good_media_types(kind):
     headers = {"content-type": kind, "content-encoding": "identity"}
     assert run(call(make_app(), "/v1/completions", PROMPT, headers=headers)).status == 200
@@ -285,11 +495,18 @@ def test_missing_or_repeated_content_type():
 
 
 def test_two_framings_are_refused():
-    refuse("/v1/completions", PROMPT, 400, headers={"content-length": "5", "transfer-encoding": "chunked"})
+    refuse(
+        "/v1/completions",
+        PROMPT,
+        400,
+        headers={"content-length": "5", "transfer-encoding": "chunked"},
+    )
 
 
-@pytest.mark.parametrize("hosts", [
-    [], [b"a", b"a"], [b"x/health?y="], [b"a#b"], [b""], [b"a b"], [b"a:123456"], [b"a\n"]])
+@pytest.mark.parametrize(
+    "hosts",
+    [[], [b"a", b"a"], [b"x/health?y="], [b"a#b"], [b""], [b"a b"], [b"a:123456"], [b"a\n"]],
+)
 def test_bad_hosts(hosts):
     raw = [*((b"host", host) for host in hosts), (b"content-type", b"application/json")]
     for path in ("/v1/completions", "/livez", "/health"):
@@ -298,7 +515,12 @@ def test_bad_hosts(hosts):
 
 def test_hosts_outside_the_list():
     app = make_app(hosts=("localhost", "[::1]"))
-    for host, status in (("localhost:8000", 200), ("LOCALHOST", 200), ("[::1]:80", 200), ("evil.example", 400)):
+    for host, status in (
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 400),
+    ):
         assert run(call(app, "/v1/completions", PROMPT, headers={"host": host})).status == status
 
 
@@ -307,23 +529,41 @@ def test_headers_that_are_too_large():
         refuse("/v1/completions", PROMPT, 431, raw_headers=[(b"host", b"x"), *raw])
 
 
-@pytest.mark.parametrize(("method", "path", "status", "allow"), [
-    ("GET", "/v1/completions", 405, "POST"), ("OPTIONS", "/v1/chat/completions", 405, "POST"),
-    ("DELETE", "/v1/models/m", 405, "GET, HEAD"), ("TRACE", "/v1/models", 405, "GET, HEAD"),
-    ("POST", "/livez", 405, "GET, HEAD"), ("CONNECT", "/metrics", 405, "GET, HEAD"),
-    ("GET", "/", 404, None), ("POST", "/v1/nope", 404, None), ("GET", "/v1/models/", 404, None),
-    ("GET", "/static/../../etc/passwd", 404, None), ("GET", "/\0", 404, None), ("GET", "/v1/completions/", 404, None),
-    ("GET", "/start_profile", 404, None), ("GET", "/v1/models/nope", 404, None)])
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("GET", "/v1/completions", 405, "POST"),
+        ("OPTIONS", "/v1/chat/completions", 405, "POST"),
+        ("DELETE", "/v1/models/m", 405, "GET, HEAD"),
+        ("TRACE", "/v1/models", 405, "GET, HEAD"),
+        ("POST", "/livez", 405, "GET, HEAD"),
+        ("CONNECT", "/metrics", 405, "GET, HEAD"),
+        ("GET", "/", 404, None),
+        ("POST", "/v1/nope", 404, None),
+        ("GET", "/v1/models/", 404, None),
+        ("GET", "/static/../../etc/passwd", 404, None),
+        ("GET", "/\0", 404, None),
+        ("GET", "/v1/completions/", 404, None),
+        ("GET", "/start_profile", 404, None),
+        ("GET", "/v1/models/nope", 404, None),
+    ],
+)
 def test_routes_and_methods(method, path, status, allow):
     hostile = {"origin": "http://evil", "sec-fetch-site": "cross-site"}
     reply = run(call(make_app(), path, PROMPT, method=method, headers=hostile))
-    check(reply, status, param="model" if path.startswith("/v1/models/") and status == 404 else None)
+    check(
+        reply, status, param="model" if path.startswith("/v1/models/") and status == 404 else None
+    )
     assert reply.headers.get("allow") == allow
     assert not any(name.startswith("access-control") for name in reply.headers)
 
 
 def bearer(*values: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"host", b"x"), (b"content-type", b"application/json"), *((b"authorization", value) for value in values)]
+    return [
+        (b"host", b"x"),
+        (b"content-type", b"application/json"),
+        *((b"authorization", value) for value in values),
+    ]
 
 
 def test_keys():
@@ -334,24 +574,56 @@ def test_keys():
     for good in (b"Bearer sekrit", b"bearer sekrit", b"BEARER  sekrit ", b"Bearer other"):
         assert run(call(app, "/v1/completions", PROMPT, raw_headers=bearer(good))).status == 200
     assert client.requests[0].tenant == digest_key("sekrit") != client.requests[-1].tenant
-    for bad in ((), (b"Bearer",), (b"Bearer ",), (b"Bearer nope",), (b"Basic sekrit",), (b"sekrit",),
-                (b"Bearer sekrit", b"Bearer sekrit"), (b"Bearer " + b"x" * 60_000,), (b"Bearer sekrit\xff",)):
-        for path in (*ROUTES, "/metrics", "/slots", "/version", "/v1/models", "/nope", "/livez/", "//livez"):
+    for bad in (
+        (),
+        (b"Bearer",),
+        (b"Bearer ",),
+        (b"Bearer nope",),
+        (b"Basic sekrit",),
+        (b"sekrit",),
+        (b"Bearer sekrit", b"Bearer sekrit"),
+        (b"Bearer " + b"x" * 60_000,),
+        (b"Bearer sekrit\xff",),
+    ):
+        for path in (
+            *ROUTES,
+            "/metrics",
+            "/slots",
+            "/version",
+            "/v1/models",
+            "/nope",
+            "/livez/",
+            "//livez",
+        ):
             reply = run(call(app, path, PROMPT, raw_headers=bearer(*bad)))
             check(reply, 401, None, "invalid_api_key")
-            assert reply.headers["www-authenticate"] == "Bearer" and reply.error["type"] == "authentication_error"
+            assert (
+                reply.headers["www-authenticate"] == "Bearer"
+                and reply.error["type"] == "authentication_error"
+            )
     for path in ("/livez", "/readyz", "/startupz", "/health"):
         assert run(call(app, path, method="GET")).status == 200
 
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_the_log_has_one_harmless_line(path, caplog):
-    nasty = '\n127.0.0.1 - GET /admin 200 \x1b[31m ${jndi:ldap://x}'
+    nasty = "\n127.0.0.1 - GET /admin 200 \x1b[31m ${jndi:ldap://x}"
     with caplog.at_level(logging.INFO, logger="jitney.access"):
-        run(call(make_app(), path, ROUTES[path] | {"user": nasty, nasty: 1}, headers={"x-request-id": nasty}))
+        run(
+            call(
+                make_app(),
+                path,
+                ROUTES[path] | {"user": nasty, nasty: 1},
+                headers={"x-request-id": nasty},
+            )
+        )
         run(call(make_app(), "/v1/" + nasty, ROUTES[path], method="G\nET"))
     lines = [record.getMessage() for record in caplog.records if record.name == "jitney.access"]
-    assert len(lines) == 2 and lines[0].startswith(f"POST {path} 200 ") and lines[1].startswith("other none 404 ")
+    assert (
+        len(lines) == 2
+        and lines[0].startswith(f"POST {path} 200 ")
+        and lines[1].startswith("other none 404 ")
+    )
     assert not any(sign in line for line in lines for sign in ("\n", "\x1b", "jndi", "admin"))
     assert "completion=15" in lines[0]
 
@@ -366,8 +638,12 @@ def test_a_neighbour_notices_nothing():
         client = FakeClient(Script("steady as she goes", delay_s=0.001))
         app = make_app(client)
         stream = asyncio.create_task(call(app, "/v1/completions", body))
-        await asyncio.gather(*(call(app, "/v1/completions", PROMPT | dict([BOTH[number % len(BOTH)]]))
-                               for number in range(bad)))
+        await asyncio.gather(
+            *(
+                call(app, "/v1/completions", PROMPT | dict([BOTH[number % len(BOTH)]]))
+                for number in range(bad)
+            )
+        )
         reply = await stream
         assert not client.open and (await call(app, "/readyz", method="GET")).status == 200
         created = json.loads(reply.body.split(b"\n\n")[0][6:])["created"]

@@ -1,4 +1,6 @@
-"""Beginnings and ends: refusals by the engine, deadlines, clients that leave, draining, probes, metrics, seats."""
+"""Beginnings and ends: refusals by the engine, deadlines, clients that leave, draining, probes,
+metrics, seats.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,35 @@ modes = pytest.mark.parametrize(("path", "body"), MODES, ids=lambda value: str(v
 
 
 @modes
-@pytest.mark.parametrize(("error", "status", "kind", "headers"), [
-    (ErrorInfo("queue_full", "full", retry_after=2.25), 429, "rate_limit_error", ("3", "2250")),
-    (ErrorInfo("queue_full", "full"), 429, "rate_limit_error", ("1", "1000")),
-    (ErrorInfo("context_length_exceeded", "long", "prompt"), 400, "invalid_request_error", (None, None)),
-    (ErrorInfo("deadline_exceeded", "late"), 504, "server_error", (None, None)),
-    (ErrorInfo("engine_dead", "dead"), 503, "server_error", ("5", "5000")),
-    (ErrorInfo("nan_logits", "nan"), 500, "server_error", (None, None))])
-def test_what_the_engine_refuses_has_its_own_status_streamed_or_not(path, body, error, status, kind, headers):
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "headers"),
+    [
+        (ErrorInfo("queue_full", "full", retry_after=2.25), 429, "rate_limit_error", ("3", "2250")),
+        (ErrorInfo("queue_full", "full"), 429, "rate_limit_error", ("1", "1000")),
+        (
+            ErrorInfo("context_length_exceeded", "long", "prompt"),
+            400,
+            "invalid_request_error",
+            (None, None),
+        ),
+        (ErrorInfo("deadline_exceeded", "late"), 504, "server_error", (None, None)),
+        (ErrorInfo("engine_dead", "dead"), 503, "server_error", ("5", "5000")),
+        (ErrorInfo("nan_logits", "nan"), 500, "server_error", (None, None)),
+    ],
+)
+def test_what_the_engine_refuses_has_its_own_status_streamed_or_not(
+    path, body, error, status, kind, headers
+):
     client = FakeClient(Script(error=error))
     reply = run(call(make_app(client), path, body))
     assert reply.status == status and reply.headers["content-type"] == "application/json"
     code = error.code if error.code != "invalid_value" else None
-    assert reply.error == {"message": error.message, "type": kind, "param": error.param, "code": code}
+    assert reply.error == {
+        "message": error.message,
+        "type": kind,
+        "param": error.param,
+        "code": code,
+    }
     assert (reply.headers.get("retry-after"), reply.headers.get("retry-after-ms")) == headers
 
 
@@ -56,8 +74,14 @@ def test_an_engine_that_dies_mid_way(path, body):
     reply = run(call(make_app(FakeClient(script)), path, body | {"stream": True}))
     frames = reply.body.decode().split("\n\n")
     assert reply.status == 200 and reply.complete and frames[-2:] == ["data: [DONE]", ""]
-    assert json.loads(frames[-3][6:]) == {"error": {"message": "the engine stopped", "type": "server_error",
-                                                    "param": None, "code": "engine_dead"}}
+    assert json.loads(frames[-3][6:]) == {
+        "error": {
+            "message": "the engine stopped",
+            "type": "server_error",
+            "param": None,
+            "code": "engine_dead",
+        }
+    }
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -86,9 +110,16 @@ def test_the_servers_deadline_bounds_the_clients():
 
 def test_one_refused_prompt_ends_its_siblings():
     client = FakeClient()
-    client.scripts = [Script("x" * 50, delay_s=0.01), Script(error=ErrorInfo("queue_full", "full"), first_delay_s=0.05)]
+    client.scripts = [
+        Script("x" * 50, delay_s=0.01),
+        Script(error=ErrorInfo("queue_full", "full"), first_delay_s=0.05),
+    ]
     reply = run(call(make_app(client), "/v1/completions", {"model": "m", "prompt": ["a", "b"]}))
-    assert reply.status == 429 and client.aborts == [(client.requests[0].id, None, "abort")] and not client.open
+    assert (
+        reply.status == 429
+        and client.aborts == [(client.requests[0].id, None, "abort")]
+        and not client.open
+    )
 
 
 def test_a_submit_that_fails_half_way_ends_what_was_submitted():
@@ -105,7 +136,9 @@ def test_a_submit_that_fails_half_way_ends_what_was_submitted():
 
 
 @modes
-@pytest.mark.parametrize("script", [Script(hang=True), Script("x" * 99, delay_s=0.05)], ids=["queued", "running"])
+@pytest.mark.parametrize(
+    "script", [Script(hang=True), Script("x" * 99, delay_s=0.05)], ids=["queued", "running"]
+)
 def test_a_client_that_leaves_ends_its_request(path, body, script):
     client = FakeClient(script)
     app = make_app(client)
@@ -114,20 +147,32 @@ def test_a_client_that_leaves_ends_its_request(path, body, script):
     assert time.monotonic() - started < 1 and not reply.complete
     assert client.aborts == [(client.requests[0].id, None, "abort")] and not client.open
     text = run(call(app, "/metrics", method="GET")).body.decode()
-    assert "jitney_disconnects_total 1.0" in text and 'jitney_request_finished_total{reason="abort"} 1.0' in text
+    assert (
+        "jitney_disconnects_total 1.0" in text
+        and 'jitney_request_finished_total{reason="abort"} 1.0' in text
+    )
     assert f'jitney_requests_total{{class="4xx",route="{path}"}} 1.0' in text
 
 
 def test_leaving_ends_all_sequences_of_all_prompts():
     client = FakeClient(Script(hang=True))
-    run(call(make_app(client), "/v1/completions", {"model": "m", "prompt": ["a", "b"], "n": 3}, leave_after=0.05))
+    run(
+        call(
+            make_app(client),
+            "/v1/completions",
+            {"model": "m", "prompt": ["a", "b"], "n": 3},
+            leave_after=0.05,
+        )
+    )
     assert [abort[0] for abort in client.aborts] == [request.id for request in client.requests]
 
 
 def test_leaving_while_the_body_is_under_way():
     client = FakeClient()
     part = {"type": "http.request", "body": b"{", "more_body": True}
-    reply = run(call(make_app(client), "/v1/completions", messages=[part, {"type": "http.disconnect"}]))
+    reply = run(
+        call(make_app(client), "/v1/completions", messages=[part, {"type": "http.disconnect"}])
+    )
     assert reply.status == 0 and not client.requests
 
 
@@ -169,8 +214,15 @@ def test_a_slow_body_is_408():
         async def send(message):
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"", "root_path": "",
-                 "query_string": b"", "headers": [(b"host", b"x"), (b"content-type", b"application/json")]}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"",
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"host", b"x"), (b"content-type", b"application/json")],
+        }
         await app(scope, receive, send)
         return sent
 
@@ -189,7 +241,13 @@ def test_keep_alives_while_the_engine_says_nothing():
 
 def test_an_error_after_the_headers_is_an_event():
     script = Script(error=ErrorInfo("queue_full", "full"), first_delay_s=0.1)
-    reply = run(call(make_app(FakeClient(script), header_wait_s=0.02), "/v1/completions", PROMPT | {"stream": True}))
+    reply = run(
+        call(
+            make_app(FakeClient(script), header_wait_s=0.02),
+            "/v1/completions",
+            PROMPT | {"stream": True},
+        )
+    )
     assert reply.status == 200 and b'data: {"error":{"message":"full"' in reply.body
     assert reply.body.endswith(b"data: [DONE]\n\n")
 
@@ -220,17 +278,24 @@ def test_draining_lets_the_open_ones_finish():
         await asyncio.sleep(0.05)
         service.begin_drain()
         refused = await call(app, "/v1/completions", PROMPT)
-        probes = [(await call(app, path, method="GET")).status for path in ("/livez", "/readyz", "/startupz")]
+        probes = [
+            (await call(app, path, method="GET")).status
+            for path in ("/livez", "/readyz", "/startupz")
+        ]
         assert not open_one.done()
         await asyncio.wait_for(service.drained(), 2)
         return refused, probes, await open_one
 
     refused, probes, finished = run(drain())
-    assert (refused.status, refused.error["code"]) == (503, "draining") and refused.headers["retry-after"] == "5"
+    assert (refused.status, refused.error["code"]) == (503, "draining") and refused.headers[
+        "retry-after"
+    ] == "5"
     assert probes == [200, 503, 200] and finished.status == 200
 
 
-@pytest.mark.parametrize(("state", "code"), [("loading", "loading"), ("dead", "engine_dead"), ("draining", "draining")])
+@pytest.mark.parametrize(
+    ("state", "code"), [("loading", "loading"), ("dead", "engine_dead"), ("draining", "draining")]
+)
 def test_states_of_the_engine(state, code):
     client = FakeClient()
     client.state = state
@@ -238,7 +303,9 @@ def test_states_of_the_engine(state, code):
     for path, body in ROUTES:
         reply = run(call(app, path, body))
         assert (reply.status, reply.error["code"]) == (503, code) and "retry-after" in reply.headers
-    assert [run(call(app, path, method="GET")).status for path in ("/livez", "/readyz", "/health")] == [200, 503, 503]
+    assert [
+        run(call(app, path, method="GET")).status for path in ("/livez", "/readyz", "/health")
+    ] == [200, 503, 503]
 
 
 def test_loading_is_told_with_its_progress():
@@ -269,23 +336,53 @@ def test_models_version_and_slots():
     listed = run(call(app, "/v1/models", method="GET")).json()
     one = run(call(app, "/v1/models/org/name", method="GET")).json()
     assert listed == {"object": "list", "data": [one]}
-    assert one == {"id": "org/name", "object": "model", "created": one["created"], "owned_by": "jitney",
-                   "max_model_len": 256}
+    assert one == {
+        "id": "org/name",
+        "object": "model",
+        "created": one["created"],
+        "owned_by": "jitney",
+        "max_model_len": 256,
+    }
     told = run(call(app, "/version", method="GET")).json()
     assert list(told) == [
-        "version", "platform", "device", "tensor_parallel", "kernels", "kernels_out", "dtype", "weights", "kv_dtype",
-        "sampling_defaults", "kernel_proofs"]
+        "version",
+        "platform",
+        "device",
+        "tensor_parallel",
+        "kernels",
+        "kernels_out",
+        "dtype",
+        "weights",
+        "kv_dtype",
+        "sampling_defaults",
+        "kernel_proofs",
+    ]
     assert told["tensor_parallel"] == 1
     busy, free = run(call(app, "/slots", method="GET")).json()
-    assert busy == {"id": 0, "is_processing": True, "state": "decode", "n_ctx": 256, "request_id": "r", "index": 0,
-                    "n_prompt_tokens": 5, "n_prompt_tokens_processed": 5, "n_decoded": 3, "n_remain": 6, "n_pages": 1}
+    assert busy == {
+        "id": 0,
+        "is_processing": True,
+        "state": "decode",
+        "n_ctx": 256,
+        "request_id": "r",
+        "index": 0,
+        "n_prompt_tokens": 5,
+        "n_prompt_tokens_processed": 5,
+        "n_decoded": 3,
+        "n_remain": 6,
+        "n_pages": 1,
+    }
     assert free["is_processing"] is False and free["request_id"] is None
 
 
 def samples(app) -> dict[str, float]:
     text = run(call(app, "/metrics", method="GET")).body.decode()
-    return {name: float(value) for name, value in
-            (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))}
+    return {
+        name: float(value)
+        for name, value in (
+            line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")
+        )
+    }
 
 
 def record(**values):
@@ -300,27 +397,68 @@ def test_metrics_count_requests_and_the_engines_rows():
     app = make_app(client)
     run(call(app, "/v1/completions", PROMPT))
     run(call(app, "/v1/completions", PROMPT | {"n": 0}))
-    client.counters.observe_step(record(mixed=1, prefill=5, decode=2, padding=1, seats_busy=3, seats=8, pages_used=9,
-                                        waiting=4, preempted=1, device_s=0.25, gap_s=0.25, compiled=1))
-    client.counters.observe_step(record(decode=4, seats_busy=4, seats=8, pages_used=8, pages_cached=2, device_s=0.003))
-    client.counters.observe_outputs([SequenceOutput(request_id="r", index=0, finish="error",
-                                                    error=ErrorInfo("nan_logits", "nan"))])
+    client.counters.observe_step(
+        record(
+            mixed=1,
+            prefill=5,
+            decode=2,
+            padding=1,
+            seats_busy=3,
+            seats=8,
+            pages_used=9,
+            waiting=4,
+            preempted=1,
+            device_s=0.25,
+            gap_s=0.25,
+            compiled=1,
+        )
+    )
+    client.counters.observe_step(
+        record(decode=4, seats_busy=4, seats=8, pages_used=8, pages_cached=2, device_s=0.003)
+    )
+    client.counters.observe_outputs(
+        [
+            SequenceOutput(
+                request_id="r", index=0, finish="error", error=ErrorInfo("nan_logits", "nan")
+            )
+        ]
+    )
     got = samples(app)
     want = {
         'jitney_requests_total{class="2xx",route="/v1/completions"}': 1,
         'jitney_requests_total{class="4xx",route="/v1/completions"}': 1,
-        'jitney_request_finished_total{reason="stop"}': 1, 'jitney_rejected_total{reason="invalid_value"}': 1,
-        "jitney_prompt_tokens_total": 2, "jitney_cached_prompt_tokens_total": 1, "jitney_generated_tokens_total": 4,
-        "jitney_ttft_seconds_count": 1, "jitney_itl_seconds_count": 3, "jitney_e2e_seconds_count": 1,
-        "jitney_queue_seconds_sum": 0.01, "jitney_output_tokens_per_sequence_sum": 4,
-        'jitney_rows_total{kind="prefill"}': 5, 'jitney_rows_total{kind="decode"}': 6,
-        'jitney_rows_total{kind="padding"}': 1, 'jitney_steps_total{kind="mixed"}': 1,
-        'jitney_steps_total{kind="decode"}': 1, "jitney_preemptions_total": 1, "jitney_nan_rows_total": 1,
-        'jitney_compiles_total{when="late"}': 1, "jitney_seats": 8, "jitney_seats_busy": 4, "jitney_kv_pages": 64,
-        "jitney_kv_pages_used": 8, "jitney_kv_pages_cached": 2, "jitney_requests_waiting": 0, "jitney_engine_up": 1,
-        'jitney_step_seconds_bucket{kind="mixed",le="0.2"}': 0, 'jitney_step_seconds_bucket{kind="mixed",le="0.5"}': 1,
-        'jitney_step_seconds_sum{kind="mixed"}': 0.5, 'jitney_step_seconds_bucket{kind="decode",le="0.005"}': 1,
-        'jitney_seat_fill_ratio_bucket{le="0.4"}': 1, 'jitney_seat_fill_ratio_bucket{le="+Inf"}': 2}
+        'jitney_request_finished_total{reason="stop"}': 1,
+        'jitney_rejected_total{reason="invalid_value"}': 1,
+        "jitney_prompt_tokens_total": 2,
+        "jitney_cached_prompt_tokens_total": 1,
+        "jitney_generated_tokens_total": 4,
+        "jitney_ttft_seconds_count": 1,
+        "jitney_itl_seconds_count": 3,
+        "jitney_e2e_seconds_count": 1,
+        "jitney_queue_seconds_sum": 0.01,
+        "jitney_output_tokens_per_sequence_sum": 4,
+        'jitney_rows_total{kind="prefill"}': 5,
+        'jitney_rows_total{kind="decode"}': 6,
+        'jitney_rows_total{kind="padding"}': 1,
+        'jitney_steps_total{kind="mixed"}': 1,
+        'jitney_steps_total{kind="decode"}': 1,
+        "jitney_preemptions_total": 1,
+        "jitney_nan_rows_total": 1,
+        'jitney_compiles_total{when="late"}': 1,
+        "jitney_seats": 8,
+        "jitney_seats_busy": 4,
+        "jitney_kv_pages": 64,
+        "jitney_kv_pages_used": 8,
+        "jitney_kv_pages_cached": 2,
+        "jitney_requests_waiting": 0,
+        "jitney_engine_up": 1,
+        'jitney_step_seconds_bucket{kind="mixed",le="0.2"}': 0,
+        'jitney_step_seconds_bucket{kind="mixed",le="0.5"}': 1,
+        'jitney_step_seconds_sum{kind="mixed"}': 0.5,
+        'jitney_step_seconds_bucket{kind="decode",le="0.005"}': 1,
+        'jitney_seat_fill_ratio_bucket{le="0.4"}': 1,
+        'jitney_seat_fill_ratio_bucket{le="+Inf"}': 2,
+    }
     assert {name: got.get(name) for name in want} == pytest.approx(want)
     client.counters.observe_idle(0)
     assert samples(app)["jitney_seats_busy"] == 0 and client.counters.last["decode"] == 4
@@ -339,14 +477,20 @@ def test_vllm_names_when_asked_for():
     app = make_app(FakeClient(Script("abc")), metrics_compat="vllm")
     run(call(app, "/v1/completions", PROMPT))
     got = samples(app)
-    want = {'vllm:num_requests_running{model_name="m"}': 0, 'vllm:num_requests_waiting{model_name="m"}': 0,
-            'vllm:kv_cache_usage_perc{model_name="m"}': 0, 'vllm:prefix_cache_queries_total{model_name="m"}': 2,
-            'vllm:prefix_cache_hits_total{model_name="m"}': 0, 'vllm:num_preemptions_total{model_name="m"}': 0,
-            'vllm:request_success_total{finished_reason="stop",model_name="m"}': 1,
-            'vllm:time_to_first_token_seconds_count{model_name="m"}': 1,
-            'vllm:inter_token_latency_seconds_count{model_name="m"}': 3,
-            'vllm:e2e_request_latency_seconds_count{model_name="m"}': 1,
-            'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="64"}': 1}
+    want = {
+        'vllm:num_requests_running{model_name="m"}': 0,
+        'vllm:num_requests_waiting{model_name="m"}': 0,
+        'vllm:kv_cache_usage_perc{model_name="m"}': 0,
+        'vllm:prefix_cache_queries_total{model_name="m"}': 2,
+        'vllm:prefix_cache_hits_total{model_name="m"}': 0,
+        'vllm:num_preemptions_total{model_name="m"}': 0,
+        'vllm:request_success_total{finished_reason="stop",model_name="m"}': 1,
+        'vllm:time_to_first_token_seconds_count{model_name="m"}': 1,
+        'vllm:inter_token_latency_seconds_count{model_name="m"}': 3,
+        'vllm:e2e_request_latency_seconds_count{model_name="m"}': 1,
+        "vllm:cache_config_info"
+        '{block_size="16",enable_prefix_caching="True",num_gpu_blocks="64"}': 1,
+    }
     assert {name: got.get(name) for name in want} == want
     assert not any(name.startswith("vllm:") for name in samples(make_app()))
 

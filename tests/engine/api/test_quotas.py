@@ -43,7 +43,9 @@ def test_output_tokens_are_charged_and_may_leave_a_debt():
     assert refusal(quotas, "a", 1).info.retry_after == pytest.approx(31.0)
     clock.now = 1000.0
     quotas.enter("a", 60)
-    assert refusal(quotas, "a", 60).info.retry_after == pytest.approx(60.0), "no more than a minute's worth is saved"
+    assert refusal(quotas, "a", 60).info.retry_after == pytest.approx(60.0), (
+        "no more than a minute's worth is saved"
+    )
 
 
 def test_a_prompt_larger_than_the_bucket_enters_when_it_is_full():
@@ -74,16 +76,28 @@ def test_no_limit_is_no_limit():
 
 
 def test_over_http_a_key_has_so_many_requests_open():
-    """One stream runs; the second of the same key is refused, another key's is not, and later all is well again."""
+    """One stream runs; the second of the same key is refused, another key's is not, and later all
+    is well again.
+    """
+
     async def scenario() -> None:
         client = FakeClient(Script(text="abcdefgh", delay_s=0.02))
-        app = make_app(client, api_keys=(digest_key("one"), digest_key("two")), key_max_concurrent=1)
+        app = make_app(
+            client, api_keys=(digest_key("one"), digest_key("two")), key_max_concurrent=1
+        )
         one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         first = asyncio.create_task(call(app, PATH, BODY, headers=one))
         while not client.requests:
             await asyncio.sleep(0.001)
-        refused, other = await call(app, PATH, BODY, headers=one), await call(app, PATH, BODY, headers=two)
-        assert (refused.status, refused.error["code"], refused.error["type"]) == (429, "rate_limit", "rate_limit_error")
+        refused, other = (
+            await call(app, PATH, BODY, headers=one),
+            await call(app, PATH, BODY, headers=two),
+        )
+        assert (refused.status, refused.error["code"], refused.error["type"]) == (
+            429,
+            "rate_limit",
+            "rate_limit_error",
+        )
         assert int(refused.headers["retry-after"]) >= 1 and other.status == 200
         assert (await first).status == 200
         assert (await call(app, PATH, BODY, headers=one)).status == 200
@@ -93,6 +107,7 @@ def test_over_http_a_key_has_so_many_requests_open():
 
 def test_over_http_prompt_and_output_tokens_are_counted():
     """60 a minute: 2 + 4 tokens are paid for; then a prompt of 57 finds 54."""
+
     async def scenario() -> None:
         app = make_app(FakeClient(Script(text="abcdefgh")), key_tokens_per_minute=60)
         assert (await call(app, PATH, BODY)).status == 200
@@ -115,4 +130,6 @@ def test_without_keys_everybody_is_one():
 def test_the_user_goes_to_the_engine_for_the_fair_order():
     client = FakeClient()
     assert run(call(make_app(client), PATH, BODY | {"user": "ann"})).status == 200
-    assert [(request.tenant, request.user, request.account) for request in client.requests] == [("", "ann", "user ann")]
+    assert [(request.tenant, request.user, request.account) for request in client.requests] == [
+        ("", "ann", "user ann")
+    ]

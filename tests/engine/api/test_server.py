@@ -40,7 +40,9 @@ def url(shared, engine):
 
 
 def talk(url: str, data: bytes, *, wait: float = 3.0, close: bool = False) -> bytes:
-    """Send bytes, return all that comes until the server closes (or `wait` seconds pass in silence)."""
+    """Send bytes, return all that comes until the server closes (or `wait` seconds pass in
+    silence).
+    """
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=wait) as sock:
         sock.sendall(data)
@@ -59,18 +61,38 @@ def refusal(answer: bytes) -> tuple[int, dict]:
     return int(head.split(b" ")[1]), json.loads(body)["error"]
 
 
-@pytest.mark.parametrize(("data", "status"), [
-    (b"garbage\r\n\r\n", 400), (b"GET / HTTP/1.1\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
-    (HEAD + b"Content-Length: -1\r\n\r\n", 400), (HEAD + b"Content-Length: abc\r\n\r\n", 400),
-    (HEAD + b"Content-Length: +5\r\n\r\n", 400), (HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
-    (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
-    (HEAD + b"Bad Name: x\r\n\r\n", 400), (HEAD + b"X: a\0b\r\n\r\n", 400),
-    (HEAD + b"X: " + b"y" * 300_000 + b"\r\n\r\n", 431), (HEAD + b"X: y\r\n" * 60_000 + b"\r\n", 431),
-    (HEAD + b"Content-Length: 10001\r\n\r\n" + b"x" * 10_001, 413), (HEAD + b"Content-Length: 99999999\r\n\r\n", 413),
-    (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b"x" * 1000 + b"\r\n", 408),
-    (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"2711\r\n" + b"x" * 10_001 + b"\r\n0\r\n\r\n", 413),
-    (HEAD + b"Content-Length: 50\r\n\r\n{", 408), (HEAD, 408), (b"", 408),
-], ids=lambda value: str(value)[-40:])
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"garbage\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (HEAD + b"Content-Length: -1\r\n\r\n", 400),
+        (HEAD + b"Content-Length: abc\r\n\r\n", 400),
+        (HEAD + b"Content-Length: +5\r\n\r\n", 400),
+        (HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (HEAD + b"Bad Name: x\r\n\r\n", 400),
+        (HEAD + b"X: a\0b\r\n\r\n", 400),
+        (HEAD + b"X: " + b"y" * 300_000 + b"\r\n\r\n", 431),
+        (HEAD + b"X: y\r\n" * 60_000 + b"\r\n", 431),
+        (HEAD + b"Content-Length: 10001\r\n\r\n" + b"x" * 10_001, 413),
+        (HEAD + b"Content-Length: 99999999\r\n\r\n", 413),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b"x" * 1000 + b"\r\n", 408),
+        (
+            HEAD
+            + b"Transfer-Encoding: chunked\r\n\r\n"
+            + b"2711\r\n"
+            + b"x" * 10_001
+            + b"\r\n0\r\n\r\n",
+            413,
+        ),
+        (HEAD + b"Content-Length: 50\r\n\r\n{", 408),
+        (HEAD, 408),
+        (b"", 408),
+    ],
+    ids=lambda value: str(value)[-40:],
+)
 def test_broken_and_slow_requests_are_answered_and_closed(url, engine, data, status):
     started = time.monotonic()
     got, error = refusal(talk(url, data))
@@ -104,7 +126,9 @@ def test_a_half_closed_connection_is_answered_or_given_up(url, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("script", [Script(hang=True), Script("x" * 200, delay_s=0.05)], ids=["queued", "running"])
+@pytest.mark.parametrize(
+    "script", [Script(hang=True), Script("x" * 200, delay_s=0.05)], ids=["queued", "running"]
+)
 def test_a_broken_connection_ends_the_request(script, stream):
     engine = FakeClient(script)
     with served(make_app(engine)) as (url, port):
@@ -132,11 +156,15 @@ def test_a_storm_of_cancellations():
             sock.close()
         until(lambda: not engine.open, 3)
         assert time.monotonic() - started < 2
-        assert sorted(abort[0] for abort in engine.aborts) == sorted(request.id for request in engine.requests)
+        assert sorted(abort[0] for abort in engine.aborts) == sorted(
+            request.id for request in engine.requests
+        )
 
 
 def openai_client(url: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=url + "/v1", api_key=key, http_client=openai.DefaultHttpxClient(trust_env=False))
+    return openai.OpenAI(
+        base_url=url + "/v1", api_key=key, http_client=openai.DefaultHttpxClient(trust_env=False)
+    )
 
 
 @pytest.fixture
@@ -157,19 +185,31 @@ def test_openai_client_completions(client):
 
 
 def test_openai_client_chat(client):
-    answer = client.chat.completions.create(model="m", messages=MESSAGES, logprobs=True, top_logprobs=2)
+    answer = client.chat.completions.create(
+        model="m", messages=MESSAGES, logprobs=True, top_logprobs=2
+    )
     message = answer.choices[0].message
-    assert (message.role, message.content, answer.choices[0].finish_reason) == ("assistant", "Hello, wörld!", "stop")
+    assert (message.role, message.content, answer.choices[0].finish_reason) == (
+        "assistant",
+        "Hello, wörld!",
+        "stop",
+    )
     assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
     again = [*MESSAGES, message, {"role": "user", "content": "more"}]
-    assert client.chat.completions.create(model="m", messages=again).choices[0].message.content == "Hello, wörld!"
+    assert (
+        client.chat.completions.create(model="m", messages=again).choices[0].message.content
+        == "Hello, wörld!"
+    )
 
 
 def test_openai_client_chat_stream(client):
-    stream = client.chat.completions.create(model="m", messages=MESSAGES, stream=True,
-                                            stream_options={"include_usage": True})
+    stream = client.chat.completions.create(
+        model="m", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
     chunks = list(stream)
-    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens == 15
+    assert (
+        chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens == 15
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello, wörld!"
     assert chunks[-2].choices[0].finish_reason == "stop"
     with client.chat.completions.stream(model="m", messages=MESSAGES) as events:
@@ -197,7 +237,10 @@ def test_openai_client_retries_after_the_pause_we_name(client, engine):
     engine.scripts = [full]
     with pytest.raises(openai.RateLimitError) as refused:
         client.with_options(max_retries=0).completions.create(model="m", prompt="ab", stream=True)
-    assert refused.value.code == "queue_full" and refused.value.response.headers["retry-after-ms"] == "300"
+    assert (
+        refused.value.code == "queue_full"
+        and refused.value.response.headers["retry-after-ms"] == "300"
+    )
 
 
 def test_openai_client_sees_an_error_inside_a_stream(client, engine):
@@ -217,8 +260,12 @@ def test_openai_client_leaving_a_stream_ends_it(client, engine):
 
 
 def test_openai_client_with_a_key():
-    app = make_app( api_keys=(digest_key("sekrit"),))
-    with served(app) as (url, _), openai_client(url, "sekrit") as good, openai_client(url, "nope") as bad:
+    app = make_app(api_keys=(digest_key("sekrit"),))
+    with (
+        served(app) as (url, _),
+        openai_client(url, "sekrit") as good,
+        openai_client(url, "nope") as bad,
+    ):
         assert good.completions.create(model="m", prompt="ab").choices[0].text
         with pytest.raises(openai.AuthenticationError):
             bad.completions.create(model="m", prompt="ab")

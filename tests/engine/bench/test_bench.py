@@ -80,11 +80,17 @@ def mixed(pattern=None, count: int = 24) -> list[Arrival]:
 
 
 def test_prompts_are_text_of_exactly_the_wanted_length():
-    assert prose(5, 1).startswith("The ") and len(prose(5, 1).split()) == 5 and prose(300, 1) == prose(300, 1)
+    assert (
+        prose(5, 1).startswith("The ")
+        and len(prose(5, 1).split()) == 5
+        and prose(300, 1) == prose(300, 1)
+    )
     assert len({prose(12, seed) for seed in range(200)}) == 200
     for wanted in (1, 7, 500):
         assert len(prompt_ids(encode, wanted, 3)) == wanted
-        assert len(prompt_ids(lambda text: list(range(len(text.split()) // 4)), wanted, 3)) == wanted
+        assert (
+            len(prompt_ids(lambda text: list(range(len(text.split()) // 4)), wanted, 3)) == wanted
+        )
 
 
 def test_all_policies_give_the_tokens_of_a_request_alone():
@@ -93,12 +99,16 @@ def test_all_policies_give_the_tokens_of_a_request_alone():
     runs = run_policies(bench, requests)
     assert list(runs) == list(POLICIES) and differences(runs) == []
     for request, tokens in zip(requests, runs["continuous"].tokens, strict=True):
-        alone = make_request("x", request.prompt, max_tokens=request.arrival.n_output, ignore_eos=True)
+        alone = make_request(
+            "x", request.prompt, max_tokens=request.arrival.n_output, ignore_eos=True
+        )
         assert tokens == solo(alone, 0, 0, eos=())
 
 
 def test_chat_turns_hit_the_prefix_cache_under_every_policy():
-    """Two conversations at a time on an engine that remembers: later turns find their system prompt and history."""
+    """Two conversations at a time on an engine that remembers: later turns find their system prompt
+    and history.
+    """
     bench = make_bench(context=256, pages=257, seats=2)
     talks = Conversations(n_shared=16, turns=Fixed(3), live=2)
     arrivals = talks.requests(12, Fixed(4), Fixed(4), Closed(), 1)
@@ -124,15 +134,23 @@ def test_a_run_keeps_times_seats_and_rows():
     bench = make_bench()
     run = bench.run(bench.requests(mixed(Poisson(20.0))), policy="continuous")
     figures = run.figures(price_per_hour=1.0)
-    assert figures["served"] == 24 and figures["output_tokens"] == sum(len(tokens) for tokens in run.tokens)
+    assert figures["served"] == 24 and figures["output_tokens"] == sum(
+        len(tokens) for tokens in run.tokens
+    )
     for times, tokens in zip(run.times, run.tokens, strict=True):
-        assert times.boarded is not None and times.first_token is not None and times.token_times is not None
+        assert (
+            times.boarded is not None
+            and times.first_token is not None
+            and times.token_times is not None
+        )
         assert times.arrival <= times.boarded < times.first_token <= times.finished
         assert len(times.token_times) == len(tokens) == times.n_output
     seats = sorted((ride.seat, ride.start, ride.end) for ride in run.rides)
     assert all(one[0] != two[0] or one[2] <= two[1] for one, two in pairwise(seats)), "one a seat"
     lines, rest = run.riders.bill(run.records)
-    assert sum(line.rows for line in lines.values()) + rest.rows == run.records["bucket_tokens"].sum()
+    assert (
+        sum(line.rows for line in lines.values()) + rest.rows == run.records["bucket_tokens"].sum()
+    )
     assert sum(figures["rows"].values()) == run.records["bucket_tokens"].sum()
 
 
@@ -140,7 +158,11 @@ def test_open_arrivals_come_at_their_times_and_a_closed_loop_keeps_its_number():
     bench = make_bench()
     requests = bench.requests([Arrival(0.0, 3, 2), Arrival(5.0, 3, 2), Arrival(5.0, 3, 2)])
     run = bench.run(requests)
-    assert [round(t.arrival - run.started, 9) for t in run.times] == [0.0, 5.0, 5.0] and run.seconds > 5.0
+    assert [round(t.arrival - run.started, 9) for t in run.times] == [
+        0.0,
+        5.0,
+        5.0,
+    ] and run.seconds > 5.0
     closed = bench.run(bench.requests(mixed()), concurrency=2)
     for times in closed.times:
         assert sum(other.arrival <= times.arrival < other.finished for other in closed.times) <= 2
@@ -175,18 +197,29 @@ def flat_shape(policy: str = "continuous") -> EngineShape:
 
 
 def test_what_a_policy_can_serve_is_where_its_queue_begins_to_grow():
-    """Lengths 4 to 40: below 0.9 of it the waits of a run four times as long are no longer, beyond 1.3 they are."""
+    """Lengths 4 to 40: below 0.9 of it the waits of a run four times as long are no longer, beyond
+    1.3 they are.
+    """
     arrivals = synthesise(400, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
     able = {policy: simulated_capacity(arrivals, flat_shape(policy), TABLE) for policy in POLICIES}
-    assert able["static"] == pytest.approx(able["dynamic"]) and able["continuous"] > 1.3 * able["static"]
+    assert (
+        able["static"] == pytest.approx(able["dynamic"])
+        and able["continuous"] > 1.3 * able["static"]
+    )
     for policy in POLICIES:
         waits = {}
         for share in (0.7, 1.4):
             for count in (400, 1600):
-                coming = at_load(synthesise(count, Fixed(4), Uniform(4, 40), Poisson(1.0), 1), share * able[policy])
+                coming = at_load(
+                    synthesise(count, Fixed(4), Uniform(4, 40), Poisson(1.0), 1),
+                    share * able[policy],
+                )
                 run = simulate(coming, flat_shape(policy), TABLE)
                 waits[share, count] = run.figures()["queue_s"]["mean"]
-        assert waits[0.7, 1600] < 2 * waits[0.7, 400] and waits[1.4, 1600] > 3 * waits[1.4, 400], (policy, waits)
+        assert waits[0.7, 1600] < 2 * waits[0.7, 400] and waits[1.4, 1600] > 3 * waits[1.4, 400], (
+            policy,
+            waits,
+        )
     assert growing({"static": 1.2, "continuous": 0.99}) == ["static"]
 
 
@@ -194,26 +227,43 @@ def test_the_curve_shows_each_policy_where_it_is_best():
     arrivals = synthesise(600, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
     points = load_curve(arrivals, flat_shape(), TABLE, POLICIES, (0.02, 0.3, 1.15))
     low, middle, heavy = (point["policies"] for point in points)
-    assert low["continuous"]["ttft_p99_s"] < low["dynamic"]["ttft_p99_s"] < low["static"]["ttft_p99_s"], "all wait"
+    assert (
+        low["continuous"]["ttft_p99_s"] < low["dynamic"]["ttft_p99_s"] < low["static"]["ttft_p99_s"]
+    ), "all wait"
     assert growing({policy: found["share_of_capacity"] for policy, found in middle.items()}) == []
-    assert set(growing({policy: found["share_of_capacity"] for policy, found in heavy.items()})) == set(POLICIES)
+    assert set(
+        growing({policy: found["share_of_capacity"] for policy, found in heavy.items()})
+    ) == set(POLICIES)
     assert points[1]["rate"] == pytest.approx(0.3 / 1.15 * points[2]["rate"])
     table = curve_table(points)
     assert table.rows[2][2].startswith("(") and not table.rows[1][2].startswith("(")
     drawn = chart_of_loads(points, points[1:2])
-    assert len(drawn["data"]) == 6 and drawn["data"][0]["marker"]["symbol"] == ["circle", "circle", "circle-open"]
+    assert len(drawn["data"]) == 6 and drawn["data"][0]["marker"]["symbol"] == [
+        "circle",
+        "circle",
+        "circle-open",
+    ]
 
 
 def test_lengths_are_said_with_the_share_at_the_cut():
     told = lengths_of([50] * 57 + list(range(51, 93)) + [800])
     assert told["share_at_least"] == 0.57 and told["median"] == 50 and told["most"] == 800
-    assert lengths_line("outputs", told) == ("outputs of 50 to 800 tokens, median 50, mean 67; 57% are exactly 50, 1% "
-                                             "exactly 800")
-    lines = case_lines({"what": "x", "differences": [], "lengths": {"prompts": told, "outputs": told},
-                        "share_of_capacity": {"static": 4.2, "continuous": 0.9}})
+    assert lengths_line("outputs", told) == (
+        "outputs of 50 to 800 tokens, median 50, mean 67; 57% are exactly 50, 1% exactly 800"
+    )
+    lines = case_lines(
+        {
+            "what": "x",
+            "differences": [],
+            "lengths": {"prompts": told, "outputs": told},
+            "share_of_capacity": {"static": 4.2, "continuous": 0.9},
+        }
+    )
     assert [line for line in lines if "grows without bound" in line] == [
-        "static: offered 4.20 times what it can serve, so its queue grows without bound: its waits are the length of "
-        "the run"]
+        "static: offered 4.20 times what it can serve, so its queue grows without bound: its waits "
+        "are the length of "
+        "the run"
+    ]
 
 
 def test_without_flags_there_is_a_heavy_case_a_uniform_one_and_one_that_static_carries():
@@ -223,7 +273,9 @@ def test_without_flags_there_is_a_heavy_case_a_uniform_one_and_one_that_static_c
     assert cases["uniform"][0].output == "50..800" and cases["light"][1] is CASES["light"]
     assert CASES["light"].of == "static" and CASES["light"].load < 1
     assert cases["heavy"][0].requests == CASES["heavy"].requests
-    assert [flags.requests for flags, _ in cases_of(parser.parse(["--requests", "7"])).values()] == [7, 7, 7]
+    assert [
+        flags.requests for flags, _ in cases_of(parser.parse(["--requests", "7"])).values()
+    ] == [7, 7, 7]
     assert list(cases_of(parser.parse(["--rate", "9"]))) == ["given"]
     assert list(cases_of(parser.parse(["--cases", "light"]))) == ["light"]
 
@@ -231,22 +283,35 @@ def test_without_flags_there_is_a_heavy_case_a_uniform_one_and_one_that_static_c
 def test_each_case_is_offered_its_own_rate():
     bench = make_bench(seats=4, pages=300, context=1000, budget=32)
     flags = make_parser().parse(["--requests", "30", "--prompt", "2..9"])
-    heavy = draw(bench, with_flags(flags, output="4..40"), Case("4..40", 1.2, "continuous", 30, "x"))
+    heavy = draw(
+        bench, with_flags(flags, output="4..40"), Case("4..40", 1.2, "continuous", 30, "x")
+    )
     light = draw(bench, with_flags(flags, output="4..40"), Case("4..40", 0.5, "static", 30, "x"))
     set_rates(bench, {"heavy": heavy, "light": light}, TABLE, 10.0)
     assert heavy.rate == 12.0
-    assert light.rate == pytest.approx(0.5 * simulated_capacity(light.arrivals, open_to_all(bench.shape).under(
-        "static"), TABLE))
-    assert [r.arrival.at for r in light.paced(2.0)] == pytest.approx([a.at / 2 for a in light.arrivals])
+    assert light.rate == pytest.approx(
+        0.5 * simulated_capacity(light.arrivals, open_to_all(bench.shape).under("static"), TABLE)
+    )
+    assert [r.arrival.at for r in light.paced(2.0)] == pytest.approx(
+        [a.at / 2 for a in light.arrivals]
+    )
 
 
 def test_ratios_are_gains_of_continuous():
     def run(tok_s: float, ttft: float) -> dict:
-        return {"output_tok_s": tok_s, "req_s": tok_s / 10, "ttft_s": {"p50": ttft, "p99": 2 * ttft}, "e2e_s": None}
+        return {
+            "output_tok_s": tok_s,
+            "req_s": tok_s / 10,
+            "ttft_s": {"p50": ttft, "p99": 2 * ttft},
+            "e2e_s": None,
+        }
 
     gains = ratios({"static": run(100, 8.0), "continuous": run(300, 0.5)})
     assert gains["static"]["output_tok_s"] == 3.0 and gains["static"]["ttft_s_p99"] == 16.0
-    assert gains["static"]["e2e_s_p50"] is None and gains["static"]["published_output_tok_s"] == (1.6, 3.4)
+    assert gains["static"]["e2e_s_p50"] is None and gains["static"]["published_output_tok_s"] == (
+        1.6,
+        3.4,
+    )
     assert ratios({"static": run(1, 1)}) == {}
 
 
@@ -256,18 +321,33 @@ def test_the_knee_is_farthest_from_the_diagonal():
     assert knee(x, [1, 1, 1, 1, 2, 20], convex=True) == 4
     assert knee(x, x) is None and knee([1, 2], [1, 2]) is None and knee(x, [5] * 6) is None
     assert knee(x, [10, 20, 40, 80, 70, 60]) == 3
-    assert knee([5, 10, 20, 40, 80], [60, 83, 62, 353, 234], convex=True) == 2, "the dip at the end is no knee"
-    tok_s = [{"concurrency": c, "output_tok_s": t} for c, t in zip(x, [10, 20, 40, 78, 84, 86], strict=True)]
+    assert knee([5, 10, 20, 40, 80], [60, 83, 62, 353, 234], convex=True) == 2, (
+        "the dip at the end is no knee"
+    )
+    tok_s = [
+        {"concurrency": c, "output_tok_s": t}
+        for c, t in zip(x, [10, 20, 40, 78, 84, 86], strict=True)
+    ]
     assert knee_of("concurrency", tok_s) == 3
     assert knee_of("rate", [{"rate": 1.0, "e2e_p99_s": None}] * 3) is None
 
 
 def test_a_batch_holds_its_seats_until_the_slowest_is_done():
-    rides = [Ride(0, 0, 0.0, 1.0, 2.0), Ride(1, 1, 0.0, 1.0, 6.0), Ride(0, 2, 6.0, 7.0, 9.0), Ride(1, 3, 6.5, 7.0, 8.0)]
+    rides = [
+        Ride(0, 0, 0.0, 1.0, 2.0),
+        Ride(1, 1, 0.0, 1.0, 6.0),
+        Ride(0, 2, 6.0, 7.0, 9.0),
+        Ride(1, 3, 6.5, 7.0, 8.0),
+    ]
     assert held_seats(rides) == [(0, 2.0, 6.0, 0), (1, 8.0, 9.0, 3)]
     figure = seat_timeline("static", rides, 0.0, 2, 9.0, held=True)
     prompt, generating, held = figure["data"]
-    assert (prompt["base"][0], prompt["x"][0], generating["x"][0], held["x"]) == (0.0, 1.0, 1.0, [4.0, 1.0])
+    assert (prompt["base"][0], prompt["x"][0], generating["x"][0], held["x"]) == (
+        0.0,
+        1.0,
+        1.0,
+        [4.0, 1.0],
+    )
 
 
 class Collector(HTMLParser):
@@ -281,7 +361,11 @@ class Collector(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
-        self.outside += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.outside += [
+            f"{tag} {name}={value}"
+            for name, value in attrs
+            if name in ("src", "href", "action", "data")
+        ]
         self._json = ("type", "application/json") in attrs
         assert tag not in ("link", "img", "iframe", "b"), tag
 
@@ -302,8 +386,18 @@ def read_page(text: str) -> Collector:
 
 def test_the_report_asks_nobody_for_anything_and_shows_markup_as_text():
     evil = "</script><b onclick=x>\"'&"
-    text = page(evil, [evil], [Section(evil, [evil], [Table(["", evil], [[evil, evil]])],
-                                       [{"data": [{"name": evil}], "layout": {}}])])
+    text = page(
+        evil,
+        [evil],
+        [
+            Section(
+                evil,
+                [evil],
+                [Table(["", evil], [[evil, evil]])],
+                [{"data": [{"name": evil}], "layout": {}}],
+            )
+        ],
+    )
     found = read_page(text)
     assert found.charts == [{"data": [{"name": evil}], "layout": {}}]
     assert found.text.count(evil) == 8 and "@import" not in text.split("<script>")[0]
@@ -319,10 +413,21 @@ def test_tables_have_a_column_for_each_run():
     runs = measured()
     table = figures_table({name: run.figures() for name, run in runs.items()})
     assert list(table.heads) == ["", *POLICIES] and all(len(row) == 4 for row in table.rows)
-    assert "goodput, requests/s" not in [row[0] for row in table.rows], "nobody named a service level"
-    ledgers = ledgers_table({name: bill(run.records, run.seconds) for name, run in runs.items()}, 2.0)
+    assert "goodput, requests/s" not in [row[0] for row in table.rows], (
+        "nobody named a service level"
+    )
+    ledgers = ledgers_table(
+        {name: bill(run.records, run.seconds) for name, run in runs.items()}, 2.0
+    )
     assert {len(row) for row in ledgers.rows} == {7} and ledgers.rows[-1][0] == "cost"
-    assert len(ledger_bars({name: bill(run.records, run.seconds) for name, run in runs.items()})["data"]) >= 3
+    assert (
+        len(
+            ledger_bars({name: bill(run.records, run.seconds) for name, run in runs.items()})[
+                "data"
+            ]
+        )
+        >= 3
+    )
 
 
 def test_recordings_and_records_come_back(tmp_path: Path):
@@ -330,24 +435,66 @@ def test_recordings_and_records_come_back(tmp_path: Path):
     run = runs["continuous"]
     write_records(tmp_path / "r.npz", runs)
     loaded = np.load(tmp_path / "r.npz", allow_pickle=False)
-    assert loaded["records_continuous"].dtype == STEP_DTYPE and len(loaded["records_continuous"]) == len(run.records)
+    assert loaded["records_continuous"].dtype == STEP_DTYPE and len(
+        loaded["records_continuous"]
+    ) == len(run.records)
     last = max(t.finished for t in run.times) - run.started
     assert loaded["times_continuous"]["finished"].max() == pytest.approx(last)
     note = json.loads(str(loaded["note_continuous"]))
     assert note["shape"]["limits"]["policy"] == "continuous" and note["shape"]["pages"] == 33
     back = read_runs(tmp_path / "r.npz")["continuous"]
-    assert back.note.shape == run.shape and back.figures()["seat_fill"] == pytest.approx(run.figures()["seat_fill"])
+    assert back.note.shape == run.shape and back.figures()["seat_fill"] == pytest.approx(
+        run.figures()["seat_fill"]
+    )
     write_recording(tmp_path / "t.jsonl", run.times, run.started)
     lines = read_trace_lines(tmp_path / "t.jsonl")
-    assert sorted(line.e2e_s or 0 for line in lines) == pytest.approx(sorted(t.e2e_s for t in run.times))
+    assert sorted(line.e2e_s or 0 for line in lines) == pytest.approx(
+        sorted(t.e2e_s for t in run.times)
+    )
     assert {line.finish for line in lines} == {"length"}
 
 
 def test_the_command_sweeps_loads_on_a_real_engine(capsys: pytest.CaptureFixture[str]):
-    words = ["tiny-random", "--max-seats", "2", "--token-budget", "32", "--context", "128", "--seat-buckets", "2",
-             "--token-buckets", "32", "--no-compilation-cache", "--platform", "cpu", "--kernels", "reference"]
-    assert main(["bench", "sweep", *words, "--policy", "static", "--prompt", "4..8", "--output", "2..8", "--loads",
-                 "0.2,6", "--requests", "48", "--json", "-"]) == 0
+    words = [
+        "tiny-random",
+        "--max-seats",
+        "2",
+        "--token-budget",
+        "32",
+        "--context",
+        "128",
+        "--seat-buckets",
+        "2",
+        "--token-buckets",
+        "32",
+        "--no-compilation-cache",
+        "--platform",
+        "cpu",
+        "--kernels",
+        "reference",
+    ]
+    assert (
+        main(
+            [
+                "bench",
+                "sweep",
+                *words,
+                "--policy",
+                "static",
+                "--prompt",
+                "4..8",
+                "--output",
+                "2..8",
+                "--loads",
+                "0.2,6",
+                "--requests",
+                "48",
+                "--json",
+                "-",
+            ]
+        )
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     low, high = report["points"]
     assert low["rate"] == pytest.approx(0.2 * report["capacity_req_s"]) and report["axis"] == "load"
@@ -355,33 +502,83 @@ def test_the_command_sweeps_loads_on_a_real_engine(capsys: pytest.CaptureFixture
     assert report["engine"]["device"] == cpu_name() and report["engine"]["policy"] == "static"
 
 
-def test_the_command_compares_the_policies_on_a_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_compares_the_policies_on_a_real_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz")}
-    status = main(["bench", "policies", "tiny-random", "--seats", "4", "--token-budget", "32", "--context", "128",
-                   "--seat-buckets", "4", "--token-buckets", "32",
-                   "--requests", "10", "--prompt", "4..12", "--output", "2..20", "--load", "1.2", "--warmup-s", "0",
-                   "--json", str(out["p.json"]), "--html", str(out["p.html"]), "--records", str(out["p.npz"]),
-                   "--traces", str(tmp_path / "t"), "--price-per-hour", "2", "--slo-ttft-ms", "1000",
-                   "--measure-loads", "0.5",
-                   "--no-compilation-cache", "--platform", "cpu", "--kernels", "reference"])
+    status = main(
+        [
+            "bench",
+            "policies",
+            "tiny-random",
+            "--seats",
+            "4",
+            "--token-budget",
+            "32",
+            "--context",
+            "128",
+            "--seat-buckets",
+            "4",
+            "--token-buckets",
+            "32",
+            "--requests",
+            "10",
+            "--prompt",
+            "4..12",
+            "--output",
+            "2..20",
+            "--load",
+            "1.2",
+            "--warmup-s",
+            "0",
+            "--json",
+            str(out["p.json"]),
+            "--html",
+            str(out["p.html"]),
+            "--records",
+            str(out["p.npz"]),
+            "--traces",
+            str(tmp_path / "t"),
+            "--price-per-hour",
+            "2",
+            "--slo-ttft-ms",
+            "1000",
+            "--measure-loads",
+            "0.5",
+            "--no-compilation-cache",
+            "--platform",
+            "cpu",
+            "--kernels",
+            "reference",
+        ]
+    )
     assert status == 0
     report = json.loads(out["p.json"].read_text())
     assert list(report["cases"]) == ["given"]
     case = report["cases"]["given"]
     assert list(case["policies"]) == list(POLICIES) and case["same_tokens"] is True
     assert set(case["cross_errors"]["continuous"]) == set(POLICIES)
-    assert set(case["share_of_capacity"]) == set(POLICIES) and len(report["load_curve"]) == len(CURVE_LOADS)
+    assert set(case["share_of_capacity"]) == set(POLICIES) and len(report["load_curve"]) == len(
+        CURVE_LOADS
+    )
     assert [point["load"] for point in report["measured_loads"]] == [0.5]
     assert set(case["lengths"]["outputs"]) > {"median", "share_at_least"}
     for figures in case["policies"].values():
-        assert {"p50", "p90", "p99", "p999"} <= set(figures["ttft_s"]) and figures["output_tok_s"] > 0
+        assert {"p50", "p90", "p99", "p999"} <= set(figures["ttft_s"]) and figures[
+            "output_tok_s"
+        ] > 0
         assert figures["served"] == 10 and figures["goodput_req_s"] > 0
         rows, ledger = figures["rows"], figures["ledger"]
         assert rows == {kind: ledger[kind]["rows"] for kind in ROW_KINDS}
         shares = figures["request_shares"].values()
-        assert len(shares) == 10 and sum(share["rows"] for share in shares) == sum(rows.values()) - rows["padding"]
+        assert (
+            len(shares) == 10
+            and sum(share["rows"] for share in shares) == sum(rows.values()) - rows["padding"]
+        )
         busy = sum(ledger[kind]["seconds"] for kind in ROW_KINDS)
-        assert sum(share["seconds"] for share in shares) + ledger["padding"]["seconds"] == pytest.approx(busy, abs=1e-8)
+        assert sum(share["seconds"] for share in shares) + ledger["padding"][
+            "seconds"
+        ] == pytest.approx(busy, abs=1e-8)
     assert case["ratios"]["static"]["output_tok_s"] > 0 and case["traffic"]["requests"] == 10
     assert case["limits"]["static"]["static_timeout_ms"] == 0
     assert len(read_page(out["p.html"].read_text()).charts) == 9
@@ -389,40 +586,53 @@ def test_the_command_compares_the_policies_on_a_real_engine(tmp_path: Path, caps
     told = capsys.readouterr()
     shown = told.out
     assert "outputs 2 (" in shown and case["traffic"]["output_lengths"]["median"] > 2
-    assert {figures["backlog"] for figures in case["policies"].values()} == {None}, "ten requests tell nothing"
+    assert {figures["backlog"] for figures in case["policies"].values()} == {None}, (
+        "ten requests tell nothing"
+    )
     assert cpu_name() in shown and cpu_name() in out["p.html"].read_text()
-    assert "1.6x to 3.4x" in shown and "every request the same tokens" in shown and "Ledger" in shown
-    assert "continuous -> static" in shown and "% are exactly" in shown and "p99 time to first token over" in shown
+    assert (
+        "1.6x to 3.4x" in shown and "every request the same tokens" in shown and "Ledger" in shown
+    )
+    assert (
+        "continuous -> static" in shown
+        and "% are exactly" in shown
+        and "p99 time to first token over" in shown
+    )
     assert "3 runs, about" in told.err and "minutes" in told.err
     assert main(["simulate", "--measured", str(out["p.npz"])]) == 0
     assert "dynamic -> continuous" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "complaint"), [
-    (["policies", "--policies", "greedy"], "greedy is none of static, dynamic, continuous"),
-    (["policies", "--concurrency", "4"], "--arrivals closed"),
-    (["policies", "--cases", "heavy,lighter"], "lighter is none of heavy, uniform, light"),
-    (["policies", "--cases", "light", "--rate", "3"], "give no --rate with it"),
-    (["policies", "--measure-loads", "0.5,x"], "--measure-loads"),
-    (["policies", "--measure-loads", "0.5", "--arrivals", "closed"], "traffic with a rate"),
-    (["policies", "--output", "9..3"], "--output"),
-    (["policies", "--requests", "0"], "--requests must be at least 1"),
-    (["policies", "--json", "/nowhere/x.json"], "no such folder"),
-    (["policies", "--seats", "4", "--max-seats", "4"], "give one"),
-    (["policies", "--slo-ttft-ms", "nan"], "--slo-ttft-ms must be at least 0"),
-    (["serve", "--url", "localhost:80"], "must begin with http"),
-    (["serve", "--url", "http://x", "--arrivals", "poisson"], "needs --rate"),
-    (["serve", "--url", "http://x", "--rate", "3"], "closed arrivals have none"),
-    (["sweep", "--rates", "1,x"], "--rates"),
-    (["sweep", "--rates", "1", "--concurrencies", "1"], "not both"),
-    (["sweep", "--concurrencies", "1.5"], "whole numbers"),
-    (["sweep", "--url", "http://x", "--max-seats", "4"], "server's business"),
-    (["sweep", "--rates", "1", "--loads", "1"], "--rates or --loads, not both"),
-    (["sweep", "--loads", "0.5,-1"], "--loads: must be positive"),
-    (["sweep", "--loads", "0.5", "--arrivals", "closed"], "--loads needs --arrivals"),
-    (["sweep", "--loads", "0.5", "--capacity-streams", "4"], "is for --loads with --url"),
-])
-def test_bad_flags_are_told_in_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["policies", "--policies", "greedy"], "greedy is none of static, dynamic, continuous"),
+        (["policies", "--concurrency", "4"], "--arrivals closed"),
+        (["policies", "--cases", "heavy,lighter"], "lighter is none of heavy, uniform, light"),
+        (["policies", "--cases", "light", "--rate", "3"], "give no --rate with it"),
+        (["policies", "--measure-loads", "0.5,x"], "--measure-loads"),
+        (["policies", "--measure-loads", "0.5", "--arrivals", "closed"], "traffic with a rate"),
+        (["policies", "--output", "9..3"], "--output"),
+        (["policies", "--requests", "0"], "--requests must be at least 1"),
+        (["policies", "--json", "/nowhere/x.json"], "no such folder"),
+        (["policies", "--seats", "4", "--max-seats", "4"], "give one"),
+        (["policies", "--slo-ttft-ms", "nan"], "--slo-ttft-ms must be at least 0"),
+        (["serve", "--url", "localhost:80"], "must begin with http"),
+        (["serve", "--url", "http://x", "--arrivals", "poisson"], "needs --rate"),
+        (["serve", "--url", "http://x", "--rate", "3"], "closed arrivals have none"),
+        (["sweep", "--rates", "1,x"], "--rates"),
+        (["sweep", "--rates", "1", "--concurrencies", "1"], "not both"),
+        (["sweep", "--concurrencies", "1.5"], "whole numbers"),
+        (["sweep", "--url", "http://x", "--max-seats", "4"], "server's business"),
+        (["sweep", "--rates", "1", "--loads", "1"], "--rates or --loads, not both"),
+        (["sweep", "--loads", "0.5,-1"], "--loads: must be positive"),
+        (["sweep", "--loads", "0.5", "--arrivals", "closed"], "--loads needs --arrivals"),
+        (["sweep", "--loads", "0.5", "--capacity-streams", "4"], "is for --loads with --url"),
+    ],
+)
+def test_bad_flags_are_told_in_one_line(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["bench", *words]) == 2
     error = capsys.readouterr().err.strip()
     assert complaint in error and "\n" not in error

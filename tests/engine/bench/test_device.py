@@ -1,5 +1,5 @@
-"""`bench device`: its arithmetic by hand, all of its parts at the tiny shape on this CPU, and what it does when one
-fails."""
+"""`bench device`: its arithmetic by hand, all of its parts at the tiny shape on this CPU, and what
+it does when one fails."""
 
 from __future__ import annotations
 
@@ -31,13 +31,22 @@ GPU = About("A Card 80GB", "gpu", "triton", "bfloat16", 60 << 30, {"jax": "0"})
 
 
 def job(part: str, **changes: object) -> Job:
-    fields = {"part": part, "shape": "tiny", "dtype": "float32", "kernels": "reference", "page_size": 16,
-              "seconds": 60.0, "floors": FLOORS} | changes
+    fields = {
+        "part": part,
+        "shape": "tiny",
+        "dtype": "float32",
+        "kernels": "reference",
+        "page_size": 16,
+        "seconds": 60.0,
+        "floors": FLOORS,
+    } | changes
     return Job(**fields)  # type: ignore[arg-type]
 
 
 def row(**changes: object) -> Row:
-    return Row(**({"part": "steps", "name": "decode step", "case": "1 x 1", "by": "triton"} | changes))  # type: ignore
+    return Row(
+        **({"part": "steps", "name": "decode step", "case": "1 x 1", "by": "triton"} | changes)
+    )  # type: ignore
 
 
 # Arithmetic
@@ -62,27 +71,47 @@ def test_inputs_are_a_batch_the_engine_could_make():
     meta = given.meta
     assert meta.counts.tolist() == [2, 3, 9] and meta.kv_lens.tolist() == [33, 1, 40]
     assert meta.cu_q.tolist() == [0, 1, 2, 9] and meta.positions.tolist() == [32, 0, *range(33, 40)]
-    used = [page for table, length in zip(meta.page_table.tolist(), (33, 1, 40), strict=True)
-            for page in table[: -(-length // 16)]]
+    used = [
+        page
+        for table, length in zip(meta.page_table.tolist(), (33, 1, 40), strict=True)
+        for page in table[: -(-length // 16)]
+    ]
     assert sorted(used) == list(range(1, 8)) and given.kv.shape == (8, 16, 4, 16)
     at = np.asarray(meta.positions)
     seq = np.array([0, 1] + [2] * 7)
-    assert np.array_equal(meta.write_rows, np.asarray(meta.page_table)[seq, at // 16] * 16 + at % 16)
+    assert np.array_equal(
+        meta.write_rows, np.asarray(meta.page_table)[seq, at // 16] * 16 + at % 16
+    )
 
 
-@pytest.mark.parametrize(("goal", "values", "first", "then"), [
-    ("decode", [0.9, 0.86], True, True), ("decode", [0.9, 0.71], True, False), ("decode", [0.9, 0.69], False, False),
-    ("gap", [0.02], True, False), ("gap", [0.005], True, True), ("gap", [0.06], False, False)])
-def test_a_goal_is_met_when_every_figure_meets_it(goal: str, values: list[float], first: bool, then: bool):
+@pytest.mark.parametrize(
+    ("goal", "values", "first", "then"),
+    [
+        ("decode", [0.9, 0.86], True, True),
+        ("decode", [0.9, 0.71], True, False),
+        ("decode", [0.9, 0.69], False, False),
+        ("gap", [0.02], True, False),
+        ("gap", [0.005], True, True),
+        ("gap", [0.06], False, False),
+    ],
+)
+def test_a_goal_is_met_when_every_figure_meets_it(
+    goal: str, values: list[float], first: bool, then: bool
+):
     name = "share" if goal == "gap" else "x"
     rows = [row(goal=goal, seconds=1.0, floor_s=value, figures={name: value}) for value in values]
     judged = next(g for g in goals(Measured(Plan(), GPU, FLOORS, rows)) if g["goal"] == goal)
     assert (judged["met_first"], judged["met_then"]) == (first, then)
-    assert judged["worst"] == (max if GOALS[goal].most else min)(values) and judged["counted"] == len(values)
+    assert judged["worst"] == (max if GOALS[goal].most else min)(values) and judged[
+        "counted"
+    ] == len(values)
 
 
 def test_the_peer_goal_is_a_ratio_of_tokens_per_second():
-    ours, theirs = row(goal="peer", figures={"tokens_s": 5000.0}), row(goal="peer's", figures={"tokens_s": 2000.0})
+    ours, theirs = (
+        row(goal="peer", figures={"tokens_s": 5000.0}),
+        row(goal="peer's", figures={"tokens_s": 2000.0}),
+    )
     assert goal_values([ours, theirs], "peer") == [2.5]
     assert goal_values([ours, row(goal="peer's", note="torch is not installed")], "peer") == []
 
@@ -105,7 +134,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measured, Path]:
     """Everything at the tiny shape, with the CPU's own kernels."""
     folder, saved = tmp_path_factory.mktemp("out"), []
     plan = Plan(dtype="float32", seconds=300.0)
-    measured = measure(plan, lambda found: saved.append(len(found.rows)), lambda news: None, in_process)
+    measured = measure(
+        plan, lambda found: saved.append(len(found.rows)), lambda news: None, in_process
+    )
     assert saved == sorted(saved) and saved[-1] == len(measured.rows)  # saved after every row
     write(measured, folder)
     return measured, folder
@@ -118,7 +149,16 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[Measured, Path])
     silent = {r.part for r in rows if r.seconds is None}
     assert all(r.note for r in rows if r.seconds is None)
     assert silent <= {"graphs", "write", "sampling", "transformers", "torch"}
-    for part in ("steps", "attention", "loop", "prefill", "contexts", "quantised", "products", "sampling"):
+    for part in (
+        "steps",
+        "attention",
+        "loop",
+        "prefill",
+        "contexts",
+        "quantised",
+        "products",
+        "sampling",
+    ):
         assert any(r.part == part and r.seconds for r in rows), part
 
 
@@ -156,7 +196,9 @@ def test_the_floor_of_a_decode_step_by_hand(found: tuple[Measured, Path]):
     norms = 2 * c.n_layers * c.hidden_size + c.hidden_size
     weights = 4 * (c.n_layers * layer + norms + c.hidden_size * c.vocab_size)
     per_token = c.n_layers * 2 * c.n_kv_heads * c.head_dim * 4
-    moved = weights + 2 * 4 * c.hidden_size + (2 * 16 + 2) * per_token  # two seats of 16 keys, this step's own included
+    moved = (
+        weights + 2 * 4 * c.hidden_size + (2 * 16 + 2) * per_token
+    )  # two seats of 16 keys, this step's own included
     assert measured.floors and step.case == "2 x 16, float32" and step.bound == "bytes"
     assert step.floor_s == pytest.approx(moved / measured.floors.copy_bytes_s)
 
@@ -177,7 +219,9 @@ def test_both_files_say_the_same(found: tuple[Measured, Path]):
     for part in PARTS:
         assert f"## {part}:" in page or part == "floors"
     tables = [line for line in page.splitlines() if line.startswith("| ")]
-    assert all(line.count("|") in (8, 10) for line in tables) and "nan" not in page.lower().split("|")
+    assert all(line.count("|") in (8, 10) for line in tables) and "nan" not in page.lower().split(
+        "|"
+    )
     assert "shows that everything runs" in page
 
 
@@ -189,7 +233,9 @@ def test_a_wrong_kernel_is_said_and_not_timed():
         return q
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
-    (told,) = attend_row(job("attention"), broken, jnp.float32, "decode attention", "1 x 64", Load((64,)), "decode")
+    (told,) = attend_row(
+        job("attention"), broken, jnp.float32, "decode attention", "1 x 64", Load((64,)), "decode"
+    )
     assert told.note.startswith("WRONG") and told.seconds is None and told.goal == "" and told.error
     assert "WRONG" in markdown(Measured(Plan(), GPU, FLOORS, [told]))
 
@@ -199,7 +245,9 @@ def test_nan_counts_as_wrong():
         return q * jnp.nan
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
-    (told,) = attend_row(job("attention"), broken, jnp.float32, "decode attention", "1 x 64", Load((64,)), "")
+    (told,) = attend_row(
+        job("attention"), broken, jnp.float32, "decode attention", "1 x 64", Load((64,)), ""
+    )
     assert told.note.startswith("WRONG") and told.seconds is None
 
 
@@ -223,7 +271,9 @@ def test_nothing_begins_when_the_time_is_up():
 
     found = measure(Plan(seconds=0.0), lambda found: None, lambda news: None, start)
     assert ran == ["floors"]
-    assert {r.part: r.note for r in found.rows} == dict.fromkeys(list(PARTS)[1:], "not run: the time was up")
+    assert {r.part: r.note for r in found.rows} == dict.fromkeys(
+        list(PARTS)[1:], "not run: the time was up"
+    )
 
 
 def test_parts_run_in_order_with_what_was_found_first():
@@ -233,10 +283,18 @@ def test_parts_run_in_order_with_what_was_found_first():
         seen.append((job, environment))
         yield from (Line(about=GPU), Line(floors=FLOORS)) if job.part == "floors" else ()
 
-    measure(Plan(only=("graphs", "steps"), environment={"A": "b"}), lambda found: None, lambda news: None, start)
+    measure(
+        Plan(only=("graphs", "steps"), environment={"A": "b"}),
+        lambda found: None,
+        lambda news: None,
+        start,
+    )
     assert [job.part for job, _ in seen] == ["floors", "steps", "graphs"]
     assert (seen[0][0].shape, seen[1][0].shape, seen[1][0].page_size) == ("", "llama-3.1-8b", 64)
-    assert seen[1][0].floors == FLOORS and (seen[1][0].kernels, seen[1][0].dtype) == ("triton", "bfloat16")
+    assert seen[1][0].floors == FLOORS and (seen[1][0].kernels, seen[1][0].dtype) == (
+        "triton",
+        "bfloat16",
+    )
     assert seen[1][1] == {"A": "b"} and "command_buffer" in seen[2][1]["XLA_FLAGS"]
 
 
@@ -255,11 +313,27 @@ def test_a_large_shape_on_a_cpu_and_no_floors_are_one_line():
 def test_a_process_that_dies_becomes_a_row(tmp_path: Path):
     lines = list(run_apart(job("steps", kernels="nonesuch"), {"JAX_PLATFORMS": "cpu"}))
     (told,) = [line.row for line in lines if line.row]
-    assert told.note.startswith("failed: the process ended with status 1") and "nonesuch" in told.note
+    assert (
+        told.note.startswith("failed: the process ended with status 1") and "nonesuch" in told.note
+    )
 
 
 def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert run(["--only", "write", "--platform", "cpu", "--dtype", "float32", "--out-dir", str(tmp_path)]) == 0
+    assert (
+        run(
+            [
+                "--only",
+                "write",
+                "--platform",
+                "cpu",
+                "--dtype",
+                "float32",
+                "--out-dir",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     assert "no GPU or TPU here" in said.err and "| goal |" in said.out
     assert json.loads((tmp_path / "device_cpu_tiny.json").read_text())["rows"]

@@ -1,4 +1,6 @@
-"""Sending over HTTP: latencies count from the intended time, errors are counted, the client watches itself."""
+"""Sending over HTTP: latencies count from the intended time, errors are counted, the client watches
+itself.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,23 @@ Handler = Callable[[str, dict], Awaitable[tuple[int, bytes]]]
 
 def frames(words: list[str], finish: str | None = "length", usage: dict | None = None) -> bytes:
     """A stream of text completions."""
-    chunks: list[dict] = [{"choices": [{"index": 0, "text": word, "finish_reason": None}]} for word in words]
+    chunks: list[dict] = [
+        {"choices": [{"index": 0, "text": word, "finish_reason": None}]} for word in words
+    ]
     if finish:
         chunks.append({"choices": [{"index": 0, "text": "", "finish_reason": finish}]})
     if usage:
         chunks.append({"choices": [], "usage": usage})
-    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+    return (
+        b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+        + b"data: [DONE]\n\n"
+    )
 
 
 class ScriptedServer:
-    """An HTTP server of a few lines: each request is handed to `handler(path, body) -> (status, body)`."""
+    """An HTTP server of a few lines: each request is handed to `handler(path, body) -> (status,
+    body)`.
+    """
 
     def __init__(self, handler: Handler):
         self.handler = handler
@@ -53,10 +62,20 @@ class ScriptedServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = next((int(line.split(":")[1]) for line in head.splitlines() if line.startswith("content-length")), 0)
+        length = next(
+            (
+                int(line.split(":")[1])
+                for line in head.splitlines()
+                if line.startswith("content-length")
+            ),
+            0,
+        )
         body = json.loads(await reader.readexactly(length)) if length else {}
         status, answer = await self.handler(head.split(" ")[1], body)
-        writer.write(b"HTTP/1.1 %d X\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (status, len(answer)))
+        writer.write(
+            b"HTTP/1.1 %d X\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            % (status, len(answer))
+        )
         writer.write(answer)
         await writer.drain()
         writer.close()
@@ -78,14 +97,17 @@ async def against(handler: Handler, arrivals: list[Arrival], **options):
     async with ScriptedServer(handler) as url:
         target = Target(url, "m")
         async with open_client(target) as client:
-            return await run_load(lambda n: ask(client, target, target.body("hi", arrivals[n].n_output)), arrivals,
-                                  **options)
+            return await run_load(
+                lambda n: ask(client, target, target.body("hi", arrivals[n].n_output)),
+                arrivals,
+                **options,
+            )
 
 
 def test_a_slow_server_cannot_hide_its_queue():
-    """Ten requests in one instant at 50 ms each: the last one waits half a second, whoever sends them. A closed loop of
-    one, timed from its own sending, sees 50 ms each: that is what must not be reported for the open loop, even when the
-    client holds requests back."""
+    """Ten requests in one instant at 50 ms each: the last one waits half a second, whoever sends
+    them. A closed loop of one, timed from its own sending, sees 50 ms each: that is what must not
+    be reported for the open loop, even when the client holds requests back."""
     arrivals = [Arrival(0.0, 3, 2)] * 10
     closed = asyncio.run(against(one_at_a_time(), arrivals, concurrency=1, closed=True))
     hidden = median(t.e2e_s for t in closed.times)
@@ -98,8 +120,9 @@ def test_a_slow_server_cannot_hide_its_queue():
 
 
 def test_a_stall_is_in_the_waits_of_all_who_should_have_come_during_it():
-    """A server that stops for 0.6 s while a request should come every 20 ms: whoever came at t after the stall began
-    waits the rest of it. A client that held back during the stall would report one slow request of sixty."""
+    """A server that stops for 0.6 s while a request should come every 20 ms: whoever came at t
+    after the stall began waits the rest of it. A client that held back during the stall would
+    report one slow request of sixty."""
     stall, every, count = 0.6, 0.02, 60
     began: list[float] = []
 
@@ -118,7 +141,9 @@ def test_a_stall_is_in_the_waits_of_all_who_should_have_come_during_it():
         expected = np.maximum(0.0, stall - np.arange(count) * every)
         assert waits == pytest.approx(expected, abs=0.1)
         for quantile in (50, 90, 99):
-            assert np.percentile(waits, quantile) == pytest.approx(np.percentile(expected, quantile), abs=0.1)
+            assert np.percentile(waits, quantile) == pytest.approx(
+                np.percentile(expected, quantile), abs=0.1
+            )
 
 
 def test_requests_leave_at_their_times():
@@ -131,7 +156,9 @@ def test_requests_leave_at_their_times():
     load = asyncio.run(run_load(send, [Arrival(0.0, 1, 1), Arrival(0.1, 1, 1), Arrival(0.2, 1, 1)]))
     assert [number for number, _ in seen] == [0, 1, 2]
     assert [at - load.started for _, at in seen] == pytest.approx([0.0, 0.1, 0.2], abs=0.09)
-    assert [t.arrival - load.started for t in load.times] == pytest.approx([0.0, 0.1, 0.2], abs=1e-9)
+    assert [t.arrival - load.started for t in load.times] == pytest.approx(
+        [0.0, 0.1, 0.2], abs=1e-9
+    )
     assert len(load.sender.late_s) == 3
 
 
@@ -151,8 +178,12 @@ def test_a_closed_loop_keeps_so_many_open():
 
 
 def test_every_failure_is_counted_by_kind():
-    script = {1: (429, b'{"error":{"message":"full"}}'), 2: (200, frames(["a"], finish=None)),
-              3: (200, b'data: {"error":{"message":"died"}}\n\ndata: [DONE]\n\n'), 4: (200, b"data: {nonsense\n\n")}
+    script = {
+        1: (429, b'{"error":{"message":"full"}}'),
+        2: (200, frames(["a"], finish=None)),
+        3: (200, b'data: {"error":{"message":"died"}}\n\ndata: [DONE]\n\n'),
+        4: (200, b"data: {nonsense\n\n"),
+    }
 
     async def handler(path: str, body: dict) -> tuple[int, bytes]:
         await asyncio.sleep(60.0 if body["max_tokens"] == 5 else 0.0)
@@ -168,20 +199,31 @@ def test_every_failure_is_counted_by_kind():
             return [*answers, await ask(client, gone, gone.body("x", 1))]
 
     answers = asyncio.run(main())
-    assert [a.finish for a in answers] == ["http_429", "broken_stream", "error_in_stream", "broken_stream", "timeout",
-                                           "length", "connect"]
+    assert [a.finish for a in answers] == [
+        "http_429",
+        "broken_stream",
+        "error_in_stream",
+        "broken_stream",
+        "timeout",
+        "length",
+        "connect",
+    ]
     assert "full" in answers[0].detail and all(a.finished >= a.sent > 0 for a in answers)
     failed = times_of(0, Arrival(0.0, 7, 9), 1.0, answers[0])
     assert not failed.served and (failed.n_prompt, failed.n_output) == (7, 0)
 
 
 def test_frames_may_be_cut_anywhere():
-    stream = b": keep-alive\r\n\r\ndata: {\"a\":1}\r\n\r\nevent: x\ndata: two\ndata: lines\n\ndata:[DONE]\n\n"
+    stream = (
+        b': keep-alive\r\n\r\ndata: {"a":1}\r\n\r\n'
+        b"event: x\ndata: two\ndata: lines\n\ndata:[DONE]\n\n"
+    )
 
     async def collect(size: int) -> list[bytes]:
         async def parts():
             for start in range(0, len(stream), size):
-                yield stream[start:start + size]
+                yield stream[start : start + size]
+
         return [event async for event in events(parts())]
 
     for size in (1, 2, 3, 7, 1000):
@@ -194,7 +236,9 @@ def test_chat_and_completions_are_asked_alike():
     assert chat.body("hi", 5)["messages"] == [{"role": "user", "content": "hi"}]
     assert "ignore_eos" not in chat.body("hi", 5)
     plain = Target("http://h", "m", api_key="secret")
-    assert plain.generation == "http://h/v1/completions" and plain.body("hi", 5)["ignore_eos"] is True
+    assert (
+        plain.generation == "http://h/v1/completions" and plain.body("hi", 5)["ignore_eos"] is True
+    )
     assert plain.headers == {"authorization": "Bearer secret"} and "secret" not in repr(plain)
 
 
@@ -248,19 +292,32 @@ def test_texts_are_sized_by_the_endpoints_own_count():
         assert body["model"] == "other" and body["stream_options"] == {"include_usage": True}
         words = len(body["prompt"].split())
         prompts.append(body["prompt"])
-        return 200, frames(["x"] * body["max_tokens"], usage={"prompt_tokens": 7 + 2 * words,
-                                                              "completion_tokens": body["max_tokens"]})
+        return 200, frames(
+            ["x"] * body["max_tokens"],
+            usage={"prompt_tokens": 7 + 2 * words, "completion_tokens": body["max_tokens"]},
+        )
 
     async def main():
         async with ScriptedServer(handler) as url:
             arrivals = [Arrival(0.0, 101, 4), Arrival(0.0, 33, 2)]
-            return await measure(Target(url, ""), arrivals, concurrency=2, closed=True, warmup=1,
-                                 watch=lambda done, total: None)
+            return await measure(
+                Target(url, ""),
+                arrivals,
+                concurrency=2,
+                closed=True,
+                warmup=1,
+                watch=lambda done, total: None,
+            )
 
     online = asyncio.run(main())
-    assert [(t.n_prompt, t.n_output, t.finish) for t in online.load.times] == [(101, 4, "length"), (33, 2, "length")]
+    assert [(t.n_prompt, t.n_output, t.finish) for t in online.load.times] == [
+        (101, 4, "length"),
+        (33, 2, "length"),
+    ]
     assert online.bill is None and online.target.model == "other"
-    assert len({prompt[:40] for prompt in prompts}) == len(prompts) == 6, "no text begins like another"
+    assert len({prompt[:40] for prompt in prompts}) == len(prompts) == 6, (
+        "no text begins like another"
+    )
     assert Ruler(7.0, 2.0).words(3) == 1 and Ruler.of(9, 39, 16) == Ruler(7.0, 2.0)
 
 
@@ -279,7 +336,9 @@ def in_background(handler: Handler) -> Iterator[str]:
 
 
 async def foreign(path: str, body: dict) -> tuple[int, bytes]:
-    """Another's endpoint: chat only, two tokens a word, no metrics, and it does not know ignore_eos."""
+    """Another's endpoint: chat only, two tokens a word, no metrics, and it does not know
+    ignore_eos.
+    """
     if path.endswith("/models"):
         return 200, b'{"data":[{"id":"theirs"}]}'
     if not path.endswith("/chat/completions"):
@@ -291,34 +350,84 @@ async def foreign(path: str, body: dict) -> tuple[int, bytes]:
     if wanted == 7:
         return 429, b'{"error":{"message":"not now"}}'
     chunks = [{"choices": [{"delta": {"content": "x"}, "finish_reason": None}]}] * wanted
-    chunks += [{"choices": [{"delta": {}, "finish_reason": "length"}]},
-               {"choices": [], "usage": {"prompt_tokens": 2 * words, "completion_tokens": wanted}}]
-    return 200, b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+    chunks += [
+        {"choices": [{"delta": {}, "finish_reason": "length"}]},
+        {"choices": [], "usage": {"prompt_tokens": 2 * words, "completion_tokens": wanted}},
+    ]
+    return 200, b"".join(
+        b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks
+    ) + b"data: [DONE]\n\n"
 
 
-def test_the_serve_command_measures_anothers_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write_trace(tmp_path / "t.jsonl", [Arrival(0.01 * n, 60, 5 if n else 7, "a") for n in range(10)])
+def test_the_serve_command_measures_anothers_endpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_trace(
+        tmp_path / "t.jsonl", [Arrival(0.01 * n, 60, 5 if n else 7, "a") for n in range(10)]
+    )
     with in_background(foreign) as url:
         words = ["bench", "serve", "--url", url, "--chat", "--warmup", "2"]
         assert main([*words, "--requests", "3"]) == 1
         assert "--no-ignore-eos leaves that field out" in capsys.readouterr().err
-        words += ["--no-ignore-eos", "--trace", str(tmp_path / "t.jsonl"), "--json", str(tmp_path / "s.json")]
-        assert main([*words, "--html", str(tmp_path / "s.html"), "--trace-to", str(tmp_path / "r.jsonl")]) == 0
+        words += [
+            "--no-ignore-eos",
+            "--trace",
+            str(tmp_path / "t.jsonl"),
+            "--json",
+            str(tmp_path / "s.json"),
+        ]
+        assert (
+            main(
+                [
+                    *words,
+                    "--html",
+                    str(tmp_path / "s.html"),
+                    "--trace-to",
+                    str(tmp_path / "r.jsonl"),
+                ]
+            )
+            == 0
+        )
     shown, report = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
-    assert "failed with http_429: 1 of 10; " in shown and "theirs at" in shown and "Ledger" not in shown
+    assert (
+        "failed with http_429: 1 of 10; " in shown
+        and "theirs at" in shown
+        and "Ledger" not in shown
+    )
     assert (report["figures"]["served"], report["figures"]["requests"]) == (9, 10)
     assert report["figures"]["output_tokens"] == 45 and report["figures"]["prompt_tokens"] == 9 * 60
     assert report["ledger"] is None and report["figures"]["queue_s"] is None
-    assert report["errors"]["http_429"]["count"] == 1 and "not now" in report["errors"]["http_429"]["first"]
+    assert (
+        report["errors"]["http_429"]["count"] == 1
+        and "not now" in report["errors"]["http_429"]["first"]
+    )
     lines = read_trace_lines(tmp_path / "r.jsonl")
-    assert [line.finish for line in lines].count("length") == 9 and {line.tenant for line in lines} == {"a"}
+    assert [line.finish for line in lines].count("length") == 9 and {
+        line.tenant for line in lines
+    } == {"a"}
     assert "<title>Traffic for theirs</title>" in (tmp_path / "s.html").read_text()
 
 
 def test_the_sweep_command_draws_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with in_background(foreign) as url:
-        words = ["bench", "sweep", "--url", url, "--chat", "--no-ignore-eos", "--prompt", "20", "--output", "3",
-                 "--requests", "4", "--warmup", "0", "--html", str(tmp_path / "c.html")]
+        words = [
+            "bench",
+            "sweep",
+            "--url",
+            url,
+            "--chat",
+            "--no-ignore-eos",
+            "--prompt",
+            "20",
+            "--output",
+            "3",
+            "--requests",
+            "4",
+            "--warmup",
+            "0",
+            "--html",
+            str(tmp_path / "c.html"),
+        ]
         assert main([*words, "--concurrencies", "1,2,4", "--json", str(tmp_path / "c.json")]) == 0
         assert "knee" in capsys.readouterr().out
         assert main([*words, "--rates", "50,100", "--json", "-"]) == 0
@@ -326,7 +435,11 @@ def test_the_sweep_command_draws_a_curve(tmp_path: Path, capsys: pytest.CaptureF
     assert [point["concurrency"] for point in closed["points"]] == [1, 2, 4]
     assert [point["figures"]["served"] for point in closed["points"]] == [4, 8, 16]
     rates = json.loads(capsys.readouterr().out)
-    assert rates["axis"] == "rate" and rates["knee"] is None and rates["traffic"]["arrivals"] == "poisson"
+    assert (
+        rates["axis"] == "rate"
+        and rates["knee"] is None
+        and rates["traffic"]["arrivals"] == "poisson"
+    )
 
 
 def overloaded(per_second: float, version: bytes | None) -> Handler:
@@ -346,19 +459,41 @@ def overloaded(per_second: float, version: bytes | None) -> Handler:
         words, wanted = len(body["prompt"].split()), body["max_tokens"]
         busy_until = max(busy_until, time.monotonic()) + 1 / per_second
         await asyncio.sleep(busy_until - time.monotonic())
-        return 200, frames(["x"] * wanted, usage={"prompt_tokens": words, "completion_tokens": wanted})
+        return 200, frames(
+            ["x"] * wanted, usage={"prompt_tokens": words, "completion_tokens": wanted}
+        )
 
     return handler
 
 
-OURS = (b'{"version":"0.9","platform":"cpu","device":"Some CPU 9, 4 cores","tensor_parallel":1,"kernels":"native",'
-        b'"dtype":"bfloat16"}')
+OURS = (
+    b'{"version":"0.9","platform":"cpu","device":"Some CPU 9, 4 cores","tensor_parallel":1,'
+    b'"kernels":"native","dtype":"bfloat16"}'
+)
 
 
-def test_a_sweep_over_loads_says_where_the_queue_grew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_sweep_over_loads_says_where_the_queue_grew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     with in_background(overloaded(40.0, OURS)) as url:
-        words = ["bench", "sweep", "--url", url, "--prompt", "20", "--output", "3", "--loads", "0.3,6",
-                 "--requests", "64", "--warmup", "0", "--html", str(tmp_path / "l.html")]
+        words = [
+            "bench",
+            "sweep",
+            "--url",
+            url,
+            "--prompt",
+            "20",
+            "--output",
+            "3",
+            "--loads",
+            "0.3,6",
+            "--requests",
+            "64",
+            "--warmup",
+            "0",
+            "--html",
+            str(tmp_path / "l.html"),
+        ]
         assert main([*words, "--json", str(tmp_path / "l.json")]) == 0
     shown = capsys.readouterr().out
     report = json.loads((tmp_path / "l.json").read_text())
@@ -368,8 +503,13 @@ def test_a_sweep_over_loads_says_where_the_queue_grew(tmp_path: Path, capsys: py
     assert low["rate"] == pytest.approx(0.3 * report["capacity_req_s"])
     assert low["figures"]["backlog"]["grew"] is False and high["figures"]["backlog"]["grew"] is True
     assert high["ttft_p99_s"] > 3 * low["ttft_p99_s"]
-    assert "load 6: the queue grew for the whole run" in shown and "p99 is the length of the run" in shown
-    assert "load 0.3: the queue" not in shown and "p99 of 64 requests is nearly the slowest" in shown
+    assert (
+        "load 6: the queue grew for the whole run" in shown
+        and "p99 is the length of the run" in shown
+    )
+    assert (
+        "load 0.3: the queue" not in shown and "p99 of 64 requests is nearly the slowest" in shown
+    )
     assert "native kernels on Some CPU 9, 4 cores (cpu)" in shown
     assert report["engine"]["device"] == "Some CPU 9, 4 cores"
     page = (tmp_path / "l.html").read_text()
@@ -377,37 +517,81 @@ def test_a_sweep_over_loads_says_where_the_queue_grew(tmp_path: Path, capsys: py
     assert "Some CPU 9, 4 cores" in page
 
 
-def test_a_report_names_the_engines_device_and_the_growing_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_report_names_the_engines_device_and_the_growing_queue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     with in_background(overloaded(60.0, OURS)) as url:
-        words = ["bench", "serve", "--url", url, "--prompt", "20", "--output", "3..5", "--requests", "60", "--warmup",
-                 "0", "--arrivals", "poisson", "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html")]
+        words = [
+            "bench",
+            "serve",
+            "--url",
+            url,
+            "--prompt",
+            "20",
+            "--output",
+            "3..5",
+            "--requests",
+            "60",
+            "--warmup",
+            "0",
+            "--arrivals",
+            "poisson",
+            "--json",
+            str(tmp_path / "s.json"),
+            "--html",
+            str(tmp_path / "s.html"),
+        ]
         assert main([*words, "--rate", "180"]) == 0
         over = capsys.readouterr().out
         report = json.loads((tmp_path / "s.json").read_text())
         assert main([*words, "--rate", "20"]) == 0
         under = capsys.readouterr().out
-    assert report["figures"]["backlog"]["grew"] is True and report["engine"]["device"] == "Some CPU 9, 4 cores"
+    assert (
+        report["figures"]["backlog"]["grew"] is True
+        and report["engine"]["device"] == "Some CPU 9, 4 cores"
+    )
     for text in (over, (tmp_path / "s.html").read_text()):
         assert "version 0.9, bfloat16, native kernels on Some CPU 9, 4 cores (cpu)" in text
         assert "client&#x27;s machine: " in text or "client's machine: " in text
         assert "outputs 3 (" in text and "median 4" in text
     assert "grew: p99 is the run's length" in over and "p99 is the length of the run" in over
-    assert "the queue did not grow" in under and json.loads(
-        (tmp_path / "s.json").read_text())["figures"]["backlog"]["grew"] is False
+    assert (
+        "the queue did not grow" in under
+        and json.loads((tmp_path / "s.json").read_text())["figures"]["backlog"]["grew"] is False
+    )
     assert report["traffic"]["output_lengths"]["shortest"] == 3 and "of a core" in over
 
 
 def test_a_foreign_endpoint_leaves_the_clients_machine_alone(capsys: pytest.CaptureFixture[str]):
     with in_background(overloaded(500.0, None)) as url:
-        assert main(["bench", "serve", "--url", url, "--prompt", "20", "--output", "3", "--requests", "4",
-                     "--warmup", "0"]) == 0
+        assert (
+            main(
+                [
+                    "bench",
+                    "serve",
+                    "--url",
+                    url,
+                    "--prompt",
+                    "20",
+                    "--output",
+                    "3",
+                    "--requests",
+                    "4",
+                    "--warmup",
+                    "0",
+                ]
+            )
+            == 0
+        )
     shown = capsys.readouterr().out
     assert f"an engine that does not say what it is; client's machine: {cpu_name()}" in shown
     assert "the queue" not in shown, "a closed loop has no queue that could grow"
 
 
 @pytest.mark.parametrize("preset", ["short", "mixed", "long-form", "chat", "uniform"])
-def test_every_named_workload_can_be_served_and_swept(preset: str, capsys: pytest.CaptureFixture[str]):
+def test_every_named_workload_can_be_served_and_swept(
+    preset: str, capsys: pytest.CaptureFixture[str]
+):
     bodies: list[dict] = []
     fast = overloaded(5000.0, None)
 
@@ -433,8 +617,14 @@ def test_an_endpoint_that_is_not_there_is_one_clear_error():
 
     async def main(model: str):
         async with ScriptedServer(nobody) as url:
-            await measure(Target(url, model), [Arrival(0.0, 9, 1)], concurrency=1, closed=True, warmup=0,
-                          watch=lambda done, total: None)
+            await measure(
+                Target(url, model),
+                [Arrival(0.0, 9, 1)],
+                concurrency=1,
+                closed=True,
+                warmup=0,
+                watch=lambda done, total: None,
+            )
 
     with pytest.raises(ConfigError, match="no model list"):
         asyncio.run(main(""))

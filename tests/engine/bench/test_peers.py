@@ -1,4 +1,6 @@
-"""Engines in turn over HTTP: same requests, checked lengths, interleaved repetitions, medians, and nothing left."""
+"""Engines in turn over HTTP: same requests, checked lengths, interleaved repetitions, medians, and
+nothing left.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +76,7 @@ def test_engines_take_turns_and_get_the_same_work(tmp_path: Path):
     tokens = sum(works[1].outputs)
     for figures in (run["streams_1"] for run in slow["runs"]):
         assert figures["output_tok_s"] == pytest.approx(tokens / figures["seconds"])
-        assert figures["output_tok_s"] < 100, (
-            "one stream gets no more than the engine gives it"
-        )
+        assert figures["output_tok_s"] < 100, "one stream gets no more than the engine gives it"
         assert 0 < figures["client"]["cpu_share"] < 1
     crowd, alone = (
         slow["medians"][name]["output_tok_s"]["median"] for name in ("streams_3", "streams_1")

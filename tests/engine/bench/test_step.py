@@ -1,4 +1,6 @@
-"""`bench step`: the steps it makes up could be the engine's own, and what it writes is what a simulation reads."""
+"""`bench step`: the steps it makes up could be the engine's own, and what it writes is what a
+simulation reads.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ from jitney.engine.scheduler.plan import Work
 from jitney.engine.simulation.step_table import HostTimes, StepTable
 
 
-@pytest.mark.parametrize(("seats", "budget", "room", "context"), [(32, 512, 20_000, 8192), (1, 8, 64, 32),
-                                                                   (256, 2048, 10**6, 4096), (4, 16, 300, 40)])
-def test_every_case_is_a_step_the_engine_could_plan(seats: int, budget: int, room: int, context: int):
+@pytest.mark.parametrize(
+    ("seats", "budget", "room", "context"),
+    [(32, 512, 20_000, 8192), (1, 8, 64, 32), (256, 2048, 10**6, 4096), (4, 16, 300, 40)],
+)
+def test_every_case_is_a_step_the_engine_could_plan(
+    seats: int, budget: int, room: int, context: int
+):
     buckets = make_buckets(max_seats=seats, token_budget=budget)
     made = cases(buckets, room, context)
     assert {case.bucket for case in made} == set(buckets.all())
@@ -33,7 +39,9 @@ def test_every_case_is_a_step_the_engine_could_plan(seats: int, budget: int, roo
         assert plan.n_decode == plan.rows or not case.bucket.decode_only
         pages = Counter(page for chunk in plan.chunks for page in chunk.seq.pages)
         assert max(pages.values()) == 1 and 0 not in pages and case.positions <= room
-        assert [chunk.decode for chunk in plan.chunks] == sorted((c.decode for c in plan.chunks), reverse=True)
+        assert [chunk.decode for chunk in plan.chunks] == sorted(
+            (c.decode for c in plan.chunks), reverse=True
+        )
 
 
 def test_the_work_of_a_case_by_hand():
@@ -45,8 +53,11 @@ def test_the_work_of_a_case_by_hand():
 
 def test_the_table_goes_through_the_medians():
     bucket = Bucket(4, 4)
-    timings = [Timing(Case(bucket, (length,) * 4), Work(4, 0, 4 * length, length), [0.9 * t, t, 5 * t])
-               for length in (10, 100, 1000) for t in [0.01 + 1e-5 * length]]
+    timings = [
+        Timing(Case(bucket, (length,) * 4), Work(4, 0, 4 * length, length), [0.9 * t, t, 5 * t])
+        for length in (10, 100, 1000)
+        for t in [0.01 + 1e-5 * length]
+    ]
     table = table_of(timings, HostTimes(), "here")
     for timing in timings:
         assert table.seconds(bucket, timing.work) == pytest.approx(timing.median, rel=1e-3)
@@ -58,21 +69,35 @@ def test_the_floor_counts_bytes_and_operations():
     config = tiny_config()
     layers = 2 * (64 * config.qkv_size + 64 * 64 + 3 * 64 * 128)
     assert floor.memory_seconds(Bucket(4, 4), Work(decode=4, keys=40)) == pytest.approx(
-        (4 * (layers + 512 * 64) + 44 * 2 * 2 * 2 * 16 * 4) / 1e9)
-    assert floor.compute_seconds(Bucket(4, 4), Work()) == pytest.approx(2 * 4 * (layers + 512 * 64) / 1e12)
+        (4 * (layers + 512 * 64) + 44 * 2 * 2 * 2 * 16 * 4) / 1e9
+    )
+    assert floor.compute_seconds(Bucket(4, 4), Work()) == pytest.approx(
+        2 * 4 * (layers + 512 * 64) / 1e12
+    )
     assert floor.link_seconds(4) == floor.assumed.overhead_s == 0
 
 
 @pytest.fixture(scope="module")
 def report() -> dict:
     """A tiny model, measured for real."""
-    llm = LLM("tiny-random", dtype="float32", max_seats=4, token_budget=16, context=256, seat_buckets=[4],
-              token_buckets=[16], prefix_cache=False, pages=80)
+    llm = LLM(
+        "tiny-random",
+        dtype="float32",
+        max_seats=4,
+        token_budget=16,
+        context=256,
+        seat_buckets=[4],
+        token_buckets=[16],
+        prefix_cache=False,
+        pages=80,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(step.COPY_BYTES, True, 1 << 22)
         patch.setitem(step.PRODUCT_SIDE, True, 128)
         made = step.measure(llm, tiny_config(), repeats=3, seconds=20)
-    assert llm.generate([[5, 6, 7]])[0].outputs[0].finish_reason == "length"  # the engine is as good as before
+    assert (
+        llm.generate([[5, 6, 7]])[0].outputs[0].finish_reason == "length"
+    )  # the engine is as good as before
     llm.close()
     return made
 

@@ -1,4 +1,6 @@
-"""Reading `config.json` and GGUF key-values: both spellings, per-layer windows, clear refusals, hostile values."""
+"""Reading `config.json` and GGUF key-values: both spellings, per-layer windows, clear refusals,
+hostile values.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DATA
 
-from jitney.engine.checkpoints.model_config import HF_DEFAULTS, ModelConfig, RopeScaling, tiny_config
+from jitney.engine.checkpoints.model_config import (
+    HF_DEFAULTS,
+    ModelConfig,
+    RopeScaling,
+    tiny_config,
+)
 from jitney.engine.errors import ModelError
 
 CASES = json.loads((DATA / "reference_logits.json").read_text())["cases"]
-BASE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "intermediate_size": 80, "max_position_embeddings": 128}
-GGUF = {"general.architecture": "qwen2", "qwen2.block_count": 2, "qwen2.context_length": 64,
-        "qwen2.embedding_length": 32, "qwen2.feed_forward_length": 48, "qwen2.attention.head_count": 4,
-        "qwen2.attention.head_count_kv": 2, "qwen2.rope.freq_base": 1e6,
-        "qwen2.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.eos_token_id": 3,
-        "tokenizer.ggml.eot_token_id": 5}
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "max_position_embeddings": 128,
+}
+GGUF = {
+    "general.architecture": "qwen2",
+    "qwen2.block_count": 2,
+    "qwen2.context_length": 64,
+    "qwen2.embedding_length": 32,
+    "qwen2.feed_forward_length": 48,
+    "qwen2.attention.head_count": 4,
+    "qwen2.attention.head_count_kv": 2,
+    "qwen2.rope.freq_base": 1e6,
+    "qwen2.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.eos_token_id": 3,
+    "tokenizer.ggml.eot_token_id": 5,
+}
 SHAPES = {"token_embd.weight": (96, 32), "blk.0.attn_q.bias": (32,)}
 
 
 def test_a_plain_llama():
-    config = ModelConfig.from_hf(BASE | {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "eos_token_id": 7,
-                                         "tie_word_embeddings": True}, {"eos_token_id": [7, 9]})
+    config = ModelConfig.from_hf(
+        BASE
+        | {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "eos_token_id": 7, "tie_word_embeddings": True},
+        {"eos_token_id": [7, 9]},
+    )
     assert config == ModelConfig(
-        architecture="llama", vocab_size=96, hidden_size=48, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=12,
-        intermediate_size=80, windows=(0, 0, 0), context_length=128, rope_theta=5e5, rms_eps=1e-5,
-        tie_embeddings=True, eos_ids=(7, 9))
+        architecture="llama",
+        vocab_size=96,
+        hidden_size=48,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=4,
+        head_dim=12,
+        intermediate_size=80,
+        windows=(0, 0, 0),
+        context_length=128,
+        rope_theta=5e5,
+        rms_eps=1e-5,
+        tie_embeddings=True,
+        eos_ids=(7, 9),
+    )
     assert config.qkv_size == (4 + 2 * 4) * 12
 
 
@@ -55,34 +92,45 @@ def test_windows_follow_each_architecture():
     assert windows("MistralForCausalLM") == (4096,) * 3
     assert windows("MistralForCausalLM", sliding_window=None) == (0, 0, 0)
     assert windows("Qwen2ForCausalLM", sliding_window=8, max_window_layers=0) == (0, 0, 0)
-    assert windows("Qwen2ForCausalLM", sliding_window=8, max_window_layers=2, use_sliding_window=True) == (0, 0, 8)
-    assert windows("Qwen3ForCausalLM", sliding_window=8, use_sliding_window=True, layer_types=[
-        "sliding_attention", "full_attention", "sliding_attention"]) == (8, 0, 8)
+    assert windows(
+        "Qwen2ForCausalLM", sliding_window=8, max_window_layers=2, use_sliding_window=True
+    ) == (0, 0, 8)
+    assert windows(
+        "Qwen3ForCausalLM",
+        sliding_window=8,
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ) == (8, 0, 8)
 
 
 def test_yarn_extends_the_context():
     config = ModelConfig.from_hf(BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     assert config.context_length == 512
-    assert config.rope_scaling == RopeScaling("yarn", 4.0, 128, attention_factor=0.1 * math.log(4) + 1)
+    assert config.rope_scaling == RopeScaling(
+        "yarn", 4.0, 128, attention_factor=0.1 * math.log(4) + 1
+    )
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "Qwen3ForCausalLM"]),
-    ({"architectures": None}, ["unknown architecture"]),
-    ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-    ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["rope_parameters"]),
-    ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-    ({"hidden_size": None}, ["hidden_size", "integer"]),
-    ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "1024"]),
-    ({"vocab_size": True}, ["vocab_size"]),
-    ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "positive"]),
-    ({"num_key_value_heads": 3}, ["3 key-value heads"]),
-    ({"eos_token_id": 96}, ["96", "outside the vocabulary"]),
-    ({"eos_token_id": "2"}, ["eos_token_id"]),
-    ({"hidden_size": 52}, ["head_dim", "13"]),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "Qwen3ForCausalLM"]),
+        ({"architectures": None}, ["unknown architecture"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["rope_parameters"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"hidden_size": None}, ["hidden_size", "integer"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "1024"]),
+        ({"vocab_size": True}, ["vocab_size"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "positive"]),
+        ({"num_key_value_heads": 3}, ["3 key-value heads"]),
+        ({"eos_token_id": 96}, ["96", "outside the vocabulary"]),
+        ({"eos_token_id": "2"}, ["eos_token_id"]),
+        ({"hidden_size": 52}, ["head_dim", "13"]),
+    ],
+)
 def test_what_cannot_be_served_is_refused_by_name(change: dict, words: list[str]):
     with pytest.raises(ModelError) as caught:
         ModelConfig.from_hf(BASE | change)
@@ -96,17 +144,28 @@ def test_auto_map_of_a_known_architecture_is_data_only(caplog: pytest.LogCapture
     assert config == ModelConfig.from_hf(BASE)
     assert "auto_map" in caplog.text
     with pytest.raises(ModelError, match="EvilForCausalLM"):
-        ModelConfig.from_hf(BASE | {"architectures": ["EvilForCausalLM"], "auto_map": {"AutoModel": "evil.Evil"}})
+        ModelConfig.from_hf(
+            BASE | {"architectures": ["EvilForCausalLM"], "auto_map": {"AutoModel": "evil.Evil"}}
+        )
 
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5)
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(key=st.sampled_from(sorted({*CASES["qwen3_layer_types"]["config"], "rope_scaling", "attention_bias"})),
-       value=ANYTHING, architecture=st.sampled_from(sorted(CASES)))
+@given(
+    key=st.sampled_from(
+        sorted({*CASES["qwen3_layer_types"]["config"], "rope_scaling", "attention_bias"})
+    ),
+    value=ANYTHING,
+    architecture=st.sampled_from(sorted(CASES)),
+)
 def test_any_json_is_read_or_refused(key: str, value, architecture: str):
     try:
         ModelConfig.from_hf(CASES[architecture]["config"] | {key: value})
@@ -115,8 +174,12 @@ def test_any_json_is_read_or_refused(key: str, value, architecture: str):
 
 
 @settings(max_examples=200, deadline=None)
-@given(key=st.sampled_from([*GGUF, "qwen2.rope.scaling.type", "qwen2.attention.key_length", "qwen2.expert_count"]),
-       value=ANYTHING)
+@given(
+    key=st.sampled_from(
+        [*GGUF, "qwen2.rope.scaling.type", "qwen2.attention.key_length", "qwen2.expert_count"]
+    ),
+    value=ANYTHING,
+)
 def test_any_gguf_value_is_read_or_refused(key: str, value):
     try:
         ModelConfig.from_gguf(GGUF | {key: value}, SHAPES)
@@ -127,9 +190,22 @@ def test_any_gguf_value_is_read_or_refused(key: str, value):
 def test_gguf_values_and_tensors_tell_the_shape():
     config = ModelConfig.from_gguf(GGUF, SHAPES)
     assert config == ModelConfig(
-        architecture="qwen2", vocab_size=96, hidden_size=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
-        intermediate_size=48, windows=(0, 0), context_length=64, rope_theta=1e6, rms_eps=1e-5, tie_embeddings=True,
-        qkv_bias=True, eos_ids=(3, 5))
+        architecture="qwen2",
+        vocab_size=96,
+        hidden_size=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        windows=(0, 0),
+        context_length=64,
+        rope_theta=1e6,
+        rms_eps=1e-5,
+        tie_embeddings=True,
+        qkv_bias=True,
+        eos_ids=(3, 5),
+    )
     assert not ModelConfig.from_gguf(GGUF, SHAPES | {"output.weight": (96, 32)}).tie_embeddings
     scaling = {"qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 2.0}
     linear = ModelConfig.from_gguf(GGUF | scaling, SHAPES)
@@ -145,8 +221,15 @@ def test_gguf_refusals():
     with pytest.raises(ModelError, match="mixture-of-experts"):
         ModelConfig.from_gguf(GGUF | {"qwen2.expert_count": 8}, SHAPES)
     with pytest.raises(ModelError, match="yarn_log_multiplier"):
-        ModelConfig.from_gguf(GGUF | {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
-                                      "qwen2.rope.scaling.yarn_log_multiplier": 0.1}, SHAPES)
+        ModelConfig.from_gguf(
+            GGUF
+            | {
+                "qwen2.rope.scaling.type": "yarn",
+                "qwen2.rope.scaling.factor": 4.0,
+                "qwen2.rope.scaling.yarn_log_multiplier": 0.1,
+            },
+            SHAPES,
+        )
     with pytest.raises(ModelError, match="rope_freqs"):
         ModelConfig.from_gguf(GGUF, SHAPES, rope_factors=(1.0, 2.0))
     with pytest.raises(ModelError, match="token_embd"):
@@ -158,7 +241,10 @@ def test_tiny_configs_exist_for_all(architecture: str):
     config = tiny_config(architecture)
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
-        architecture == "qwen2", architecture == "qwen3", architecture == "mistral")
+        architecture == "qwen2",
+        architecture == "qwen3",
+        architecture == "mistral",
+    )
 
 
 def test_tiny_of_an_unknown_architecture():

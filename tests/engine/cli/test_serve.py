@@ -1,4 +1,6 @@
-"""`jitney serve` as a program: probes while loading, what it prints, a core killed under it, drains and quick ends."""
+"""`jitney serve` as a program: probes while loading, what it prints, a core killed under it, drains
+and quick ends.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,66 @@ import httpx
 import openai
 import pytest
 
-FLAGS = ("tiny-random", "--platform", "cpu", "--max-seats", "4", "--token-budget", "64", "--seat-buckets", "4",
-         "--token-buckets", "64", "--pages", "256")
-BODY: dict[str, Any] = {"model": "tiny-random", "prompt": "abc", "temperature": 0, "ignore_eos": True}
+FLAGS = (
+    "tiny-random",
+    "--platform",
+    "cpu",
+    "--max-seats",
+    "4",
+    "--token-budget",
+    "64",
+    "--seat-buckets",
+    "4",
+    "--token-buckets",
+    "64",
+    "--pages",
+    "256",
+)
+BODY: dict[str, Any] = {
+    "model": "tiny-random",
+    "prompt": "abc",
+    "temperature": 0,
+    "ignore_eos": True,
+}
 
 
 class Serving:
-    """One running `jitney serve`, and what it wrote. cache: keeps compiled programs for the next one."""
+    """One running `jitney serve`, and what it wrote. cache: keeps compiled programs for the next
+    one.
+    """
 
     def __init__(self, cache: Path, *flags: str):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         code = "import sys; from jitney.engine.cli import main; sys.exit(main())"
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")}
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")
+        }
         environ["JITNEY_CACHE"] = str(cache)
-        command = [sys.executable, "-P", "-c", code, "serve", *FLAGS, "--port", str(self.port), *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            code,
+            "serve",
+            *FLAGS,
+            "--port",
+            str(self.port),
+            *flags,
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        )
         self.url = f"http://127.0.0.1:{self.port}"
         self.out: queue.Queue[str] = queue.Queue()
         self.err: list[str] = []
-        self.readers = [threading.Thread(target=self._read, args=each, daemon=True)
-                        for each in ((self.process.stdout, self.out.put), (self.process.stderr, self.err.append))]
+        self.readers = [
+            threading.Thread(target=self._read, args=each, daemon=True)
+            for each in (
+                (self.process.stdout, self.out.put),
+                (self.process.stderr, self.err.append),
+            )
+        ]
         for reader in self.readers:
             reader.start()
 
@@ -66,7 +107,9 @@ class Serving:
             connection.close()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 180) -> None:
-        """A dead process ends the wait at once; the time is for a machine with other things to do."""
+        """A dead process ends the wait at once; the time is for a machine with other things to
+        do.
+        """
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None and time.monotonic() < deadline, "\n".join(self.err)
@@ -111,7 +154,10 @@ def server(cache: Path) -> Iterator[Serving]:
 
 def test_probes_tell_the_truth_while_it_loads(server: Any):
     assert {path: answer.status_code for path, answer in server.loading.items()} == {
-        "/livez": 200, "/startupz": 503, "/readyz": 503}
+        "/livez": 200,
+        "/startupz": 503,
+        "/readyz": 503,
+    }
     assert server.refused.status_code == 503
     assert server.refused.json()["error"]["code"] == "loading"
     assert "retry-after" in server.refused.headers
@@ -126,25 +172,53 @@ def test_the_printed_line_works_as_it_stands(server: Serving):
     assert "Jitney serves tiny-random" in printed[0] and "4 seats" in printed[0]
     assert any(f"{server.url}/v1" in line for line in printed)
     line = re.sub(r"^\s*try\s+", "", printed[-1])
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=30, check=True
+    )
     assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), done.stdout
 
 
 def test_the_openai_client_runs_against_it(server: Serving):
-    """Completions, chat, streams and errors through the client that most programs use, with its own types."""
+    """Completions, chat, streams and errors through the client that most programs use, with its own
+    types.
+    """
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=2) as client:
         assert [model.id for model in client.models.list()] == ["tiny-random"]
-        plain = client.completions.create(model="tiny-random", prompt="abc", max_tokens=12, temperature=0,
-                                          logprobs=2, extra_body={"ignore_eos": True})
+        plain = client.completions.create(
+            model="tiny-random",
+            prompt="abc",
+            max_tokens=12,
+            temperature=0,
+            logprobs=2,
+            extra_body={"ignore_eos": True},
+        )
         assert plain.usage is not None and plain.usage.completion_tokens == 12
-        assert plain.choices[0].logprobs is not None and len(plain.choices[0].logprobs.tokens or []) == 12
-        stream = client.completions.create(model="tiny-random", prompt="abc", max_tokens=12, temperature=0, stream=True,
-                                           extra_body={"ignore_eos": True})
+        assert (
+            plain.choices[0].logprobs is not None
+            and len(plain.choices[0].logprobs.tokens or []) == 12
+        )
+        stream = client.completions.create(
+            model="tiny-random",
+            prompt="abc",
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
         assert "".join(chunk.choices[0].text for chunk in stream) == plain.choices[0].text
-        asked = {"model": "tiny-random", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "seed": 4}
+        asked = {
+            "model": "tiny-random",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": 9,
+            "seed": 4,
+        }
         answer = client.chat.completions.create(**asked, n=2)
         assert len(answer.choices) == 2 and answer.choices[0].message.role == "assistant"
-        pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        pieces = list(
+            client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+        )
         text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
         assert text == answer.choices[0].message.content
         assert pieces[-1].usage is not None and pieces[-1].usage.completion_tokens <= 9
@@ -162,13 +236,19 @@ def test_it_says_little_about_itself(server: Serving):
 
 def test_a_killed_core_is_replaced_and_readiness_tells(server: Serving):
     old = server.core()
-    with httpx.stream("POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 400, "stream": True},
-                      timeout=20) as answer:
+    with httpx.stream(
+        "POST",
+        server.url + "/v1/completions",
+        json=BODY | {"max_tokens": 400, "stream": True},
+        timeout=20,
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         os.kill(old, signal.SIGKILL)
         rest = list(lines)
-    assert '"code":"engine_dead"' in rest[-4] or any('"code":"engine_dead"' in line for line in rest)
+    assert '"code":"engine_dead"' in rest[-4] or any(
+        '"code":"engine_dead"' in line for line in rest
+    )
     assert [line for line in rest if line][-1] == "data: [DONE]"
     server.wait_for(lambda: server.status("/readyz") == 503)
     assert server.status("/livez") == 200
@@ -181,8 +261,12 @@ def test_a_killed_core_is_replaced_and_readiness_tells(server: Serving):
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(cache: Path):
     with Serving(cache) as serving:
         serving.ready()
-        with httpx.stream("POST", serving.url + "/v1/completions", json=BODY | {"max_tokens": 400, "stream": True},
-                          timeout=20) as answer:
+        with httpx.stream(
+            "POST",
+            serving.url + "/v1/completions",
+            json=BODY | {"max_tokens": 400, "stream": True},
+            timeout=20,
+        ) as answer:
             lines = answer.iter_lines()
             next(lines)
             serving.process.send_signal(signal.SIGTERM)
@@ -197,8 +281,12 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(cache: Path):
 def test_a_drain_that_takes_too_long_ends_requests_with_an_error(cache: Path):
     with Serving(cache, "--drain-s", "0.1") as serving:
         serving.ready()
-        with httpx.stream("POST", serving.url + "/v1/completions", json=BODY | {"max_tokens": 460, "stream": True},
-                          timeout=20) as answer:
+        with httpx.stream(
+            "POST",
+            serving.url + "/v1/completions",
+            json=BODY | {"max_tokens": 460, "stream": True},
+            timeout=20,
+        ) as answer:
             lines = answer.iter_lines()
             next(lines)
             os.kill(serving.core(), signal.SIGSTOP)  # a step that does not end
@@ -211,8 +299,12 @@ def test_a_drain_that_takes_too_long_ends_requests_with_an_error(cache: Path):
 def test_a_second_signal_ends_it_at_once(cache: Path):
     with Serving(cache) as serving:
         serving.ready()
-        with httpx.stream("POST", serving.url + "/v1/completions", json=BODY | {"max_tokens": 460, "stream": True},
-                          timeout=20) as answer:
+        with httpx.stream(
+            "POST",
+            serving.url + "/v1/completions",
+            json=BODY | {"max_tokens": 460, "stream": True},
+            timeout=20,
+        ) as answer:
             lines = answer.iter_lines()  # kept: letting go of it would end the request
             next(lines)
             os.kill(serving.core(), signal.SIGSTOP)
@@ -235,5 +327,7 @@ def test_a_model_that_is_not_there_is_one_line(cache: Path):
         assert serving.process.wait(20) == 1
         for reader in serving.readers:
             reader.join(5)
-        assert next(line for line in serving.err if line.startswith("jitney: ")).count("absent") == 1
+        assert (
+            next(line for line in serving.err if line.startswith("jitney: ")).count("absent") == 1
+        )
         assert not [line for line in serving.err if "Traceback" in line]

@@ -1,4 +1,6 @@
-"""`jitney top`: what it prints equals what the engine has, over the real feed; and its manners when there is none."""
+"""`jitney top`: what it prints equals what the engine has, over the real feed; and its manners when
+there is none.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,28 @@ def busy_client() -> FakeClient:
     client = FakeClient()
     for name in ("writer", "reader"):
         sampling = SamplingParams(max_tokens=8)
-        client.journal.submit(EngineRequest(id=name, prompt=[1] * 5, sampling=sampling, arrival=0.0))
+        client.journal.submit(
+            EngineRequest(id=name, prompt=[1] * 5, sampling=sampling, arrival=0.0)
+        )
     record = np.zeros(1, STEP_DTYPE)
     record["step"], record["bucket_tokens"], record["decode"], record["padding"] = 1, 8, 6, 2
-    life = [Life("seated", name, 0, seat, 1, 0.0, 5, 0) for seat, name in enumerate(("writer", "reader"))]
+    life = [
+        Life("seated", name, 0, seat, 1, 0.0, 5, 0)
+        for seat, name in enumerate(("writer", "reader"))
+    ]
     client.journal.take(StepReport([], life=life))
-    taken = client.journal.take(StepReport([SequenceOutput(request_id="writer", index=0, tokens=[1] * 4)],
-                                           record.tobytes()))
+    taken = client.journal.take(
+        StepReport([SequenceOutput(request_id="writer", index=0, tokens=[1] * 4)], record.tobytes())
+    )
     client.counters.observe_step(taken)
     client.counters.waiting = 3
     return client
 
 
 def app_of(client: FakeClient, *keys: str):
-    settings = ServerSettings(api_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",))
+    settings = ServerSettings(
+        api_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
+    )
     return create_app(client, ByteTokenizer(), settings, "m", dashboard_routes(client, settings))  # type: ignore[arg-type]
 
 
@@ -90,13 +100,17 @@ def test_a_server_that_is_something_else(capsys):
     assert "is this a Jitney engine?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://key@host", "http://host?key=1", "http://host#x"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "http://", "http://key@host", "http://host?key=1", "http://host#x"]
+)
 def test_urls_that_are_refused(url: str):
     with pytest.raises(ConfigError):
         base_of(url)
 
 
-@pytest.mark.parametrize("url", ["host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/dashboard/"])
+@pytest.mark.parametrize(
+    "url", ["host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/dashboard/"]
+)
 def test_urls_of_an_engine(url: str):
     assert base_of(url) == "http://host:8000/dashboard"
 
@@ -118,8 +132,13 @@ def test_a_feed_that_ends_is_an_end():
 
 
 def replica_with(*seats: SeatView, **scalars) -> Replica:
-    totals = {"rows": {kind: 0 for kind, _, _ in topview.LEDGER}, "steps": {"decode": 0, "mixed": 0}, "step_s": 0.0,
-              "waiting": 0, "latency": {"wait": {"p95": 0.25}, "ttft": {"p95": 2.5}, "itl": None}}
+    totals = {
+        "rows": {kind: 0 for kind, _, _ in topview.LEDGER},
+        "steps": {"decode": 0, "mixed": 0},
+        "step_s": 0.0,
+        "waiting": 0,
+        "latency": {"wait": {"p95": 0.25}, "ttft": {"p95": 2.5}, "itl": None},
+    }
     return Replica(t=1.0, seats=list(seats), scalars=totals | scalars, state="ready")
 
 
@@ -140,13 +159,22 @@ def test_a_decoding_seat_shows_how_far_it_has_come(output: int, glyph: str):
 def test_rates_are_differences_over_the_window():
     rates, rows = topview.Rates(), {kind: 0 for kind, _, _ in topview.LEDGER}
     for second in range(6):
-        replica = replica_with(rows=rows | {"decode": 100 * second, "padding": 50 * second},
-                               steps={"decode": 10 * second, "mixed": 0}, step_s=0.5 * second)
+        replica = replica_with(
+            rows=rows | {"decode": 100 * second, "padding": 50 * second},
+            steps={"decode": 10 * second, "mixed": 0},
+            step_s=0.5 * second,
+        )
         replica.t = float(second)
         rates.add(replica)
-    assert rates.per_second("decode") == 100 and rates.step_ms() == 50 and rates.rows()["padding"] == 150
+    assert (
+        rates.per_second("decode") == 100
+        and rates.step_ms() == 50
+        and rates.rows()["padding"] == 150
+    )
     told = shown(topview.picture(replica, rates, "http://x"))
-    assert "generated 67%" in told and "padding 33%" in told and "250 ms" in told and "2.5 s" in told
+    assert (
+        "generated 67%" in told and "padding 33%" in told and "250 ms" in told and "2.5 s" in told
+    )
     replica.t = 0.0  # another server
     rates.add(replica)
     assert rates.per_second("decode") is None
@@ -155,7 +183,9 @@ def test_rates_are_differences_over_the_window():
 def test_full_and_loading_are_said_in_words():
     full = replica_with(SeatView("decode", "a"), SeatView("held", "b"), waiting=5)
     assert topview.headline(full) == "Full: all 2 seats taken, 5 waiting"
-    loading = Replica(state="loading", progress={"stage": "compile", "done": 3, "total": 8, "detail": ""})
+    loading = Replica(
+        state="loading", progress={"stage": "compile", "done": 3, "total": 8, "detail": ""}
+    )
     assert topview.headline(loading) == "compile 3 of 8"
     assert "loading" in shown(topview.picture(loading, topview.Rates(), "u"))
 

@@ -36,15 +36,29 @@ def write(folder: Path, text: str) -> Path:
 
 def test_layers_override_each_other_in_order(tmp_path: Path):
     file = write(tmp_path, "[engine]\nmax_seats = 2\npage_size = 32\ntoken_budget = 64\n")
-    config = load_config(file, {"JITNEY_MAX_SEATS": "3", "JITNEY_PAGE_SIZE": "64"}, {"max_seats": "4"})
-    assert (config.engine.max_seats, config.engine.page_size, config.engine.token_budget) == (4, 64, 64)
+    config = load_config(
+        file, {"JITNEY_MAX_SEATS": "3", "JITNEY_PAGE_SIZE": "64"}, {"max_seats": "4"}
+    )
+    assert (config.engine.max_seats, config.engine.page_size, config.engine.token_budget) == (
+        4,
+        64,
+        64,
+    )
     assert load_config().engine.max_seats == 32
 
 
 def test_values_of_every_kind_come_from_the_environment():
-    config = load_config(environ={
-        "JITNEY_MODEL": "tiny-random", "JITNEY_PREFIX_CACHE": "off", "JITNEY_MEMORY_GIB": "1.5",
-        "JITNEY_SEAT_BUCKETS": "4, 8", "JITNEY_API_KEYS": "one,two", "JITNEY_CACHE": "/somewhere", "PATH": "/bin"})
+    config = load_config(
+        environ={
+            "JITNEY_MODEL": "tiny-random",
+            "JITNEY_PREFIX_CACHE": "off",
+            "JITNEY_MEMORY_GIB": "1.5",
+            "JITNEY_SEAT_BUCKETS": "4, 8",
+            "JITNEY_API_KEYS": "one,two",
+            "JITNEY_CACHE": "/somewhere",
+            "PATH": "/bin",
+        }
+    )
     assert config.model.id == "tiny-random"
     assert config.engine.prefix_cache is False
     assert config.engine.memory_gib == 1.5
@@ -52,16 +66,22 @@ def test_values_of_every_kind_come_from_the_environment():
     assert config.server.api_keys == ("one", "two")
 
 
-@pytest.mark.parametrize(("toml", "words"), [
-    ("[engine]\nmax_seat = 3\n", ["run.toml", "[engine]", "max_seat is unknown", "did you mean max_seats?"]),
-    ("[engines]\n", ["run.toml", "[engines] is unknown", "did you mean [engine]?"]),
-    ("max_seats = 3\n", ["run.toml", "unknown"]),
-    ("[engine]\nmax_seats = '3'\n", ["run.toml", "[engine] max_seats", "'3'"]),
-    ("[engine]\nmax_seats = true\n", ["[engine] max_seats", "True"]),
-    ("[engine]\nmax_seats = 0\n", ["[engine] max_seats", "greater than or equal to 1"]),
-    ("[engine\n", ["run.toml", "not TOML"]),
-    ("[server]\nread_timeout_s = nan\n", ["[server] read_timeout_s"]),
-])
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        (
+            "[engine]\nmax_seat = 3\n",
+            ["run.toml", "[engine]", "max_seat is unknown", "did you mean max_seats?"],
+        ),
+        ("[engines]\n", ["run.toml", "[engines] is unknown", "did you mean [engine]?"]),
+        ("max_seats = 3\n", ["run.toml", "unknown"]),
+        ("[engine]\nmax_seats = '3'\n", ["run.toml", "[engine] max_seats", "'3'"]),
+        ("[engine]\nmax_seats = true\n", ["[engine] max_seats", "True"]),
+        ("[engine]\nmax_seats = 0\n", ["[engine] max_seats", "greater than or equal to 1"]),
+        ("[engine\n", ["run.toml", "not TOML"]),
+        ("[server]\nread_timeout_s = nan\n", ["[server] read_timeout_s"]),
+    ],
+)
 def test_a_bad_file_is_one_line_with_the_place(tmp_path: Path, toml: str, words: list[str]):
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, toml))
@@ -76,40 +96,52 @@ def test_a_missing_file_is_named(tmp_path: Path):
         load_config(tmp_path / "absent.toml")
 
 
-@pytest.mark.parametrize(("environ", "message"), [
-    ({"JITNEY_MAX_SEAT": "1"}, "JITNEY_MAX_SEAT is unknown; did you mean JITNEY_MAX_SEATS?"),
-    ({"JITNEY_ID": "x"}, "JITNEY_ID is unknown"),
-    ({"JITNEY_MAX_SEATS": "many"}, "JITNEY_MAX_SEATS: must be a whole number, not many"),
-    ({"JITNEY_PREFIX_CACHE": "maybe"}, "JITNEY_PREFIX_CACHE: must be true or false, not maybe"),
-    ({"JITNEY_MEMORY_GIB": "inf"}, "JITNEY_MEMORY_GIB: "),
-])
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"JITNEY_MAX_SEAT": "1"}, "JITNEY_MAX_SEAT is unknown; did you mean JITNEY_MAX_SEATS?"),
+        ({"JITNEY_ID": "x"}, "JITNEY_ID is unknown"),
+        ({"JITNEY_MAX_SEATS": "many"}, "JITNEY_MAX_SEATS: must be a whole number, not many"),
+        ({"JITNEY_PREFIX_CACHE": "maybe"}, "JITNEY_PREFIX_CACHE: must be true or false, not maybe"),
+        ({"JITNEY_MEMORY_GIB": "inf"}, "JITNEY_MEMORY_GIB: "),
+    ],
+)
 def test_a_bad_variable_is_named(environ: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(environ=environ)
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ({"page_size": "24"}, "--page-size: must be a power of two from 8 to 256"),
-    ({"page_size": "4"}, "--page-size: must be a power of two"),
-    ({"policy": "psychic"}, "--policy: must be 'continuous', 'static' or 'dynamic', not 'psychic'"),
-    ({"order": "size"}, "--order: must be 'fcfs', 'priority', 'shortest' or 'fair', not 'size'"),
-    ({"batch_size": "33"}, "batch_size must not exceed max_seats (32)"),
-    ({"prefill_share": "0"}, "--prefill-share: must be greater than 0"),
-    ({"prefill_share": "1.1"}, "--prefill-share: must be less than or equal to 1"),
-    ({"key_tokens_per_minute": "-1"}, "--key-tokens-per-minute"),
-    ({"dtype": "int8"}, "--dtype: must be 'auto', 'bfloat16' or 'float32', not 'int8'"),
-    ({"token_budget": "32"}, "token_budget (32) must be more than max_seats (32)"),
-    ({"seat_buckets": "8,4"}, "--seat-buckets: must be positive and ascending"),
-    ({"seat_buckets": "0,4"}, "--seat-buckets: must be positive and ascending"),
-    ({"seat_buckets": "4,64"}, "seat_buckets must not exceed max_seats (32)"),
-    ({"token_buckets": "32,64"}, "token_buckets must lie above max_seats (32)"),
-    ({"token_buckets": "64,1024"}, "not exceed token_budget (512)"),
-    ({"host": "0.0.0.0"}, "no API key is set"),
-    ({"platform": "cpu", "device": "1"}, "device chooses a GPU or TPU chip"),
-    ({"device": "-1"}, "--device"),
-    ({"port": "65536"}, "--port"),
-    ({"nonsense": "1"}, "nonsense is unknown"),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"page_size": "24"}, "--page-size: must be a power of two from 8 to 256"),
+        ({"page_size": "4"}, "--page-size: must be a power of two"),
+        (
+            {"policy": "psychic"},
+            "--policy: must be 'continuous', 'static' or 'dynamic', not 'psychic'",
+        ),
+        (
+            {"order": "size"},
+            "--order: must be 'fcfs', 'priority', 'shortest' or 'fair', not 'size'",
+        ),
+        ({"batch_size": "33"}, "batch_size must not exceed max_seats (32)"),
+        ({"prefill_share": "0"}, "--prefill-share: must be greater than 0"),
+        ({"prefill_share": "1.1"}, "--prefill-share: must be less than or equal to 1"),
+        ({"key_tokens_per_minute": "-1"}, "--key-tokens-per-minute"),
+        ({"dtype": "int8"}, "--dtype: must be 'auto', 'bfloat16' or 'float32', not 'int8'"),
+        ({"token_budget": "32"}, "token_budget (32) must be more than max_seats (32)"),
+        ({"seat_buckets": "8,4"}, "--seat-buckets: must be positive and ascending"),
+        ({"seat_buckets": "0,4"}, "--seat-buckets: must be positive and ascending"),
+        ({"seat_buckets": "4,64"}, "seat_buckets must not exceed max_seats (32)"),
+        ({"token_buckets": "32,64"}, "token_buckets must lie above max_seats (32)"),
+        ({"token_buckets": "64,1024"}, "not exceed token_budget (512)"),
+        ({"host": "0.0.0.0"}, "no API key is set"),
+        ({"platform": "cpu", "device": "1"}, "device chooses a GPU or TPU chip"),
+        ({"device": "-1"}, "--device"),
+        ({"port": "65536"}, "--port"),
+        ({"nonsense": "1"}, "nonsense is unknown"),
+    ],
+)
 def test_values_that_cannot_be_are_refused(flags: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(flags=flags)
@@ -127,15 +159,27 @@ def test_an_open_host_needs_a_key_or_a_decision():
     assert not load_config(flags={"host": "localhost"}).server.open_to_others
 
 
-@given(st.builds(
-    Config,
-    engine=st.builds(EngineSection, max_seats=st.integers(1, 256), token_budget=st.integers(300, 4096),
-                     memory_gib=st.floats(0, 1e6), prefix_cache=st.booleans(),
-                     kernels=st.sampled_from(get_args(KernelsName))),
-    model=st.builds(ModelSection, id=st.text(min_size=1)),
-    server=st.builds(ServerSection, hosts=st.lists(st.text()).map(tuple), read_timeout_s=st.floats(1e-9, 1e9)),
-), st.booleans())
-def test_toml_reads_back_to_the_same(tmp_path_factory: pytest.TempPathFactory, config: Config, comments: bool):
+@given(
+    st.builds(
+        Config,
+        engine=st.builds(
+            EngineSection,
+            max_seats=st.integers(1, 256),
+            token_budget=st.integers(300, 4096),
+            memory_gib=st.floats(0, 1e6),
+            prefix_cache=st.booleans(),
+            kernels=st.sampled_from(get_args(KernelsName)),
+        ),
+        model=st.builds(ModelSection, id=st.text(min_size=1)),
+        server=st.builds(
+            ServerSection, hosts=st.lists(st.text()).map(tuple), read_timeout_s=st.floats(1e-9, 1e9)
+        ),
+    ),
+    st.booleans(),
+)
+def test_toml_reads_back_to_the_same(
+    tmp_path_factory: pytest.TempPathFactory, config: Config, comments: bool
+):
     file = tmp_path_factory.mktemp("toml") / "out.toml"
     file.write_text(to_toml(config, comments=comments), encoding="utf-8")
     assert load_config(file) == config
@@ -168,7 +212,9 @@ def test_what_the_description_allows_makes_distinct_buckets(max_seats: int, toke
     assert not any(bucket.decode_only for bucket in buckets.mixed)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name
+)
 def test_the_shipped_files_load(file: Path):
     load_config(file)
 
@@ -184,13 +230,17 @@ def test_the_documentation_says_of_every_setting_what_the_code_says():
     for setting in settings().values():
         flag = "none" if setting.secret else f"`{setting.flag}`"
         default = toml_line(setting.field.default)
-        row = f"| `{setting.key}` | {flag} | `{setting.env}` | `{default}` | {setting.field.description} |"
+        row = (
+            f"| `{setting.key}` | {flag} | `{setting.env}` | `{default}` "
+            f"| {setting.field.description} |"
+        )
         assert row in text, f"docs/configuration.md lacks the row\n{row}"
 
 
 def toml_line(value: object) -> str:
     return {bool: lambda: str(value).lower(), str: lambda: f'"{value}"', tuple: lambda: "[]"}.get(
-        type(value), lambda: str(value))()
+        type(value), lambda: str(value)
+    )()
 
 
 def test_the_cache_folder_can_be_moved(monkeypatch: pytest.MonkeyPatch):
@@ -205,4 +255,7 @@ def test_a_platform_becomes_variables_that_jax_reads():
     assert platform_environment(EngineSection()) == {}
     assert platform_environment(EngineSection(platform="cpu")) == {"JAX_PLATFORMS": "cpu"}
     assert platform_environment(EngineSection(platform="cuda", device="1")) == {
-        "JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": "1", "TPU_VISIBLE_DEVICES": "1"}
+        "JAX_PLATFORMS": "cuda,cpu",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "TPU_VISIBLE_DEVICES": "1",
+    }

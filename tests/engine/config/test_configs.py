@@ -1,4 +1,6 @@
-"""The files in configs/: each loads, fits its device by the planner's arithmetic, and its comments say what is true."""
+"""The files in configs/: each loads, fits its device by the planner's arithmetic, and its comments
+say what is true.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,13 @@ def comments(file: Path) -> str:
 
 def buckets(config: Config, on_device: bool) -> Buckets:
     engine = config.engine
-    return make_buckets(max_seats=engine.max_seats, token_budget=engine.token_budget, seat_sizes=engine.seat_buckets,
-                        token_sizes=engine.token_buckets, on_device=on_device)
+    return make_buckets(
+        max_seats=engine.max_seats,
+        token_budget=engine.token_budget,
+        seat_sizes=engine.seat_buckets,
+        token_sizes=engine.token_buckets,
+        on_device=on_device,
+    )
 
 
 def test_there_is_a_file_for_each_machine_that_is_named():
@@ -61,7 +68,10 @@ def test_the_planned_deployment_is_the_configured_one(file: Path):
     assert known.weights == WEIGHTS.get(model.weights, model.weights)
     assert known.kv == WEIGHTS.get(engine.kv_dtype, engine.kv_dtype)
     assert (known.count, known.token_budget, known.page_size) == (
-        engine.tensor_parallel, engine.token_budget, engine.page_size)
+        engine.tensor_parallel,
+        engine.token_budget,
+        engine.page_size,
+    )
     assert model.context <= find_shape(known.model).context_length
     assert engine.platform == ("tpu" if known.device.startswith("v") else "cuda")
 
@@ -69,27 +79,42 @@ def test_the_planned_deployment_is_the_configured_one(file: Path):
 @pytest.mark.parametrize("file", ON_DEVICES, ids=lambda file: file.stem)
 def test_weights_and_the_keys_of_all_seats_fit(file: Path):
     config, known = load_config(file), make_parser().parse(command(file))
-    roofline = Roofline(ModelCost(find_shape(known.model), known.weights, known.kv), find_device(known.device),
-                        known.count)
-    sizing = plan(roofline, Demand(known.prompt, known.output, token_budget=known.token_budget,
-                                   page_size=known.page_size))
+    roofline = Roofline(
+        ModelCost(find_shape(known.model), known.weights, known.kv),
+        find_device(known.device),
+        known.count,
+    )
+    sizing = plan(
+        roofline,
+        Demand(
+            known.prompt, known.output, token_budget=known.token_budget, page_size=known.page_size
+        ),
+    )
     memory, device = sizing.memory, roofline.device
     assert memory.weight_bytes + memory.positions * memory.kv_bytes_per_token <= (
-        device.memory * known.count * roofline.assumed.memory)
+        device.memory * known.count * roofline.assumed.memory
+    )
     assert memory.seats_mean >= config.engine.max_seats
     assert sizing.chosen is not None and sizing.chosen.seats <= config.engine.max_seats
     assert memory.positions >= config.model.context  # one sequence of the whole context is served
     shape = roofline.cost.config
-    assert not any(size % known.count for size in (shape.n_heads, shape.n_kv_heads, shape.intermediate_size,
-                                                   shape.vocab_size))
+    assert not any(
+        size % known.count
+        for size in (shape.n_heads, shape.n_kv_heads, shape.intermediate_size, shape.vocab_size)
+    )
 
 
 @pytest.mark.parametrize("file", ON_DEVICES, ids=lambda file: file.stem)
-def test_the_comments_give_the_planner_s_own_answers(file: Path, capsys: pytest.CaptureFixture[str],
-                                                     monkeypatch: pytest.MonkeyPatch):
+def test_the_comments_give_the_planner_s_own_answers(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("COLUMNS", "400")
     assert run_plan(command(file)) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("memory:", "chosen:"))]
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("memory:", "chosen:"))
+    ]
     assert len(lines) == 2
     for line in lines:
         assert line in comments(file)
@@ -99,6 +124,9 @@ def test_the_comments_give_the_planner_s_own_answers(file: Path, capsys: pytest.
 def test_the_sizes_named_in_comments_are_those_that_are_compiled(file: Path):
     made = buckets(load_config(file), file.stem != "cpu")
     text = file.read_text()
-    for kind, sizes in (("decode-only", [b.seats for b in made.decode]), ("mixed", [b.tokens for b in made.mixed])):
+    for kind, sizes in (
+        ("decode-only", [b.seats for b in made.decode]),
+        ("mixed", [b.tokens for b in made.mixed]),
+    ):
         for named in re.findall(rf"{kind} programs have ([\d, and]+?) rows", text):
             assert [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?<!,)", named)] == sizes

@@ -1,4 +1,6 @@
-"""A platform is what it says: one that is not here ends the command at once, before any model is looked for."""
+"""A platform is what it says: one that is not here ends the command at once, before any model is
+looked for.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,19 @@ def bare(monkeypatch: pytest.MonkeyPatch):
     """A machine with neither plugin, where looking for a model is an error."""
     monkeypatch.setattr(platforms, "jax_plugins", set)
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec",
-                        lambda name, *rest: None if name == "libtpu" else find(name, *rest))
-    for place in ("jitney.engine.llm", "jitney.engine.checkpoints.sources", "jitney.engine.process.main"):
-        monkeypatch.setattr(f"{place}.resolve", lambda *words, **options: pytest.fail("a model was looked for"))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "libtpu" else find(name, *rest),
+    )
+    for place in (
+        "jitney.engine.llm",
+        "jitney.engine.checkpoints.sources",
+        "jitney.engine.process.main",
+    ):
+        monkeypatch.setattr(
+            f"{place}.resolve", lambda *words, **options: pytest.fail("a model was looked for")
+        )
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -50,10 +61,13 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(("platform", "extra"), [("cuda", '".[cuda12]" (or cuda13)'), ("tpu", '".[tpu]"')])
+@pytest.mark.parametrize(
+    ("platform", "extra"), [("cuda", '".[cuda12]" (or cuda13)'), ("tpu", '".[tpu]"')]
+)
 @pytest.mark.usefixtures("bare")
-def test_every_command_names_the_extra_at_once(capsys: pytest.CaptureFixture[str], command: str, platform: str,
-                                               extra: str):
+def test_every_command_names_the_extra_at_once(
+    capsys: pytest.CaptureFixture[str], command: str, platform: str, extra: str
+):
     assert main([*command.split(), "--platform", platform, "--model", "owner/model"]) == 2
     line = one_line(capsys)
     assert line.startswith(f"jitney: platform {platform}: ") and f"pip install -e {extra}" in line
@@ -61,15 +75,18 @@ def test_every_command_names_the_extra_at_once(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", ["h100", "l4", "v5e-1", "v6e-4"])
 @pytest.mark.usefixtures("bare")
-def test_the_configurations_of_devices_do_not_serve_on_a_cpu(capsys: pytest.CaptureFixture[str], name: str,
-                                                             monkeypatch: pytest.MonkeyPatch):
+def test_the_configurations_of_devices_do_not_serve_on_a_cpu(
+    capsys: pytest.CaptureFixture[str], name: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("JITNEY_API_KEYS", "k" * 32)
     assert main(["serve", "--config", str(CONFIGS / f"{name}.toml")]) == 2
     assert "pip install -e" in one_line(capsys)
 
 
 @pytest.mark.usefixtures("bare")
-def test_the_offline_api_and_bench_device_refuse_too(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_the_offline_api_and_bench_device_refuse_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     with pytest.raises(ConfigError, match=r'platform tpu: .*pip install -e "\.\[tpu\]"'):
         LLM("owner/model", platform="tpu")
     assert main(["bench", "device", "--platform", "cuda", "--out-dir", str(tmp_path)]) == 2
@@ -78,7 +95,10 @@ def test_the_offline_api_and_bench_device_refuse_too(capsys: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("bare")
 def test_doctor_reports_it_as_bad_and_runs_nothing_elsewhere(capsys: pytest.CaptureFixture[str]):
-    assert main(["doctor", "--json", "--platform", "cuda", "--port", "0", "--model", "owner/model"]) == 1
+    assert (
+        main(["doctor", "--json", "--platform", "cuda", "--port", "0", "--model", "owner/model"])
+        == 1
+    )
     found = json.loads(capsys.readouterr().out)
     for name in ("devices", "one token"):
         assert found[name]["ok"] is False and "cuda12" in found[name]["value"]
@@ -90,20 +110,38 @@ def test_what_jax_then_runs_on_has_the_last_word(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"platform cuda: jax runs on cpu here.*\[cuda12\]"):
         start_jax(load_config(flags={"platform": "cuda"}))
     with pytest.raises(ConfigError, match=r"platform tpu: jax runs on cpu here.*\[tpu\]"):
-        worker.kernels_of(Job(part="floors", shape="tiny", dtype="auto", kernels="auto", page_size=16,
-                                     seconds=1.0, platform="tpu"))
+        worker.kernels_of(
+            Job(
+                part="floors",
+                shape="tiny",
+                dtype="auto",
+                kernels="auto",
+                page_size=16,
+                seconds=1.0,
+                platform="tpu",
+            )
+        )
     for name in ("auto", "cpu"):
         assert start_jax(load_config(flags={"platform": name}))[0].platform == "cpu"
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
     assert start_jax(load_config(flags={"platform": "cuda"}))[0].platform == "gpu"
 
 
-@pytest.mark.parametrize("command", ["serve", "generate --prompt x", "chat", "bench policies", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["serve", "generate --prompt x", "chat", "bench policies", "doctor"]
+)
 @pytest.mark.usefixtures("bare")
-def test_unknown_kernels_are_refused_before_a_model_is_looked_for(capsys: pytest.CaptureFixture[str], command: str):
+def test_unknown_kernels_are_refused_before_a_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str], command: str
+):
     assert main([*command.split(), "--kernels", "foo"]) == 2
     line = one_line(capsys)
-    assert "--kernels" in line and "'auto', 'reference'" in line and "'triton'" in line and "not 'foo'" in line
+    assert (
+        "--kernels" in line
+        and "'auto', 'reference'" in line
+        and "'triton'" in line
+        and "not 'foo'" in line
+    )
 
 
 def test_bench_device_refuses_unknown_kernels(capsys: pytest.CaptureFixture[str]):
@@ -131,9 +169,18 @@ class Driver:
         return 0
 
 
-@pytest.mark.parametrize(("driver", "problem"), [
-    (Driver(1), ""), (Driver(8), ""), (Driver(0), "finds no GPU"), (Driver(0, status=100), "CUDA error 100")])
-def test_the_driver_is_asked_for_gpus(monkeypatch: pytest.MonkeyPatch, driver: Driver, problem: str):
+@pytest.mark.parametrize(
+    ("driver", "problem"),
+    [
+        (Driver(1), ""),
+        (Driver(8), ""),
+        (Driver(0), "finds no GPU"),
+        (Driver(0, status=100), "CUDA error 100"),
+    ],
+)
+def test_the_driver_is_asked_for_gpus(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, problem: str
+):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(platforms, "jax_plugins", lambda: {"xla_cuda12"})
     if not problem:
@@ -150,10 +197,17 @@ def test_a_machine_without_a_driver_is_named(monkeypatch: pytest.MonkeyPatch):
         platforms.check_platform("cuda")
 
 
-@pytest.mark.parametrize(("file", "content", "shown"), [
-    ("dev/accel0", "", True), ("dev/vfio/0", "", True), ("dev/vfio/vfio", "", False), ("dev/null", "", False),
-    ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n", True),
-    ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x10de\n", False)])
+@pytest.mark.parametrize(
+    ("file", "content", "shown"),
+    [
+        ("dev/accel0", "", True),
+        ("dev/vfio/0", "", True),
+        ("dev/vfio/vfio", "", False),
+        ("dev/null", "", False),
+        ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n", True),
+        ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x10de\n", False),
+    ],
+)
 def test_signs_of_a_tpu(tmp_path: Path, file: str, content: str, shown: bool):
     path = tmp_path / file
     path.parent.mkdir(parents=True)
@@ -172,6 +226,8 @@ def test_a_libtpu_without_a_chip_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 def test_plugins_are_found_as_jax_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "jax_plugins" / "xla_cuda99").mkdir(parents=True)
-    (tmp_path / "jax_plugins" / "xla_cuda99" / "__init__.py").write_text("raise RuntimeError('looked for, not loaded')")
+    (tmp_path / "jax_plugins" / "xla_cuda99" / "__init__.py").write_text(
+        "raise RuntimeError('looked for, not loaded')"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "xla_cuda99" in platforms.jax_plugins()

@@ -1,4 +1,6 @@
-"""The packed upload: a fake device that knows nothing but the array, and reads it as late as a real one may."""
+"""The packed upload: a fake device that knows nothing but the array, and reads it as late as a real
+one may.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,36 @@ import pytest
 from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
 from fakes import FakeClock, FakeRunner, make_core, next_token, score
 
-from jitney.engine.executor.inputs import BIASED, FLOATS, INTS, PENALISED, SCORED, BatchBuilder, Layout
+from jitney.engine.executor.inputs import (
+    BIASED,
+    FLOATS,
+    INTS,
+    PENALISED,
+    SCORED,
+    BatchBuilder,
+    Layout,
+)
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.types import SamplingParams
 
 
 class PackedRunner(FakeRunner):
-    """Computes a step when its result is fetched, hence after the next one was packed, from its packed array alone."""
+    """Computes a step when its result is fetched, hence after the next one was packed, from its
+    packed array alone.
+    """
 
     def __init__(self, n_pages: int, page_size: int, seats: int):
         super().__init__(n_pages, page_size, seats)
-        self.builder = BatchBuilder(seats=seats, pages_per_seat=16, page_size=page_size, pool_rows=n_pages * page_size)
+        self.builder = BatchBuilder(
+            seats=seats, pages_per_seat=16, page_size=page_size, pool_rows=n_pages * page_size
+        )
 
     def batch(self, plan: Plan) -> Any:
         super().batch(plan)  # for its assertions
-        wanted = [(chunk.seq.seat, chunk.sample, chunk.seq.request.sampling) for chunk in plan.chunks]
+        wanted = [
+            (chunk.seq.seat, chunk.sample, chunk.seq.request.sampling) for chunk in plan.chunks
+        ]
         return self.builder.layout(plan.bucket, False), self.builder.build(plan, False), wanted
 
     def launch(self, batch: Any) -> Any:
@@ -36,13 +52,17 @@ class PackedRunner(FakeRunner):
         layout, packed, wanted = ticket
         return self.run(layout, packed, wanted)
 
-    def run(self, layout: Layout, packed: np.ndarray, wanted: list[tuple[int, bool, SamplingParams]]) -> StepResult:
+    def run(
+        self, layout: Layout, packed: np.ndarray, wanted: list[tuple[int, bool, SamplingParams]]
+    ) -> StepResult:
         x, page = layout.split(packed), self.page_size
         n_decode, n_seqs, n_rows = x.counts
         owners = [seat for seat, _, _ in wanted]
         params = [sampling for _, sample, sampling in wanted if sample]
         samplers = [seat for seat, sample, _ in wanted if sample]
-        assert n_seqs == len(owners) and x.cu_q[n_seqs] == n_rows and (x.cu_q[n_seqs:] == n_rows).all()
+        assert (
+            n_seqs == len(owners) and x.cu_q[n_seqs] == n_rows and (x.cu_q[n_seqs:] == n_rows).all()
+        )
         assert (x.write_rows[n_rows:] == self.builder.pool_rows).all(), "padding writes nothing"
         assert not x.kv_lens[n_seqs:].any() and not x.page_table[n_seqs:].any()
         for s, seat in enumerate(owners):
@@ -58,12 +78,28 @@ class PackedRunner(FakeRunner):
         n = len(params)
         assert not any(field[n:].any() for field in (x.ints, x.floats))
         assert (x.seats[n:] == len(self.seeds)).all()
-        np.testing.assert_array_equal(x.floats[:n].view(np.float32), np.array(
-            [(0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
-              p.frequency_penalty) for p in params], np.float32).reshape(n, FLOATS))
+        np.testing.assert_array_equal(
+            x.floats[:n].view(np.float32),
+            np.array(
+                [
+                    (
+                        0 if p.greedy else p.temperature,
+                        p.top_p,
+                        p.min_p,
+                        p.repetition_penalty,
+                        p.presence_penalty,
+                        p.frequency_penalty,
+                    )
+                    for p in params
+                ],
+                np.float32,
+            ).reshape(n, FLOATS),
+        )
         assert x.ints[:n, 0].tolist() == [max(p.top_k, 0) for p in params]
         assert x.ints[:n, 3].tolist() == [
-            PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None) for p in params]
+            PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None)
+            for p in params
+        ]
 
         def history_of(row: int) -> list[int]:
             """Tokens up to a row's own, read through the page table."""
@@ -87,7 +123,9 @@ class PackedRunner(FakeRunner):
         scores = []
         if layout.scores:
             count = int(x.score_count[0])
-            for row, target in zip(x.score_rows[:count].tolist(), x.score_tokens[:count].tolist(), strict=True):
+            for row, target in zip(
+                x.score_rows[:count].tolist(), x.score_tokens[:count].tolist(), strict=True
+            ):
                 scores.append(score(history_of(row), target))
         return StepResult(tokens, entries, scores or None)
 
@@ -95,14 +133,30 @@ class PackedRunner(FakeRunner):
 @pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize(("policy", "seed"), [("continuous", 1), ("continuous", 2), ("static", 3)])
 def test_whoever_reads_the_array_alone_gets_everybodys_tokens(policy: str, seed: int):
-    """Random submits, aborts and steps with preemption, prefix hits and scored prompts, two steps always in flight."""
+    """Random submits, aborts and steps with preemption, prefix hits and scored prompts, two steps
+    always in flight.
+    """
     rng, clock = random.Random(seed), FakeClock(tick=0.001)
-    core = make_core(seats=4, pages=PAGES, page_size=PAGE_SIZE, budget=13, context=CONTEXT, policy=policy, clock=clock,
-                     batch_size=3, static_timeout_ms=2000.0, device=PackedRunner)
+    core = make_core(
+        seats=4,
+        pages=PAGES,
+        page_size=PAGE_SIZE,
+        budget=13,
+        context=CONTEXT,
+        policy=policy,
+        clock=clock,
+        batch_size=3,
+        static_timeout_ms=2000.0,
+        device=PackedRunner,
+    )
     requests, outputs = random_events(core, clock, rng, 3000)
     assert_solo_tokens(requests, outputs)
     records = core.ledger.since(0)
-    assert records["preempted"].sum() > 10 and records["recomputed"].sum() > 30 and records["cancelled"].sum() > 5
+    assert (
+        records["preempted"].sum() > 10
+        and records["recomputed"].sum() > 30
+        and records["cancelled"].sum() > 5
+    )
 
 
 def test_fields_follow_one_another_without_a_gap():
@@ -110,7 +164,10 @@ def test_fields_follow_one_another_without_a_gap():
     for plain in (True, False):
         layout = Layout(Bucket(64, 8), 12, plain)
         slices = list(layout.slices.values())
-        assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])] and slices[-1].stop == layout.size
+        assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])] and slices[
+            -1
+        ].stop == layout.size
         assert list(layout.slices)[-1] == "page_table" and layout.size == (
-            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if plain else 8 * (FLOATS + INTS) + 1 + 2 * 64))
+            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if plain else 8 * (FLOATS + INTS) + 1 + 2 * 64)
+        )
     assert not Layout(Bucket(8, 8), 12, False).scores, "a decode step has no prompt to score"

@@ -10,11 +10,15 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import claim_memory, free_bytes, in_one_line, page_count
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ({}, {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
-    ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
-    # jax refuses to start when both names are set.
-    ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"})])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        # jax refuses to start when both names are set.
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}),
+    ],
+)
 def test_the_user_s_share_of_a_gpu_stands(before: dict[str, str], after: dict[str, str]):
     claim_memory(before)
     assert before == after
@@ -36,8 +40,12 @@ def test_a_device_that_does_not_say_needs_a_size():
 
 
 def test_a_full_memory_is_one_line_and_anything_else_stays_what_it_is():
-    with (pytest.raises(ConfigError, match=r"memory is full, loading weights: .*memory_gib"),
-          in_one_line("loading weights")):
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte\nmore")
+    with (
+        pytest.raises(ConfigError, match=r"memory is full, loading weights: .*memory_gib"),
+        in_one_line("loading weights"),
+    ):
+        raise RuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte\nmore"
+        )
     with pytest.raises(RuntimeError, match="INTERNAL"), in_one_line("loading weights"):
         raise RuntimeError("INTERNAL: something else")

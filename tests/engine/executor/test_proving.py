@@ -18,12 +18,6 @@ PROMPT = [[1, 2, 3, 4, 5, 6, 7]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-
-
-
-
-
-
 def answer(llm: LLM) -> list[int]:
     try:
         (output,) = llm.generate(PROMPT, GREEDY)
@@ -58,7 +52,9 @@ def test_a_set_that_was_named_refuses_to_start(monkeypatch: pytest.MonkeyPatch):
     choose(monkeypatch, wrong_set())
     with pytest.raises(ConfigError) as refused:
         LLM("tiny-random", kernels="native", **SMALL)
-    assert "kernels wrong compute wrong numbers on this machine: attention is off" in str(refused.value)
+    assert "kernels wrong compute wrong numbers on this machine: attention is off" in str(
+        refused.value
+    )
 
 
 PROOFS = [

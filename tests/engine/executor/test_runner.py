@@ -1,4 +1,6 @@
-"""The device side of a step: which executables there are, that none is compiled twice, programs from shapes alone."""
+"""The device side of a step: which executables there are, that none is compiled twice, programs
+from shapes alone.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,24 @@ from jitney.kernels.select import select
 
 KERNELS = select("cpu", "reference")
 BUCKETS = make_buckets(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
-SIZES = StateSizes(seats=4, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32"))
+SIZES = StateSizes(
+    seats=4, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
+)
 DECODE, MIXED = Bucket(4, 4), Bucket(32, 4)
 
 
 def make_runner(*, plain_mixed: bool = False) -> Runner:
-    return Runner(random_model(tiny_config()), BUCKETS, KERNELS, n_pages=SIZES.n_pages, page_size=SIZES.page_size,
-                  context_length=SIZES.context_length, kv_dtype=SIZES.kv_dtype, end_ids=(), plain_mixed=plain_mixed)
+    return Runner(
+        random_model(tiny_config()),
+        BUCKETS,
+        KERNELS,
+        n_pages=SIZES.n_pages,
+        page_size=SIZES.page_size,
+        context_length=SIZES.context_length,
+        kv_dtype=SIZES.kv_dtype,
+        end_ids=(),
+        plain_mixed=plain_mixed,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +53,12 @@ def runner() -> Runner:
 
 
 def test_every_kind_has_one_executable(runner: Runner):
-    assert set(runner.executables) == {(DECODE, True), (DECODE, False), (MIXED, True), (MIXED, False)}
+    assert set(runner.executables) == {
+        (DECODE, True),
+        (DECODE, False),
+        (MIXED, True),
+        (MIXED, False),
+    }
     assert runner.compiles == 0
 
 
@@ -67,11 +85,16 @@ def test_the_state_is_empty_until_it_is_allocated():
 
 def test_the_state_of_a_ready_runner(runner: Runner):
     assert [pool.shape for pool in runner.state.kv] == [(16, 16, 4, 16)] * 2
-    assert runner.state.seats.counts.shape == (4, 512) and np.asarray(runner.state.seats.bias_ids == 512).all()
+    assert (
+        runner.state.seats.counts.shape == (4, 512)
+        and np.asarray(runner.state.seats.bias_ids == 512).all()
+    )
 
 
 def test_bytes_of_a_devices_pools():
-    """Sixteen pages of 2 layers, 16 positions, keys and values, heads of one device, 16 numbers a head, 4 bytes."""
+    """Sixteen pages of 2 layers, 16 positions, keys and values, heads of one device, 16 numbers a
+    head, 4 bytes.
+    """
     assert SIZES.pool_bytes(tiny_config(), KERNELS) == 16 * 2 * 16 * 2 * 2 * 16 * 4
     assert SIZES.pool_bytes(tiny_config().local(2), KERNELS) == 16 * 2 * 16 * 2 * 1 * 16 * 4
     wide = replace(KERNELS, pool_shape=lambda n, page, heads, dim, dtype: (n, page, 8, 128))
@@ -80,6 +103,8 @@ def test_bytes_of_a_devices_pools():
 
 
 @pytest.mark.parametrize(("bucket", "plain"), [(DECODE, True), (MIXED, False)], ids=str)
-def test_a_program_from_shapes_alone_is_the_engines_own(runner: Runner, bucket: Bucket, plain: bool):
+def test_a_program_from_shapes_alone_is_the_engines_own(
+    runner: Runner, bucket: Bucket, plain: bool
+):
     lowered = lower_step(abstract_model(tiny_config()), bucket, plain, KERNELS, SIZES)
     assert lowered.as_text() == runner.lower(bucket, plain).as_text()

@@ -1,4 +1,6 @@
-"""The sampler against numpy: which tokens may come, how often, and under which log-probabilities."""
+"""The sampler against numpy: which tokens may come, how often, and under which
+log-probabilities.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -30,14 +32,34 @@ SEATS = 4
 run = jax.jit(sample)
 
 
-def rows_of(params: list[SamplingParams], seats: Sequence[int], *, seeds=None, positions=None) -> Rows:
+def rows_of(
+    params: list[SamplingParams], seats: Sequence[int], *, seeds=None, positions=None
+) -> Rows:
     """One row per entry, of these seats (SEATS: none)."""
     n = len(params)
-    floats = [(0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
-               p.frequency_penalty) for p in params]
-    looks = [PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None) for p in params]
-    ints = [[p.top_k for p in params], seeds or [0] * n, [0] * n, looks, positions or [0] * n,
-            seats]
+    floats = [
+        (
+            0 if p.greedy else p.temperature,
+            p.top_p,
+            p.min_p,
+            p.repetition_penalty,
+            p.presence_penalty,
+            p.frequency_penalty,
+        )
+        for p in params
+    ]
+    looks = [
+        PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None)
+        for p in params
+    ]
+    ints = [
+        [p.top_k for p in params],
+        seeds or [0] * n,
+        [0] * n,
+        looks,
+        positions or [0] * n,
+        seats,
+    ]
     return Rows(*jnp.asarray(floats, jnp.float32).T, *jnp.asarray(ints, jnp.int32))
 
 
@@ -64,22 +86,30 @@ def allowed(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return p / p.sum()
 
 
-@pytest.mark.parametrize("params", [
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.7, top_k=5),
-    SamplingParams(temperature=1.3, top_p=0.8),
-    SamplingParams(temperature=1.0, top_k=40, top_p=0.5, min_p=0.05),
-    SamplingParams(temperature=2.0, min_p=0.2),
-    SamplingParams(temperature=2.0, top_k=400, top_p=0.97),  # more than the candidates: the search decides
-    SamplingParams(temperature=2.0, top_p=0.97),
-], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_k=5),
+        SamplingParams(temperature=1.3, top_p=0.8),
+        SamplingParams(temperature=1.0, top_k=40, top_p=0.5, min_p=0.05),
+        SamplingParams(temperature=2.0, min_p=0.2),
+        SamplingParams(
+            temperature=2.0, top_k=400, top_p=0.97
+        ),  # more than the candidates: the search decides
+        SamplingParams(temperature=2.0, top_p=0.97),
+    ],
+    ids=str,
+)
 def test_draws_follow_the_distribution(params):
     logits = np.random.default_rng(3).normal(0, 2, VOCAB).astype(np.float32)
     expected = allowed(logits.astype(np.float64), params)
     counts = draw_many(logits, params)
     assert counts[expected == 0].sum() == 0, "a token outside the limits came up"
     common = expected > 5 / counts.sum()
-    chi2 = ((counts - counts.sum() * expected)[common] ** 2 / (counts.sum() * expected[common])).sum()
+    chi2 = (
+        (counts - counts.sum() * expected)[common] ** 2 / (counts.sum() * expected[common])
+    ).sum()
     degrees = common.sum()
     assert chi2 < degrees + 5 * np.sqrt(2 * degrees) + 5, (chi2, degrees)
 
@@ -104,7 +134,10 @@ def test_a_row_depends_on_seed_and_position_alone():
         block[at] = logits
         others = [SamplingParams(temperature=1.5, top_k=3, logprobs=2)] * neighbours
         others[at] = params
-        seeds, positions = rng.integers(0, 99, neighbours).tolist(), rng.integers(0, 99, neighbours).tolist()
+        seeds, positions = (
+            rng.integers(0, 99, neighbours).tolist(),
+            rng.integers(0, 99, neighbours).tolist(),
+        )
         seeds[at], positions[at] = seed, position
         rows = rows_of(others, [SEATS] * neighbours, seeds=seeds, positions=positions)
         result, _ = run(block, rows, empty_state(SEATS, VOCAB))
@@ -117,11 +150,18 @@ def test_a_row_depends_on_seed_and_position_alone():
 
 
 def test_penalties_count_prompt_and_output_as_documented():
-    params = SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3,
-                            logprobs=0)
+    params = SamplingParams(
+        temperature=0,
+        repetition_penalty=1.5,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logprobs=0,
+    )
     prompt, output = [3, 5, 5], [7, 7, 3]
     row = seat_row(params, prompt + output, len(prompt), VOCAB, ())
-    state = SeatState(*(column.at[2].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True)))
+    state = SeatState(
+        *(column.at[2].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True))
+    )
     logits = np.random.default_rng(1).normal(size=(1, VOCAB)).astype(np.float32)
     logits[0, [3, 5, 7]] = (9.0, -1.0, 9.1)
     expected = logits[0].copy()
@@ -136,18 +176,26 @@ def test_penalties_count_prompt_and_output_as_documented():
     assert (np.asarray(after.counts)[2, 3] & 0xFF) == 2, "the sampled token was not counted"
     assert (np.asarray(after.counts)[[0, 1, 3]] == 0).all()
     raw = logits[0] - np.log(np.exp(logits[0]).sum())
-    assert result.logprobs[0] == pytest.approx(raw[3], abs=1e-5), "log-probabilities are the model's own"
+    assert result.logprobs[0] == pytest.approx(raw[3], abs=1e-5), (
+        "log-probabilities are the model's own"
+    )
 
 
 def test_bias_moves_and_min_tokens_bans_the_end_until_its_position():
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, [2, 9, 11]] = (5.0, 4.0, 3.0)
-    params = SamplingParams(temperature=0, logit_bias={11: 1.5}, min_tokens=3, stop_token_ids=(9,), max_tokens=9)
+    params = SamplingParams(
+        temperature=0, logit_bias={11: 1.5}, min_tokens=3, stop_token_ids=(9,), max_tokens=9
+    )
     row = seat_row(params, [1] * 10, 10, VOCAB, (2,))
-    state = SeatState(*(column.at[0].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True)))
+    state = SeatState(
+        *(column.at[0].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True))
+    )
 
     def token(chunk_end: int) -> int:
-        return int(run(logits, rows_of([params], [0], positions=[chunk_end - 1]), state)[0].tokens[0])
+        return int(
+            run(logits, rows_of([params], [0], positions=[chunk_end - 1]), state)[0].tokens[0]
+        )
 
     assert [token(end) for end in (10, 11, 12, 13)] == [11, 11, 11, 2]
 
@@ -163,15 +211,21 @@ def test_logprobs_of_sampled_rows_are_exact():
     params = SamplingParams(temperature=1.0, logprobs=5)
     result, _ = run(logits, rows_of([params, params], [SEATS, 1]), empty_state(SEATS, VOCAB))
     expected = log_softmax(logits)
-    np.testing.assert_allclose(result.logprobs, expected[[0, 1], np.asarray(result.tokens)], atol=1e-5)
+    np.testing.assert_allclose(
+        result.logprobs, expected[[0, 1], np.asarray(result.tokens)], atol=1e-5
+    )
     order = np.argsort(-expected, axis=1)[:, :MAX_LOGPROBS]
     np.testing.assert_array_equal(result.top_ids, order)
-    np.testing.assert_allclose(result.top_logprobs, np.take_along_axis(expected, order, 1), atol=1e-5)
+    np.testing.assert_allclose(
+        result.top_logprobs, np.take_along_axis(expected, order, 1), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 10])
 def test_scored_rows_bring_exact_logprobs_block_by_block(count: int):
-    """Of 10 rows, four at a time: no row is left out or computed for nothing, whatever the count."""
+    """Of 10 rows, four at a time: no row is left out or computed for nothing, whatever the
+    count.
+    """
     logits = np.random.default_rng(2).normal(size=(12, VOCAB)).astype(np.float32)
     logits[7] = np.nan
     rows = np.array([3, 0, 11, 5, 4, 7, 8, 9, 1, 2], np.int32)
@@ -187,25 +241,37 @@ def test_scored_rows_bring_exact_logprobs_block_by_block(count: int):
     assert sorted(computed) == sorted([*rows, 0, 0][: -(-count // 4) * 4])
     assert found.logprobs.shape == (10,) and found.top_ids.shape == (10, MAX_LOGPROBS)
     expected = log_softmax(logits[rows])
-    np.testing.assert_allclose(found.logprobs[:count], expected[np.arange(count), targets[:count]], atol=1e-5)
+    np.testing.assert_allclose(
+        found.logprobs[:count], expected[np.arange(count), targets[:count]], atol=1e-5
+    )
     finite = [i for i in range(count) if rows[i] != 7]
     order = np.argsort(-expected, axis=1)[:, :MAX_LOGPROBS]
     np.testing.assert_array_equal(np.asarray(found.top_ids)[finite], order[finite])
     assert np.isnan(np.asarray(found.logprobs)[:count][rows[:count] == 7]).all()
 
 
-@pytest.mark.parametrize(("rows", "vocab", "block"), [(512, 49_152, 256), (512, 151_936, 64), (96, 49_152, 96),
-                                                      (8192, 128_256, 128), (64, 512, 64)])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "block"),
+    [(512, 49_152, 256), (512, 151_936, 64), (96, 49_152, 96), (8192, 128_256, 128), (64, 512, 64)],
+)
 def test_logits_of_scored_rows_take_64_mib_at_most(rows: int, vocab: int, block: int):
-    assert score_rows_at_once(rows, vocab) == block and (block == rows or block * vocab * 4 <= 64 << 20)
+    assert score_rows_at_once(rows, vocab) == block and (
+        block == rows or block * vocab * 4 <= 64 << 20
+    )
 
 
 @pytest.mark.parametrize("count", [16_383, 16_384, 32_767, 32_768, 131_072])
 def test_penalties_of_a_token_repeated_without_end(count: int):
-    """Its count goes up by one at a time, in the state that a boarding seat gets and on the device; none overflows."""
-    params = SamplingParams(temperature=0, frequency_penalty=0.01, presence_penalty=1.0, repetition_penalty=2.0)
+    """Its count goes up by one at a time, in the state that a boarding seat gets and on the device;
+    none overflows.
+    """
+    params = SamplingParams(
+        temperature=0, frequency_penalty=0.01, presence_penalty=1.0, repetition_penalty=2.0
+    )
     row = seat_row(params, [5] * (3 + count - 1), 3, VOCAB, ())
-    state = SeatState(*(column.at[1].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True)))
+    state = SeatState(
+        *(column.at[1].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True))
+    )
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, 5] = 9000.0
     rows = rows_of([params], [1])
@@ -213,11 +279,15 @@ def test_penalties_of_a_token_repeated_without_end(count: int):
     assert int(sampled.tokens[0]) == 5
     shaped = shape_logits(jnp.asarray(logits), rows, state)
     np.testing.assert_allclose(shaped[0, 5], 4500.0 - 1.0 - 0.01 * count, rtol=1e-6)
-    assert int(state.counts[1, 5] & (IN_PROMPT - 1)) == count and int(state.counts[1, 5]) > IN_PROMPT
+    assert (
+        int(state.counts[1, 5] & (IN_PROMPT - 1)) == count and int(state.counts[1, 5]) > IN_PROMPT
+    )
 
 
 def test_the_best_of_blocks_are_the_best_of_the_row():
-    logits = np.round(np.random.default_rng(7).standard_normal((6, 5000)), 1).astype(np.float32)  # many ties
+    logits = np.round(np.random.default_rng(7).standard_normal((6, 5000)), 1).astype(
+        np.float32
+    )  # many ties
     logits[1], logits[2, 17:] = 0.0, -np.inf
     logits[3] = np.sort(logits[3])  # all of the best in the last block
     values, ids = jax.jit(top, static_argnums=1)(logits, 20)
@@ -227,7 +297,10 @@ def test_the_best_of_blocks_are_the_best_of_the_row():
 
 
 def test_a_kernel_sets_own_cut_takes_the_searchs_place():
-    params = [SamplingParams(temperature=1.0, top_p=0.9, top_k=3), SamplingParams(temperature=1.0)] * 20
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.9, top_k=3),
+        SamplingParams(temperature=1.0),
+    ] * 20
     rows = rows_of(params, [SEATS] * 40, seeds=list(range(40)))
     logits = jnp.asarray(np.random.default_rng(3).standard_normal((40, VOCAB)), jnp.float32)
 
@@ -236,6 +309,8 @@ def test_a_kernel_sets_own_cut_takes_the_searchs_place():
         return np.asarray(step(logits, rows, empty_state(SEATS, VOCAB))[0].tokens)
 
     np.testing.assert_array_equal(tokens(threshold), tokens(None))
-    narrow = tokens(lambda scaled, top_k, top_p: jnp.zeros_like(top_p))  # keeps nothing but the best of a row
+    narrow = tokens(
+        lambda scaled, top_k, top_p: jnp.zeros_like(top_p)
+    )  # keeps nothing but the best of a row
     np.testing.assert_array_equal(narrow[::2], np.argmax(logits, 1)[::2])
     assert (narrow[1::2] != np.argmax(logits, 1)[1::2]).any()  # rows without limits ignore the cut

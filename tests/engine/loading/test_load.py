@@ -1,4 +1,6 @@
-"""Weights from folders and GGUF files: the same numbers by every way in, and one clear error for every bad file."""
+"""Weights from folders and GGUF files: the same numbers by every way in, and one clear error for
+every bad file.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,19 @@ from jitney.engine.models.layers import inverse_frequencies
 from jitney.engine.models.llama import Llama
 
 E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
-CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": V, "hidden_size": E, "num_hidden_layers": L,
-          "num_attention_heads": H, "num_key_value_heads": K, "intermediate_size": F, "max_position_embeddings": 64,
-          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 2}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": V,
+    "hidden_size": E,
+    "num_hidden_layers": L,
+    "num_attention_heads": H,
+    "num_key_value_heads": K,
+    "intermediate_size": F,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": 2,
+}
 
 
 def tensors(biases: bool = False, lm_head: bool = True) -> dict[str, np.ndarray]:
@@ -39,27 +51,45 @@ def tensors(biases: bool = False, lm_head: bool = True) -> dict[str, np.ndarray]
         shapes["lm_head.weight"] = (V, E)
     for layer in range(L):
         at = f"model.layers.{layer}."
-        shapes |= {f"{at}input_layernorm.weight": (E,), f"{at}post_attention_layernorm.weight": (E,),
-                   f"{at}self_attn.q_proj.weight": (H * D, E), f"{at}self_attn.k_proj.weight": (K * D, E),
-                   f"{at}self_attn.v_proj.weight": (K * D, E), f"{at}self_attn.o_proj.weight": (E, H * D),
-                   f"{at}mlp.gate_proj.weight": (F, E), f"{at}mlp.up_proj.weight": (F, E),
-                   f"{at}mlp.down_proj.weight": (E, F)}
+        shapes |= {
+            f"{at}input_layernorm.weight": (E,),
+            f"{at}post_attention_layernorm.weight": (E,),
+            f"{at}self_attn.q_proj.weight": (H * D, E),
+            f"{at}self_attn.k_proj.weight": (K * D, E),
+            f"{at}self_attn.v_proj.weight": (K * D, E),
+            f"{at}self_attn.o_proj.weight": (E, H * D),
+            f"{at}mlp.gate_proj.weight": (F, E),
+            f"{at}mlp.up_proj.weight": (F, E),
+            f"{at}mlp.down_proj.weight": (E, F),
+        }
         if biases:
-            shapes |= {f"{at}self_attn.{name}_proj.bias": (rows,) for name, rows in
-                       (("q", H * D), ("k", K * D), ("v", K * D))}
-    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+            shapes |= {
+                f"{at}self_attn.{name}_proj.bias": (rows,)
+                for name, rows in (("q", H * D), ("k", K * D), ("v", K * D))
+            }
+    return {
+        name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
 
 
-def write_folder(folder: Path, state: dict[str, np.ndarray], config: dict = CONFIG, shards: int = 1) -> Path:
+def write_folder(
+    folder: Path, state: dict[str, np.ndarray], config: dict = CONFIG, shards: int = 1
+) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:
         save_file(state, folder / "model.safetensors")
         return folder
-    weight_map = {name: f"model-{i % shards:05}-of-{shards:05}.safetensors" for i, name in enumerate(state)}
+    weight_map = {
+        name: f"model-{i % shards:05}-of-{shards:05}.safetensors" for i, name in enumerate(state)
+    }
     for shard in set(weight_map.values()):
-        save_file({name: state[name] for name in state if weight_map[name] == shard}, folder / shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        save_file(
+            {name: state[name] for name in state if weight_map[name] == shard}, folder / shard
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -102,8 +132,9 @@ def test_projections_are_fused_and_transposed(tmp_path: Path):
     gate_up = found["layers", 1, "mlp", "gate_up", "kernel"]
     np.testing.assert_array_equal(gate_up[:, :F], state[f"{at}mlp.gate_proj.weight"].T)
     np.testing.assert_array_equal(gate_up[:, F:], state[f"{at}mlp.up_proj.weight"].T)
-    np.testing.assert_array_equal(found["layers", 0, "mlp", "down", "kernel"],
-                                  state["model.layers.0.mlp.down_proj.weight"].T)
+    np.testing.assert_array_equal(
+        found["layers", 0, "mlp", "down", "kernel"], state["model.layers.0.mlp.down_proj.weight"].T
+    )
     np.testing.assert_array_equal(found["lm_head", "kernel"], state["lm_head.weight"].T)
     np.testing.assert_array_equal(found["embed",], state["model.embed_tokens.weight"])
     assert len(found) == 3 + L * 6
@@ -111,16 +142,23 @@ def test_projections_are_fused_and_transposed(tmp_path: Path):
 
 def test_shards_and_one_file_give_the_same_model(tmp_path: Path):
     state = tensors()
-    one, three = write_folder(tmp_path / "one", state), write_folder(tmp_path / "three", state, shards=3)
+    one, three = (
+        write_folder(tmp_path / "one", state),
+        write_folder(tmp_path / "three", state, shards=3),
+    )
     assert_same(load(one), load(three), rtol=0)
 
 
 def test_stored_dtypes_are_read_and_cast(tmp_path: Path):
     state = tensors()
     wide = load(write_folder(tmp_path / "f32", state), jnp.bfloat16)
-    narrow = write_folder(tmp_path / "bf16", {name: value.astype(ml_dtypes.bfloat16) for name, value in state.items()})
+    narrow = write_folder(
+        tmp_path / "bf16", {name: value.astype(ml_dtypes.bfloat16) for name, value in state.items()}
+    )
     assert_same(wide, load(narrow, jnp.bfloat16), rtol=0)
-    half = write_folder(tmp_path / "f16", {name: value.astype(np.float16) for name, value in state.items()})
+    half = write_folder(
+        tmp_path / "f16", {name: value.astype(np.float16) for name, value in state.items()}
+    )
     assert_same(load(half), load(write_folder(tmp_path / "f32", state)), rtol=1e-3, atol=1e-3)
 
 
@@ -133,7 +171,9 @@ def test_progress_counts_tensors(tmp_path: Path):
 
 def test_a_tied_model_may_carry_its_head(tmp_path: Path):
     tied = CONFIG | {"tie_word_embeddings": True}
-    state = tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(D // 2, np.float32)}
+    state = tensors() | {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(D // 2, np.float32)
+    }
     assert load(write_folder(tmp_path, state, tied)).lm_head is None
 
 
@@ -145,25 +185,35 @@ def test_all_faults_in_one_error(tmp_path: Path):
     message = refusal(write_folder(tmp_path, state))
     assert "2 missing: model.norm.weight, model.layers.0.mlp.up_proj.weight" in message
     assert "1 unexpected: model.layers.1.self_attn.q_proj.bias" in message
-    assert "1 misshapen: model.layers.1.self_attn.q_proj.weight [64, 65] instead of [64, 64]" in message
+    assert (
+        "1 misshapen: model.layers.1.self_attn.q_proj.weight [64, 65] instead of [64, 64]"
+        in message
+    )
 
 
 def test_a_long_list_of_faults_is_counted(tmp_path: Path):
     message = refusal(write_folder(tmp_path, {"model.norm.weight": np.ones(E, np.float32)}))
-    assert "20 missing" in message and message.count("model.layers") == 8 and "and 10 more" in message
+    assert (
+        "20 missing" in message and message.count("model.layers") == 8 and "and 10 more" in message
+    )
 
 
 def shard_index(folder: Path, shard: str) -> Path:
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": shard}})
+    )
     return folder
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b",
-                                   "a\x00b"])
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "a\x00b"]
+)
 def test_shards_outside_the_folder_are_refused(tmp_path: Path, shard: str):
     save_file(tensors(), tmp_path / "secret.safetensors")
-    assert "unsafe file name" in refusal(shard_index(write_folder(tmp_path / "model", tensors()), shard))
+    assert "unsafe file name" in refusal(
+        shard_index(write_folder(tmp_path / "model", tensors()), shard)
+    )
 
 
 def test_a_missing_shard_is_named(tmp_path: Path):
@@ -182,7 +232,10 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path):
 
 
 def test_links_of_the_hub_cache_are_fine(tmp_path: Path):
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "abc"
+    blobs, snapshot = (
+        tmp_path / "models--a--b" / "blobs",
+        tmp_path / "models--a--b" / "snapshots" / "abc",
+    )
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     plain = write_folder(tmp_path / "plain", tensors())
@@ -192,10 +245,18 @@ def test_links_of_the_hub_cache_are_fine(tmp_path: Path):
     assert flat(load(snapshot))
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"short", struct.pack("<Q", 1 << 62) + b"{}", struct.pack("<Q", 2**32) + b"{" * 100,
-    struct.pack("<Q", 8) + b"not json", struct.pack("<Q", 66) +
-    b'{"model.norm.weight":{"dtype":"F32","shape":[64],"data_offsets":[0,256]}}'[:66]])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        struct.pack("<Q", 1 << 62) + b"{}",
+        struct.pack("<Q", 2**32) + b"{" * 100,
+        struct.pack("<Q", 8) + b"not json",
+        struct.pack("<Q", 66)
+        + b'{"model.norm.weight":{"dtype":"F32","shape":[64],"data_offsets":[0,256]}}'[:66],
+    ],
+)
 def test_damaged_safetensors_are_refused(tmp_path: Path, data: bytes):
     folder = write_folder(tmp_path, tensors())
     (folder / "model.safetensors").write_bytes(data)
@@ -213,13 +274,16 @@ def test_eight_bit_tensors_are_refused(tmp_path: Path):
     assert "model.norm.weight has type I8" in refusal(write_folder(tmp_path, state))
 
 
-@pytest.mark.parametrize(("name", "text", "words"), [
-    ("config.json", "{", "config.json is not JSON"),
-    ("config.json", "[" * 100_000, "config.json is not JSON"),
-    ("config.json", "[1]", "config.json must hold a JSON object"),
-    ("generation_config.json", '{"eos_token_id": 9999}', "outside the vocabulary"),
-    ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "weight_map"),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", "[" * 100_000, "config.json is not JSON"),
+        ("config.json", "[1]", "config.json must hold a JSON object"),
+        ("generation_config.json", '{"eos_token_id": 9999}', "outside the vocabulary"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "weight_map"),
+    ],
+)
 def test_unsound_json_is_refused(tmp_path: Path, name: str, text: str, words: str):
     folder = write_folder(tmp_path, tensors())
     (folder / name).write_text(text)
@@ -237,20 +301,35 @@ def test_a_folder_without_weights(tmp_path: Path):
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     """What llama.cpp's converter does to query and key rows of Llama models."""
-    return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return (
+        rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(rows.shape)
+    )
 
 
-def write_gguf(path: Path, state: dict[str, np.ndarray], kinds: dict[str, str] | str = "F32", arch: str = "llama",
-               extra: dict[str, np.ndarray] | None = None) -> Path:
-    """Names by the gguf library's own table; kinds: a tensor type for all matrices, or by Hugging Face name."""
-    names = gguf.get_tensor_name_map({"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[arch], L)
+def write_gguf(
+    path: Path,
+    state: dict[str, np.ndarray],
+    kinds: dict[str, str] | str = "F32",
+    arch: str = "llama",
+    extra: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """Names by the gguf library's own table; kinds: a tensor type for all matrices, or by Hugging
+    Face name.
+    """
+    names = gguf.get_tensor_name_map(
+        {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[arch], L
+    )
     writer = open_writer(path, arch, layers=L, size=E, inner=F, heads=H, kv_heads=K)
     for name, value in state.items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             value = permuted(value, H if "q_proj" in name else K)
-        kind = gguf.GGMLQuantizationType[kinds if isinstance(kinds, str) else kinds.get(name, "F32")]
+        kind = gguf.GGMLQuantizationType[
+            kinds if isinstance(kinds, str) else kinds.get(name, "F32")
+        ]
         if value.ndim == 1:
             kind = gguf.GGMLQuantizationType.F32
         writer.add_tensor(stored, gguf.quants.quantize(value, kind), raw_dtype=kind)
@@ -263,8 +342,11 @@ def write_gguf(path: Path, state: dict[str, np.ndarray], kinds: dict[str, str] |
 @pytest.mark.parametrize(("arch", "biases"), [("llama", False), ("llama", True), ("qwen2", True)])
 def test_gguf_equals_the_folder_it_was_made_from(tmp_path: Path, arch: str, biases: bool):
     state = tensors(biases)
-    folder = write_folder(tmp_path / "hf", state, CONFIG | {
-        "architectures": ["Qwen2ForCausalLM" if biases else "LlamaForCausalLM"]})
+    folder = write_folder(
+        tmp_path / "hf",
+        state,
+        CONFIG | {"architectures": ["Qwen2ForCausalLM" if biases else "LlamaForCausalLM"]},
+    )
     assert_same(load(write_gguf(tmp_path / "m.gguf", state, arch=arch)), load(folder), rtol=0)
 
 
@@ -275,7 +357,15 @@ def test_a_gguf_without_output_is_tied(tmp_path: Path):
 
 
 #: Largest rounding error relative to the largest value of a block, for n-bit codes over its range.
-ERRORS = {"F16": 1e-3, "BF16": 8e-3, "Q8_0": 8e-3, "Q5_0": 0.07, "Q5_1": 0.04, "Q4_0": 0.14, "Q4_1": 0.08}
+ERRORS = {
+    "F16": 1e-3,
+    "BF16": 8e-3,
+    "Q8_0": 8e-3,
+    "Q5_0": 0.07,
+    "Q5_1": 0.04,
+    "Q4_0": 0.14,
+    "Q4_1": 0.08,
+}
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -298,8 +388,12 @@ def read_back(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> n
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16"])
-def test_tensors_are_decoded_in_parts_as_in_one_go(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jitney.engine.checkpoints.gguf.DECODE_ELEMENTS", 3 * 512)  # three rows at a time
+def test_tensors_are_decoded_in_parts_as_in_one_go(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "jitney.engine.checkpoints.gguf.DECODE_ELEMENTS", 3 * 512
+    )  # three rows at a time
     type = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[type]
     # Bytes below 60 keep every scale finite.
@@ -311,9 +405,14 @@ def test_tensors_are_decoded_in_parts_as_in_one_go(tmp_path: Path, kind: str, mo
 
 
 def test_q4_k_against_the_format_by_hand(tmp_path: Path):
-    """One super-block: 8 sub-blocks of 32, value = d * scale * code - dmin * min, 6-bit scales packed in 12 bytes."""
+    """One super-block: 8 sub-blocks of 32, value = d * scale * code - dmin * min, 6-bit scales
+    packed in 12 bytes.
+    """
     random = np.random.default_rng(11)
-    packed, codes = random.integers(0, 256, 12, dtype=np.uint8), random.integers(0, 256, 128, dtype=np.uint8)
+    packed, codes = (
+        random.integers(0, 256, 12, dtype=np.uint8),
+        random.integers(0, 256, 128, dtype=np.uint8),
+    )
     raw = np.concatenate([np.array([0.5, 0.25], np.float16).view(np.uint8), packed, codes])[None]
     expected = []
     for sub in range(8):
@@ -331,8 +430,13 @@ def test_q4_k_against_the_format_by_hand(tmp_path: Path):
 
 def test_rope_divisors_of_llama3_files(tmp_path: Path):
     """`rope_freqs.weight` holds what the llama3 rule divides each frequency by."""
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 32}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
     folder = write_folder(tmp_path / "hf", tensors(), CONFIG | {"rope_scaling": scaling})
     wanted, _ = inverse_frequencies(resolve(str(folder)).config)
     plain = 10000.0 ** -(np.arange(D // 2) / (D // 2))
@@ -348,9 +452,18 @@ def sound_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", tensors()).read_bytes()
 
 
-@pytest.mark.parametrize("data", [b"", b"GG", b"GGUF", b"GGML" + bytes(100), b"GGUF" + struct.pack("<IQQ", 9, 0, 0),
-                                  b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0),
-                                  b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62) + b"key"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GG",
+        b"GGUF",
+        b"GGML" + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 9, 0, 0),
+        b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62) + b"key",
+    ],
+)
 def test_files_that_are_not_gguf(tmp_path: Path, data: bytes):
     (tmp_path / "m.gguf").write_bytes(data)
     assert refusal(tmp_path / "m.gguf").startswith("m.gguf: ")
@@ -364,7 +477,9 @@ def test_gguf_files_cut_anywhere_are_refused(tmp_path: Path, sound_gguf: bytes):
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
-def test_gguf_headers_with_changed_bytes_are_read_or_refused(sound_gguf: bytes, data, tmp_path_factory):
+def test_gguf_headers_with_changed_bytes_are_read_or_refused(
+    sound_gguf: bytes, data, tmp_path_factory
+):
     damaged = bytearray(sound_gguf)
     for _ in range(data.draw(st.integers(1, 3))):
         damaged[data.draw(st.integers(0, 2200))] = data.draw(st.integers(0, 255))

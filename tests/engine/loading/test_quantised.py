@@ -1,4 +1,6 @@
-"""Weights and KV in 8 and 4 bits: the rounding against numpy, and whole models against their plain selves."""
+"""Weights and KV in 8 and 4 bits: the rounding against numpy, and whole models against their plain
+selves.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from jitney.engine.loading import calibration
 from jitney.engine.loading.load import Keeping, describe_weights, load_model
 from jitney.engine.loading.quantising import choose_keeping, choose_kv_dtype, hold_factors
 from jitney.engine.models.llama import Llama, abstract_model, random_model
-from jitney.engine.models.quantization import KV_TYPES, SCHEMES, Kept, group_size, keep, product, widened
+from jitney.engine.models.quantization import (
+    KV_TYPES,
+    SCHEMES,
+    Kept,
+    group_size,
+    keep,
+    product,
+    widened,
+)
 from jitney.engine.types import SamplingParams
 from jitney.kernels.int4 import quantise_int4, unpack_int4
 from jitney.kernels.interface import KernelSet
@@ -28,7 +38,9 @@ from jitney.kernels.select import select
 
 REFERENCE = select("cpu", "reference")
 RANDOM = np.random.default_rng(1)
-WEIGHTS = RANDOM.standard_normal((256, 48)).astype(np.float32) * RANDOM.uniform(0.1, 3, 48).astype(np.float32)
+WEIGHTS = RANDOM.standard_normal((256, 48)).astype(np.float32) * RANDOM.uniform(0.1, 3, 48).astype(
+    np.float32
+)
 TOKENS = np.arange(40) * 11 % 512
 
 
@@ -39,7 +51,9 @@ def test_int8_is_the_nearest_of_255_levels_per_output():
     kept = keep(WEIGHTS, scheme="int8", dtype=jnp.float32)
     scale = np.abs(WEIGHTS).max(0) / np.float32(127)
     np.testing.assert_allclose(kept.scale, scale, rtol=2e-7)
-    np.testing.assert_array_equal(kept.kernel, np.rint(WEIGHTS / np.asarray(kept.scale)).astype(np.int8))
+    np.testing.assert_array_equal(
+        kept.kernel, np.rint(WEIGHTS / np.asarray(kept.scale)).astype(np.int8)
+    )
     assert np.abs(np.asarray(kept.kernel)).max(0).min() == 127
 
 
@@ -47,7 +61,9 @@ def test_fp8_is_rounded_as_ml_dtypes_does():
     kept = keep(WEIGHTS, scheme="fp8", dtype=jnp.float32)
     np.testing.assert_allclose(kept.scale, np.abs(WEIGHTS).max(0) / np.float32(448), rtol=2e-7)
     wanted = (WEIGHTS / np.asarray(kept.scale)).astype(ml_dtypes.float8_e4m3fn)
-    np.testing.assert_array_equal(np.asarray(kept.kernel).astype(np.float32), wanted.astype(np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(kept.kernel).astype(np.float32), wanted.astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -60,7 +76,9 @@ def test_an_output_of_zeros_stays_zero(scheme: str):
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_int4_is_numpy_s_rounding_with_a_scale_in_half_precision(group: int):
-    """`quantise_int4` differs by its float32 scale alone: by a code at most, where a number lies between two."""
+    """`quantise_int4` differs by its float32 scale alone: by a code at most, where a number lies
+    between two.
+    """
     kept = keep(WEIGHTS, scheme="int4", dtype=jnp.float32, group=group)
     wanted = quantise_int4(WEIGHTS, group, symmetric=False)
     assert kept.kernel.shape == (128, 48) and kept.scale.dtype == np.float16
@@ -74,7 +92,9 @@ def test_int4_is_numpy_s_rounding_with_a_scale_in_half_precision(group: int):
 
 
 def test_int4_keeps_what_lies_on_its_levels():
-    """Weights (n - 5) / 16 with all of n = 0..15 in each group: scale and zero point are found, nothing is rounded."""
+    """Weights (n - 5) / 16 with all of n = 0..15 in each group: scale and zero point are found,
+    nothing is rounded.
+    """
     nibbles = np.stack([RANDOM.permutation(np.arange(32) % 16) for _ in range(8)], 1)
     kept = keep((nibbles - 5) / np.float32(16), scheme="int4", dtype=jnp.float32)
     np.testing.assert_array_equal(widened(kept), (nibbles - 5) / 16)
@@ -89,7 +109,9 @@ def test_group_sizes():
 
 def with_lows(kept: Kept) -> Kept:
     """The same numbers by another spelling."""
-    return kept._replace(zeros=None, lows=-kept.zeros.astype(jnp.float32) * kept.scale.astype(jnp.float32))
+    return kept._replace(
+        zeros=None, lows=-kept.zeros.astype(jnp.float32) * kept.scale.astype(jnp.float32)
+    )
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, "lows"])
@@ -122,7 +144,9 @@ def logits(model: Llama, kv: str = "auto", kernels: KernelSet = REFERENCE) -> np
         hidden, _ = merged(tokens, [jnp.zeros(shape, dtype)] * config.n_layers, meta, kernels)
         return merged.logits(hidden, kernels)
 
-    return np.asarray(forward(state, TOKENS.astype(np.int32), calibration.one_prompt(len(TOKENS), pages)))
+    return np.asarray(
+        forward(state, TOKENS.astype(np.int32), calibration.one_prompt(len(TOKENS), pages))
+    )
 
 
 @cache
@@ -135,16 +159,19 @@ def nearness(found: np.ndarray, plain: np.ndarray) -> float:
     return float(np.sqrt(((found - plain) ** 2).mean()) / plain.std())
 
 
-#: Error of random weights by scheme, relative and root mean square: int8 rounds to 1/127 of about 3 spreads, uniformly
-#: (0.7 %); e4m3 to 3 bits after the point (2.6 %); 16 levels over 5 spreads (9 %). Logits of two layers and a head add
-#: up about nine such errors (their squares): the bounds are five times one error, twice of what is found.
+#: Error of random weights by scheme, relative and root mean square: int8 rounds to 1/127 of about 3
+#: spreads, uniformly (0.7 %); e4m3 to 3 bits after the point (2.6 %); 16 levels over 5 spreads (9
+#: %). Logits of two layers and a head add up about nine such errors (their squares): the bounds are
+#: five times one error, twice of what is found.
 BOUNDS = {"int8": 0.035, "fp8": 0.13, "int4": 0.45}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("scheme", BOUNDS)
 def test_logits_of_each_scheme_stay_near_the_plain_ones(architecture: str, scheme: str):
-    error = nearness(logits(random_model(tiny_config(architecture), weights=scheme)), plain_logits(architecture))
+    error = nearness(
+        logits(random_model(tiny_config(architecture), weights=scheme)), plain_logits(architecture)
+    )
     assert BOUNDS[scheme] / 20 < error < BOUNDS[scheme]
 
 
@@ -159,13 +186,20 @@ def test_logits_of_quantised_kv_stay_near_the_plain_ones(kv: str, bound: float):
 def test_the_native_kernels_serve_quantised_models_too():
     """They leave such products and pools to the reference, also in decode."""
     model = random_model(tiny_config(), weights="int8", kv="int8")
-    np.testing.assert_allclose(logits(model, "int8", select("cpu", "native")), logits(model, "int8"), atol=2e-3)
+    np.testing.assert_allclose(
+        logits(model, "int8", select("cpu", "native")), logits(model, "int8"), atol=2e-3
+    )
 
 
 def scales(model: Llama) -> np.ndarray:
     """Factors of all layers, [L, 2K]."""
-    return np.stack([np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))
-                     if path[-1] == "kv_scales"])
+    return np.stack(
+        [
+            np.asarray(leaf[...])
+            for path, leaf in nnx.to_flat_state(nnx.state(model))
+            if path[-1] == "kv_scales"
+        ]
+    )
 
 
 def test_factors_are_the_largest_magnitudes_of_a_plain_forward():
@@ -173,7 +207,9 @@ def test_factors_are_the_largest_magnitudes_of_a_plain_forward():
     model = random_model(tiny_config())
     calibration.calibrate(model, TOKENS.tolist(), KV_TYPES["int8"])
     x = model.layers[0].attention_norm(model.embed[...][TOKENS], REFERENCE)
-    values = np.asarray(x @ model.layers[0].attention.qkv.kernel[...])[:, -2 * 16 :].reshape(-1, 2, 16)
+    values = np.asarray(x @ model.layers[0].attention.qkv.kernel[...])[:, -2 * 16 :].reshape(
+        -1, 2, 16
+    )
     found = scales(model)[0]
     np.testing.assert_allclose(found[1::2], 1.1 / 127 * np.abs(values).max((0, 2)), rtol=1e-5)
     assert found.shape == (4,) and found.dtype == np.float32 and (found > 0).all()
@@ -183,11 +219,15 @@ def test_factors_are_the_largest_magnitudes_of_a_plain_forward():
 @pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
 def test_abstract_models_have_the_shapes_of_real_ones(scheme: str, kv: str):
     config = tiny_config("qwen3")
-    real, abstract = (nnx.split(make(config, dtype=jnp.bfloat16, weights=scheme, kv=kv))
-                      for make in (random_model, abstract_model))
+    real, abstract = (
+        nnx.split(make(config, dtype=jnp.bfloat16, weights=scheme, kv=kv))
+        for make in (random_model, abstract_model)
+    )
     assert real[0] == abstract[0]
-    leaves = [[(path, leaf.shape, leaf.dtype) for path, leaf in nnx.to_flat_state(state)]
-              for _, state in (real, abstract)]
+    leaves = [
+        [(path, leaf.shape, leaf.dtype) for path, leaf in nnx.to_flat_state(state)]
+        for _, state in (real, abstract)
+    ]
     assert leaves[0] == leaves[1]
     assert any(path[-1] == "kv_scales" for path, *_ in leaves[0]) == (kv != "auto")
 
@@ -203,47 +243,73 @@ def test_tiny_random_is_quantised_as_it_is_loaded():
     found = load_model(source, source.config, jnp.float32, keeping=Keeping("int8"))
     plain = load_model(source, source.config, jnp.float32)
     for one, other in zip(found.linears(), plain.linears(), strict=True):
-        np.testing.assert_array_equal(one.kept.kernel,
-                                      keep(other.kept.kernel, scheme="int8", dtype=jnp.float32).kernel)
+        np.testing.assert_array_equal(
+            one.kept.kernel, keep(other.kept.kernel, scheme="int8", dtype=jnp.float32).kernel
+        )
 
 
 def test_the_built_in_text_sets_factors():
     source = resolve("tiny-random")
     model = load_model(source, source.config, jnp.float32)
     hold_factors(model, source, KV_TYPES["fp8"])
-    assert scales(model).shape == (2, 4) and (scales(model) > 1 / 448).all() and (scales(model) < 20 / 448).all()
+    assert (
+        scales(model).shape == (2, 4)
+        and (scales(model) > 1 / 448).all()
+        and (scales(model) < 20 / 448).all()
+    )
 
 
 # What a configuration means
 
 
 def test_auto_keeps_a_checkpoint_where_the_device_multiplies_it_so():
-    keeping_int4 = KernelSet(**{**{name: getattr(REFERENCE, name) for name in REFERENCE.__dataclass_fields__},
-                                "matmul_int4": lambda x, weights: x})
+    keeping_int4 = KernelSet(
+        **{
+            **{name: getattr(REFERENCE, name) for name in REFERENCE.__dataclass_fields__},
+            "matmul_int4": lambda x, weights: x,
+        }
+    )
     assert choose_keeping("auto", "cpu", REFERENCE) == Keeping("plain", frozenset())
     assert choose_keeping("auto", "tpu", REFERENCE) == Keeping("plain", frozenset({"int8", "fp8"}))
-    assert choose_keeping("auto", "gpu", keeping_int4) == Keeping("plain", frozenset({"int8", "fp8", "int4"}))
+    assert choose_keeping("auto", "gpu", keeping_int4) == Keeping(
+        "plain", frozenset({"int8", "fp8", "int4"})
+    )
     assert choose_keeping("plain", "gpu", keeping_int4) == Keeping("plain", frozenset())
     assert choose_keeping("int4", "cpu", REFERENCE) == Keeping("int4", frozenset({"int4"}))
 
 
 def test_fp8_pools_need_hardware():
     def gpu(capability: str) -> SimpleNamespace:
-        return SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability=capability)
+        return SimpleNamespace(
+            platform="gpu", device_kind="NVIDIA A100", compute_capability=capability
+        )
 
     assert choose_kv_dtype("auto", jnp.bfloat16, gpu("8.0")) == jnp.bfloat16
     assert choose_kv_dtype("int8", jnp.bfloat16, gpu("8.0")) == jnp.int8
     assert choose_kv_dtype("fp8", jnp.bfloat16, gpu("8.9")) == jnp.float8_e4m3fn
     assert choose_kv_dtype("fp8", jnp.bfloat16, gpu("12.0")) == jnp.float8_e4m3fn
     assert choose_kv_dtype("fp8", jnp.float32, jax.devices("cpu")[0]) == jnp.float8_e4m3fn
-    with pytest.raises(ConfigError, match=r"^kv_dtype fp8 needs compute capability 8.9; this NVIDIA A100 has 8.0: use"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^kv_dtype fp8 needs compute capability 8.9; this NVIDIA A100 has 8.0: use",
+    ):
         choose_kv_dtype("fp8", jnp.bfloat16, gpu("8.0"))
 
 
 def test_an_engine_serves_quantised_weights_and_kv():
-    """Tokens of a whole run; both sequences of a step read int8 pages that prefill and decode wrote."""
-    small = {"max_seats": 4, "token_budget": 32, "seat_buckets": (4,), "token_buckets": (32,), "pages": 32,
-             "context": 128, "dtype": "float32", "compilation_cache": False}
+    """Tokens of a whole run; both sequences of a step read int8 pages that prefill and decode
+    wrote.
+    """
+    small = {
+        "max_seats": 4,
+        "token_budget": 32,
+        "seat_buckets": (4,),
+        "token_buckets": (32,),
+        "pages": 32,
+        "context": 128,
+        "dtype": "float32",
+        "compilation_cache": False,
+    }
     prompts = [[1, 2, 3, 4, 5], list(range(60, 90))]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     llm = LLM("tiny-random", weights="int8", kv_dtype="int8", **small)

@@ -25,11 +25,15 @@ CASES = DATA["cases"]
 
 
 def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
-    """Attention over the rows of this step alone, masked by sequence, position and window; pages untouched."""
+    """Attention over the rows of this step alone, masked by sequence, position and window; pages
+    untouched.
+    """
     rows = jnp.arange(q.shape[0])
     sequence = jnp.searchsorted(meta.cu_q[1:], rows, side="right")
     age = meta.positions[:, None] - meta.positions[None, :]
-    seen = (sequence[:, None] == sequence[None, :]) & (age >= 0) & ((age < window) if window else True)
+    seen = (
+        (sequence[:, None] == sequence[None, :]) & (age >= 0) & ((age < window) if window else True)
+    )
     group = q.shape[1] // k.shape[1]
     k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
     scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
@@ -43,10 +47,14 @@ DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense_
 def prompts_meta(*lengths: int) -> AttentionMeta:
     """Whole prompts of these lengths in one step."""
     lens = np.array(lengths, np.int32)
-    return AttentionMeta(kv_lens=jnp.asarray(lens), cu_q=jnp.asarray(np.concatenate([[0], lens.cumsum()]), jnp.int32),
-                         page_table=jnp.zeros((len(lens), 1), jnp.int32), write_rows=jnp.zeros(lens.sum(), jnp.int32),
-                         positions=jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens]),
-                         counts=jnp.array([0, len(lens), lens.sum()], jnp.int32))
+    return AttentionMeta(
+        kv_lens=jnp.asarray(lens),
+        cu_q=jnp.asarray(np.concatenate([[0], lens.cumsum()]), jnp.int32),
+        page_table=jnp.zeros((len(lens), 1), jnp.int32),
+        write_rows=jnp.zeros(lens.sum(), jnp.int32),
+        positions=jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens]),
+        counts=jnp.array([0, len(lens), lens.sum()], jnp.int32),
+    )
 
 
 def all_logits(model: Llama, tokens: np.ndarray, *lengths: int) -> np.ndarray:
@@ -62,9 +70,13 @@ def all_logits(model: Llama, tokens: np.ndarray, *lengths: int) -> np.ndarray:
 
 
 def write_folder(folder: Path, case: dict) -> Path:
-    tensors = {name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()}
+    tensors = {
+        name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()
+    }
     total = sum(np.abs(tensor.astype(np.float64)).sum() for tensor in tensors.values())
-    assert total == pytest.approx(case["weights_sum"], rel=1e-9), "numpy draws other weights than the script did"
+    assert total == pytest.approx(case["weights_sum"], rel=1e-9), (
+        "numpy draws other weights than the script did"
+    )
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(case["config"]))
     return folder
@@ -84,11 +96,14 @@ def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path):
     model = load_model(source, source.config, jnp.float32)
     tokens = SCRIPT.prompt()
     together = all_logits(model, np.concatenate([tokens[:20], tokens]), 20, len(tokens))
-    np.testing.assert_allclose(together[20:][DATA["rows"]], CASES["qwen2"]["logits"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        together[20:][DATA["rows"]], CASES["qwen2"]["logits"], atol=1e-4, rtol=0
+    )
 
 
 def test_default_model_equals_the_reference(smollm2, reference):
-    """SmolLM2 from its GGUF file, teacher-forced: top-5 log-probabilities and every greedy choice of two items.
+    """SmolLM2 from its GGUF file, teacher-forced: top-5 log-probabilities and every greedy choice
+    of two items.
 
     The reference's weights were rounded to bfloat16 and computed in float32.
     """
@@ -111,7 +126,9 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dtype_in_is_dtype_out(architecture: str, dtype):
-    """Activations and weights keep the model's dtype at every layer; only logits are always float32."""
+    """Activations and weights keep the model's dtype at every layer; only logits are always
+    float32.
+    """
     model = random_model(tiny_config(architecture), dtype=dtype)
     seen = []
 
@@ -137,7 +154,9 @@ def test_bfloat16_stays_near_float32():
 
 
 def test_random_models_repeat_and_decide():
-    """The same seed gives the same model, another seed another; greedy choices are no ties and no constant."""
+    """The same seed gives the same model, another seed another; greedy choices are no ties and no
+    constant.
+    """
     config = tiny_config()
     tokens = np.arange(64) * 5 % 512
     logits = all_logits(random_model(config, seed=1), tokens, 64)
@@ -151,7 +170,13 @@ def test_random_models_repeat_and_decide():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_abstract_model_has_the_shapes_of_the_real_one(architecture: str):
     config: ModelConfig = tiny_config(architecture)
-    real, abstract = (nnx.to_flat_state(nnx.state(model)) for model in
-                      (random_model(config, dtype=jnp.bfloat16), abstract_model(config, dtype=jnp.bfloat16)))
+    real, abstract = (
+        nnx.to_flat_state(nnx.state(model))
+        for model in (
+            random_model(config, dtype=jnp.bfloat16),
+            abstract_model(config, dtype=jnp.bfloat16),
+        )
+    )
     assert [(path, leaf.shape, leaf.dtype) for path, leaf in real] == [
-        (path, leaf.shape, leaf.dtype) for path, leaf in abstract]
+        (path, leaf.shape, leaf.dtype) for path, leaf in abstract
+    ]

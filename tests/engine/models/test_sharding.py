@@ -1,6 +1,8 @@
-"""One model over several devices: the same logits and the same tokens, less memory each, and nothing sent in vain.
+"""One model over several devices: the same logits and the same tokens, less memory each, and
+nothing sent in vain.
 
-Devices are parts of this CPU, which a process of its own has to ask for: `sharding_program` does all the running.
+Devices are parts of this CPU, which a process of its own has to ask for: `sharding_program` does
+all the running.
 """
 
 from __future__ import annotations
@@ -34,15 +36,17 @@ from jitney.engine.executor.sampling import greedy
 from jitney.engine.models.sharding import AXIS, Shares, first_best, lookup
 from jitney.engine.scheduler.buckets import make_buckets
 
-#: Biases, a tied head, a tied head with biases and windows, and norms of query and key heads; 4 query and 2 KV heads,
-#: so that two of four devices share a KV head.
+#: Biases, a tied head, a tied head with biases and windows, and norms of query and key heads; 4
+#: query and 2 KV heads, so that two of four devices share a KV head.
 CASES = (("llama2_biases", 4), ("llama3", 2), ("qwen2", 4), ("qwen3", 2))
 
 
 def write_folder(folder: Path, case: dict[str, Any]) -> str:
     folder.mkdir()
-    save_file({name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()},
-              folder / "model.safetensors")
+    save_file(
+        {name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps(case["config"]))
     return str(folder)
 
@@ -50,14 +54,28 @@ def write_folder(folder: Path, case: dict[str, Any]) -> str:
 def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
     prompt = [int(token) for token in SCRIPT.prompt()]
     found: list[tuple[str, str, list[Any]]] = [
-        (f"{case} {n}", "logits", [folders[case], n, prompt]) for case, n in CASES]
-    found += [(f"bfloat16 {n}", "logits", [folders["qwen3"], n, prompt, "bfloat16"]) for n in (1, 2)]
-    found += [(f"int8 {n}", "logits", [folders["llama2_biases"], n, prompt, "float32", "int8"]) for n in (1, 2)]
-    found += [(f"int8 KV {n}", "logits", [folders["llama2_biases"], n, prompt, "float32", "plain", "int8"])
-              for n in (1, 4)]
+        (f"{case} {n}", "logits", [folders[case], n, prompt]) for case, n in CASES
+    ]
+    found += [
+        (f"bfloat16 {n}", "logits", [folders["qwen3"], n, prompt, "bfloat16"]) for n in (1, 2)
+    ]
+    found += [
+        (f"int8 {n}", "logits", [folders["llama2_biases"], n, prompt, "float32", "int8"])
+        for n in (1, 2)
+    ]
+    found += [
+        (
+            f"int8 KV {n}",
+            "logits",
+            [folders["llama2_biases"], n, prompt, "float32", "plain", "int8"],
+        )
+        for n in (1, 4)
+    ]
     found += [(f"tokens {n}", "tokens", [n]) for n in (1, 2)]
-    return found + [(f"program {n} {plain} {rows}", "program", [n, plain, [rows, 4]])
-                    for n, plain, rows in ((1, True, 4), (2, True, 4), (2, False, 64))]
+    return found + [
+        (f"program {n} {plain} {rows}", "program", [n, plain, [rows, 4]])
+        for n, plain, rows in ((1, True, 4), (2, True, 4), (2, False, 64))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +84,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     folder = tmp_path_factory.mktemp("sharding")
     folders = {case: write_folder(folder / case, DATA["cases"][case]) for case in dict(CASES)}
     (folder / "jobs.json").write_text(json.dumps(jobs(folders)))
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # quick to compile
+    # quick to compile
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environ = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(SUPPORT / "sharding_program.py"), str(folder / "jobs.json"),
-               str(folder / "out.npz")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    command = [
+        sys.executable,
+        str(SUPPORT / "sharding_program.py"),
+        str(folder / "jobs.json"),
+        str(folder / "out.npz"),
+    ]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(np.load(folder / "out.npz"))
 
@@ -78,11 +103,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("case", "count"), CASES)
 def test_logits_equal_transformers(results: dict[str, np.ndarray], case: str, count: int):
     expected = np.array(DATA["cases"][case]["logits"])
-    np.testing.assert_allclose(results[f"{case} {count}"][DATA["rows"]], expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        results[f"{case} {count}"][DATA["rows"]], expected, atol=1e-4, rtol=0
+    )
 
 
 def test_bfloat16_sums_are_as_near_as_those_of_one_device(results: dict[str, np.ndarray]):
-    """Partial sums travel in bfloat16; each loses at most what rounding the whole sum loses anyway."""
+    """Partial sums travel in bfloat16; each loses at most what rounding the whole sum loses
+    anyway.
+    """
     exact = results["qwen3 2"]
     error = {n: np.sqrt(np.mean((results[f"bfloat16 {n}"] - exact) ** 2)) for n in (1, 2)}
     assert 0 < error[1] < 0.05 * exact.std()
@@ -95,7 +124,9 @@ def test_int8_weights_split_like_plain_ones(results: dict[str, np.ndarray]):
 
 
 def test_factors_of_quantised_pools_split_with_their_heads(results: dict[str, np.ndarray]):
-    """A key that float noise puts on the other side of a step moves the logits by a step's worth, no more."""
+    """A key that float noise puts on the other side of a step moves the logits by a step's worth,
+    no more.
+    """
     quantised = results["int8 KV 1"] - results["llama2_biases 4"]
     assert np.abs(results["int8 KV 4"] - results["int8 KV 1"]).max() < 0.2 * np.abs(quantised).max()
 
@@ -119,7 +150,9 @@ def test_a_greedy_step_sends_two_sums_a_layer_and_two_numbers_a_row(results: dic
 
 
 def test_a_sampling_step_gathers_the_logits_once(results: dict[str, np.ndarray]):
-    """And once more, for a block of 64 rows, in the branch that only steps with scored prompt rows take."""
+    """And once more, for a block of 64 rows, in the branch that only steps with scored prompt rows
+    take.
+    """
     reduces, gathers, widest, pools, aliased = results["program 2 False 64"]
     assert reduces == 5 and gathers == 2 and widest == 64 * 512
     assert aliased >= pools
@@ -133,80 +166,147 @@ def on_each(function: Any, *shares: Any) -> np.ndarray:
 def test_lookup_in_a_split_table():
     table = np.arange(12, dtype=np.float32).reshape(2, 3, 2)  # two devices with three rows each
     tokens = np.tile([5, 0, 2, 3], (2, 1))
-    np.testing.assert_array_equal(on_each(lookup, table, tokens), [[[10, 11], [0, 1], [4, 5], [6, 7]]] * 2)
+    np.testing.assert_array_equal(
+        on_each(lookup, table, tokens), [[[10, 11], [0, 1], [4, 5], [6, 7]]] * 2
+    )
 
 
 def test_the_best_of_all_devices_is_the_first_of_the_greatest():
-    logits = np.array([[[1, 3, 3], [0, 1, 2], [5, 0, 0], [7, 7, 7]],
-                       [[3, 2, 1], [0, 9, 9], [0, np.nan, 0], [np.inf, 0, 0]]], np.float32)  # [devices, rows, columns]
+    logits = np.array(
+        [
+            [[1, 3, 3], [0, 1, 2], [5, 0, 0], [7, 7, 7]],
+            [[3, 2, 1], [0, 9, 9], [0, np.nan, 0], [np.inf, 0, 0]],
+        ],
+        np.float32,
+    )  # [devices, rows, columns]
     tokens = on_each(lambda x: first_best(jnp.max(x, axis=-1), greedy(x), 3), logits)
     np.testing.assert_array_equal(tokens, [[1, 4, -1, -1]] * 2)
 
 
-def share_of(config: ModelConfig, path: tuple[str | int, ...], array: np.ndarray, shards: int) -> list[list[int]]:
+def share_of(
+    config: ModelConfig, path: tuple[str | int, ...], array: np.ndarray, shards: int
+) -> list[list[int]]:
     shares = Shares(config, AbstractMesh((shards,), (AXIS,)))  # pyright: ignore[reportArgumentType]
     return [shares.cut(path, array, device).ravel().tolist() for device in range(shards)]
 
 
 #: Four query heads, two KV heads, a head of two columns, four feed-forward columns.
-SMALL = ModelConfig(architecture="llama", vocab_size=4, hidden_size=1, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=2,
-                    intermediate_size=4, windows=(0,), context_length=8)
+SMALL = ModelConfig(
+    architecture="llama",
+    vocab_size=4,
+    hidden_size=1,
+    n_layers=1,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=2,
+    intermediate_size=4,
+    windows=(0,),
+    context_length=8,
+)
 QKV = np.array([[0, 1, 10, 11, 20, 21, 30, 31, 100, 101, 110, 111, 200, 201, 210, 211]])
 
 
-@pytest.mark.parametrize(("path", "array", "shares"), [
-    (("layers", 0, "attention", "qkv", "kernel"), QKV, [[0, 1, 10, 11, 100, 101, 200, 201],
-                                                        [20, 21, 30, 31, 110, 111, 210, 211]]),
-    (("layers", 0, "attention", "qkv", "bias"), QKV[0], [[0, 1, 10, 11, 100, 101, 200, 201],
-                                                         [20, 21, 30, 31, 110, 111, 210, 211]]),
-    (("layers", 0, "attention", "qkv", "kernel"), QKV, [[0, 1, 100, 101, 200, 201], [10, 11, 100, 101, 200, 201],
-                                                        [20, 21, 110, 111, 210, 211], [30, 31, 110, 111, 210, 211]]),
-    (("layers", 0, "mlp", "gate_up", "kernel"), np.array([[0, 1, 2, 3, 10, 11, 12, 13]]), [[0, 1, 10, 11],
-                                                                                           [2, 3, 12, 13]]),
-    (("layers", 0, "mlp", "gate_up", "scale"), np.array([0, 1, 2, 3, 10, 11, 12, 13]), [[0, 1, 10, 11],
-                                                                                        [2, 3, 12, 13]]),
-    (("layers", 0, "mlp", "down", "kernel"), np.array([[0], [1], [2], [3]]), [[0, 1], [2, 3]]),
-    (("layers", 0, "mlp", "down", "scale"), np.array([7, 8]), [[7, 8], [7, 8]]),
-    (("layers", 0, "mlp", "down", "bias"), np.array([7]), [[7], [7]]),
-    (("layers", 0, "attention", "kv_scales"), np.array([1, 2, 3, 4]), [[1, 2], [3, 4]]),
-    (("layers", 0, "attention", "kv_scales"), np.array([1, 2, 3, 4]), [[1, 2], [1, 2], [3, 4], [3, 4]]),
-    (("layers", 0, "attention_norm", "weight"), np.array([5, 6]), [[5, 6], [5, 6]]),
-    (("embed",), np.array([[0], [1], [2], [3]]), [[0, 1], [2, 3]]),
-    (("lm_head", "kernel"), np.array([[0, 1, 2, 3]]), [[0, 1], [2, 3]]),
-], ids=str)
+@pytest.mark.parametrize(
+    ("path", "array", "shares"),
+    [
+        (
+            ("layers", 0, "attention", "qkv", "kernel"),
+            QKV,
+            [[0, 1, 10, 11, 100, 101, 200, 201], [20, 21, 30, 31, 110, 111, 210, 211]],
+        ),
+        (
+            ("layers", 0, "attention", "qkv", "bias"),
+            QKV[0],
+            [[0, 1, 10, 11, 100, 101, 200, 201], [20, 21, 30, 31, 110, 111, 210, 211]],
+        ),
+        (
+            ("layers", 0, "attention", "qkv", "kernel"),
+            QKV,
+            [
+                [0, 1, 100, 101, 200, 201],
+                [10, 11, 100, 101, 200, 201],
+                [20, 21, 110, 111, 210, 211],
+                [30, 31, 110, 111, 210, 211],
+            ],
+        ),
+        (
+            ("layers", 0, "mlp", "gate_up", "kernel"),
+            np.array([[0, 1, 2, 3, 10, 11, 12, 13]]),
+            [[0, 1, 10, 11], [2, 3, 12, 13]],
+        ),
+        (
+            ("layers", 0, "mlp", "gate_up", "scale"),
+            np.array([0, 1, 2, 3, 10, 11, 12, 13]),
+            [[0, 1, 10, 11], [2, 3, 12, 13]],
+        ),
+        (("layers", 0, "mlp", "down", "kernel"), np.array([[0], [1], [2], [3]]), [[0, 1], [2, 3]]),
+        (("layers", 0, "mlp", "down", "scale"), np.array([7, 8]), [[7, 8], [7, 8]]),
+        (("layers", 0, "mlp", "down", "bias"), np.array([7]), [[7], [7]]),
+        (("layers", 0, "attention", "kv_scales"), np.array([1, 2, 3, 4]), [[1, 2], [3, 4]]),
+        (
+            ("layers", 0, "attention", "kv_scales"),
+            np.array([1, 2, 3, 4]),
+            [[1, 2], [1, 2], [3, 4], [3, 4]],
+        ),
+        (("layers", 0, "attention_norm", "weight"), np.array([5, 6]), [[5, 6], [5, 6]]),
+        (("embed",), np.array([[0], [1], [2], [3]]), [[0, 1], [2, 3]]),
+        (("lm_head", "kernel"), np.array([[0, 1, 2, 3]]), [[0, 1], [2, 3]]),
+    ],
+    ids=str,
+)
 def test_each_device_gets_its_share_in_its_own_order(path, array, shares):
     assert share_of(SMALL, path, array, len(shares)) == shares
 
 
 def test_groups_of_int4_inputs_are_not_torn():
-    with pytest.raises(ConfigError, match="tensor_parallel 2 does not divide the 3 groups of inputs"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel 2 does not divide the 3 groups of inputs"
+    ):
         share_of(SMALL, ("layers", 0, "mlp", "down", "scale"), np.zeros((3, 1)), 2)
 
 
 def test_the_local_model():
     own = tiny_config().local(2)
-    assert (own.n_heads, own.n_kv_heads, own.intermediate_size, own.vocab_size, own.vocab_share, own.shards) == (
-        2, 1, 64, 512, 256, 2)
+    assert (
+        own.n_heads,
+        own.n_kv_heads,
+        own.intermediate_size,
+        own.vocab_size,
+        own.vocab_share,
+        own.shards,
+    ) == (2, 1, 64, 512, 256, 2)
     assert tiny_config().local(4).n_kv_heads == 1
     assert tiny_config().local(1) == tiny_config()
 
 
-@pytest.mark.parametrize(("shards", "message"), [
-    (3, "tensor_parallel 3 does not divide the model's 2 key-value heads"),
-    (8, "tensor_parallel 8 does not divide the model's 4 query heads"),
-])
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        (3, "tensor_parallel 3 does not divide the model's 2 key-value heads"),
+        (8, "tensor_parallel 8 does not divide the model's 4 query heads"),
+    ],
+)
 def test_a_model_that_cannot_be_divided(shards: int, message: str):
     with pytest.raises(ConfigError, match=message):
         tiny_config().local(shards)
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"tensor_parallel": 0}, "--tensor-parallel: must be greater than or equal to 1"),
-    ({"tensor_parallel": 2, "device": "0"}, r"device 0 must name as many different chips as tensor_parallel \(2\)"),
-    ({"tensor_parallel": 2, "device": "1,1"}, "device 1,1 must name as many different chips"),
-    ({"device": "0,1"}, r"device 0,1 must name as many different chips as tensor_parallel \(1\)"),
-    ({"device": "0,"}, "device"),
-])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel": 0}, "--tensor-parallel: must be greater than or equal to 1"),
+        (
+            {"tensor_parallel": 2, "device": "0"},
+            r"device 0 must name as many different chips as tensor_parallel \(2\)",
+        ),
+        ({"tensor_parallel": 2, "device": "1,1"}, "device 1,1 must name as many different chips"),
+        (
+            {"device": "0,1"},
+            r"device 0,1 must name as many different chips as tensor_parallel \(1\)",
+        ),
+        ({"device": "0,"}, "device"),
+    ],
+)
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(flags=settings)
@@ -219,7 +319,9 @@ def test_named_chips_are_the_ones_that_jax_sees():
 
 
 def test_fewer_devices_than_asked_for():
-    with pytest.raises(ConfigError, match=r"tensor_parallel 64 needs as many devices; jax sees \d+ \(cpu\)"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel 64 needs as many devices; jax sees \d+ \(cpu\)"
+    ):
         LLM("tiny-random", tensor_parallel=64)
 
 
@@ -252,19 +354,30 @@ class Sized(SimpleNamespace):
         return self.temporaries
 
 
-@pytest.mark.parametrize(("temporaries", "made"), [
-    ("as likely", 1),  # what was compiled for sizing serves
-    ("far less", 2),  # too much memory would lie idle
-    ("more", 2),  # the pool would not fit
-])
+@pytest.mark.parametrize(
+    ("temporaries", "made"),
+    [
+        ("as likely", 1),  # what was compiled for sizing serves
+        ("far less", 2),  # too much memory would lie idle
+        ("more", 2),  # the pool would not fit
+    ],
+)
 def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: int):
     config = load_config(flags={"model": "tiny-random", "max_seats": 4, "token_budget": 4096})
     own, buckets = tiny_config().local(2), make_buckets(max_seats=4, token_budget=4096)
     likely = likely_temp_bytes(own, buckets)
-    needed = {"as likely": likely - 100_000, "far less": likely // 10, "more": likely + 100_000}[temporaries]
+    needed = {"as likely": likely - 100_000, "far less": likely // 10, "more": likely + 100_000}[
+        temporaries
+    ]
     limit = 3 * likely
-    chips = [SimpleNamespace(platform="gpu", device_kind="fake", memory_stats=lambda used=used: {
-        "bytes_limit": limit, "bytes_in_use": used}) for used in (1000, likely // 2)]
+    chips = [
+        SimpleNamespace(
+            platform="gpu",
+            device_kind="fake",
+            memory_stats=lambda used=used: {"bytes_limit": limit, "bytes_in_use": used},
+        )
+        for used in (1000, likely // 2)
+    ]
     runners: list[Sized] = []
 
     def make_runner(n_pages: int) -> Sized:

@@ -1,4 +1,6 @@
-"""The core in its own process: messages, deaths, restarts, ends. The core is `process_core`, which needs no model."""
+"""The core in its own process: messages, deaths, restarts, ends. The core is `process_core`, which
+needs no model.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,23 @@ RAISE, DIE, PAUSE = 900, 901, 902  # as in process_core
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch):
     """The core process finds `process_core` on its path."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    )
 
 
 def config(**server: object) -> Config:
-    return Config(model=ModelSection(id="tiny-random"), engine=EngineSection(platform="cpu", compilation_cache=False),
-                  server=ServerSection(**server))  # pyright: ignore[reportArgumentType]
+    return Config(
+        model=ModelSection(id="tiny-random"),
+        engine=EngineSection(platform="cpu", compilation_cache=False),
+        server=ServerSection(**server),
+    )  # pyright: ignore[reportArgumentType]
 
 
 def request(id: str, first: int = 1, *, tokens: int = 3, n: int = 1) -> EngineRequest:
-    return EngineRequest(id=id, prompt=[first], sampling=SamplingParams(max_tokens=tokens, n=n), arrival=0.0)
+    return EngineRequest(
+        id=id, prompt=[first], sampling=SamplingParams(max_tokens=tokens, n=n), arrival=0.0
+    )
 
 
 async def collect(stream: Stream) -> list[SequenceOutput]:
@@ -88,18 +97,29 @@ def test_requests_come_back_token_by_token_and_records_with_them():
             assert (client.state, client.info) == ("loading", None)
             info = await client.wait_ready()
             assert (client.state, info.model) == ("ready", "fake")
-            assert client.progress is not None and (client.progress.done, client.progress.detail) == (2, "tiny-random")
-            outputs, pair = await asyncio.gather(collect(client.submit(request("a", 7))),
-                                                 collect(client.submit(request("b", 50, n=2))))
+            assert client.progress is not None and (
+                client.progress.done,
+                client.progress.detail,
+            ) == (2, "tiny-random")
+            outputs, pair = await asyncio.gather(
+                collect(client.submit(request("a", 7))),
+                collect(client.submit(request("b", 50, n=2))),
+            )
             assert [output.tokens for output in outputs] == [[7], [8], [9]]
             assert [output.finish for output in outputs] == [None, None, "length"]
-            assert sorted((o.index, o.tokens[0]) for o in pair) == [(i, t) for i in (0, 1) for t in (50, 51, 52)]
+            assert sorted((o.index, o.tokens[0]) for o in pair) == [
+                (i, t) for i in (0, 1) for t in (50, 51, 52)
+            ]
             records = client.records(after_step=1)
             assert records["step"].tolist() == list(range(2, 2 + len(records)))
             assert client.counters.rows["decode"] == 9
             assert await client.page_states() == b"" and client.journal.finished["length"] == 3
             trip = client.journal.trip("b", 1)
-            assert trip is not None and (trip.state, trip.n_output, trip.finish) == ("finished", 3, "length")
+            assert trip is not None and (trip.state, trip.n_output, trip.finish) == (
+                "finished",
+                3,
+                "length",
+            )
             assert client.last_step_age() < 5
 
     run(test)
@@ -144,7 +164,9 @@ def test_abort_ends_one_sequence_and_no_neighbour():
             stream = client.submit(request("a", PAUSE, tokens=40, n=2))
             other = client.submit(request("ab", PAUSE, tokens=5))
             client.abort("a", 1)
-            ends = {output.index: output.finish for output in await collect(stream) if output.finish}
+            ends = {
+                output.index: output.finish for output in await collect(stream) if output.finish
+            }
             assert ends == {0: "length", 1: "abort"}
             assert (await collect(other))[-1].finish == "length"
 
@@ -199,7 +221,7 @@ def test_a_dead_core_ends_every_request_and_is_replaced(how: str):
             assert client.counters.engine_restarts == 1
             assert (await collect(client.submit(request("again", 5))))[-1].tokens == [7]
             steps = client.records(-1)["step"].tolist()
-            assert steps[:len(steps_before)] == steps_before and steps == sorted(set(steps))
+            assert steps[: len(steps_before)] == steps_before and steps == sorted(set(steps))
 
     run(test)
 
@@ -283,18 +305,24 @@ def test_closing_while_loading_is_quick():
 
 @pytest.mark.parametrize("builder", ["build", "build_slowly"])
 def test_no_orphan_outlives_a_killed_parent(builder: str):
+    ready = "client.wait_ready()" if builder == "build" else "wait_for(lambda: client._link)"
     code = (
         "import asyncio, sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
+        "sys.path[:0] = sys.argv[1:]\n"
         "from test_process import ProcessClient, config, pid_of, wait_for\n"
         "async def main():\n"
         f"    client = ProcessClient(config(), builder='process_core:{builder}')\n"
         "    await client.start()\n"
-        f"    await {'client.wait_ready()' if builder == 'build' else 'wait_for(lambda: client._link is not None)'}\n"
+        f"    await {ready}\n"
         "    print(pid_of(client), flush=True)\n"
         "    await asyncio.sleep(60)\n"
-        "asyncio.run(main())\n")
-    with subprocess.Popen([sys.executable, "-P", "-c", code, str(SUPPORT)], stdout=subprocess.PIPE, text=True) as parent:
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code, str(SUPPORT), str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert not gone(pid)

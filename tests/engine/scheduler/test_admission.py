@@ -1,4 +1,6 @@
-"""What is foreseen and promised: step times, answer lengths, waits, and the prompt rows that streams can bear."""
+"""What is foreseen and promised: step times, answer lengths, waits, and the prompt rows that
+streams can bear.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
-from jitney.engine.scheduler.estimates import FIRST_GUESS, KEPT, PATIENCE, OutputLengths, Pace, PromptRows, kind_of
+from jitney.engine.scheduler.estimates import (
+    FIRST_GUESS,
+    KEPT,
+    PATIENCE,
+    OutputLengths,
+    Pace,
+    PromptRows,
+    kind_of,
+)
 from jitney.engine.scheduler.plan import StepResult
 from jitney.engine.scheduler.policies import ORDERS
 from jitney.engine.scheduler.queues import LONGEST_RETRY
@@ -46,28 +56,49 @@ def test_a_disturbed_step_does_not_change_the_pace():
 
 def test_a_bucket_that_was_not_seen_is_judged_by_its_neighbour():
     pace = pace_of(m64=0.1, m256=0.6)
-    assert pace.mixed(Bucket(32, 16)) == pytest.approx(0.05) and pace.mixed(Bucket(128, 16)) == pytest.approx(0.2)
+    assert pace.mixed(Bucket(32, 16)) == pytest.approx(0.05) and pace.mixed(
+        Bucket(128, 16)
+    ) == pytest.approx(0.2)
     assert Pace(BUCKETS).mixed(Bucket(64, 16)) is None
 
 
 def test_the_least_time_of_a_prompt_is_never_more_than_was_measured():
     pace = pace_of(m64=0.1, m256=0.4)
-    assert [round(pace.fastest_prefill(rows), 3) for rows in (0, 20, 40, 128, 200, 256, 300, 600)] == [
-        0, 0, 0.1, 0.1, 0.4, 0.4, 0.5, 0.9]
+    assert [
+        round(pace.fastest_prefill(rows), 3) for rows in (0, 20, 40, 128, 200, 256, 300, 600)
+    ] == [0, 0, 0.1, 0.1, 0.4, 0.4, 0.5, 0.9]
     assert Pace(BUCKETS).fastest_prefill(500) == 0.0
 
 
-@pytest.mark.parametrize(("share", "decoding", "rows"), [
-    (1.0, 0, 256), (1.0, 16, 240), (0.25, 0, 256), (0.25, 4, 60), (0.25, 16, 48), (0.125, 4, 28), (0.01, 4, 2),
-    (0.2, 16, 48), (0.13, 16, 33)])
+@pytest.mark.parametrize(
+    ("share", "decoding", "rows"),
+    [
+        (1.0, 0, 256),
+        (1.0, 16, 240),
+        (0.25, 0, 256),
+        (0.25, 4, 60),
+        (0.25, 16, 48),
+        (0.125, 4, 28),
+        (0.01, 4, 2),
+        (0.2, 16, 48),
+        (0.13, 16, 33),
+    ],
+)
 def test_the_share_of_prompts_beside_running_streams(share: int, decoding: int, rows: int):
-    """As many as fill a bucket, if that is at least half of what the share allows: 64 rows of 256 beside 4 are 60."""
+    """As many as fill a bucket, if that is at least half of what the share allows: 64 rows of 256
+    beside 4 are 60.
+    """
     assert PromptRows(Pace(BUCKETS), share, 0.0).most(decoding) == rows
 
 
 def test_the_chunk_follows_the_target():
     pace = pace_of(m32=0.04, m64=0.05, m128=0.08, m256=0.16)
-    assert [PromptRows(pace, 1.0, target).most(8) for target in (0.04, 0.07, 0.1, 1.0)] == [24, 56, 120, 248]
+    assert [PromptRows(pace, 1.0, target).most(8) for target in (0.04, 0.07, 0.1, 1.0)] == [
+        24,
+        56,
+        120,
+        248,
+    ]
     assert PromptRows(pace, 0.25, 1.0).most(8) == 56, "the share still holds"
     assert PromptRows(pace, 1.0, 0.07).most(0) == 256, "nobody decodes"
 
@@ -82,7 +113,9 @@ def test_a_target_that_cannot_be_kept_does_not_starve_prompts():
 
 
 def learnt(per_pair: float, noise: float = 0.0, rounds: int = 40) -> Pace:
-    """A pace after steps of 128 and 64 rows: 52 and 38 ms and so much per pair, and up to `noise` of it at random."""
+    """A pace after steps of 128 and 64 rows: 52 and 38 ms and so much per pair, and up to `noise`
+    of it at random.
+    """
     rng, pace = random.Random(3), Pace(BUCKETS)
     for number in range(rounds):
         for bucket, base in ((Bucket(128, 16), 0.052), (Bucket(64, 16), 0.038)):
@@ -92,18 +125,23 @@ def learnt(per_pair: float, noise: float = 0.0, rounds: int = 40) -> Pace:
 
 
 def test_what_a_pair_costs_is_learnt_from_prompts_of_different_lengths():
-    assert learnt(3e-7).per_pair == pytest.approx(3e-7, rel=0.02) and learnt(3e-7).mixed(Bucket(128, 16)) == (
-        pytest.approx(0.052, rel=0.05))
+    assert learnt(3e-7).per_pair == pytest.approx(3e-7, rel=0.02) and learnt(3e-7).mixed(
+        Bucket(128, 16)
+    ) == (pytest.approx(0.052, rel=0.05))
     assert learnt(3e-7, noise=0.5).per_pair == pytest.approx(3.75e-7, rel=0.25)
     assert learnt(0.0, noise=0.5).per_pair < 3e-8
     pace, rng = Pace(BUCKETS), random.Random(1)
-    for _ in range(100):  # short prompts alone, and steps of random times: nothing is concluded from these
+    for _ in range(
+        100
+    ):  # short prompts alone, and steps of random times: nothing is concluded from these
         pace.observe(Bucket(64, 16), rng.uniform(0.03, 0.09), rng.randint(500, 2500))
     assert pace.per_pair < 2e-7
 
 
 def test_rows_deep_in_a_long_prompt_are_fewer():
-    """48 rows of the 64-row bucket at its start; far into it only as many as keep 1.15 times its 38 ms."""
+    """48 rows of the 64-row bucket at its start; far into it only as many as keep 1.15 times its 38
+    ms.
+    """
     rows = PromptRows(learnt(3e-7), 0.25, 0.0)
     at = [rows.most(16, start) for start in (0, 200, 1000, 40_000)]
     assert at[0] == 48 and at == sorted(at, reverse=True)
@@ -115,12 +153,15 @@ def test_rows_deep_in_a_long_prompt_are_fewer():
 
 
 def worst_gap(target_itl_ms: float) -> float:
-    """Longest time between two tokens of three streams while prompts of 100 tokens come; a row takes 1 ms.
+    """Longest time between two tokens of three streams while prompts of 100 tokens come; a row
+    takes 1 ms.
 
     Steps before anything was learnt are left out.
     """
     clock = FakeClock()
-    core = make_core(seats=4, pages=200, budget=64, context=128, eos=(), target_itl_ms=target_itl_ms, clock=clock)
+    core = make_core(
+        seats=4, pages=200, budget=64, context=128, eos=(), target_itl_ms=target_itl_ms, clock=clock
+    )
     launch, fetch, running, last, worst = core.runner.launch, core.runner.fetch, deque(), 0.0, 0.0
 
     def launched(batch):
@@ -149,7 +190,9 @@ def test_running_streams_keep_their_target():
 
 
 def test_a_long_prompt_passes_in_pieces_while_others_decode():
-    """Share 0.25 of 32 rows, one stream: 7 prompt rows fill the bucket of 8 that is there, and alone it gets all."""
+    """Share 0.25 of 32 rows, one stream: 7 prompt rows fill the bucket of 8 that is there, and
+    alone it gets all.
+    """
     core = make_core(seats=2, budget=32, pages=65, context=128, eos=(), prefill_share=0.25)
     plans = watch(core)
     core.add(make_request("stream", [1], max_tokens=4))
@@ -160,7 +203,8 @@ def test_a_long_prompt_passes_in_pieces_while_others_decode():
         [("stream", 1, 2, "decode"), ("long", 0, 7, "prefill")],
         [("stream", 2, 3, "decode"), ("long", 7, 14, "prefill")],
         [("stream", 3, 4, "decode"), ("long", 14, 21, "prefill")],
-        [("long", 21, 53, "prefill")]]
+        [("long", 21, 53, "prefill")],
+    ]
 
 
 def run_at(core: EngineCore, clock: FakeClock, seconds: float, steps: int) -> None:
@@ -209,7 +253,9 @@ def test_answers_are_expected_as_long_as_those_before_them():
         saw(10, 20)
         saw(1000, 400)
     assert expected(8) == pytest.approx(20, abs=10)
-    assert expected(600) == pytest.approx(400, rel=0.1), "a length is known as exactly as its bucket is wide"
+    assert expected(600) == pytest.approx(400, rel=0.1), (
+        "a length is known as exactly as its bucket is wide"
+    )
     assert 150 < expected(100) < 270, "a class that was never seen is like all together"
     for _ in range(600):
         saw(10, 90)
@@ -228,12 +274,16 @@ def busy_core(clock: FakeClock, **limits) -> EngineCore:
 
 def foreseen(core: EngineCore, **request) -> float:
     """The wait predicted for a request that came now."""
-    newcomer = core.scheduler._admission.sequences(make_request("newcomer", [1], **request), 10**6)[0]
+    newcomer = core.scheduler._admission.sequences(make_request("newcomer", [1], **request), 10**6)[
+        0
+    ]
     return core.scheduler._forecast.wait(newcomer)
 
 
 def test_the_wait_is_foreseen_from_rests_and_expectations():
-    """Both seats are free in 20 steps of 1 s; with 4 of 10 tokens ahead, (2 x 20 + 4 x 10 - 5) / 2."""
+    """Both seats are free in 20 steps of 1 s; with 4 of 10 tokens ahead, (2 x 20 + 4 x 10 - 5)
+    / 2.
+    """
     core = busy_core(FakeClock())
     assert foreseen(core) == 20.0
     for i in range(4):
@@ -257,13 +307,17 @@ def test_a_foreseen_wait_is_right_about_a_real_queue():
 
 
 def test_only_those_who_go_first_are_waited_for():
-    """Ten wait; by priority five of them go before the newcomer, by tenant (one has all ten) one of them."""
+    """Ten wait; by priority five of them go before the newcomer, by tenant (one has all ten) one of
+    them.
+    """
     waits = {}
     for order in ("fcfs", "priority", "fair"):
         core = busy_core(FakeClock(), order=order)
         for i in range(10):
             core.add(make_request(f"w{i}", [1], max_tokens=10, priority=i // 5, user="a"))
-        waits[order] = foreseen(core, priority=1 if order == "priority" else 0, user="b", arrival=-10.0 + 1e-6)
+        waits[order] = foreseen(
+            core, priority=1 if order == "priority" else 0, user="b", arrival=-10.0 + 1e-6
+        )
     assert waits["fcfs"] > waits["priority"] > waits["fair"] == 20.0
 
 
@@ -277,7 +331,9 @@ def test_a_batch_is_waited_for_as_a_whole():
 
 def test_too_long_a_wait_is_refused_with_the_seconds():
     core = busy_core(FakeClock(), max_predicted_wait_s=15.0)
-    with pytest.raises(RequestError, match=r"about 20\.0 s of waiting are ahead, and at most 15") as refusal:
+    with pytest.raises(
+        RequestError, match=r"about 20\.0 s of waiting are ahead, and at most 15"
+    ) as refusal:
         core.scheduler.add(make_request("c", [1]))
     assert (refusal.value.info.code, refusal.value.info.retry_after) == ("queue_full", 5.0)
     core.check()
@@ -292,20 +348,26 @@ def test_nothing_is_refused_by_prediction_before_a_step_was_measured():
 
 
 @pytest.mark.parametrize(("deadline", "refused"), [(9.0, True), (11.0, False)])
-def test_a_deadline_that_cannot_be_met_is_refused_before_any_prefill(deadline: float, refused: bool):
+def test_a_deadline_that_cannot_be_met_is_refused_before_any_prefill(
+    deadline: float, refused: bool
+):
     """20 s are ahead by prediction; only what is sooner than half of that is hopeless."""
     clock = FakeClock()
     core = busy_core(clock)
     request = make_request("c", [1], deadline=clock.now + deadline)
     core.add(request)
     end = ends_of(core.step().outputs).get(("c", 0))
-    assert (end is not None and end.error is not None and end.error.code == "deadline_unreachable") == refused
+    assert (
+        end is not None and end.error is not None and end.error.code == "deadline_unreachable"
+    ) == refused
     if refused and end and end.error:
         assert end.error.retry_after == 20.0 < LONGEST_RETRY
 
 
 def test_a_prompt_too_long_for_its_deadline_is_refused_unless_it_is_here_already():
-    """Free seats, but 30 rows take two steps of 1 s and 1.5 s are left; 28 of them in pages leave one step."""
+    """Free seats, but 30 rows take two steps of 1 s and 1.5 s are left; 28 of them in pages leave
+    one step.
+    """
     clock = FakeClock()
     core = make_core(seats=2, budget=16, pages=65, eos=(), clock=clock)
     prompt = list(range(1, 31))
@@ -326,28 +388,67 @@ def test_a_prompt_that_is_refused_by_its_length_is_not_judged_by_its_wait():
     assert refusal.value.info.code == "context_length_exceeded"
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"batch_size": 5}, "batch_size"), ({"batch_size": -1}, "batch_size"), ({"prefill_share": 0.0}, "prefill_share"),
-    ({"prefill_share": 1.5}, "prefill_share"), ({"max_wait_ms": float("nan")}, "max_wait_ms"),
-    ({"target_itl_ms": -1.0}, "target_itl_ms"), ({"max_predicted_wait_s": float("inf")}, "max_predicted_wait_s")])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 5}, "batch_size"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"prefill_share": 0.0}, "prefill_share"),
+        ({"prefill_share": 1.5}, "prefill_share"),
+        ({"max_wait_ms": float("nan")}, "max_wait_ms"),
+        ({"target_itl_ms": -1.0}, "target_itl_ms"),
+        ({"max_predicted_wait_s": float("inf")}, "max_predicted_wait_s"),
+    ],
+)
 def test_limits_out_of_range(given: dict[str, float], message: str):
     with pytest.raises(ConfigError, match=message):
         SchedulerLimits(4, 64, **given)  # pyright: ignore[reportArgumentType]
 
 
 def test_limits_are_those_of_the_configuration():
-    settings = EngineSection(max_seats=7, policy="dynamic", batch_size=3, max_wait_ms=5.0, order="fair",
-                             target_itl_ms=9.0, max_predicted_wait_s=8.0, prefill_share=0.5, max_waiting_requests=11)
+    settings = EngineSection(
+        max_seats=7,
+        policy="dynamic",
+        batch_size=3,
+        max_wait_ms=5.0,
+        order="fair",
+        target_itl_ms=9.0,
+        max_predicted_wait_s=8.0,
+        prefill_share=0.5,
+        max_waiting_requests=11,
+    )
     limits = SchedulerLimits.of(settings, context_length=99)
-    assert limits == SchedulerLimits(7, 99, 11, settings.max_waiting_tokens, "dynamic", 3, 5.0, "fair", 0.5, 9.0, 8.0,
-                                     static_timeout_ms=5000.0)
+    assert limits == SchedulerLimits(
+        7,
+        99,
+        11,
+        settings.max_waiting_tokens,
+        "dynamic",
+        3,
+        5.0,
+        "fair",
+        0.5,
+        9.0,
+        8.0,
+        static_timeout_ms=5000.0,
+    )
     assert limits.batch == 3 and SchedulerLimits(7, 99).batch == 7
 
 
 def calls(seats: int, order: str) -> float:
-    """Function calls, Python's and C's, to plan and commit a step in which all seats decode and as many wait."""
-    core = make_core(seats=seats, pages=8 * seats, page_size=16, budget=4 * seats, context=64, order=order, eos=(),
-                     max_requests=10**6)
+    """Function calls, Python's and C's, to plan and commit a step in which all seats decode and as
+    many wait.
+    """
+    core = make_core(
+        seats=seats,
+        pages=8 * seats,
+        page_size=16,
+        budget=4 * seats,
+        context=64,
+        order=order,
+        eos=(),
+        max_requests=10**6,
+    )
     numbers, counted, scheduler = count(), 0, core.scheduler
 
     def counting(frame: FrameType, event: str, argument: object) -> None:
@@ -357,13 +458,19 @@ def calls(seats: int, order: str) -> float:
     for step in range(30):
         while scheduler.roster.n_waiting < seats:
             number = next(numbers)
-            scheduler.add(make_request(f"r{number}", [1 + number % 30] * 5, user=str(number % 5), max_tokens=50))
+            scheduler.add(
+                make_request(
+                    f"r{number}", [1 + number % 30] * 5, user=str(number % 5), max_tokens=50
+                )
+            )
         if step == 20:
             gc.collect()
             sys.setprofile(counting)
         plan = scheduler.plan(0.0)
         assert plan is not None and (step < 20 or plan.n_decode == seats)
-        scheduler.commit(plan, StepResult([7] * sum(chunk.logit_rows for chunk in plan.chunks)), 0.0)
+        scheduler.commit(
+            plan, StepResult([7] * sum(chunk.logit_rows for chunk in plan.chunks)), 0.0
+        )
     sys.setprofile(None)
     return counted / 10
 

@@ -1,4 +1,6 @@
-"""Who goes first, and that nobody waits for ever: the fair queue against a naive one, all orders under overload."""
+"""Who goes first, and that nobody waits for ever: the fair queue against a naive one, all orders
+under overload.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from jitney.engine.scheduler import fair_queue
 from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.fair_queue import EVERY, RECENT, FairQueue
-from jitney.engine.scheduler.policies import LEVEL_S, LONGEST_S, MAX_LEVELS, TOKEN_S, by_length, by_priority
+from jitney.engine.scheduler.policies import (
+    LEVEL_S,
+    LONGEST_S,
+    MAX_LEVELS,
+    TOKEN_S,
+    by_length,
+    by_priority,
+)
 from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.simulation.simulator import EngineShape, simulate
@@ -40,7 +49,9 @@ def served(queue: WaitingQueue) -> list[str]:
 
 
 def test_whoever_got_least_goes_first():
-    """a's first prompt costs 5: b and c (1 each) go before a's second, and then again until they have had as much."""
+    """a's first prompt costs 5: b and c (1 each) go before a's second, and then again until they
+    have had as much.
+    """
     queue = FairQueue()
     for number, user in enumerate("aaabbcc"):
         queue.push(sequence(number, user, prompt=5 if number == 0 else 1))
@@ -60,7 +71,9 @@ def test_output_tokens_count_like_prompt_tokens():
 
 
 def test_a_tenant_that_comes_back_has_saved_nothing():
-    """b was away while a got 100 tokens: b is lifted to a's counter, and does not go first a hundred times."""
+    """b was away while a got 100 tokens: b is lifted to a's counter, and does not go first a
+    hundred times.
+    """
     queue = FairQueue()
     spent = sequence(0, "a", prompt=100)
     queue.push(sequence(1, "b"))
@@ -70,7 +83,12 @@ def test_a_tenant_that_comes_back_has_saved_nothing():
     queue.push(sequence(2, "a"))
     for number in range(3, 6):
         queue.push(sequence(number, "b"))
-    assert queue.counters() == {"user a": 100, "user b": 100} and served(queue) == ["r2", "r3", "r4", "r5"]
+    assert queue.counters() == {"user a": 100, "user b": 100} and served(queue) == [
+        "r2",
+        "r3",
+        "r4",
+        "r5",
+    ]
 
 
 def test_what_was_found_in_pages_and_what_is_computed_again_cost_nothing():
@@ -90,11 +108,16 @@ def test_a_key_is_one_tenant_whatever_its_users():
     for number, user in enumerate("xyz"):
         queue.push(sequence(number, user, tenant="digest"))
     queue.push(sequence(3, "digest"))  # a user who calls himself like a key is somebody else
-    assert served(queue) == ["r0", "r3", "r1", "r2"] and set(queue.counters()) == {"digest", "user digest"}
+    assert served(queue) == ["r0", "r3", "r1", "r2"] and set(queue.counters()) == {
+        "digest",
+        "user digest",
+    }
 
 
 def test_one_tenant_cannot_fill_the_queue_for_the_others():
-    """Eight may wait and a sends a hundred: b and c still find room for their share, and nobody for twice the cap."""
+    """Eight may wait and a sends a hundred: b and c still find room for their share, and nobody for
+    twice the cap.
+    """
     core = make_core(seats=1, order="fair", max_requests=8)
     refused = defaultdict(int)
     for number, user in enumerate("a" * 100 + "bbbb" + "cccc"):
@@ -138,7 +161,9 @@ class NaiveFair:
         name = seq.request.account
         others = {other.request.account for other in self.waiting}
         if name not in others:
-            floor = min((self.counters[other] for other in others), default=self.counters[self.last])
+            floor = min(
+                (self.counters[other] for other in others), default=self.counters[self.last]
+            )
             self.counters[name] = max(self.counters[name], floor)
         self.waiting.append(seq)
 
@@ -149,7 +174,10 @@ class NaiveFair:
         if self.boardings % EVERY == EVERY - 1:
             return oldest
         least = min(self.counters[seq.request.account] for seq in self.waiting)
-        return min((s for s in self.waiting if self.counters[s.request.account] == least), key=lambda s: s.rank)
+        return min(
+            (s for s in self.waiting if self.counters[s.request.account] == least),
+            key=lambda s: s.rank,
+        )
 
     def remove(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
@@ -158,8 +186,16 @@ class NaiveFair:
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from(["push", "board", "board", "leave", "charge"]), st.integers(0, 3),
-                          st.integers(1, 9)), max_size=120))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["push", "board", "board", "leave", "charge"]),
+            st.integers(0, 3),
+            st.integers(1, 9),
+        ),
+        max_size=120,
+    )
+)
 def test_the_queue_does_what_the_method_says(events: list[tuple[str, int, int]]):
     queue, naive = FairQueue(), NaiveFair()
     boarded: list[Sequence] = []
@@ -171,8 +207,12 @@ def test_the_queue_does_what_the_method_says(events: list[tuple[str, int, int]])
         elif event == "board" and (head := naive.head()) is not None:
             got = queue.head()
             assert got is not None
-            # Among equal counters who has waited longest may be a head that came up a moment ago: both are fair.
-            assert naive.counters[got.request.account] == naive.counters[head.request.account] or got is head
+            # Among equal counters who has waited longest may be a head that came up a moment ago:
+            # both are fair.
+            assert (
+                naive.counters[got.request.account] == naive.counters[head.request.account]
+                or got is head
+            )
             queue.board(got)
             naive.counters[got.request.account] += got.n_prompt
             naive.boardings += 1
@@ -192,7 +232,9 @@ def test_the_queue_does_what_the_method_says(events: list[tuple[str, int, int]])
 
 
 def traffic(rates: dict[str, float], seconds: float) -> list[tuple[float, str, int, int]]:
-    """(when, user, prompt, output tokens) of Poisson arrivals; a user's are the same whatever the others do."""
+    """(when, user, prompt, output tokens) of Poisson arrivals; a user's are the same whatever the
+    others do.
+    """
     coming = []
     for user, rate in rates.items():
         rng, now = random.Random(user), 0.0
@@ -202,10 +244,22 @@ def traffic(rates: dict[str, float], seconds: float) -> list[tuple[float, str, i
 
 
 def p99_of_b(order: str, rate_a: float) -> float:
-    """b's p99 time to first token, seconds, beside a: 8 seats, steps of 10 ms, b alone fills 42 % of them."""
+    """b's p99 time to first token, seconds, beside a: 8 seats, steps of 10 ms, b alone fills 42 %
+    of them.
+    """
     clock, seconds = FakeClock(), 10.0
-    core = make_core(seats=8, pages=97, budget=64, context=48, retain=False, order=order, eos=(), max_requests=10_000,
-                     max_tokens=10**6, clock=clock)
+    core = make_core(
+        seats=8,
+        pages=97,
+        budget=64,
+        context=48,
+        retain=False,
+        order=order,
+        eos=(),
+        max_requests=10_000,
+        max_tokens=10**6,
+        clock=clock,
+    )
     coming, arrived, waits = traffic({"a": rate_a, "b": 16.0}, seconds), {}, []
     while coming or any(name.startswith("b") for name in arrived):
         while coming and coming[0][0] <= clock.now:
@@ -227,8 +281,12 @@ def test_ten_times_the_load_of_one_is_not_the_wait_of_another():
 
 
 def test_new_names_do_not_pass_an_old_tenant_for_ever():
-    """Each step two requests of users never seen before come, for one seat: who waits is served all the same."""
-    core = make_core(seats=1, budget=8, order="fair", eos=(), max_requests=1000, clock=FakeClock(tick=0.01))
+    """Each step two requests of users never seen before come, for one seat: who waits is served all
+    the same.
+    """
+    core = make_core(
+        seats=1, budget=8, order="fair", eos=(), max_requests=1000, clock=FakeClock(tick=0.01)
+    )
     plans = watch(core)
     core.add(make_request("costly", [1] * 7, user="old", max_tokens=40))
     core.step()
@@ -243,17 +301,30 @@ def test_new_names_do_not_pass_an_old_tenant_for_ever():
 
 
 def boardings(order: str, seed: int) -> tuple[list[str], dict[str, tuple[int, float, int, int]]]:
-    """Overload on one seat: who boarded in turn, and (number, arrival, priority, expected) of each request."""
+    """Overload on one seat: who boarded in turn, and (number, arrival, priority, expected) of each
+    request.
+    """
     rng, clock = random.Random(seed), FakeClock()
     core = make_core(seats=1, budget=8, order=order, eos=(), max_requests=10_000, clock=clock)
     plans, told = watch(core), {}
     for number in range(400):
         clock.now += rng.expovariate(1.0)
         name = f"r{number}"
-        request = make_request(name, [1] * rng.choice((1, 2, 4)), priority=rng.randint(-3, 3), user=rng.choice("aaab"),
-                               arrival=clock.now, max_tokens=rng.choice((1, 2, 30)) if number % 2 else 3)
+        request = make_request(
+            name,
+            [1] * rng.choice((1, 2, 4)),
+            priority=rng.randint(-3, 3),
+            user=rng.choice("aaab"),
+            arrival=clock.now,
+            max_tokens=rng.choice((1, 2, 30)) if number % 2 else 3,
+        )
         core.add(request)
-        told[name] = (number, clock.now, request.priority, core.scheduler.roster.groups[name].leader.expected)
+        told[name] = (
+            number,
+            clock.now,
+            request.priority,
+            core.scheduler.roster.groups[name].leader.expected,
+        )
         core.step()
     for _ in range(8000):
         if core.has_work:
@@ -262,7 +333,9 @@ def boardings(order: str, seed: int) -> tuple[list[str], dict[str, tuple[int, fl
     return boarding_order(plans), told
 
 
-def lead(order: str, first: tuple[int, float, int, int], second: tuple[int, float, int, int]) -> float:
+def lead(
+    order: str, first: tuple[int, float, int, int], second: tuple[int, float, int, int]
+) -> float:
     """Most seconds that `first` may have come after `second` and board before it all the same."""
     if order == "priority":
         return LEVEL_S * (second[2] - first[2])
@@ -297,9 +370,16 @@ def test_under_fair_everybody_boards_within_a_number_of_turns(seed: int):
 
 
 def test_the_most_that_priority_and_length_are_worth():
-    early, late = make_request("a", [1], priority=2**31 - 1), make_request("b", [1], priority=-(2**31), arrival=1201.0)
-    assert by_priority(late, 1) - by_priority(early, 1) == pytest.approx(1201 - 2 * MAX_LEVELS * LEVEL_S)
-    assert by_length(early, 10**6) == LONGEST_S and by_length(early, 10) == pytest.approx(10 * TOKEN_S)
+    early, late = (
+        make_request("a", [1], priority=2**31 - 1),
+        make_request("b", [1], priority=-(2**31), arrival=1201.0),
+    )
+    assert by_priority(late, 1) - by_priority(early, 1) == pytest.approx(
+        1201 - 2 * MAX_LEVELS * LEVEL_S
+    )
+    assert by_length(early, 10**6) == LONGEST_S and by_length(early, 10) == pytest.approx(
+        10 * TOKEN_S
+    )
 
 
 def test_who_is_expected_to_be_short_goes_first():
@@ -328,31 +408,46 @@ def test_who_is_expected_to_be_short_goes_first():
 #: A CPU's steps in milliseconds at 32 seats: decode-only, and with prompt rows.
 DECODE_MS = {1: 10, 4: 16, 8: 20, 16: 24, 32: 38}
 MIXED_MS = {64: 42, 128: 58, 256: 100, 512: 185}
-TABLE = StepTable([Curve(rows, rows, ms / 1000) for rows, ms in DECODE_MS.items()]
-                  + [Curve(rows, 32, ms / 1000) for rows, ms in MIXED_MS.items()])
+TABLE = StepTable(
+    [Curve(rows, rows, ms / 1000) for rows, ms in DECODE_MS.items()]
+    + [Curve(rows, 32, ms / 1000) for rows, ms in MIXED_MS.items()]
+)
 CALM_S = 20.0
 
 
 def beside(rate_a: float) -> tuple[float, float]:
-    """(b's p99 time to first token, decode rows a second) of 32 seats on which b has 1.2 requests a second.
+    """(b's p99 time to first token, decode rows a second) of 32 seats on which b has 1.2 requests a
+    second.
 
     a comes after CALM_S with so many; answers are 20 to 150 tokens long.
     """
     arrivals = []
     for tenant, rate, start, seed in (("a", rate_a, CALM_S, 1), ("b", 1.2, 0.0, 0)):
-        for one in synthesise(int(120 * rate), LogNormal(96, 0.5, 4, 384), Uniform(20, 150), Poisson(rate), seed):
+        for one in synthesise(
+            int(120 * rate), LogNormal(96, 0.5, 4, 384), Uniform(20, 150), Poisson(rate), seed
+        ):
             arrivals.append(msgspec.structs.replace(one, at=one.at + start, tenant=tenant))
     last = max(arrival.at for arrival in arrivals if arrival.tenant == "b")
-    coming = sorted((arrival for arrival in arrivals if arrival.at < last), key=lambda arrival: arrival.at)
+    coming = sorted(
+        (arrival for arrival in arrivals if arrival.at < last), key=lambda arrival: arrival.at
+    )
     limits = SchedulerLimits(32, 4096, 10_000, 10**9, order="fair", prefill_share="auto")
-    run = simulate(coming, EngineShape(limits, make_buckets(max_seats=32, token_budget=512), 8193), TABLE)
-    waits = [times.ttft_s or 0.0 for times in run.times if times.tenant == "b" and times.arrival > CALM_S]
+    run = simulate(
+        coming, EngineShape(limits, make_buckets(max_seats=32, token_budget=512), 8193), TABLE
+    )
+    waits = [
+        times.ttft_s or 0.0 for times in run.times if times.tenant == "b" and times.arrival > CALM_S
+    ]
     assert min(waits) > 0
-    return float(np.percentile(waits, 99)), run.records["decode"].sum() / run.records["device_s"].sum()
+    return float(np.percentile(waits, 99)), run.records["decode"].sum() / run.records[
+        "device_s"
+    ].sum()
 
 
 def test_from_a_calm_start_a_heavy_tenant_leaves_a_seat(monkeypatch: pytest.MonkeyPatch):
-    """Without the kept seat b's p99 goes from 0.19 to 0.65 s: it waits for one of a's answers to end."""
+    """Without the kept seat b's p99 goes from 0.19 to 0.65 s: it waits for one of a's answers to
+    end.
+    """
     calm, _ = beside(1.2)
     crowded, rows = beside(12.0)
     monkeypatch.setattr(fair_queue, "SEATS_PER_KEPT", 10**6)
@@ -362,7 +457,9 @@ def test_from_a_calm_start_a_heavy_tenant_leaves_a_seat(monkeypatch: pytest.Monk
 
 
 def test_who_may_have_the_kept_seat_by_hand():
-    """32 seats, of which a has 20 and b none: the last free one is b's, and a's again when b was gone for long."""
+    """32 seats, of which a has 20 and b none: the last free one is b's, and a's again when b was
+    gone for long.
+    """
     queue = FairQueue()
     for number in range(21):
         queue.push(sequence(number, "a"))

@@ -7,10 +7,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jitney.engine.scheduler.kv_pages import CACHED, FREE, HELD, SHARED, PagePool, extend_keys, root_key
+from jitney.engine.scheduler.kv_pages import (
+    CACHED,
+    FREE,
+    HELD,
+    SHARED,
+    PagePool,
+    extend_keys,
+    root_key,
+)
 
 
-def keys_of(tokens: list[int], n_pages: int, page_size: int = 4, root: bytes = b"root") -> list[bytes]:
+def keys_of(
+    tokens: list[int], n_pages: int, page_size: int = 4, root: bytes = b"root"
+) -> list[bytes]:
     keys: list[bytes] = []
     extend_keys(keys, root, tokens, page_size, n_pages)
     return keys
@@ -104,7 +114,9 @@ def test_without_retention_only_living_owners_share():
 
 @pytest.mark.parametrize("still_held", [True, False])
 def test_withdrawn_pages_are_not_found(still_held: bool):
-    """By name: nobody need hold them any more. One that was kept for its contents alone is free at once."""
+    """By name: nobody need hold them any more. One that was kept for its contents alone is free at
+    once.
+    """
     pool, keys = PagePool(5, 4), keys_of([1] * 8, 2)
     pages = held(pool, keys)
     if not still_held:
@@ -119,8 +131,13 @@ def test_withdrawn_pages_are_not_found(still_held: bool):
 
 def test_keys_name_the_whole_prefix_and_the_owner():
     assert keys_of([1, 1, 1, 1, 2, 2, 2, 2], 2)[1] != keys_of([3, 3, 3, 3, 2, 2, 2, 2], 2)[1]
-    assert keys_of([1] * 4, 1, root=root_key("a", "")) != keys_of([1] * 4, 1, root=root_key("b", ""))
-    roots = [root_key(*parts) for parts in (("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("ab", "c", "r"))]
+    assert keys_of([1] * 4, 1, root=root_key("a", "")) != keys_of(
+        [1] * 4, 1, root=root_key("b", "")
+    )
+    roots = [
+        root_key(*parts)
+        for parts in (("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("ab", "c", "r"))
+    ]
     assert len(set(roots)) == len(roots)
     assert keys_of(list(range(8)), 1) == keys_of(list(range(8)), 2)[:1]
 
@@ -137,7 +154,9 @@ def test_check_sees_a_page_lost_or_doubled():
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences over few distinct prompts come and go; contents are modelled as the keys the pages were filled for."""
+    """Sequences over few distinct prompts come and go; contents are modelled as the keys the pages
+    were filled for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +168,9 @@ class PoolMachine(RuleBasedStateMachine):
     def board(self, tokens: list[int], extra: int) -> None:
         keys = keys_of(tokens, len(tokens) // 2, page_size=2)
         pages = self.pool.match(keys)
-        assert [self.contents[page] for page in pages] == keys[: len(pages)], "a match is what it was published for"
+        assert [self.contents[page] for page in pages] == keys[: len(pages)], (
+            "a match is what it was published for"
+        )
         before = self.pool.available
         fresh = self.pool.allocate(len(keys) - len(pages) + extra)
         assert (fresh is None) == (before < len(keys) - len(pages) + extra)
@@ -175,8 +196,12 @@ class PoolMachine(RuleBasedStateMachine):
         counts = [sum(page in pages for pages in self.owners) for page in range(12)]
         assert [state in (HELD, SHARED) for state in states] == [count > 0 for count in counts]
         assert (states == SHARED).sum() == sum(count > 1 for count in counts)
-        assert (states[1:] == FREE).sum() == self.pool.n_free and (states == CACHED).sum() == self.pool.n_cached
+        assert (states[1:] == FREE).sum() == self.pool.n_free and (
+            states == CACHED
+        ).sum() == self.pool.n_cached
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+PoolMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
 TestPoolMachine = PoolMachine.TestCase

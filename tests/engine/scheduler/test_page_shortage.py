@@ -34,8 +34,10 @@ from jitney.engine.types import EngineRequest, SamplingParams
 #: Milliseconds of a step by bucket, as a CPU's: decode-only, and with prompt rows.
 DECODE_MS = {1: 9, 4: 11, 8: 13, 16: 18, 32: 28}
 MIXED_MS = {64: 45, 128: 75, 256: 135, 512: 260}
-TABLE = StepTable([Curve(rows, rows, ms / 1000) for rows, ms in DECODE_MS.items()]
-                  + [Curve(rows, 32, ms / 1000) for rows, ms in MIXED_MS.items()])
+TABLE = StepTable(
+    [Curve(rows, rows, ms / 1000) for rows, ms in DECODE_MS.items()]
+    + [Curve(rows, 32, ms / 1000) for rows, ms in MIXED_MS.items()]
+)
 END = 1
 OUTPUTS = {"uniform": Uniform(50, 800), "log-normal": LogNormal(300, 0.8, 50, 800)}
 
@@ -49,8 +51,11 @@ class EndingDevice(VirtualDevice):
         self.sampled: list[list[int]] = []
 
     def launch(self, batch: Plan) -> simulator.Ticket:
-        ends = [chunk.end - chunk.seq.n_prompt + 1 >= self.lengths[int(chunk.seq.request_id)]
-                for chunk in batch.chunks if chunk.sample]
+        ends = [
+            chunk.end - chunk.seq.n_prompt + 1 >= self.lengths[int(chunk.seq.request_id)]
+            for chunk in batch.chunks
+            if chunk.sample
+        ]
         self.sampled.append([END if ended else END + 1 for ended in ends])
         return super().launch(batch)
 
@@ -66,7 +71,9 @@ def endless(name: str, arrival: Arrival, at: float) -> EngineRequest:
 
 
 class Outcome(NamedTuple):
-    """tok_s: output tokens a second. stall: longest time between two tokens of a stream, seconds."""
+    """tok_s: output tokens a second. stall: longest time between two tokens of a stream,
+    seconds.
+    """
 
     tok_s: float
     stall: float
@@ -76,12 +83,16 @@ class Outcome(NamedTuple):
 
 @cache
 def closed_loop(outputs: str, seats: int, known: bool) -> Outcome:
-    """32 streams on 200 pages of 16, prompts around 96. known: max_tokens is the answer's length."""
+    """32 streams on 200 pages of 16, prompts around 96. known: max_tokens is the answer's
+    length.
+    """
     arrivals = synthesise(160, LogNormal(96, 0.5, 4, 384), OUTPUTS[outputs], Closed(), 0)
     book = Conductor(keep_tokens=True)
     device = EndingDevice(book, arrivals)
     limits = SchedulerLimits(seats, 3000, max_waiting_requests=1000)
-    core = EngineShape(limits, make_buckets(max_seats=seats, token_budget=512), 201).new_core(device)
+    core = EngineShape(limits, make_buckets(max_seats=seats, token_budget=512), 201).new_core(
+        device
+    )
     with pytest.MonkeyPatch.context() as patch:
         if not known:
             patch.setattr(simulator, "request_of", endless)
@@ -90,8 +101,12 @@ def closed_loop(outputs: str, seats: int, known: bool) -> Outcome:
     assert [times.n_output for times in book.times] == [arrival.n_output for arrival in arrivals]
     stalls = [np.diff(np.asarray(times.token_times)).max() for times in book.times]
     totals = core.ledger.totals
-    return Outcome(sum(device.lengths) / device.clock.now, float(max(stalls)), totals["preempted"],
-                   totals["recomputed"])
+    return Outcome(
+        sum(device.lengths) / device.clock.now,
+        float(max(stalls)),
+        totals["preempted"],
+        totals["recomputed"],
+    )
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["max_tokens known", "unknown"])
@@ -103,11 +118,14 @@ def test_more_seats_than_pages_serve_cost_little(outputs: str, known: bool):
     assert runs[32].tok_s > 0.95 * best and runs[16].tok_s > 0.95 * best
     assert max(run.stall for run in runs.values()) < 2.0
     assert runs[32].preempted <= (5 if known else 90), "331 before"
-    # The best that boarding by the prompt's pages alone made of this: 8 and 10 seats, stalls of 3.7 and 4.8 s.
+    # The best that boarding by the prompt's pages alone made of this: 8 and 10 seats, stalls of 3.7
+    # and 4.8 s.
     assert runs[32].tok_s > (0.95 if known else 0.92) * {"uniform": 480, "log-normal": 511}[outputs]
 
 
-def test_where_pages_suffice_for_all_nobody_is_asked_how_long_it_gets(monkeypatch: pytest.MonkeyPatch):
+def test_where_pages_suffice_for_all_nobody_is_asked_how_long_it_gets(
+    monkeypatch: pytest.MonkeyPatch,
+):
     core = make_core(seats=4, pages=4 * 16 + 1, budget=16, context=64, eos=())
     monkeypatch.setattr(core.scheduler._demand, "fits", lambda *_: pytest.fail("asked"))
     for number in range(12):
@@ -127,9 +145,13 @@ def test_one_alone_may_have_the_whole_pool():
 
 @pytest.mark.usefixtures("rash")
 def test_those_who_lose_their_seats_take_turns():
-    """Two long answers in a pool for one and a half: neither stands still for longer than a turn and its rows."""
+    """Two long answers in a pool for one and a half: neither stands still for longer than a turn
+    and its rows.
+    """
     clock = FakeClock()
-    core = make_core(seats=2, pages=25, page_size=4, budget=16, context=80, eos=(), retain=False, clock=clock)
+    core = make_core(
+        seats=2, pages=25, page_size=4, budget=16, context=80, eos=(), retain=False, clock=clock
+    )
     plans, last, stalls = watch(core), {}, []
     for name in ("a", "b"):
         core.add(make_request(name, [3] * 8, max_tokens=70))
@@ -159,17 +181,29 @@ def test_tenants_and_shapes_are_told_apart_and_strangers_are_like_everybody():
     taught(lengths, "short", 100, 6, 60)
     taught(lengths, "long", 100, 600, 60)
     taught(lengths, "long", 5, 60, 60)
-    expect = {name: lengths.expect(kind_of(tenant, n_prompt, most), 10**6) for name, tenant, n_prompt, most in (
-        ("short", "short", 100, None), ("long", "long", 100, None), ("other prompt", "long", 5, None),
-        ("new shape", "short", 3000, 512), ("stranger", "new", 100, None), ("strange shape", "new", 5, None))}
+    expect = {
+        name: lengths.expect(kind_of(tenant, n_prompt, most), 10**6)
+        for name, tenant, n_prompt, most in (
+            ("short", "short", 100, None),
+            ("long", "long", 100, None),
+            ("other prompt", "long", 5, None),
+            ("new shape", "short", 3000, 512),
+            ("stranger", "new", 100, None),
+            ("strange shape", "new", 5, None),
+        )
+    }
     assert expect["short"] < 20 and expect["long"] == pytest.approx(600, rel=0.2)
-    assert expect["other prompt"] == pytest.approx(60, rel=0.35), "one prompt class of a tenant, beside another"
+    assert expect["other prompt"] == pytest.approx(60, rel=0.35), (
+        "one prompt class of a tenant, beside another"
+    )
     assert expect["new shape"] < 40, "a tenant's answers are known though not to such prompts"
     assert 200 < expect["stranger"] < 400 and expect["strange shape"] < 120
 
 
 def test_what_was_cut_off_or_still_runs_counts_for_what_it_passed():
-    """Of ten answers five ended at 20 tokens, and five were cut off, or run on, at 200: those are no short answers."""
+    """Of ten answers five ended at 20 tokens, and five were cut off, or run on, at 200: those are
+    no short answers.
+    """
     cut, running = OutputLengths(), OutputLengths()
     kind = kind_of("a", 10, None)
     for lengths in (cut, running):

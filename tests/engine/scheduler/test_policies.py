@@ -1,4 +1,6 @@
-"""The three ways to batch on a fake device: when seats are taken and given back, what is padded, the same tokens."""
+"""The three ways to batch on a fake device: when seats are taken and given back, what is padded,
+the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def situation(now: float, arrivals: list[float], busy: int = 0) -> Situation:
     return Situation(now, 8 - busy, busy, len(arrivals), iter(arrivals))
 
 
-def run_on(core: EngineCore, clock: FakeClock, seconds: float = 0.01, steps: int = 5000) -> list[SequenceOutput]:
+def run_on(
+    core: EngineCore, clock: FakeClock, seconds: float = 0.01, steps: int = 5000
+) -> list[SequenceOutput]:
     """Step until idle, each step taking `seconds`; nobody else comes meanwhile."""
     core.scheduler.more_to_come = False
     outputs: list[SequenceOutput] = []
@@ -52,19 +56,24 @@ def test_the_names_stand_in_one_place():
     assert tuple(POLICIES) == get_args(PolicyName) and tuple(ORDERS) == get_args(OrderName)
 
 
-@pytest.mark.parametrize(("policy", "now", "arrivals", "busy", "boarders", "boards_at"), [
-    ("continuous", 5.0, [4.0] * 3, 2, 6, 5.0),
-    ("static", 5.0, [4.0] * 3, 0, 0, 5.75),  # three of four, the newest 1 s ago, 1.75 s to wait
-    ("static", 5.0, [1.0, 2.0, 4.5], 0, 0, 6.25),
-    ("static", 5.75, [1.0, 4.0], 0, 2, 5.75),
-    ("static", 5.0, [5.0] * 6, 0, 4, 5.0),
-    ("static", 5.0, [1.0] * 6, 1, 0, float("inf")),
-    ("dynamic", 5.0, [4.0, 4.9], 0, 0, 5.5),
-    ("dynamic", 5.5, [4.0, 5.5], 0, 2, 5.5),
-    ("dynamic", 5.0, [5.0] * 6, 0, 4, 5.0),
-    ("dynamic", 9.0, [1.0] * 6, 3, 0, float("inf")),
-])
-def test_who_may_board(policy: str, now: float, arrivals: list[float], busy: int, boarders: int, boards_at: float):
+@pytest.mark.parametrize(
+    ("policy", "now", "arrivals", "busy", "boarders", "boards_at"),
+    [
+        ("continuous", 5.0, [4.0] * 3, 2, 6, 5.0),
+        ("static", 5.0, [4.0] * 3, 0, 0, 5.75),  # three of four, the newest 1 s ago, 1.75 s to wait
+        ("static", 5.0, [1.0, 2.0, 4.5], 0, 0, 6.25),
+        ("static", 5.75, [1.0, 4.0], 0, 2, 5.75),
+        ("static", 5.0, [5.0] * 6, 0, 4, 5.0),
+        ("static", 5.0, [1.0] * 6, 1, 0, float("inf")),
+        ("dynamic", 5.0, [4.0, 4.9], 0, 0, 5.5),
+        ("dynamic", 5.5, [4.0, 5.5], 0, 2, 5.5),
+        ("dynamic", 5.0, [5.0] * 6, 0, 4, 5.0),
+        ("dynamic", 9.0, [1.0] * 6, 3, 0, float("inf")),
+    ],
+)
+def test_who_may_board(
+    policy: str, now: float, arrivals: list[float], busy: int, boarders: int, boards_at: float
+):
     made = make_policy(policy, Batches(4, wait_s=1.5, timeout_s=1.75))
     assert made.boarders(situation(now, arrivals, busy)) == boarders
     if boarders:
@@ -74,7 +83,9 @@ def test_who_may_board(policy: str, now: float, arrivals: list[float], busy: int
 
 
 def test_static_waits_for_its_number_unless_nobody_else_can_come():
-    """Nobody has come for an hour, and still three of four do not board; the end of the traffic is known to a bench."""
+    """Nobody has come for an hour, and still three of four do not board; the end of the traffic is
+    known to a bench.
+    """
     made = make_policy("static", Batches(4, wait_s=1.5))
     assert made.boarders(situation(3605.0, [5.0] * 3)) == 0
     assert made.boards_at(situation(3605.0, [5.0] * 3)) == float("inf")
@@ -85,7 +96,9 @@ def test_static_waits_for_its_number_unless_nobody_else_can_come():
 
 
 def test_a_static_batch_drawn():
-    """Prompts of 6, 2 and 3 tokens and 4, 2 and 3 outputs, batches of 3 in 4 seats, budget 12: 4 columns a step."""
+    """Prompts of 6, 2 and 3 tokens and 4, 2 and 3 outputs, batches of 3 in 4 seats, budget 12: 4
+    columns a step.
+    """
     core = make_core(seats=4, budget=12, eos=(), policy="static", batch_size=3)
     plans = watch(core)
     for name, prompt, outputs in (("a", 6, 4), ("b", 2, 2), ("c", 3, 3), ("next", 2, 1)):
@@ -95,15 +108,33 @@ def test_a_static_batch_drawn():
         core.step()
         seats.append(states(core))
     assert [picture(plan) for plan in plans] == [
-        [("a", 0, 4, "prefill"), ("c", 0, 1, "prefill")],  # columns 0 to 3: b's prompt begins in column 4, c's in 3
+        [
+            ("a", 0, 4, "prefill"),
+            ("c", 0, 1, "prefill"),
+        ],  # columns 0 to 3: b's prompt begins in column 4, c's in 3
         [("a", 4, 6, "prefill"), ("b", 0, 2, "prefill"), ("c", 1, 3, "prefill")],
         [("a", 6, 7, "decode"), ("c", 3, 4, "decode"), ("b", 2, 3, "decode")],
         [("a", 7, 8, "decode"), ("c", 4, 5, "decode")],
-        [("a", 8, 9, "decode")]]
+        [("a", 8, 9, "decode")],
+    ]
     assert seats == ["ppp.", "ddd.", "ddd.", "dhd.", "dhh.", "...."], "the seats come back together"
-    assert [(plan.rows, plan.reserved) for plan in plans] == [(5, 7), (6, 0), (3, 0), (2, 1), (1, 2)]
-    assert [str(plan.bucket) for plan in plans] == ["mixed-12", "mixed-8", "decode-4", "decode-4", "decode-4"]
-    assert sum(plan.rows + plan.reserved for plan in plans[:2]) == 3 * 6, "every prompt is padded to the longest"
+    assert [(plan.rows, plan.reserved) for plan in plans] == [
+        (5, 7),
+        (6, 0),
+        (3, 0),
+        (2, 1),
+        (1, 2),
+    ]
+    assert [str(plan.bucket) for plan in plans] == [
+        "mixed-12",
+        "mixed-8",
+        "decode-4",
+        "decode-4",
+        "decode-4",
+    ]
+    assert sum(plan.rows + plan.reserved for plan in plans[:2]) == 3 * 6, (
+        "every prompt is padded to the longest"
+    )
     assert core.ledger.since(0)["padding"].tolist() == [7, 2, 1, 2, 3]
 
 
@@ -122,7 +153,9 @@ def test_the_next_batch_boards_when_the_last_seat_is_given_back(policy: str):
 
 def test_a_static_server_waits_for_the_batch_or_for_quiet():
     clock = FakeClock()
-    core = make_core(seats=4, eos=(), policy="static", batch_size=3, static_timeout_ms=500.0, clock=clock)
+    core = make_core(
+        seats=4, eos=(), policy="static", batch_size=3, static_timeout_ms=500.0, clock=clock
+    )
     plans = watch(core)
     for number in range(2):
         clock.now = 0.4 * number
@@ -139,7 +172,9 @@ def test_a_static_server_waits_for_the_batch_or_for_quiet():
 
 def test_dynamic_waits_for_the_oldest_alone():
     clock = FakeClock()
-    core = make_core(seats=4, eos=(), policy="dynamic", batch_size=3, max_wait_ms=500.0, clock=clock)
+    core = make_core(
+        seats=4, eos=(), policy="dynamic", batch_size=3, max_wait_ms=500.0, clock=clock
+    )
     plans = watch(core)
     for clock.now in (0.0, 0.4):
         core.add(make_request(f"r{clock.now}", [1], arrival=clock.now))
@@ -178,7 +213,9 @@ def test_a_batch_whose_longest_is_aborted_goes_on():
     core.abort("long")
     assert states(core) == "hp"
     outputs = core.run_until_idle()
-    assert tokens_of(outputs, "short") == solo(make_request("short", [1, 1], max_tokens=2), 0, 9, ())
+    assert tokens_of(outputs, "short") == solo(
+        make_request("short", [1, 1], max_tokens=2), 0, 9, ()
+    )
     assert len(plans) == 3 and states(core) == ".."
 
 
@@ -191,12 +228,21 @@ def test_the_news_of_seats_given_back_follow_the_ends():
         report = core.step()
         told += [("end", out.request_id) for out in report.outputs if out.finish]
         told += [(event.event, event.seat) for event in report.life]
-    assert told == [("seated", 0), ("seated", 1), ("end", "a"), ("end", "b"), ("released", 0), ("released", 1)]
+    assert told == [
+        ("seated", 0),
+        ("seated", 1),
+        ("end", "a"),
+        ("end", "b"),
+        ("released", 0),
+        ("released", 1),
+    ]
 
 
 @pytest.mark.usefixtures("rash")
 def test_pages_run_out_in_a_batch():
-    """Three of up to 18 positions on 8 pages of 4: who is preempted rides in the next batch, and has its tokens."""
+    """Three of up to 18 positions on 8 pages of 4: who is preempted rides in the next batch, and
+    has its tokens.
+    """
     clock = FakeClock()
     core = make_core(seats=3, pages=9, budget=16, eos=(), policy="static", clock=clock)
     requests = [make_request(f"r{i}", [i + 1] * 4, max_tokens=14) for i in range(3)]
@@ -213,25 +259,49 @@ def test_prompts_that_are_scored_are_one_batch_with_others():
     core = make_core(seats=3, budget=16, eos=(), policy="static", clock=clock)
     prompts = {"a": [1, 2, 3, 4, 5, 6, 7], "b": [7, 8, 9, 1, 2], "c": [5, 5, 5, 6]}
     for name, prompt in prompts.items():
-        core.add(make_request(name, prompt, max_tokens=3, prompt_logprobs=None if name == "c" else 1))
+        core.add(
+            make_request(name, prompt, max_tokens=3, prompt_logprobs=None if name == "c" else 1)
+        )
     outputs = run_on(core, clock)
     for name, prompt in prompts.items():
         assert tokens_of(outputs, name) == solo(make_request(name, prompt, max_tokens=3), 0, 9, ())
-        told = [out.prompt_logprobs for out in outputs if out.request_id == name and out.prompt_logprobs is not None]
+        told = [
+            out.prompt_logprobs
+            for out in outputs
+            if out.request_id == name and out.prompt_logprobs is not None
+        ]
         assert [len(entries) for entries in told] == ([] if name == "c" else [len(prompt)])
 
 
 @pytest.mark.parametrize("budget", [12, 40])
 def test_the_same_tokens_under_every_policy(budget: int):
-    """And the price of batching: each policy computes the same useful rows, and static pads the most."""
+    """And the price of batching: each policy computes the same useful rows, and static pads the
+    most.
+    """
     rng = random.Random(budget)
-    requests = [make_request(f"r{i}", [rng.randrange(1, 40) for _ in range(rng.randint(1, 20))], seed=i,
-                             max_tokens=rng.randint(1, 20), arrival=0.02 * i) for i in range(40)]
+    requests = [
+        make_request(
+            f"r{i}",
+            [rng.randrange(1, 40) for _ in range(rng.randint(1, 20))],
+            seed=i,
+            max_tokens=rng.randint(1, 20),
+            arrival=0.02 * i,
+        )
+        for i in range(40)
+    ]
     answers, padding, rows = {}, {}, {}
     for policy in POLICIES:
         clock = FakeClock()
-        core = make_core(seats=8, pages=65, budget=budget, context=41, retain=False, policy=policy, max_wait_ms=50.0,
-                         clock=clock)
+        core = make_core(
+            seats=8,
+            pages=65,
+            budget=budget,
+            context=41,
+            retain=False,
+            policy=policy,
+            max_wait_ms=50.0,
+            clock=clock,
+        )
         waiting, outputs = list(requests), []
         while waiting or core.has_work:
             while waiting and waiting[0].arrival <= clock.now:
@@ -246,4 +316,6 @@ def test_the_same_tokens_under_every_policy(budget: int):
         assert core.ledger.totals["bucket_tokens"] == device_of(core).rows_run
     assert answers["continuous"] == {r.id: solo(r, r.sampling.seed or 0, 99) for r in requests}
     assert answers["static"] == answers["dynamic"] == answers["continuous"]
-    assert len(set(rows.values())) == 1 and padding["continuous"] < min(padding["static"], padding["dynamic"])
+    assert len(set(rows.values())) == 1 and padding["continuous"] < min(
+        padding["static"], padding["dynamic"]
+    )

@@ -1,4 +1,6 @@
-"""`prefill_share = "auto"`: prompt-heavy traffic as fast as with all rows, running streams in rhythm all the same."""
+"""`prefill_share = "auto"`: prompt-heavy traffic as fast as with all rows, running streams in
+rhythm all the same.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ from jitney.engine.simulation.simulator import EngineShape, Run, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import Arrival, Closed, Fixed, Lengths, LogNormal, synthesise
 
-#: A CPU's steps in milliseconds: decode-only, and with prompt rows, each of whose query-key pairs takes 20 ns.
+#: A CPU's steps in milliseconds: decode-only, and with prompt rows, each of whose query-key pairs
+#: takes 20 ns.
 DECODE_MS = {1: 10, 4: 16, 8: 20, 16: 24, 32: 38}
 MIXED_MS = {64: 42, 128: 58, 256: 100, 512: 185}
-TABLE = StepTable([Curve(rows, rows, ms / 1000) for rows, ms in DECODE_MS.items()]
-                  + [Curve(rows, 32, ms / 1000, per_pair=2e-8) for rows, ms in MIXED_MS.items()])
+TABLE = StepTable(
+    [Curve(rows, rows, ms / 1000) for rows, ms in DECODE_MS.items()]
+    + [Curve(rows, 32, ms / 1000, per_pair=2e-8) for rows, ms in MIXED_MS.items()]
+)
 
 
 def run(arrivals: list[Arrival], share: Share, concurrency: int | None = None) -> Run:
@@ -30,8 +35,11 @@ def run(arrivals: list[Arrival], share: Share, concurrency: int | None = None) -
     return simulate(arrivals, engine, TABLE, concurrency=concurrency, keep_tokens=True)
 
 
-@pytest.mark.parametrize(("prompts", "outputs"), [
-    (Fixed(400), Fixed(8)), (Fixed(1000), Fixed(16)), (LogNormal(600, 0.6, 50, 3000), Fixed(32))], ids=str)
+@pytest.mark.parametrize(
+    ("prompts", "outputs"),
+    [(Fixed(400), Fixed(8)), (Fixed(1000), Fixed(16)), (LogNormal(600, 0.6, 50, 3000), Fixed(32))],
+    ids=str,
+)
 def test_prompt_heavy_traffic_is_as_fast_as_with_all_rows(prompts: Lengths, outputs: Lengths):
     """A quarter costs a fifth of the requests a second: weights are read for 128 rows at a time."""
     arrivals = synthesise(128, prompts, outputs, Closed(), 0)
@@ -40,7 +48,9 @@ def test_prompt_heavy_traffic_is_as_fast_as_with_all_rows(prompts: Lengths, outp
 
 
 def p99_ratio(share: Share) -> float:
-    """p99 time between tokens of 16 streams while a prompt of 4,000 tokens is read, over the same before it came."""
+    """p99 time between tokens of 16 streams while a prompt of 4,000 tokens is read, over the same
+    before it came.
+    """
     came = 6.0
     arrivals = [*[Arrival(0.0, 64, 500)] * 16, Arrival(came, 4000, 1)]
     *streams, long = run(arrivals, share).times
@@ -60,8 +70,20 @@ def test_streams_stay_in_rhythm_beside_a_long_prompt():
 def test_the_share_by_hand():
     """Of 512 rows: who waits for prompts over who waits for tokens, in sixteenths."""
     rows = PromptRows(Pace(make_buckets(max_seats=32, token_budget=512)), AUTO, 0.0)
-    shares = [rows.share_beside(decoding, prompts)
-              for decoding, prompts in ((31, 1), (16, 1), (16, 4), (16, 8), (16, 9), (16, 16), (8, 24), (1, 1), (3, 2))]
+    shares = [
+        rows.share_beside(decoding, prompts)
+        for decoding, prompts in (
+            (31, 1),
+            (16, 1),
+            (16, 4),
+            (16, 8),
+            (16, 9),
+            (16, 16),
+            (8, 24),
+            (1, 1),
+            (3, 2),
+        )
+    ]
     assert shares == [LEAST_SHARE, LEAST_SHARE, 0.25, 0.5, 9 / 16, 1.0, 1.0, 1.0, 10 / 16]
     assert rows.most(16, 0, 1) == 112 and rows.most(16, 0, 16) == 496 and rows.most(0, 0, 1) == 512
     fixed = PromptRows(rows.pace, 0.5, 0.0)
@@ -76,7 +98,11 @@ def test_a_target_still_bounds_the_step():
 
 
 def test_auto_and_numbers_in_every_layer(tmp_path, capsys: pytest.CaptureFixture[str]):
-    assert Config().engine.prefill_share == AUTO == load_config(flags={"prefill_share": "auto"}).engine.prefill_share
+    assert (
+        Config().engine.prefill_share
+        == AUTO
+        == load_config(flags={"prefill_share": "auto"}).engine.prefill_share
+    )
     assert load_config(environ={"JITNEY_PREFILL_SHARE": "0.5"}).engine.prefill_share == 0.5
     file = tmp_path / "jitney.toml"
     for written in (Config(), load_config(flags={"prefill_share": "0.25"})):

@@ -1,4 +1,6 @@
-"""The scheduler's promises, one by one; each on a fake device that notices wrong pages (fakes.py)."""
+"""The scheduler's promises, one by one; each on a fake device that notices wrong pages
+(fakes.py).
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,15 @@ def test_decode_rows_go_first_and_prompts_fill_the_budget():
         [("a", 0, 6, "prefill"), ("b", 0, 2, "prefill")],
         [("a", 6, 7, "decode"), ("b", 2, 9, "prefill")],
         [("a", 7, 8, "decode"), ("b", 9, 11, "prefill")],
-        [("b", 11, 12, "decode"), ("a", 8, 9, "decode")]]  # the longer context first
+        [("b", 11, 12, "decode"), ("a", 8, 9, "decode")],
+    ]  # the longer context first
     assert [str(plan.bucket) for plan in plans[:4]] == ["mixed-8", "mixed-8", "mixed-8", "decode-4"]
 
 
 def test_a_seat_freed_is_taken_in_the_very_next_plan():
-    """a's second and last token is sampled in plan 2; b boards in plan 3, before that token is even known."""
+    """a's second and last token is sampled in plan 2; b boards in plan 3, before that token is even
+    known.
+    """
     core = make_core(seats=1, budget=8, eos=())
     plans = watch(core)
     core.add(make_request("a", [1, 2], max_tokens=2))
@@ -66,10 +71,15 @@ def test_a_seat_freed_by_a_stop_is_taken_in_the_plan_after_the_news():
     core.add(make_request("b", [3, 4], max_tokens=1))
     core.run_until_idle()
     assert [picture(plan) for plan in plans] == [
-        [("a", 0, 2, "prefill")], [("a", 2, 3, "decode")], [("b", 0, 2, "prefill")]]
+        [("a", 0, 2, "prefill")],
+        [("a", 2, 3, "decode")],
+        [("b", 0, 2, "prefill")],
+    ]
 
 
-@pytest.mark.parametrize(("order", "boards"), [("fcfs", ["a", "b", "c", "d"]), ("priority", ["d", "b", "c", "a"])])
+@pytest.mark.parametrize(
+    ("order", "boards"), [("fcfs", ["a", "b", "c", "d"]), ("priority", ["d", "b", "c", "a"])]
+)
 def test_who_boards_first(order: str, boards: list[str]):
     core = make_core(seats=1, budget=8, order=order)
     plans = watch(core)
@@ -80,7 +90,9 @@ def test_who_boards_first(order: str, boards: list[str]):
 
 
 def test_nobody_starves():
-    """A prompt as big as the pool boards before all who came later, and a stream gets a token in every step."""
+    """A prompt as big as the pool boards before all who came later, and a stream gets a token in
+    every step.
+    """
     core = make_core(seats=3, pages=17, budget=8, context=64, eos=())
     plans = watch(core)
     core.add(make_request("stream", [1], max_tokens=30))
@@ -99,7 +111,9 @@ def test_nobody_starves():
 
 @pytest.mark.usefixtures("rash")
 def test_no_livelock_when_each_needs_nearly_the_whole_pool():
-    """10 requests of up to 41 positions on 11 pages of 4: at most one can finish at a time, and all do."""
+    """10 requests of up to 41 positions on 11 pages of 4: at most one can finish at a time, and all
+    do.
+    """
     core = make_core(seats=4, pages=12, budget=16, context=42, eos=())
     requests = [make_request(f"r{i}", [i + 1] * 2, max_tokens=40) for i in range(10)]
     for request in requests:
@@ -148,7 +162,9 @@ def test_the_preempted_go_before_those_who_never_boarded():
 
 @pytest.mark.usefixtures("rash")
 def test_nobody_boards_while_its_token_is_in_flight():
-    """Three plans without a commit: "young" is preempted, has room again, and must still wait for its token."""
+    """Three plans without a commit: "young" is preempted, has room again, and must still wait for
+    its token.
+    """
     core = make_core(seats=2, pages=6, budget=16, eos=())
     scheduler = core.scheduler
     for i, name in enumerate(("old", "young")):
@@ -160,11 +176,16 @@ def test_nobody_boards_while_its_token_is_in_flight():
     for plan in plans:
         scheduler.commit(plan, StepResult([9] * len(plan.chunks)), 0.0)
     plan = scheduler.plan(0.0)
-    assert plan is not None and [picture(plan)[0][:2], plan.boarded[0].n_output] == [("young", 4), 2]
+    assert plan is not None and [picture(plan)[0][:2], plan.boarded[0].n_output] == [
+        ("young", 4),
+        2,
+    ]
 
 
 def test_boarding_leaves_each_seated_sequence_a_page_to_grow_into():
-    """Of 5 pages "old" holds 2; a prompt of 3 pages would fit now, and be preempted 1 token later."""
+    """Of 5 pages "old" holds 2; a prompt of 3 pages would fit now, and be preempted 1 token
+    later.
+    """
     core = make_core(seats=2, pages=6, budget=16, eos=())
     plans = watch(core)
     core.add(make_request("old", [1] * 7, max_tokens=4))
@@ -189,7 +210,9 @@ def test_the_preempted_stand_before_the_fresh_of_their_class_alone():
 
 @pytest.mark.usefixtures("rash")
 def test_rows_computed_again_are_recomputed_rows():
-    """Prompt rows are prefill once; what preemption costs is counted apart (no prefix cache to soften it)."""
+    """Prompt rows are prefill once; what preemption costs is counted apart (no prefix cache to
+    soften it).
+    """
     core = make_core(seats=2, pages=7, budget=16, retain=False, eos=())
     plans = watch(core)
     for i, name in enumerate(("old", "young")):
@@ -203,7 +226,9 @@ def test_rows_computed_again_are_recomputed_rows():
 
 @pytest.mark.parametrize("retain", [True, False])
 def test_siblings_share_the_prompts_pages(retain: bool):
-    """n = 3, 10 prompt tokens, pages of 4: two pages shared, and only the last two tokens are computed thrice."""
+    """n = 3, 10 prompt tokens, pages of 4: two pages shared, and only the last two tokens are
+    computed thrice.
+    """
     core = make_core(seats=4, retain=retain, eos=())
     plans = watch(core)
     request = make_request("a", list(range(1, 11)), n=3, max_tokens=6, seed=5)
@@ -211,7 +236,9 @@ def test_siblings_share_the_prompts_pages(retain: bool):
     outputs = [out for _ in range(3) for out in core.step().outputs]
     assert (core.scheduler.pool.states() == SHARED).sum() == 2
     outputs += core.run_until_idle()
-    assert [len(plan.boarded) for plan in plans[:3]] == [1, 2, 0], "siblings board right after the leader's prompt"
+    assert [len(plan.boarded) for plan in plans[:3]] == [1, 2, 0], (
+        "siblings board right after the leader's prompt"
+    )
     assert core.ledger.totals["prefill"] == 10 + 2 + 2 and core.ledger.totals["cached_tokens"] == 16
     texts = [tokens_of(outputs, "a", i) for i in range(3)]
     assert texts == [solo(request, sibling_seed(5, i), 99, ()) for i in range(3)]
@@ -226,7 +253,11 @@ def test_siblings_outlive_their_leader():
     core.step()
     core.abort("a", 0)
     outputs = core.run_until_idle()
-    assert {key[1]: end.finish for key, end in ends_of(outputs).items()} == {0: "abort", 1: "length", 2: "length"}
+    assert {key[1]: end.finish for key, end in ends_of(outputs).items()} == {
+        0: "abort",
+        1: "length",
+        2: "length",
+    }
     assert tokens_of(outputs, "a", 2) == solo(request, sibling_seed(0, 2), 99, ())
 
 
@@ -236,9 +267,13 @@ def test_a_prompt_seen_before_costs_its_last_page():
     for name in ("first", "again"):
         core.add(make_request(name, prompt, max_tokens=4))
         outputs = core.run_until_idle()
-    assert outputs[0].cached_tokens == 8, "of 12 tokens in pages of 4 the last must be computed for its logits"
+    assert outputs[0].cached_tokens == 8, (
+        "of 12 tokens in pages of 4 the last must be computed for its logits"
+    )
     assert core.ledger.totals["prefill"] == 12 + 4
-    assert tokens_of(outputs, "again") == solo(make_request("again", prompt, max_tokens=4), 0, 9, ())
+    assert tokens_of(outputs, "again") == solo(
+        make_request("again", prompt, max_tokens=4), 0, 9, ()
+    )
 
 
 def test_a_conversation_finds_the_pages_of_its_answer():
@@ -282,7 +317,10 @@ def test_deadline_in_any_phase(phase: str, steps: int):
     for _ in range(steps):
         core.step()
     state = core.slots().slots[0]
-    assert (state.request_id == "late", state.state) == (phase != "waiting", phase.replace("waiting", "decode"))
+    assert (state.request_id == "late", state.state) == (
+        phase != "waiting",
+        phase.replace("waiting", "decode"),
+    )
     clock.now = 9.9
     early = core.step().outputs
     assert not ends_of(early)
@@ -319,7 +357,11 @@ REFUSED = [
     (make_request("r", [-1]), "invalid_value", "prompt"),
     (make_request("r", [1] * 40), "context_length_exceeded", "prompt"),
     (make_request("r", [1] * 30, max_tokens=11), "context_length_exceeded", "max_tokens"),
-    (make_request("r", [1] * 30, max_tokens=None, min_tokens=11), "context_length_exceeded", "min_tokens"),
+    (
+        make_request("r", [1] * 30, max_tokens=None, min_tokens=11),
+        "context_length_exceeded",
+        "min_tokens",
+    ),
     (make_request("r", [1], temperature=9.0), "invalid_value", "temperature"),
     (make_request("r", [1], logit_bias={VOCAB: 1.0}), "invalid_value", "logit_bias"),
     (make_request("open", [1]), "invalid_value", "request_id"),
@@ -353,7 +395,9 @@ def test_without_max_tokens_it_ends_with_the_context_or_the_pool(pages: int, tok
     core.add(make_request("a", [1] * 10, max_tokens=None))
     outputs = core.run_until_idle()
     assert ends_of(outputs)["a", 0].finish == "length"
-    assert tokens_of(outputs, "a") == solo(make_request("a", [1] * 10, max_tokens=None), 0, tokens, ())
+    assert tokens_of(outputs, "a") == solo(
+        make_request("a", [1] * 10, max_tokens=None), 0, tokens, ()
+    )
 
 
 def test_the_caps_on_waiting():
@@ -401,28 +445,44 @@ def test_a_prompt_above_the_token_cap_may_wait_alone():
 @pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize("pages", [40, 11])
 def test_prompt_logprobs_are_scored_once_each(pages: int):
-    """With 10 pages one of the two is preempted; entries are still one per prompt token, in order."""
+    """With 10 pages one of the two is preempted; entries are still one per prompt token, in
+    order.
+    """
     core = make_core(seats=4, pages=pages, budget=16, eos=())
     plans = watch(core)
-    prompts = {"a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], "b": [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9]}
+    prompts = {
+        "a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
+        "b": [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9],
+    }
     for name, prompt in prompts.items():
         core.add(make_request(name, prompt, max_tokens=16, prompt_logprobs=2))
     outputs = core.run_until_idle(500)
     for name, prompt in prompts.items():
-        told = [out.prompt_logprobs for out in outputs if out.request_id == name and out.prompt_logprobs is not None]
+        told = [
+            out.prompt_logprobs
+            for out in outputs
+            if out.request_id == name and out.prompt_logprobs is not None
+        ]
         assert len(told) == 1 and told[0][0] is None
         wanted = [score(prompt[: i + 1], token) for i, token in enumerate(prompt[1:])]
         assert [(entry.logprob, entry.top_ids) for entry in told[0][1:] if entry] == [
-            (entry.logprob, entry.top_ids[:2]) for entry in wanted]
-        assert tokens_of(outputs, name) == solo(make_request(name, prompt, max_tokens=16), 0, 99, ())
-    assert max(sum(chunk.scored for chunk in plan.chunks) for plan in plans) > 10, "as many as the step has rows"
+            (entry.logprob, entry.top_ids[:2]) for entry in wanted
+        ]
+        assert tokens_of(outputs, name) == solo(
+            make_request(name, prompt, max_tokens=16), 0, 99, ()
+        )
+    assert max(sum(chunk.scored for chunk in plan.chunks) for plan in plans) > 10, (
+        "as many as the step has rows"
+    )
     assert sum(chunk.scored for plan in plans for chunk in plan.chunks) == 11 + 12
     assert (core.ledger.totals["preempted"] > 0) == (pages == 11)
 
 
 @pytest.mark.usefixtures("rash")
 def test_preempted_while_its_prompt_is_scored():
-    """The second prompt has one row a step while the first outgrows the pool; no position is scored twice."""
+    """The second prompt has one row a step while the first outgrows the pool; no position is scored
+    twice.
+    """
     core = make_core(seats=2, pages=10, budget=16, eos=(), prefill_share=0.07)
     plans = watch(core)
     core.add(make_request("old", [1, 2, 3], max_tokens=30))
@@ -435,13 +495,19 @@ def test_preempted_while_its_prompt_is_scored():
     assert 0 < sum(scored[:when]) < sum(scored) == 19
     told = next(out.prompt_logprobs for out in outputs if out.prompt_logprobs)
     assert [entry.logprob for entry in told[1:] if entry] == [
-        score(prompt[: i + 1], token).logprob for i, token in enumerate(prompt[1:])]
+        score(prompt[: i + 1], token).logprob for i, token in enumerate(prompt[1:])
+    ]
 
 
-def scores_of(outputs: list[SequenceOutput], name: str, index: int = 0) -> list[tuple[float, list[int]] | None]:
+def scores_of(
+    outputs: list[SequenceOutput], name: str, index: int = 0
+) -> list[tuple[float, list[int]] | None]:
     """What a sequence was told of its prompt's tokens."""
-    told = [out.prompt_logprobs for out in outputs
-            if (out.request_id, out.index) == (name, index) and out.prompt_logprobs is not None]
+    told = [
+        out.prompt_logprobs
+        for out in outputs
+        if (out.request_id, out.index) == (name, index) and out.prompt_logprobs is not None
+    ]
     assert len(told) == 1
     return [entry and (entry.logprob, entry.top_ids) for entry in told[0]]
 
@@ -466,12 +532,18 @@ def test_scored_prompts_take_rows_of_the_token_budget(seats: int, budget: int, s
 
 
 def test_a_scored_prefix_is_scored_and_computed_once():
-    """Of 48 tokens that were scored the last page is computed again: its last row scores the first other token."""
+    """Of 48 tokens that were scored the last page is computed again: its last row scores the first
+    other token.
+    """
     core = make_core(seats=2, pages=60, budget=64, eos=())
     plans = watch(core)
     start = [(3 * i) % 40 for i in range(50)]
     counts = {}
-    for name, prompt in {"first": [*start, 1, 2], "second": [*start, 3, 4, 5], "same": [*start, 1, 2]}.items():
+    for name, prompt in {
+        "first": [*start, 1, 2],
+        "second": [*start, 3, 4, 5],
+        "same": [*start, 1, 2],
+    }.items():
         core.add(make_request(name, prompt, max_tokens=1, prompt_logprobs=2))
         before = len(plans)
         outputs = core.run_until_idle()
@@ -505,7 +577,9 @@ def test_siblings_have_their_prompt_scored_once():
 
 
 def test_siblings_of_a_leader_that_left_have_its_scores():
-    """Aborted with its last prompt row on the device: what comes back is its siblings' all the same."""
+    """Aborted with its last prompt row on the device: what comes back is its siblings' all the
+    same.
+    """
     core = make_core(seats=4, pages=60, budget=64, eos=())
     prompt = [(3 * i) % 40 for i in range(30)]
     core.add(make_request("a", prompt, max_tokens=3, n=2, prompt_logprobs=2))
@@ -527,7 +601,9 @@ def test_logprobs_come_with_their_tokens():
         history += out.tokens
 
 
-@pytest.mark.parametrize(("params", "plain"), [({}, True), ({"temperature": 1.0}, False), ({"logprobs": 0}, False)])
+@pytest.mark.parametrize(
+    ("params", "plain"), [({}, True), ({"temperature": 1.0}, False), ({"logprobs": 0}, False)]
+)
 def test_a_step_is_plain_only_if_every_row_is(params: dict, plain: bool):
     core = make_core(eos=())
     plans = watch(core)
@@ -575,15 +651,26 @@ def test_what_has_ended_is_forgotten():
     for i in range(1000):
         core.add(make_request(f"r{i}", [1], deadline=1e9))
         core.abort(f"r{i}")
-    assert len(core.scheduler.roster._deadlines) < 150 and len(core.scheduler.roster.queue._heap) < 150
+    assert (
+        len(core.scheduler.roster._deadlines) < 150 and len(core.scheduler.roster.queue._heap) < 150
+    )
     assert len(ends_of(core.step().outputs)) == 1000
 
 
-@pytest.mark.parametrize(("limits", "message"), [
-    (SchedulerLimits(4, 64, policy="psychic"), "unknown policy 'psychic'; known: continuous, static, dynamic"),
-    (SchedulerLimits(4, 64, order="size"), "unknown order 'size'; known: fcfs, priority, shortest, fair"),
-    (SchedulerLimits(8, 64), "do not serve 8 seats"),
-])
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            SchedulerLimits(4, 64, policy="psychic"),
+            "unknown policy 'psychic'; known: continuous, static, dynamic",
+        ),
+        (
+            SchedulerLimits(4, 64, order="size"),
+            "unknown order 'size'; known: fcfs, priority, shortest, fair",
+        ),
+        (SchedulerLimits(8, 64), "do not serve 8 seats"),
+    ],
+)
 def test_limits_that_make_no_sense(limits: SchedulerLimits, message: str):
     with pytest.raises(ConfigError, match=message):
         Scheduler(limits, make_buckets(max_seats=4, token_budget=16), PagePool(9, 4))

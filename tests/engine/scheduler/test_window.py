@@ -1,4 +1,6 @@
-"""Pages behind a sliding window go back to the pool while their sequence still runs, and nobody's tokens change."""
+"""Pages behind a sliding window go back to the pool while their sequence still runs, and nobody's
+tokens change.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes import EOS, FakeClock, FakeRunner, ends_of, make_core, make_request, next_token, tokens_of, watch
+from fakes import (
+    EOS,
+    FakeClock,
+    FakeRunner,
+    ends_of,
+    make_core,
+    make_request,
+    next_token,
+    tokens_of,
+    watch,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_logprobs, prompt
@@ -54,17 +66,38 @@ def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3), st.integers(1, 3)), min_size=1,
-                max_size=12), st.integers(8, 24), st.booleans(), st.booleans(), st.integers(0, 99))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3), st.integers(1, 3)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(8, 24),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_nobodys_tokens_change(shapes, pages: int, retain: bool, rash: bool, seed: int):
-    """Prompts that start alike, siblings, few pages, preemption: the tokens are those of a solo run."""
-    core = make_core(seats=3, pages=pages, page_size=PAGE, budget=11, context=64, retain=retain, device=WindowedRunner,
-                     clock=FakeClock(tick=0.01))
+    """Prompts that start alike, siblings, few pages, preemption: the tokens are those of a solo
+    run.
+    """
+    core = make_core(
+        seats=3,
+        pages=pages,
+        page_size=PAGE,
+        budget=11,
+        context=64,
+        retain=retain,
+        device=WindowedRunner,
+        clock=FakeClock(tick=0.01),
+    )
     longest = core.scheduler._admission.longest
     requests = []
     for i, (n_prompt, n_output, head, n) in enumerate(shapes):
         prompt_tokens = [head] * min(n_prompt, max(1, longest - 31))
-        requests.append(make_request(f"r{i}", prompt_tokens, max_tokens=n_output, n=n, ignore_eos=head > 1))
+        requests.append(
+            make_request(f"r{i}", prompt_tokens, max_tokens=n_output, n=n, ignore_eos=head > 1)
+        )
     with pytest.MonkeyPatch.context() as patch:
         if rash:
             patch.setattr(core.scheduler, "_pages_last", lambda *_: True)
@@ -76,8 +109,12 @@ def test_nobodys_tokens_change(shapes, pages: int, retain: bool, rash: bool, see
 
 
 def test_pages_by_hand():
-    """Window 6, pages of 4: at position p the row sees p - 5 .. p, so at 12 the page 4 .. 7 is still seen in part."""
-    core = make_core(seats=1, pages=17, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner)
+    """Window 6, pages of 4: at position p the row sees p - 5 .. p, so at 12 the page 4 .. 7 is
+    still seen in part.
+    """
+    core = make_core(
+        seats=1, pages=17, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner
+    )
     plans = watch(core)
     core.add(make_request("a", [1] * 3, max_tokens=30))
     held = {}
@@ -87,12 +124,24 @@ def test_pages_by_hand():
             held[seq.scheduled - 1] = [index for index, page in enumerate(seq.pages) if page]
     # Position -> pages; one is given back when the next one is needed.
     assert [held[at] for at in (3, 4, 8, 11, 12, 16, 20)] == [
-        [0], [0, 1], [0, 1, 2], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
-    assert max(plan.load.pages_used for plan in plans) == 3 and sum(len(plan.dropped) for plan in plans) == 5
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2],
+        [1, 2, 3],
+        [2, 3, 4],
+        [3, 4, 5],
+    ]
+    assert (
+        max(plan.load.pages_used for plan in plans) == 3
+        and sum(len(plan.dropped) for plan in plans) == 5
+    )
 
 
 def test_a_prompt_gives_back_pages_while_it_is_read():
-    core = make_core(seats=2, pages=33, page_size=PAGE, budget=8, context=128, eos=(), device=WindowedRunner)
+    core = make_core(
+        seats=2, pages=33, page_size=PAGE, budget=8, context=128, eos=(), device=WindowedRunner
+    )
     plans = watch(core)
     core.add(make_request("long", [1] * 64, max_tokens=1))
     core.run_until_idle()
@@ -100,24 +149,36 @@ def test_a_prompt_gives_back_pages_while_it_is_read():
 
 
 def test_dropped_pages_are_cached_and_found_again():
-    core = make_core(seats=1, pages=33, page_size=PAGE, budget=64, context=128, eos=(), device=WindowedRunner)
+    core = make_core(
+        seats=1, pages=33, page_size=PAGE, budget=64, context=128, eos=(), device=WindowedRunner
+    )
     first = make_request("first", [2] * 8, max_tokens=32)
     core.add(first)
     outputs = core.run_until_idle()
-    assert core.scheduler.pool.n_cached == 9, "of 39 positions nine pages are full, the first ones dropped long ago"
+    assert core.scheduler.pool.n_cached == 9, (
+        "of 39 positions nine pages are full, the first ones dropped long ago"
+    )
     again = first.prompt + tokens_of(outputs, "first")
     core.add(make_request("again", again, max_tokens=4))
     outputs = core.run_until_idle()
     assert ends_of(outputs)["again", 0].finish == "length"
     assert next(output.cached_tokens for output in outputs if output.tokens) == 36
-    assert tokens_of(outputs, "again") == solo(make_request("", again, max_tokens=4, ignore_eos=True))
+    assert tokens_of(outputs, "again") == solo(
+        make_request("", again, max_tokens=4, ignore_eos=True)
+    )
 
 
 def test_many_long_answers_fit_a_pool_for_one_whole_one():
-    """Each would take 16 pages; with a window of 6 it takes 4 at most, and four sit at once without any preemption."""
-    core = make_core(seats=4, pages=18, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner)
+    """Each would take 16 pages; with a window of 6 it takes 4 at most, and four sit at once without
+    any preemption.
+    """
+    core = make_core(
+        seats=4, pages=18, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner
+    )
     plans = watch(core)
-    requests = [make_request(f"r{i}", [i + 1] * 4, max_tokens=56, ignore_eos=True) for i in range(8)]
+    requests = [
+        make_request(f"r{i}", [i + 1] * 4, max_tokens=56, ignore_eos=True) for i in range(8)
+    ]
     for request in requests:
         core.add(request)
     outputs = core.run_until_idle()
@@ -126,8 +187,13 @@ def test_many_long_answers_fit_a_pool_for_one_whole_one():
 
 
 def test_the_packed_table_has_the_trash_page_there():
-    core = make_core(seats=1, pages=17, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner)
-    builder, tables = BatchBuilder(seats=1, pages_per_seat=16, page_size=PAGE, pool_rows=17 * PAGE), []
+    core = make_core(
+        seats=1, pages=17, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner
+    )
+    builder, tables = (
+        BatchBuilder(seats=1, pages_per_seat=16, page_size=PAGE, pool_rows=17 * PAGE),
+        [],
+    )
     batch = core.runner.batch
 
     def packed(plan):
@@ -144,15 +210,28 @@ def test_the_packed_table_has_the_trash_page_there():
 
 def test_a_model_with_one_layer_that_sees_all_keeps_all():
     assert tiny_config("mistral").window == 32 and TINY.window == 0
-    assert replace(TINY, windows=(32, 0)).window == 0 and replace(TINY, windows=(8, 32)).window == 32
+    assert (
+        replace(TINY, windows=(32, 0)).window == 0 and replace(TINY, windows=(8, 32)).window == 32
+    )
 
 
 def test_a_windowed_model_serves_the_same_tokens_on_fewer_pages():
-    """The tiny Mistral, window 32: greedy tokens are those of the dense forward, on a third of the pages."""
+    """The tiny Mistral, window 32: greedy tokens are those of the dense forward, on a third of the
+    pages.
+    """
     source = resolve("tiny-random:mistral")
     model = load_model(source, source.config)
-    llm = LLM("tiny-random:mistral", dtype="float32", max_seats=4, token_budget=64, context=256, page_size=8, pages=48,
-              seat_buckets=[4], token_buckets=[64])
+    llm = LLM(
+        "tiny-random:mistral",
+        dtype="float32",
+        max_seats=4,
+        token_budget=64,
+        context=256,
+        page_size=8,
+        pages=48,
+        seat_buckets=[4],
+        token_buckets=[64],
+    )
     plans = watch(llm.core)
     prompts = [prompt(i, n) for i, n in enumerate((5, 70, 130, 40))]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -164,5 +243,7 @@ def test_a_windowed_model_serves_the_same_tokens_on_fewer_pages():
             assert token == logprobs[at].argmax() or first - second < 1e-4
     llm.core.check()
     decoding = [plan.load.pages_used for plan in plans if plan.n_decode == 4 == len(plan.chunks)]
-    assert decoding and max(decoding[8:]) <= 4 * (32 // 8 + 2), "all of them: 4 * (61 + 100) positions are 88 pages"
+    assert decoding and max(decoding[8:]) <= 4 * (32 // 8 + 2), (
+        "all of them: 4 * (61 + 100) positions are 88 pages"
+    )
     assert llm.core.ledger.totals["preempted"] == 0

@@ -1,4 +1,6 @@
-"""Predictions beside measurements: files of measured runs read back, and predicted again without error."""
+"""Predictions beside measurements: files of measured runs read back, and predicted again without
+error.
+"""
 
 from __future__ import annotations
 
@@ -35,44 +37,77 @@ from jitney.engine.simulation.workload import Arrival, Poisson, TraceLine, Unifo
 from jitney.engine.telemetry.summary import RequestTimes
 
 POLICIES = ("static", "dynamic", "continuous")
-TABLE = StepTable([Curve(4, 4, 0.02, 1e-5), Curve(8, 8, 0.03, 1e-5), Curve(64, 8, 0.05, 0.0, 0.0, 1e-4)],
-                  HostTimes(before=0.001, after=0.0005))
+TABLE = StepTable(
+    [Curve(4, 4, 0.02, 1e-5), Curve(8, 8, 0.03, 1e-5), Curve(64, 8, 0.05, 0.0, 0.0, 1e-4)],
+    HostTimes(before=0.001, after=0.0005),
+)
 
 
 def test_errors_are_relative_and_only_of_what_both_know():
     ours = {"output_tok_s": 110.0, "ttft_s": {"p50": 2.0, "p99": 3.0}, "queue_s": None}
-    theirs = {"output_tok_s": 100.0, "ttft_s": {"p50": 4.0, "p99": 0.0}, "queue_s": {"p50": 1.0}, "req_s": 1.0}
-    assert errors(ours, theirs) == {"output_tok_s": pytest.approx(0.1), "ttft_p50_s": pytest.approx(-0.5)}
+    theirs = {
+        "output_tok_s": 100.0,
+        "ttft_s": {"p50": 4.0, "p99": 0.0},
+        "queue_s": {"p50": 1.0},
+        "req_s": 1.0,
+    }
+    assert errors(ours, theirs) == {
+        "output_tok_s": pytest.approx(0.1),
+        "ttft_p50_s": pytest.approx(-0.5),
+    }
     assert figure(theirs, "ttft_p99_s") == 0.0 and "ttft_p99_s" in COMPARED
 
 
 def test_lines_without_a_measurement_do_not_count():
-    measured = TraceLine(at=2.0, n_prompt=5, n_output=4, queue_s=0.5, ttft_s=1.0, e2e_s=3.0, finish="stop")
+    measured = TraceLine(
+        at=2.0, n_prompt=5, n_output=4, queue_s=0.5, ttft_s=1.0, e2e_s=3.0, finish="stop"
+    )
     lines = [TraceLine(at=1.0, n_prompt=5, n_output=4), measured]
     (times,) = measured_times(lines)
-    assert (times.boarded, times.first_token, times.finished, times.finish) == (2.5, 3.0, 5.0, "stop")
+    assert (times.boarded, times.first_token, times.finished, times.finish) == (
+        2.5,
+        3.0,
+        5.0,
+        "stop",
+    )
     assert span([times]) == 3.0 and measured_figures(lines[:1]) is None
 
 
 def measured_file(path: Path) -> None:
-    """What `bench policies --records` would write, had it measured an engine whose steps are exactly TABLE's."""
+    """What `bench policies --records` would write, had it measured an engine whose steps are
+    exactly TABLE's.
+    """
     arrivals = synthesise(60, Uniform(5, 40), Uniform(5, 40), Poisson(8.0), 0)
     arrays = {}
     for policy in POLICIES:
-        limits = SchedulerLimits(max_seats=8, context_length=128, policy=policy, max_waiting_requests=1000)
-        engine = EngineShape(limits, make_buckets(max_seats=8, token_budget=64, seat_sizes=(4, 8)), 129)
+        limits = SchedulerLimits(
+            max_seats=8, context_length=128, policy=policy, max_waiting_requests=1000
+        )
+        engine = EngineShape(
+            limits, make_buckets(max_seats=8, token_budget=64, seat_sizes=(4, 8)), 129
+        )
         run = simulate(arrivals, engine, TABLE)
-        rows = [(t.request, t.n_prompt, t.n_output, t.arrival, t.boarded, t.first_token, t.finished) for t in run.times]
-        rides = [(r.seat, r.request, r.start, np.nan if r.first_token is None else r.first_token, r.end)
-                 for r in run.rides]
-        arrays |= {f"records_{policy}": run.records, f"times_{policy}": np.array(rows, TIMES_DTYPE),
-                   f"rides_{policy}": np.array(rides, RIDES_DTYPE),
-                   f"note_{policy}": np.array(msgspec.json.encode(RunNote(engine)).decode())}
+        rows = [
+            (t.request, t.n_prompt, t.n_output, t.arrival, t.boarded, t.first_token, t.finished)
+            for t in run.times
+        ]
+        rides = [
+            (r.seat, r.request, r.start, np.nan if r.first_token is None else r.first_token, r.end)
+            for r in run.rides
+        ]
+        arrays |= {
+            f"records_{policy}": run.records,
+            f"times_{policy}": np.array(rows, TIMES_DTYPE),
+            f"rides_{policy}": np.array(rides, RIDES_DTYPE),
+            f"note_{policy}": np.array(msgspec.json.encode(RunNote(engine)).decode()),
+        }
     np.savez(path, **arrays)
 
 
 def test_a_measured_engine_is_predicted_from_its_own_records(tmp_path: Path, capsys):
-    """Calibrated on one policy's steps, the other policies come out as they were: nothing but the steps is fitted."""
+    """Calibrated on one policy's steps, the other policies come out as they were: nothing but the
+    steps is fitted.
+    """
     measured_file(tmp_path / "r.npz")
     words = ["simulate", "--measured", str(tmp_path / "r.npz")]
     for extra in ([], ["--calibrate-on", "all"], ["--calibrate-on", "each"]):
@@ -80,10 +115,22 @@ def test_a_measured_engine_is_predicted_from_its_own_records(tmp_path: Path, cap
         report = json.loads(capsys.readouterr().out)
         assert set(report["errors"]) == set(POLICIES)
         for policy, off in report["errors"].items():
-            assert {"output_tok_s", "ttft_p50_s", "ttft_p99_s", "e2e_p99_s", "padding_share"} <= set(off)
+            assert {
+                "output_tok_s",
+                "ttft_p50_s",
+                "ttft_p99_s",
+                "e2e_p99_s",
+                "padding_share",
+            } <= set(off)
             assert abs(off["output_tok_s"]) < 0.02 and abs(off["e2e_p99_s"]) < 0.05, (policy, off)
             assert abs(off["seat_fill"]) < 0.02
-        assert report["engine"]["buckets"] == ["decode-4", "decode-8", "mixed-16", "mixed-32", "mixed-64"]
+        assert report["engine"]["buckets"] == [
+            "decode-4",
+            "decode-8",
+            "mixed-16",
+            "mixed-32",
+            "mixed-64",
+        ]
         assert set(report["cross_errors"]) == set(report["cross_errors"]["static"]) == set(POLICIES)
         assert abs(report["cross_errors"]["continuous"]["static"]["output_tok_s"]) < 0.02
         assert "x the tokens of" in report["verdict"] and "±" in report["verdict"]
@@ -94,12 +141,21 @@ def test_a_measured_engine_is_predicted_from_its_own_records(tmp_path: Path, cap
 
 
 def test_step_times_of_one_run_predict_another_and_the_error_is_told(tmp_path: Path):
-    """An engine that is a tenth slower under static than under continuous: exactly that is off, and only there."""
+    """An engine that is a tenth slower under static than under continuous: exactly that is off, and
+    only there.
+    """
     measured_file(tmp_path / "r.npz")
     runs = read_runs(tmp_path / "r.npz")
     static = runs["static"]
-    slow = [replace(t, boarded=t.boarded and 1.1 * t.boarded, first_token=t.first_token and 1.1 * t.first_token,
-                    finished=1.1 * t.finished) for t in static.times]
+    slow = [
+        replace(
+            t,
+            boarded=t.boarded and 1.1 * t.boarded,
+            first_token=t.first_token and 1.1 * t.first_token,
+            finished=1.1 * t.finished,
+        )
+        for t in static.times
+    ]
     runs["static"] = static._replace(times=slow)
     cross = cross_errors(runs)
     assert cross["continuous"]["static"]["output_tok_s"] == pytest.approx(0.1, abs=0.02)
@@ -109,17 +165,28 @@ def test_step_times_of_one_run_predict_another_and_the_error_is_told(tmp_path: P
 
 def test_a_verdict_is_never_without_its_error():
     rates = {"static": 100.0, "dynamic": 200.0, "continuous": 290.0}
-    assert verdict(rates, {}) == ("By simulation continuous makes 2.90x the tokens of static; error unknown: neither "
-                                  "was measured.")
-    assert verdict(rates, {"continuous": 0.05, "static": 0.03}).endswith("2.90x the tokens of static, ±8 %.")
+    assert verdict(rates, {}) == (
+        "By simulation continuous makes 2.90x the tokens of static; error unknown: neither "
+        "was measured."
+    )
+    assert verdict(rates, {"continuous": 0.05, "static": 0.03}).endswith(
+        "2.90x the tokens of static, ±8 %."
+    )
     assert verdict(rates, {"continuous": 0.08}).endswith(
-        "±8 % for continuous, error unknown for static, which was not measured.")
-    assert verdict(rates, {"dynamic": 0.01, "static": None}).endswith("error unknown: neither was measured.")
-    assert verdict({"static": 1.0}, {}) == "" and "same" in verdict({"static": 2.0, "dynamic": 2.0}, {})
+        "±8 % for continuous, error unknown for static, which was not measured."
+    )
+    assert verdict(rates, {"dynamic": 0.01, "static": None}).endswith(
+        "error unknown: neither was measured."
+    )
+    assert verdict({"static": 1.0}, {}) == "" and "same" in verdict(
+        {"static": 2.0, "dynamic": 2.0}, {}
+    )
 
 
 def test_the_error_of_speed_is_not_that_of_the_traffic():
-    """An engine that is half empty makes the tokens that were asked for, however wrong its step times are."""
+    """An engine that is half empty makes the tokens that were asked for, however wrong its step
+    times are.
+    """
     assert speed_error({"output_tok_s": 0.001, "itl_p50_s": -0.12, "ttft_p99_s": 3.0}) == 0.12
     assert speed_error({"ttft_p50_s": 0.1}) is None
 
@@ -152,13 +219,23 @@ def test_open_traffic_is_not_taken_for_clients_that_wait(rate: float):
 def test_refused_requests_are_of_open_traffic():
     chain = [served(float(n), n + 1.0) for n in range(20)]
     assert closed_concurrency(chain) == 1
-    assert closed_concurrency([*chain, served(3.5, 3.5, "error")]) is None and closed_concurrency(chain[:2]) is None
+    assert (
+        closed_concurrency([*chain, served(3.5, 3.5, "error")]) is None
+        and closed_concurrency(chain[:2]) is None
+    )
 
 
-@pytest.mark.parametrize(("extra", "complaint"), [
-    (["--calibrate-on", "other"], "--calibrate-on"), (["--policies", "none"], "none of which"),
-    (["--open-loop"], "--open-loop")])
-def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys, extra: list[str], complaint: str):
+@pytest.mark.parametrize(
+    ("extra", "complaint"),
+    [
+        (["--calibrate-on", "other"], "--calibrate-on"),
+        (["--policies", "none"], "none of which"),
+        (["--open-loop"], "--open-loop"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    tmp_path: Path, capsys, extra: list[str], complaint: str
+):
     measured_file(tmp_path / "r.npz")
     assert main(["simulate", "--measured", str(tmp_path / "r.npz"), *extra]) == 2
     assert complaint in capsys.readouterr().err
@@ -168,16 +245,25 @@ def test_files_that_hold_no_runs_are_one_line(tmp_path: Path):
     np.savez(tmp_path / "other.npz", x=np.zeros(2))
     (tmp_path / "text.npz").write_text("hello")
     np.savez(tmp_path / "half.npz", times_a=np.zeros(1, TIMES_DTYPE))
-    for name, complaint in (("other.npz", "no runs"), ("text.npz", "no runs"), ("half.npz", "no runs"),
-                            ("absent.npz", "No such file")):
+    for name, complaint in (
+        ("other.npz", "no runs"),
+        ("text.npz", "no runs"),
+        ("half.npz", "no runs"),
+        ("absent.npz", "No such file"),
+    ):
         with pytest.raises(ConfigError, match=complaint):
             read_runs(tmp_path / name)
 
 
-@pytest.mark.parametrize(("words", "complaint"), [
-    (["--measured", "r.npz", "--trace", "t"], "--trace"),
-    (["--calibrate-on", "static", "--device", "h100"], "--measured"),
-    (["--table", "t.json", "--count", "2"], "--device"), (["--seats", "4", "--max-seats", "4"], "give one")])
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--measured", "r.npz", "--trace", "t"], "--trace"),
+        (["--calibrate-on", "static", "--device", "h100"], "--measured"),
+        (["--table", "t.json", "--count", "2"], "--device"),
+        (["--seats", "4", "--max-seats", "4"], "give one"),
+    ],
+)
 def test_flags_that_would_be_ignored_are_refused(capsys, words: list[str], complaint: str):
     assert main(["simulate", *words]) == 2
     assert complaint in capsys.readouterr().err

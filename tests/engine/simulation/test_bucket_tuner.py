@@ -17,8 +17,11 @@ from jitney.engine.simulation.bucket_tuner import Seen, best_sizes, padding, pro
 def cheapest(seen: dict[int, int], largest: int, most: int) -> int:
     """Padding of the best choice, by trying all."""
     others = sorted({*seen} - {largest})
-    return min(padding(seen, sorted({*chosen, largest}))
-               for k in range(min(most, len(others) + 1)) for chosen in itertools.combinations(others, k))
+    return min(
+        padding(seen, sorted({*chosen, largest}))
+        for k in range(min(most, len(others) + 1))
+        for chosen in itertools.combinations(others, k)
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -33,43 +36,65 @@ def test_dynamic_programming_finds_what_trying_all_finds(seed: int):
 
 
 def test_by_hand():
-    # 10 steps of 3 rows and one of 7, at most 8: one size wastes 51, two waste 1 with 3 | 8, three nothing.
+    # 10 steps of 3 rows and one of 7, at most 8: one size wastes 51, two waste 1 with 3 | 8, three
+    # nothing.
     found = best_sizes({3: 10, 7: 1}, 8, 3)
     assert found[1:] == [(51, (8,)), (1, (3, 8)), (0, (3, 7, 8))]
 
 
 def exhaustive(seen: Seen, seats: int, budget: int, executables: int) -> int:
-    """Padding of the best pair of size lists within the budget of executables, by trying all splits and choices."""
+    """Padding of the best pair of size lists within the budget of executables, by trying all splits
+    and choices.
+    """
     decode: dict[int, int] = {}
     for rows, count in seen.decode.items():
         decode[max(4, rows)] = decode.get(max(4, rows), 0) + count
     floor = sum(count * (max(4, rows) - rows) for rows, count in seen.decode.items())
-    return floor + min(cheapest(decode, seats, n) + cheapest(dict(seen.mixed), budget, executables - 2 * n)
-                       for n in range(1, (executables - 1) // 2 + 1))
+    return floor + min(
+        cheapest(decode, seats, n) + cheapest(dict(seen.mixed), budget, executables - 2 * n)
+        for n in range(1, (executables - 1) // 2 + 1)
+    )
 
 
 @pytest.mark.parametrize("seed", range(15))
 def test_the_budget_is_shared_between_the_kinds_at_best(seed: int):
     rng = random.Random(seed)
     present = make_buckets(max_seats=16, token_budget=64)
-    seen = Seen({rng.randint(1, 16): rng.randint(1, 300) for _ in range(6)},
-                {rng.randint(17, 64): rng.randint(1, 100) for _ in range(6)})
+    seen = Seen(
+        {rng.randint(1, 16): rng.randint(1, 300) for _ in range(6)},
+        {rng.randint(17, 64): rng.randint(1, 100) for _ in range(6)},
+    )
     for executables in (3, 5, 8, 30):
         proposal = propose(seen, present, executables)
-        assert proposal.executables == 2 * len(proposal.seat_buckets) + len(proposal.token_buckets) <= executables
+        assert (
+            proposal.executables
+            == 2 * len(proposal.seat_buckets) + len(proposal.token_buckets)
+            <= executables
+        )
         assert sum(proposal.padding.values()) == exhaustive(seen, 16, 64, executables)
         assert proposal.seat_buckets[-1] == 16 and proposal.token_buckets[-1] == 64
         assert proposal.seat_buckets[0] >= 4 and proposal.token_buckets[0] > 16
-        make_buckets(max_seats=16, token_budget=64, seat_sizes=proposal.seat_buckets,
-                     token_sizes=proposal.token_buckets)
+        make_buckets(
+            max_seats=16,
+            token_budget=64,
+            seat_sizes=proposal.seat_buckets,
+            token_sizes=proposal.token_buckets,
+        )
     now = 2 * len(present.decode) + len(present.mixed)
     best = propose(seen, present, now)
-    assert sum(best.padding.values()) <= sum(best.padding_now.values()) and best.share <= best.share_now
+    assert (
+        sum(best.padding.values()) <= sum(best.padding_now.values())
+        and best.share <= best.share_now
+    )
 
 
 def test_rows_are_read_from_records():
     records = np.zeros(4, STEP_DTYPE)
-    records["bucket_tokens"], records["padding"], records["mixed"] = [8, 8, 64, 32], [3, 3, 10, 0], [0, 0, 1, 1]
+    records["bucket_tokens"], records["padding"], records["mixed"] = (
+        [8, 8, 64, 32],
+        [3, 3, 10, 0],
+        [0, 0, 1, 1],
+    )
     seen = seen_in(records)
     assert seen == Seen({5: 2}, {54: 1, 32: 1})
 

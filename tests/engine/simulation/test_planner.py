@@ -35,8 +35,15 @@ def test_memory_by_hand():
     memory = fit(LLAMA, DEMAND)
     room = 0.92 * 80e9 - 2 * (6_979_321_856 + 2 * 525_336_576)
     pages = int(room / (131072 * 16)) - 1
-    assert (memory.kv_room_bytes, memory.pages, memory.positions) == (pytest.approx(room), pages, pages * 16)
-    assert (memory.seats_mean, memory.seats_full) == (pages // 40, pages // 48)  # 640 and 768 tokens in pages of 16
+    assert (memory.kv_room_bytes, memory.pages, memory.positions) == (
+        pytest.approx(room),
+        pages,
+        pages * 16,
+    )
+    assert (memory.seats_mean, memory.seats_full) == (
+        pages // 40,
+        pages // 48,
+    )  # 640 and 768 tokens in pages of 16
 
 
 def test_a_steady_step_by_hand():
@@ -45,7 +52,9 @@ def test_a_steady_step_by_hand():
     positions = 64 * 640 + 128 * 256 / 128 + 192
     step = (2 * (6_979_321_856 + 525_336_576) + positions * 131072) / (0.8 * 3.35e12) + 3e-4
     assert point.step_s == pytest.approx(step) and point.bound == "memory"
-    assert point.output_tok_s == pytest.approx(64 / step) and point.req_s == pytest.approx(64 / step / 256)
+    assert point.output_tok_s == pytest.approx(64 / step) and point.req_s == pytest.approx(
+        64 / step / 256
+    )
 
 
 def test_the_token_budget_bounds_who_decodes():
@@ -63,7 +72,9 @@ def test_waiting_for_one_server_is_the_m_m_1_queue():
     # P(wait > t) = load * exp(-(1 - load) t / service)
     assert seat_wait(1, 2.0, 0.8, 0.99) == pytest.approx(math.log(0.8 / 0.01) * 2.0 / 0.2)
     # Two servers at 0.8: Erlang C = 0.7111
-    assert seat_wait(2, 2.0, 0.8, 0.99) == pytest.approx(math.log(0.71111 / 0.01) * 2.0 / 0.4, rel=1e-4)
+    assert seat_wait(2, 2.0, 0.8, 0.99) == pytest.approx(
+        math.log(0.71111 / 0.01) * 2.0 / 0.4, rel=1e-4
+    )
     assert seat_wait(500, 2.0, 0.8, 0.99) == 0.0
 
 
@@ -106,7 +117,12 @@ def test_without_limits_the_knee_is_chosen_and_impossible_ones_choose_nothing():
 def test_what_does_not_fit_says_so():
     with pytest.raises(ConfigError, match="--count"):
         plan(Roofline(ModelCost(SHAPES["llama-3.1-70b"]), DEVICES["h100"]), DEMAND)
-    assert plan(Roofline(ModelCost(SHAPES["llama-3.1-70b"]), DEVICES["h100"], 4), DEMAND).memory.seats_full > 0
+    assert (
+        plan(
+            Roofline(ModelCost(SHAPES["llama-3.1-70b"]), DEVICES["h100"], 4), DEMAND
+        ).memory.seats_full
+        > 0
+    )
     with pytest.raises(ConfigError, match="context of 131072"):
         plan(LLAMA, Demand(prompt=131_000, output=100))
     for count in (0, 3, 5):
@@ -115,19 +131,27 @@ def test_what_does_not_fit_says_so():
     check_split(replace(LLAMA, count=16))  # KV heads are replicated
 
 
-@pytest.mark.parametrize("wrong", [{"prompt": 0}, {"output": 0}, {"itl_s": 0.0}, {"rate": -1.0},
-                                   {"price_per_hour": -2.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prompt": 0}, {"output": 0}, {"itl_s": 0.0}, {"rate": -1.0}, {"price_per_hour": -2.0}],
+)
 def test_impossible_demands_name_the_field(wrong: dict[str, float]):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         replace(DEMAND, **wrong)
 
 
 def test_the_simulator_agrees_with_the_steady_state():
-    """32 seats that are always busy, and a bucket for every size, because the sum by hand knows no padding."""
+    """32 seats that are always busy, and a bucket for every size, because the sum by hand knows no
+    padding.
+    """
     demand = Demand(prompt=128, output=64, token_budget=512)
     roofline = replace(LLAMA, host=HostTimes())
     arrivals = synthesise(1500, Fixed(128), Uniform(16, 112), Closed(), 0)
     limits = SchedulerLimits(max_seats=32, context_length=256, max_waiting_requests=1000)
-    buckets = Buckets(tuple(Bucket(n, n) for n in range(1, 33)), tuple(Bucket(n, 32) for n in range(33, 513)))
+    buckets = Buckets(
+        tuple(Bucket(n, n) for n in range(1, 33)), tuple(Bucket(n, 32) for n in range(33, 513))
+    )
     run = simulate(arrivals, EngineShape(limits, buckets, 32 * 20), roofline, concurrency=40)
-    assert run.figures()["output_tok_s"] == pytest.approx(operate(roofline, demand, 32).output_tok_s, rel=0.05)
+    assert run.figures()["output_tok_s"] == pytest.approx(
+        operate(roofline, demand, 32).output_tok_s, rel=0.05
+    )

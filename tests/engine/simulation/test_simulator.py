@@ -1,4 +1,6 @@
-"""The simulator against schedules worked out by hand, and against the engine's own loop on another fake device."""
+"""The simulator against schedules worked out by hand, and against the engine's own loop on another
+fake device.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.accuracy import measured_figures
 from jitney.engine.simulation.simulator import EngineShape, Ride, Run, simulate, weighted_spread
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
-from jitney.engine.simulation.workload import Arrival, Closed, Fixed, Poisson, Uniform, read_trace_lines, synthesise
+from jitney.engine.simulation.workload import (
+    Arrival,
+    Closed,
+    Fixed,
+    Poisson,
+    Uniform,
+    read_trace_lines,
+    synthesise,
+)
 from jitney.engine.telemetry.summary import Slo
 from jitney.engine.types import EngineRequest, SamplingParams
 
@@ -35,10 +45,19 @@ POLICIES = ("static", "dynamic", "continuous")
 SECOND = StepTable.constant(1.0)
 
 
-def shape(*, seats: int = 2, budget: int = 16, pages: int = 65, page_size: int = 4, context: int = 128,
-          **limits: Any) -> EngineShape:
+def shape(
+    *,
+    seats: int = 2,
+    budget: int = 16,
+    pages: int = 65,
+    page_size: int = 4,
+    context: int = 128,
+    **limits: Any,
+) -> EngineShape:
     held_to = replace(SchedulerLimits(seats, context, max_waiting_requests=10_000), **limits)
-    return EngineShape(held_to, make_buckets(max_seats=seats, token_budget=budget), pages, page_size)
+    return EngineShape(
+        held_to, make_buckets(max_seats=seats, token_budget=budget), pages, page_size
+    )
 
 
 def times_of(run: Run) -> list[tuple[float | None, float | None, float]]:
@@ -52,23 +71,32 @@ def test_one_request_by_hand():
     assert times_of(run) == [(0.0, 1.0, 3.0)] and run.times[0].token_times == [1.0, 2.0, 3.0]
     assert (run.times[0].finish, run.times[0].n_output, run.seconds) == ("length", 3, 3.0)
     assert run.rides == [Ride(0, 0, 0.0, 1.0, 3.0)]
-    assert run.records["bucket_tokens"].tolist() == [8, 1, 1] and run.records["device_s"].tolist() == [1, 1, 1]
+    assert run.records["bucket_tokens"].tolist() == [8, 1, 1] and run.records[
+        "device_s"
+    ].tolist() == [1, 1, 1]
 
 
 def test_three_requests_on_two_seats_by_hand():
     """Seconds:  0-1        1-2       2-3              3-4
     seat 0     A prompt   A 2nd     C prompt         C 2nd
     seat 1     B prompt   B 2nd     B 3rd            B 4th
-    C boards at 1, when the third step is planned: A's last token is on its way then, and A needs no seat for it."""
+    C boards at 1, when the third step is planned: A's last token is on its way then, and A needs no
+    seat for it."""
     run = simulate([Arrival(0.0, 3, 2), Arrival(0.0, 3, 4), Arrival(0.0, 3, 2)], shape(), SECOND)
     assert times_of(run) == [(0.0, 1.0, 2.0), (0.0, 1.0, 4.0), (1.0, 3.0, 4.0)]
-    assert run.rides == [Ride(0, 0, 0.0, 1.0, 1.0), Ride(1, 1, 0.0, 1.0, 4.0), Ride(0, 2, 1.0, 3.0, 4.0)]
+    assert run.rides == [
+        Ride(0, 0, 0.0, 1.0, 1.0),
+        Ride(1, 1, 0.0, 1.0, 4.0),
+        Ride(0, 2, 1.0, 3.0, 4.0),
+    ]
     rows = run.records[["prefill", "decode", "padding"]].tolist()
     assert rows == [(6, 0, 2), (0, 2, 0), (3, 1, 0), (0, 2, 0)]
 
 
 def test_who_comes_during_a_step_boards_at_the_next_plan():
-    """At 0.5 the host waits for step 1; it looks again at 1, when step 2 is launched: D's prompt is in step 3."""
+    """At 0.5 the host waits for step 1; it looks again at 1, when step 2 is launched: D's prompt is
+    in step 3.
+    """
     run = simulate([Arrival(0.0, 4, 8), Arrival(0.5, 3, 2)], shape(), SECOND)
     assert times_of(run)[1] == (1.0, 3.0, 4.0)
     assert run.times[1].ttft_s == 2.5
@@ -81,48 +109,75 @@ def test_time_passes_while_nobody_is_there():
 
 
 def test_the_host_hides_behind_the_device_until_it_is_the_slower_one():
-    """before the launch 0.3 s and after the result 0.2 s: hidden in a step of 1 s, not in one of 0.1 s."""
+    """before the launch 0.3 s and after the result 0.2 s: hidden in a step of 1 s, not in one of
+    0.1 s.
+    """
     host = HostTimes(before=0.3, after=0.2)
-    slow = simulate([Arrival(0.0, 4, 10)], shape(), StepTable([Curve(2, 2, 1.0), Curve(8, 2, 1.0)], host))
+    slow = simulate(
+        [Arrival(0.0, 4, 10)], shape(), StepTable([Curve(2, 2, 1.0), Curve(8, 2, 1.0)], host)
+    )
     # The first result comes at 0.3 + 1 and is told 0.2 later; then one a second.
     assert times_of(slow) == [(0.0, pytest.approx(1.5), pytest.approx(10.5))]
     assert slow.records["gap_s"].sum() == 0
-    fast = simulate([Arrival(0.0, 4, 10)], shape(), StepTable([Curve(2, 2, 0.1), Curve(8, 2, 0.1)], host))
+    fast = simulate(
+        [Arrival(0.0, 4, 10)], shape(), StepTable([Curve(2, 2, 0.1), Curve(8, 2, 0.1)], host)
+    )
     assert np.diff(fast.gaps).size and fast.figures()["itl_s"]["p50"] == pytest.approx(0.5)
-    assert fast.records["device_s"][2:-1].tolist() == pytest.approx([0.5] * 7)  # until the host looks
+    assert fast.records["device_s"][2:-1].tolist() == pytest.approx(
+        [0.5] * 7
+    )  # until the host looks
 
 
 def test_static_waits_for_all_and_holds_the_seats_by_hand():
-    """Two board; C waits until both are done, though A's seat is free after its second token, and comes alone."""
-    run = simulate([Arrival(0.0, 4, 2), Arrival(0.0, 4, 4), Arrival(0.0, 4, 2)],
-                   shape(policy="static"), SECOND)
+    """Two board; C waits until both are done, though A's seat is free after its second token, and
+    comes alone.
+    """
+    run = simulate(
+        [Arrival(0.0, 4, 2), Arrival(0.0, 4, 4), Arrival(0.0, 4, 2)], shape(policy="static"), SECOND
+    )
     (a, b, c) = times_of(run)
     assert (a, b) == ((0.0, 1.0, 2.0), (0.0, 1.0, 4.0))
     assert c[0] is not None and c[0] >= 3.0 and c[2] - c[0] >= 2.0
-    assert simulate([Arrival(0.0, 4, 2)], shape(policy="static"), SECOND).times[0].boarded == 0.0, "nobody else comes"
+    assert simulate([Arrival(0.0, 4, 2)], shape(policy="static"), SECOND).times[0].boarded == 0.0, (
+        "nobody else comes"
+    )
 
 
 def test_static_dynamic_and_continuous_are_three_policies():
     """Two seats, a second between arrivals, steps of a tenth: each at its own moment."""
     arrivals = [Arrival(float(second), 4, 2) for second in range(4)]
     tenth = StepTable.constant(0.1)
-    boarded = {policy: [t.boarded for t in simulate(arrivals, shape(policy=policy), tenth).times]
-               for policy in POLICIES}
+    boarded = {
+        policy: [t.boarded for t in simulate(arrivals, shape(policy=policy), tenth).times]
+        for policy in POLICIES
+    }
     assert boarded["static"] == [1.0, 1.0, 3.0, 3.0], "when there are two, and not before"
     assert boarded["dynamic"] == pytest.approx([0.2, 1.2, 2.2, 3.2]), "after 200 ms"
     assert boarded["continuous"] == [0.0, 1.0, 2.0, 3.0]
     hurried = shape(policy="static", static_timeout_ms=500.0)
-    assert [t.boarded for t in simulate(arrivals, hurried, tenth).times] == pytest.approx([0.5, 1.5, 2.5, 3.0])
+    assert [t.boarded for t in simulate(arrivals, hurried, tenth).times] == pytest.approx(
+        [0.5, 1.5, 2.5, 3.0]
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(size=st.integers(1, 5), count=st.integers(1, 40), seed=st.integers(0, 1000),
-       concurrency=st.sampled_from((None, 2, 7)))
-def test_static_boards_its_number_at_a_time(size: int, count: int, seed: int, concurrency: int | None):
+@given(
+    size=st.integers(1, 5),
+    count=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+    concurrency=st.sampled_from((None, 2, 7)),
+)
+def test_static_boards_its_number_at_a_time(
+    size: int, count: int, seed: int, concurrency: int | None
+):
     """Every batch but the last is whole, and boards when the one before has left its seats."""
     arrivals = synthesise(count, Uniform(1, 9), Uniform(1, 15), Poisson(0.5), seed)
-    run = simulate(arrivals, shape(seats=5, pages=80, policy="static", batch_size=size), SECOND,
-                   concurrency=concurrency)
+    run = simulate(
+        arrivals,
+        shape(seats=5, pages=80, policy="static", batch_size=size),
+        SECOND,
+        concurrency=concurrency,
+    )
     batches: dict[float, list[Ride]] = {}
     for ride in run.rides:
         batches.setdefault(ride.start, []).append(ride)
@@ -146,13 +201,21 @@ def test_seats_in_use_are_counted_from_the_rides():
         busy[ride.seat] += ride.end - ride.start
     figures = run.figures()
     assert figures["seat_fill"] == pytest.approx(busy.sum() / (4 * run.seconds))
-    in_queue_too = sum(t.finished - t.boarded for t in run.times if t.boarded is not None) / (4 * run.seconds)
+    in_queue_too = sum(t.finished - t.boarded for t in run.times if t.boarded is not None) / (
+        4 * run.seconds
+    )
     assert figures["seat_fill"] < 0.9 * in_queue_too and (busy <= run.seconds + 1e-9).all()
 
 
 def test_recorded_hits_are_found_again():
-    """Pages of 4: of a prompt of 12, of which 8 were found, 4 rows are computed; and never the whole of it."""
-    arrivals = [Arrival(0.0, 12, 2, n_cached=8), Arrival(10.0, 12, 2, n_cached=12), Arrival(20.0, 12, 2)]
+    """Pages of 4: of a prompt of 12, of which 8 were found, 4 rows are computed; and never the
+    whole of it.
+    """
+    arrivals = [
+        Arrival(0.0, 12, 2, n_cached=8),
+        Arrival(10.0, 12, 2, n_cached=12),
+        Arrival(20.0, 12, 2),
+    ]
     for policy in POLICIES:
         run = simulate(arrivals, shape(policy=policy), SECOND)
         assert run.records["prefill"].sum() == 4 + 4 + 12, policy
@@ -169,7 +232,9 @@ def test_what_was_found_once_is_found_after_a_preemption():
 
 
 class TimedRunner(FakeRunner):
-    """The numpy device of the other tests, with a second for every step, and a diary of what it was told to compute."""
+    """The numpy device of the other tests, with a second for every step, and a diary of what it was
+    told to compute.
+    """
 
     def __init__(self, pages: int, page_size: int, seats: int, clock: FakeClock):
         super().__init__(pages, page_size, seats)
@@ -192,23 +257,42 @@ class TimedRunner(FakeRunner):
 
 
 def diary_of(plan: Plan) -> tuple:
-    return (str(plan.bucket), [(c.seq.request.id, c.seq.seat, c.start, c.count, c.sample) for c in plan.chunks],
-            [seq.request.id for seq in plan.boarded], [seq.request.id for seq in plan.preempted])
+    return (
+        str(plan.bucket),
+        [(c.seq.request.id, c.seq.seat, c.start, c.count, c.sample) for c in plan.chunks],
+        [seq.request.id for seq in plan.boarded],
+        [seq.request.id for seq in plan.preempted],
+    )
 
 
 def real_loop(arrivals: list[Arrival], engine: EngineShape) -> tuple[list[tuple], np.ndarray]:
-    """The engine's own core and scheduler on the numpy device, with real prompts of those lengths."""
+    """The engine's own core and scheduler on the numpy device, with real prompts of those
+    lengths.
+    """
     clock, rng = FakeClock(), np.random.default_rng(0)
     runner = TimedRunner(engine.pages, engine.page_size, engine.limits.max_seats, clock)
-    scheduler = Scheduler(engine.limits, engine.buckets, PagePool(engine.pages, engine.page_size, retain=False), clock,
-                          (), VOCAB)
+    scheduler = Scheduler(
+        engine.limits,
+        engine.buckets,
+        PagePool(engine.pages, engine.page_size, retain=False),
+        clock,
+        (),
+        VOCAB,
+    )
     core, waiting = EngineCore(scheduler, runner, Ledger(), clock), list(enumerate(arrivals))
     while waiting or core.has_work:
         while waiting and waiting[0][1].at <= clock.now:
             number, arrival = waiting.pop(0)
-            core.add(EngineRequest(
-                id=str(number), prompt=rng.integers(VOCAB, size=arrival.n_prompt).tolist(), arrival=arrival.at,
-                sampling=SamplingParams(temperature=0.0, max_tokens=arrival.n_output, ignore_eos=True)))
+            core.add(
+                EngineRequest(
+                    id=str(number),
+                    prompt=rng.integers(VOCAB, size=arrival.n_prompt).tolist(),
+                    arrival=arrival.at,
+                    sampling=SamplingParams(
+                        temperature=0.0, max_tokens=arrival.n_output, ignore_eos=True
+                    ),
+                )
+            )
         core.scheduler.more_to_come = bool(waiting)
         if core.has_work and not core.pause_s:
             core.step()
@@ -220,12 +304,28 @@ def real_loop(arrivals: list[Arrival], engine: EngineShape) -> tuple[list[tuple]
 @pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_steps_are_those_of_the_real_core(policy: str):
-    """Plan by plan, row by row, with preemptions: 60 random requests at random times on 4 seats and few pages."""
+    """Plan by plan, row by row, with preemptions: 60 random requests at random times on 4 seats and
+    few pages.
+    """
     rng = np.random.default_rng(1)
-    arrivals = [Arrival(float(at), int(n), int(m)) for at, n, m in zip(
-        np.cumsum(rng.integers(0, 128, 60)) / 64, rng.integers(1, 24, 60), rng.integers(1, 20, 60), strict=True)]
-    engine = shape(seats=4, budget=16, pages=17, context=64, policy=policy, max_wait_ms=1500.0,
-                   static_timeout_ms=1500.0)
+    arrivals = [
+        Arrival(float(at), int(n), int(m))
+        for at, n, m in zip(
+            np.cumsum(rng.integers(0, 128, 60)) / 64,
+            rng.integers(1, 24, 60),
+            rng.integers(1, 20, 60),
+            strict=True,
+        )
+    ]
+    engine = shape(
+        seats=4,
+        budget=16,
+        pages=17,
+        context=64,
+        policy=policy,
+        max_wait_ms=1500.0,
+        static_timeout_ms=1500.0,
+    )
     diary: list[tuple] = []
     original = EngineShape.new_core
 
@@ -239,25 +339,42 @@ def test_the_steps_are_those_of_the_real_core(policy: str):
         run = simulate(arrivals, engine, SECOND)
     real_diary, real_records = real_loop(arrivals, engine)
     assert diary == real_diary and len(diary) > 100
-    same = [name for name in STEP_DTYPE.names or () if not name.endswith("_s") and name != "started"]
+    same = [
+        name for name in STEP_DTYPE.names or () if not name.endswith("_s") and name != "started"
+    ]
     assert run.records[same].tolist() == real_records[same].tolist()
     assert run.records["preempted"].sum() > 0
     assert np.abs(run.records["started"] - real_records["started"]).max() < 1 / 64 + 1e-9
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(policy=st.sampled_from(POLICIES), seats=st.integers(1, 5), pages=st.integers(10, 40), count=st.integers(1, 30),
-       seed=st.integers(0, 1000), order=st.sampled_from(("fcfs", "priority", "shortest", "fair")),
-       concurrency=st.sampled_from((None, 1, 3, 100)))
-def test_every_request_ends_and_the_ledger_closes(policy, seats, pages, count, seed, order, concurrency):
+@given(
+    policy=st.sampled_from(POLICIES),
+    seats=st.integers(1, 5),
+    pages=st.integers(10, 40),
+    count=st.integers(1, 30),
+    seed=st.integers(0, 1000),
+    order=st.sampled_from(("fcfs", "priority", "shortest", "fair")),
+    concurrency=st.sampled_from((None, 1, 3, 100)),
+)
+def test_every_request_ends_and_the_ledger_closes(
+    policy, seats, pages, count, seed, order, concurrency
+):
     arrivals = synthesise(count, Uniform(1, 20), Uniform(1, 15), Poisson(0.5), seed)
-    run = simulate(arrivals, shape(seats=seats, pages=pages, policy=policy, order=order), SECOND,
-                   concurrency=concurrency)
+    run = simulate(
+        arrivals,
+        shape(seats=seats, pages=pages, policy=policy, order=order),
+        SECOND,
+        concurrency=concurrency,
+    )
     assert [t.finish for t in run.times] == ["length"] * count
-    assert [(t.n_prompt, t.n_output) for t in run.times] == [(a.n_prompt, a.n_output) for a in arrivals]
+    assert [(t.n_prompt, t.n_output) for t in run.times] == [
+        (a.n_prompt, a.n_output) for a in arrivals
+    ]
     records = run.records
     assert (np.sum([records[kind] for kind in ROW_KINDS], axis=0) == records["bucket_tokens"]).all()
-    # Nothing is shared: all prompt tokens are computed, and every output token but the last is fed back.
+    # Nothing is shared: all prompt tokens are computed, and every output token but the last is fed
+    # back.
     assert records["prefill"].sum() == sum(a.n_prompt for a in arrivals)
     assert records["decode"].sum() == sum(a.n_output - 1 for a in arrivals)
     for t in run.times:
@@ -265,13 +382,17 @@ def test_every_request_ends_and_the_ledger_closes(policy, seats, pages, count, s
         assert t.arrival <= t.boarded < t.first_token <= t.finished
     assert run.gap_counts.sum() == sum(a.n_output - 1 for a in arrivals)
     for seat in range(seats):
-        rides = sorted((ride for ride in run.rides if ride.seat == seat), key=lambda ride: ride.start)
+        rides = sorted(
+            (ride for ride in run.rides if ride.seat == seat), key=lambda ride: ride.start
+        )
         assert all(before.end <= after.start for before, after in pairwise(rides))
 
 
 def scattered(seed: int) -> Run:
     arrivals = synthesise(40, Uniform(1, 30), Uniform(1, 20), Poisson(1.0), 3)
-    table = StepTable([Curve(2, 2, 0.1), Curve(8, 2, 0.2)], noise={"decode": [0.5, 1.0, 1.5], "mixed": [0.9, 1.1]})
+    table = StepTable(
+        [Curve(2, 2, 0.1), Curve(8, 2, 0.2)], noise={"decode": [0.5, 1.0, 1.5], "mixed": [0.9, 1.1]}
+    )
     return simulate(arrivals, shape(pages=20), table, seed=seed)
 
 
@@ -290,7 +411,9 @@ def test_token_waits_are_exact_without_keeping_tokens():
     kept = simulate(arrivals, shape(pages=17, context=64), SECOND, keep_tokens=True)
     assert kept.records["preempted"].sum() > 0  # some waits are longer than a step
     gaps = np.concatenate([np.diff(np.array(t.token_times)) for t in kept.times])
-    assert np.sort(np.repeat(kept.gaps, kept.gap_counts)).tolist() == pytest.approx(np.sort(gaps).tolist())
+    assert np.sort(np.repeat(kept.gaps, kept.gap_counts)).tolist() == pytest.approx(
+        np.sort(gaps).tolist()
+    )
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 9)), min_size=1, max_size=30))
@@ -299,16 +422,23 @@ def test_weighted_percentiles_are_numpys(pairs: list[tuple[float, int]]):
     spread = weighted_spread(values, counts)
     all_of_them = np.repeat(values, counts)
     expected = np.percentile(all_of_them, [50, 90, 99, 99.9]).tolist()
-    assert spread is not None and [spread[q] for q in ("p50", "p90", "p99", "p999")] == pytest.approx(expected)
+    assert spread is not None and [
+        spread[q] for q in ("p50", "p90", "p99", "p999")
+    ] == pytest.approx(expected)
     assert (spread["mean"], spread["max"]) == (pytest.approx(all_of_them.mean()), all_of_them.max())
     assert weighted_spread(np.array([]), np.array([])) is None
 
 
 def test_a_closed_loop_keeps_so_many_open():
-    run = simulate(synthesise(12, Fixed(4), Uniform(1, 6), Closed(), 0), shape(), SECOND, concurrency=3)
+    run = simulate(
+        synthesise(12, Fixed(4), Uniform(1, 6), Closed(), 0), shape(), SECOND, concurrency=3
+    )
     moments = sorted({t.arrival for t in run.times})
     for moment in moments:
-        assert sum(t.arrival <= moment < t.finished for t in run.times) == 3 or moment > run.times[-1].arrival - 1e-9
+        assert (
+            sum(t.arrival <= moment < t.finished for t in run.times) == 3
+            or moment > run.times[-1].arrival - 1e-9
+        )
     assert run.times[3].arrival == min(t.finished for t in run.times)
 
 
@@ -319,11 +449,19 @@ def test_refused_requests_are_counted_as_such():
 
 
 def test_the_shape_takes_every_setting():
-    settings_ = EngineSection(max_seats=8, token_budget=64, seat_buckets=(4, 8), policy="continuous", order="priority",
-                              max_waiting_requests=7, page_size=32)
+    settings_ = EngineSection(
+        max_seats=8,
+        token_budget=64,
+        seat_buckets=(4, 8),
+        policy="continuous",
+        order="priority",
+        max_waiting_requests=7,
+        page_size=32,
+    )
     made = EngineShape.of(settings_, context_length=100, pages=9)
-    assert made.limits == replace(made.limits, max_seats=8, context_length=100, order="priority",
-                                  max_waiting_requests=7)
+    assert made.limits == replace(
+        made.limits, max_seats=8, context_length=100, order="priority", max_waiting_requests=7
+    )
     assert ([b.seats for b in made.buckets.decode], made.pages, made.page_size) == ([4, 8], 9, 32)
     with pytest.raises(ConfigError, match="no request"):
         simulate([], made, SECOND)
@@ -337,18 +475,44 @@ def table_file(tmp_path: Path) -> Path:
     return file
 
 
-TRACE = [{"t": 0.0, "in": 8, "out": 3, "queue_s": 0.0, "ttft_s": 0.05, "e2e_s": 0.09, "finish": "length"},
-         {"t": 1.0, "in": 8, "out": 2, "queue_s": 0.0, "ttft_s": 0.1, "e2e_s": 0.14, "finish": "length"}]
+TRACE = [
+    {
+        "t": 0.0,
+        "in": 8,
+        "out": 3,
+        "queue_s": 0.0,
+        "ttft_s": 0.05,
+        "e2e_s": 0.09,
+        "finish": "length",
+    },
+    {"t": 1.0, "in": 8, "out": 2, "queue_s": 0.0, "ttft_s": 0.1, "e2e_s": 0.14, "finish": "length"},
+]
 
 
 def test_the_command_prints_the_error_beside_a_recording(tmp_path: Path, table_file: Path, capsys):
     (trace := tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, TRACE)))
-    assert main(["simulate", "--table", str(table_file), "--trace", str(trace), "--max-seats", "8", "--json",
-                 str(tmp_path / "out.json")]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "--table",
+                str(table_file),
+                "--trace",
+                str(trace),
+                "--max-seats",
+                "8",
+                "--json",
+                str(tmp_path / "out.json"),
+            ]
+        )
+        == 0
+    )
     report = json.loads((tmp_path / "out.json").read_text())
     assert list(report["policies"]) == list(POLICIES)
     figures = report["policies"]["continuous"]
-    assert figures["ttft_s"]["p50"] == pytest.approx(0.05) and figures["e2e_s"]["max"] == pytest.approx(0.09)
+    assert figures["ttft_s"]["p50"] == pytest.approx(0.05) and figures["e2e_s"][
+        "max"
+    ] == pytest.approx(0.09)
     assert report["errors"]["continuous"]["ttft_p50_s"] == pytest.approx(0.05 / 0.075 - 1)
     assert report["errors"]["continuous"]["output_tok_s"] == pytest.approx(1.14 / 1.07 - 1)
     assert list(report["errors"]) == ["continuous"]
@@ -358,26 +522,73 @@ def test_the_command_prints_the_error_beside_a_recording(tmp_path: Path, table_f
 
 
 def test_the_command_makes_traffic_up(table_file: Path, capsys):
-    assert main(["simulate", "--table", str(table_file), "--requests", "20", "--arrivals", "closed", "--concurrency",
-                 "4", "--seats", "8", "--policy", "continuous", "--json", "-"]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "--table",
+                str(table_file),
+                "--requests",
+                "20",
+                "--arrivals",
+                "closed",
+                "--concurrency",
+                "4",
+                "--seats",
+                "8",
+                "--policy",
+                "continuous",
+                "--json",
+                "-",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    report = json.loads(out[:out.rindex("}") + 1])
-    assert report["engine"]["limits"]["max_seats"] == 8 and report["policies"]["continuous"]["served"] == 20
+    report = json.loads(out[: out.rindex("}") + 1])
+    assert (
+        report["engine"]["limits"]["max_seats"] == 8
+        and report["policies"]["continuous"]["served"] == 20
+    )
 
 
 def test_the_command_takes_a_device_and_a_model(capsys):
-    assert main(["simulate", "--device", "h100", "--model", "llama-3.1-8b", "--requests", "10", "--policies",
-                 "continuous", "--price-per-hour", "3"]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "--device",
+                "h100",
+                "--model",
+                "llama-3.1-8b",
+                "--requests",
+                "10",
+                "--policies",
+                "continuous",
+                "--price-per-hour",
+                "3",
+            ]
+        )
+        == 0
+    )
     assert "cost_per_million" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "complaint"), [
-    ([], "exactly one of"), (["--device", "h100", "--table", "x"], "exactly one of"),
-    (["--device", "h9"], "unknown device"), (["--table", "/nonexistent"], "cannot be read"),
-    (["--records", "/nonexistent.npz"], "cannot be read"), (["--device", "h100", "--requests", "0"], "at least 1"),
-    (["--device", "l4", "--model", "llama-3.1-70b"], "does not fit"), (["--device", "h100", "--count", "0"], "--count"),
-    (["--device", "h100", "--weights", "int3"], "int3"),
-    (["--device", "h100", "--model", "llama-3.1-8b", "--policies", "other"], "unknown policy")])
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "exactly one of"),
+        (["--device", "h100", "--table", "x"], "exactly one of"),
+        (["--device", "h9"], "unknown device"),
+        (["--table", "/nonexistent"], "cannot be read"),
+        (["--records", "/nonexistent.npz"], "cannot be read"),
+        (["--device", "h100", "--requests", "0"], "at least 1"),
+        (["--device", "l4", "--model", "llama-3.1-70b"], "does not fit"),
+        (["--device", "h100", "--count", "0"], "--count"),
+        (["--device", "h100", "--weights", "int3"], "int3"),
+        (["--device", "h100", "--model", "llama-3.1-8b", "--policies", "other"], "unknown policy"),
+    ],
+)
 def test_bad_flags_are_one_line(words: list[str], complaint: str, capsys):
     assert main(["simulate", *words]) in (1, 2)
     said = capsys.readouterr().err
@@ -385,13 +596,32 @@ def test_bad_flags_are_one_line(words: list[str], complaint: str, capsys):
 
 
 def test_records_calibrate_the_command(tmp_path: Path, capsys):
-    run = simulate(synthesise(30, Uniform(1, 30), Uniform(1, 20), Poisson(1.0), 3),
-                   shape(seats=8, budget=64, pages=200), StepTable([Curve(4, 4, 0.02), Curve(64, 8, 0.05)]))
+    run = simulate(
+        synthesise(30, Uniform(1, 30), Uniform(1, 20), Poisson(1.0), 3),
+        shape(seats=8, budget=64, pages=200),
+        StepTable([Curve(4, 4, 0.02), Curve(64, 8, 0.05)]),
+    )
     np.savez(tmp_path / "r.npz", continuous=run.records, other=np.zeros(3))
-    assert main(["simulate", "--records", str(tmp_path / "r.npz"), "--seats", "8", "--policies", "continuous",
-                 "--requests", "20", "--json", "-"]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "--records",
+                str(tmp_path / "r.npz"),
+                "--seats",
+                "8",
+                "--policies",
+                "continuous",
+                "--requests",
+                "20",
+                "--json",
+                "-",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    figures = json.loads(out[:out.rindex("}") + 1])["policies"]["continuous"]
+    figures = json.loads(out[: out.rindex("}") + 1])["policies"]["continuous"]
     assert figures["itl_s"]["p50"] == pytest.approx(0.02, rel=0.01)
     np.savez(tmp_path / "none.npz", other=np.zeros(3))
     assert main(["simulate", "--records", str(tmp_path / "none.npz")]) == 2

@@ -16,28 +16,53 @@ from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import Work
 from jitney.engine.simulation.devices import DEVICES, find_device
 from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
-from jitney.engine.simulation.step_table import Curve, HostTimes, Point, StepTable, fit_kind, noise_factors, nonnegative
+from jitney.engine.simulation.step_table import (
+    Curve,
+    HostTimes,
+    Point,
+    StepTable,
+    fit_kind,
+    noise_factors,
+    nonnegative,
+)
 
 D8, D32, M64, M128 = Bucket(8, 8), Bucket(32, 32), Bucket(64, 32), Bucket(128, 32)
-TRUE = {D8: Curve(8, 8, 0.010, 1e-6, 5e-6), D32: Curve(32, 32, 0.030, 1e-6, 5e-6),
-        M64: Curve(64, 32, 0.050, 1e-6, 0.0, 1e-4, 2e-8), M128: Curve(128, 32, 0.090, 1e-6, 0.0, 1e-4, 2e-8)}
+TRUE = {
+    D8: Curve(8, 8, 0.010, 1e-6, 5e-6),
+    D32: Curve(32, 32, 0.030, 1e-6, 5e-6),
+    M64: Curve(64, 32, 0.050, 1e-6, 0.0, 1e-4, 2e-8),
+    M128: Curve(128, 32, 0.090, 1e-6, 0.0, 1e-4, 2e-8),
+}
 
 
 def random_work(rng: np.random.Generator, bucket: Bucket) -> Work:
     decode = int(rng.integers(1, bucket.seats))
     prompt = 0 if bucket.decode_only else int(rng.integers(1, bucket.tokens - decode + 1))
     longest = int(rng.integers(50, 2000))
-    return Work(decode, prompt, int(longest * decode * rng.uniform(0.3, 1)), longest,
-                prompt * int(rng.integers(1, 1000)))
+    return Work(
+        decode,
+        prompt,
+        int(longest * decode * rng.uniform(0.3, 1)),
+        longest,
+        prompt * int(rng.integers(1, 1000)),
+    )
 
 
-def points(count: int, scatter: float = 0.0, seed: int = 0, buckets: tuple[Bucket, ...] = tuple(TRUE)) -> list[Point]:
+def points(
+    count: int, scatter: float = 0.0, seed: int = 0, buckets: tuple[Bucket, ...] = tuple(TRUE)
+) -> list[Point]:
     rng = np.random.default_rng(seed)
     found = []
     for bucket in buckets:
         for _ in range(count):
             work = random_work(rng, bucket)
-            found.append(Point(bucket, work, TRUE[bucket].seconds(work) * float(rng.uniform(1 - scatter, 1 + scatter))))
+            found.append(
+                Point(
+                    bucket,
+                    work,
+                    TRUE[bucket].seconds(work) * float(rng.uniform(1 - scatter, 1 + scatter)),
+                )
+            )
     return found
 
 
@@ -62,13 +87,17 @@ def test_scatter_averages_out_and_is_kept_as_noise():
 
 def test_a_stalled_step_bends_no_curve_and_its_time_is_not_lost():
     made = points(100)
-    made[150] = made[150]._replace(seconds=made[150].seconds * 200)  # a decode step of the larger bucket
+    made[150] = made[150]._replace(
+        seconds=made[150].seconds * 200
+    )  # a decode step of the larger bucket
     table = StepTable.from_points(made)
     stretch = sum(p.seconds for p in made[:200]) / sum(p.seconds for p in points(100)[:200])
     assert stretch > 1.5 and abs(table.errors["decode"].total) < 1e-9
     for point in points(20, seed=1):
         factor = stretch if point.bucket.decode_only else 1.0
-        assert table.seconds(point.bucket, point.work) == pytest.approx(factor * point.seconds, rel=0.1)
+        assert table.seconds(point.bucket, point.work) == pytest.approx(
+            factor * point.seconds, rel=0.1
+        )
     bent, fresh = StepTable(fit_kind(made[:200])), points(20, seed=1, buckets=(D8, D32))
     assert max(bent.seconds(p.bucket, p.work) / p.seconds for p in fresh) > 1.5 * stretch
 
@@ -77,35 +106,60 @@ def test_coefficients_are_never_negative():
     design = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     falling = nonnegative(design, np.array([3.0, 2.0, 1.0]))
     assert falling == pytest.approx([2.0, 0.0])  # the mean, and no slope
-    assert nonnegative(design, np.array([1.0, 3.0, 5.0])) == pytest.approx([0.0, 22 / 14])  # sum of x y over sum of x x
+    assert nonnegative(design, np.array([1.0, 3.0, 5.0])) == pytest.approx(
+        [0.0, 22 / 14]
+    )  # sum of x y over sum of x x
 
 
 def test_few_points_keep_the_common_slope():
     """A bucket seen once, at one context, says nothing about how it grows with the context."""
     lonely = Work(decode=20, keys=20_000, longest=1000)
-    table = StepTable.from_points([*points(40, buckets=(D8,)), Point(D32, lonely, TRUE[D32].seconds(lonely))])
+    table = StepTable.from_points(
+        [*points(40, buckets=(D8,)), Point(D32, lonely, TRUE[D32].seconds(lonely))]
+    )
     for keys in (2_000, 40_000):
         work = msgspec.structs.replace(lonely, keys=keys)
         assert table.seconds(D32, work) == pytest.approx(TRUE[D32].seconds(work), rel=0.02)
 
 
 def test_unseen_buckets_lie_between_their_neighbours():
-    table = StepTable([Curve(8, 8, 0.010), Curve(32, 32, 0.034, per_key=1e-6), Curve(64, 32, 0.1), Curve(128, 32, 0.2)])
+    table = StepTable(
+        [
+            Curve(8, 8, 0.010),
+            Curve(32, 32, 0.034, per_key=1e-6),
+            Curve(64, 32, 0.1),
+            Curve(128, 32, 0.2),
+        ]
+    )
     assert table.seconds(Bucket(16, 16), Work()) == pytest.approx(0.010 + 0.024 / 3)
     assert table.seconds(Bucket(24, 24), Work(keys=1000)) == pytest.approx(0.026 + 0.001)
     assert table.seconds(Bucket(4, 4), Work()) == pytest.approx(0.010)
-    assert table.seconds(Bucket(256, 32), Work()) == pytest.approx(0.4)  # as steep as between the last two
+    assert table.seconds(Bucket(256, 32), Work()) == pytest.approx(
+        0.4
+    )  # as steep as between the last two
     assert table.seconds(Bucket(96, 32), Work()) == pytest.approx(0.15)
 
 
 def records_of(many: list[Point]) -> np.ndarray:
     records = np.zeros(len(many), STEP_DTYPE)
     for record, (bucket, work, seconds) in zip(records, many, strict=True):
-        fields = {"bucket_tokens": bucket.tokens, "bucket_seats": bucket.seats, "mixed": not bucket.decode_only,
-                  "prefill": work.prompt, "decode": work.decode, "padding": bucket.tokens - work.prompt - work.decode,
-                  "keys": work.keys, "longest": work.longest, "pairs": work.pairs, "device_s": seconds,
-                  "seats_busy": work.decode, "plan_s": 1e-4 + 1e-6 * work.decode, "batch_s": 2e-4, "launch_s": 3e-4,
-                  "commit_s": 2e-6 * work.decode}
+        fields = {
+            "bucket_tokens": bucket.tokens,
+            "bucket_seats": bucket.seats,
+            "mixed": not bucket.decode_only,
+            "prefill": work.prompt,
+            "decode": work.decode,
+            "padding": bucket.tokens - work.prompt - work.decode,
+            "keys": work.keys,
+            "longest": work.longest,
+            "pairs": work.pairs,
+            "device_s": seconds,
+            "seats_busy": work.decode,
+            "plan_s": 1e-4 + 1e-6 * work.decode,
+            "batch_s": 2e-4,
+            "launch_s": 3e-4,
+            "commit_s": 2e-6 * work.decode,
+        }
         for name, value in fields.items():
             record[name] = value
     return records
@@ -129,15 +183,28 @@ def test_no_records_is_an_error():
 
 
 def test_a_table_survives_its_file(tmp_path: Path):
-    table = StepTable.from_points(points(40, scatter=0.2), HostTimes(1e-4, 2e-6, 3e-5, 4e-6), "here")
+    table = StepTable.from_points(
+        points(40, scatter=0.2), HostTimes(1e-4, 2e-6, 3e-5, 4e-6), "here"
+    )
     (file := tmp_path / "t.json").write_text(json.dumps({"model": "x", "table": table.contents()}))
     again = StepTable.load(file)
     assert (again.curves, again.host, again.noise, again.errors, again.source) == (
-        table.curves, table.host, table.noise, table.errors, "here")
+        table.curves,
+        table.host,
+        table.noise,
+        table.errors,
+        "here",
+    )
 
 
-@pytest.mark.parametrize(("text", "word"), [("nonsense", "not a step table"), ('{"table": {"curves": []}}', "at least"),
-                                            ('{"table": {"curves": [{"tokens": "x"}]}}', "tokens")])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("nonsense", "not a step table"),
+        ('{"table": {"curves": []}}', "at least"),
+        ('{"table": {"curves": [{"tokens": "x"}]}}', "tokens"),
+    ],
+)
 def test_a_file_that_is_no_table_is_one_line(tmp_path: Path, text: str, word: str):
     (file := tmp_path / "t.json").write_text(text)
     with pytest.raises(ConfigError, match=word):
@@ -149,10 +216,14 @@ def test_a_file_that_is_no_table_is_one_line(tmp_path: Path, text: str, word: st
 def test_noise_keeps_the_weight_of_rare_stalls():
     assert noise_factors(np.array([2.0, 2.0])) == pytest.approx([1.0, 1.0])
     assert noise_factors(np.array([1.0, 3.0])) == pytest.approx([0.5, 1.5])
-    ratios = np.concatenate([np.ones(9_999), [1001.0]])  # one step in ten thousand takes a thousand times as long
+    ratios = np.concatenate(
+        [np.ones(9_999), [1001.0]]
+    )  # one step in ten thousand takes a thousand times as long
     factors = noise_factors(ratios)
     assert len(factors) == 200 and np.mean(factors) == pytest.approx(1)
-    assert factors[:199] == pytest.approx([1 / 1.1] * 199) and factors[199] == pytest.approx(21 / 1.1)
+    assert factors[:199] == pytest.approx([1 / 1.1] * 199) and factors[199] == pytest.approx(
+        21 / 1.1
+    )
 
 
 def test_parameters_are_the_published_ones():
@@ -169,39 +240,63 @@ IDEAL = Assumptions(bandwidth=1, flops=1, overhead_s=0, hop_s=0)
 
 
 def test_a_decode_step_on_one_chip_by_hand():
-    """Weights: layers 6,979,321,856 + head 525,336,576 numbers of 2 bytes; KV of 100 * 1000 + 100 positions."""
+    """Weights: layers 6,979,321,856 + head 525,336,576 numbers of 2 bytes; KV of 100 * 1000 + 100
+    positions.
+    """
     roofline = Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"], assumed=IDEAL)
     work = Work(decode=100, keys=100_000)
     weights = 2 * (6_979_321_856 + 525_336_576)
-    assert roofline.seconds(Bucket(100, 100), work) == pytest.approx((weights + 100_100 * 131072) / 3.35e12)
+    assert roofline.seconds(Bucket(100, 100), work) == pytest.approx(
+        (weights + 100_100 * 131072) / 3.35e12
+    )
     flops = 100 * weights + 4 * 32 * 32 * 128 * 100_000
     assert roofline.compute_seconds(Bucket(100, 100), work) == pytest.approx(flops / 989.5e12)
 
 
 def test_a_prompt_step_is_bound_by_arithmetic_and_efficiencies_divide():
-    cost, bucket, work = ModelCost(SHAPES["llama-3.1-8b"]), Bucket(4096, 8), Work(prompt=4096, pairs=4096 * 2048)
+    cost, bucket, work = (
+        ModelCost(SHAPES["llama-3.1-8b"]),
+        Bucket(4096, 8),
+        Work(prompt=4096, pairs=4096 * 2048),
+    )
     ideal = Roofline(cost, DEVICES["h100"], assumed=IDEAL).seconds(bucket, work)
     flops = 2 * (6_979_321_856 * 4096 + 525_336_576 * 8) + 4 * 32 * 4096 * 4096 * 2048
     assert ideal == pytest.approx(flops / 989.5e12)
-    real = Roofline(cost, DEVICES["h100"], assumed=Assumptions(flops=0.5, overhead_s=0.001)).seconds(bucket, work)
+    real = Roofline(
+        cost, DEVICES["h100"], assumed=Assumptions(flops=0.5, overhead_s=0.001)
+    ).seconds(bucket, work)
     assert real == pytest.approx(2 * ideal + 0.001)
 
 
 def test_formats_choose_bytes_and_units():
     h100, work = DEVICES["h100"], Work(prompt=8192)
-    layers = {name: Roofline(ModelCost(SHAPES["llama-3.1-8b"], name), h100, assumed=IDEAL).compute_seconds(
-        Bucket(8192, 1), work) for name in ("bf16", "fp8", "int4")}
-    assert layers["fp8"] == layers["int4"] == layers["bf16"]  # weights are widened, activations stay bfloat16
+    layers = {
+        name: Roofline(
+            ModelCost(SHAPES["llama-3.1-8b"], name), h100, assumed=IDEAL
+        ).compute_seconds(Bucket(8192, 1), work)
+        for name in ("bf16", "fp8", "int4")
+    }
+    assert (
+        layers["fp8"] == layers["int4"] == layers["bf16"]
+    )  # weights are widened, activations stay bfloat16
     assert DEVICES["a100-80"].peak("fp8") == 312e12  # no such unit: bfloat16 does it
     assert ModelCost(SHAPES["llama-3.1-8b"], "int8").weight_bytes == 6_979_321_856 + 3 * 525_336_576
-    assert ModelCost(SHAPES["llama-3.2-1b"], "int8").weight_bytes == (  # a tied head stays as the embedding is
-        ModelCost(SHAPES["llama-3.2-1b"]).layer_weights + 2 * 128256 * 2048)
+    assert ModelCost(
+        SHAPES["llama-3.2-1b"], "int8"
+    ).weight_bytes == (  # a tied head stays as the embedding is
+        ModelCost(SHAPES["llama-3.2-1b"]).layer_weights + 2 * 128256 * 2048
+    )
     assert ModelCost(tiny_config(), "int4").weight_bytes == pytest.approx(
-        ModelCost(tiny_config()).layer_weights * (0.5 + 3 / 128) + (2 + 0.5 + 3 / 128) * 512 * 64)
+        ModelCost(tiny_config()).layer_weights * (0.5 + 3 / 128) + (2 + 0.5 + 3 / 128) * 512 * 64
+    )
 
 
 def test_two_chips_share_weights_and_talk():
-    cost, bucket, work = ModelCost(SHAPES["llama-3.1-8b"]), Bucket(64, 64), Work(decode=64, keys=64_000)
+    cost, bucket, work = (
+        ModelCost(SHAPES["llama-3.1-8b"]),
+        Bucket(64, 64),
+        Work(decode=64, keys=64_000),
+    )
     one, two = (Roofline(cost, DEVICES["h100"], n, Assumptions(1, 1, 0, 1e-5)) for n in (1, 2))
     assert two.memory_seconds(bucket, work) == pytest.approx(one.memory_seconds(bucket, work) / 2)
     assert one.link_seconds(64) == 0
@@ -217,8 +312,15 @@ def test_devices_are_found_and_listed():
 
 
 def test_shapes_come_from_names_files_and_models(tmp_path: Path):
-    config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "hidden_size": 64,
-              "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 128, "tie_word_embeddings": True}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 100,
+        "intermediate_size": 128,
+        "tie_word_embeddings": True,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = find_shape(str(tmp_path / "config.json"))
     assert (shape.n_layers, shape.hidden_size) == (2, 64) and find_shape(str(tmp_path)) == shape
@@ -230,7 +332,9 @@ def test_shapes_come_from_names_files_and_models(tmp_path: Path):
         find_shape(str(tmp_path / "bad.json"))
 
 
-@pytest.mark.parametrize("wrong", [{"bandwidth": 0}, {"flops": 1.5}, {"memory": float("nan")}, {"overhead_s": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"bandwidth": 0}, {"flops": 1.5}, {"memory": float("nan")}, {"overhead_s": -1}]
+)
 def test_impossible_assumptions_are_refused(wrong: dict[str, float]):
     with pytest.raises(ConfigError):
         Assumptions(**wrong)

@@ -1,4 +1,6 @@
-"""A queue that grew for the whole run is told from one that did not, on queues whose truth is known."""
+"""A queue that grew for the whole run is told from one that did not, on queues whose truth is
+known.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ SERVERS, SERVICE_S = 8, 3.0
 
 
 def queue(load: float, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """When requests came, and when one of 8 servers took them: Poisson arrivals, exponential service, first come first
-    served. The queue is level below load 1."""
+    """When requests came, and when one of 8 servers took them: Poisson arrivals, exponential
+    service, first come first served. The queue is level below load 1."""
     rng = np.random.default_rng(seed)
     came = np.cumsum(rng.exponential(SERVICE_S / (load * SERVERS), count))
     free = [0.0] * SERVERS
@@ -27,8 +29,12 @@ def queue(load: float, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return came, began
 
 
-def batches(per_second: float, count: int, size: int, batch_s: float) -> tuple[np.ndarray, np.ndarray]:
-    """Static batching with evenly spaced arrivals: a batch leaves once it is full and the one before it is back."""
+def batches(
+    per_second: float, count: int, size: int, batch_s: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Static batching with evenly spaced arrivals: a batch leaves once it is full and the one
+    before it is back.
+    """
     came = np.arange(count) / per_second
     began, free = np.empty(count), 0.0
     for first in range(0, count, size):
@@ -89,4 +95,6 @@ def test_who_timed_out_was_waiting_and_who_was_refused_was_not():
 def test_too_few_requests_or_no_time_say_nothing():
     came = np.arange(FEWEST - 1.0)
     assert backlog(came, came + 1) is None
-    assert backlog(np.zeros(64), np.arange(64.0)) is None, "all came at once: their queue can only drain"
+    assert backlog(np.zeros(64), np.arange(64.0)) is None, (
+        "all came at once: their queue can only drain"
+    )

@@ -26,15 +26,27 @@ def test_a_step_is_paid_for_row_by_row():
     lines = bill(records, seconds=1.0)
     assert lines["prefill"] == Line(2, 250_000_000) and lines["padding"] == Line(2, 250_000_000)
     assert lines["decode"] == Line(4, 250_000_000) and lines["idle"] == Line(0, 250_000_000)
-    assert as_json(lines, price_per_hour=3600.0)["idle"] == {"rows": 0, "seconds": 0.25, "money": pytest.approx(0.25)}
+    assert as_json(lines, price_per_hour=3600.0)["idle"] == {
+        "rows": 0,
+        "seconds": 0.25,
+        "money": pytest.approx(0.25),
+    }
     assert "money" not in as_json(lines)["idle"]
 
 
-@given(st.lists(st.tuples(st.floats(0, 30), st.lists(st.integers(0, 4096), min_size=6, max_size=6).filter(any)),
-                min_size=1, max_size=20))
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 30), st.lists(st.integers(0, 4096), min_size=6, max_size=6).filter(any)
+        ),
+        min_size=1,
+        max_size=20,
+    )
+)
 def test_the_lines_add_up_to_the_device_time(steps: list[tuple[float, list[int]]]):
-    records = np.concatenate([step(n, s, **dict(zip(ROW_KINDS, rows, strict=True)))
-                              for n, (s, rows) in enumerate(steps)])
+    records = np.concatenate(
+        [step(n, s, **dict(zip(ROW_KINDS, rows, strict=True))) for n, (s, rows) in enumerate(steps)]
+    )
     lines = bill(records, seconds=0.0)
     exact = sum(round(float(np.float32(s)) * 1e9) for s, _ in steps)
     assert sum(line.nanoseconds for line in lines.values()) == exact
@@ -46,10 +58,15 @@ def test_the_lines_add_up_to_the_device_time(steps: list[tuple[float, list[int]]
 def test_a_part_is_within_a_nanosecond_of_its_share(total: int, rows: list[int]):
     (parts,) = split(np.array([total]), np.array([rows])).tolist()
     assert sum(parts) == total
-    assert all(abs(part - total * count / sum(rows)) <= 1 for part, count in zip(parts, rows, strict=True))
+    assert all(
+        abs(part - total * count / sum(rows)) <= 1 for part, count in zip(parts, rows, strict=True)
+    )
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=12), st.integers(5, 33))
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=12),
+    st.integers(5, 33),
+)
 def test_requests_and_padding_share_all_of_a_run(lengths: list[tuple[int, int]], pages: int):
     """On a pool so small that sequences are preempted and computed again."""
     core, riders = make_core(pages=max(pages, 10), clock=FakeClock(0.001)), Riders()
@@ -68,7 +85,8 @@ def test_requests_and_padding_share_all_of_a_run(lengths: list[tuple[int, int]],
     whole = bill(records, seconds=0.0)
     assert rest == whole["padding"]
     assert sum(line.nanoseconds for line in lines.values()) + rest.nanoseconds == sum(
-        line.nanoseconds for line in whole.values())
+        line.nanoseconds for line in whole.values()
+    )
     assert sum(line.rows for line in lines.values()) + rest.rows == records["bucket_tokens"].sum()
     assert set(lines) == {f"r{number}" for number in range(len(lengths))}
 

@@ -1,4 +1,6 @@
-"""The journal against the core itself: after every report it knows who sits where, and each token's step."""
+"""The journal against the core itself: after every report it knows who sits where, and each token's
+step.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,25 @@ from jitney.engine.telemetry.request_record import Trip
 
 def steps_of(trip: Trip) -> list[int]:
     """Steps that brought a token: all of a stay from its first token on."""
-    return [step for ride in trip.rides if ride.first_token is not None
-            for step in range(ride.first_step, ride.last_step + 1)]
+    return [
+        step
+        for ride in trip.rides
+        if ride.first_token is not None
+        for step in range(ride.first_step, ride.last_step + 1)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("core", [
-    {}, {"pages": 13}, {"policy": "static", "batch_size": 3, "static_timeout_ms": 5.0},
-    {"policy": "dynamic", "batch_size": 4, "max_wait_ms": 2.0, "pages": 13},
-], ids=["room", "tight", "static", "dynamic"])
+@pytest.mark.parametrize(
+    "core",
+    [
+        {},
+        {"pages": 13},
+        {"policy": "static", "batch_size": 3, "static_timeout_ms": 5.0},
+        {"policy": "dynamic", "batch_size": 4, "max_wait_ms": 2.0, "pages": 13},
+    ],
+    ids=["room", "tight", "static", "dynamic"],
+)
 def test_the_journal_knows_what_the_core_knows(seed: int, core: dict[str, Any]):
     watched = random_run(seed, **core)
     ends = ends_of(watched.outputs)
@@ -44,9 +56,13 @@ def test_the_journal_knows_what_the_core_knows(seed: int, core: dict[str, Any]):
             computed = sum(chunk.count for chunk in trip.chunks if not chunk.recomputed)
             assert computed <= trip.n_prompt + trip.n_output
         if first is not None and first.queued_s is not None:
-            assert trip.queued_s is not None and trip.queued_s == pytest.approx(first.queued_s, abs=0.02)
+            assert trip.queued_s is not None and trip.queued_s == pytest.approx(
+                first.queued_s, abs=0.02
+            )
     # Who is preempted while its last token is in flight may have ended before we hear of it.
-    assert sum(trip.preemptions for trip in trips.values()) <= watched.core.ledger.totals["preempted"]
+    assert (
+        sum(trip.preemptions for trip in trips.values()) <= watched.core.ledger.totals["preempted"]
+    )
     assert watched.journal.boarded == sum(bool(trip.rides) for trip in trips.values())
 
 
@@ -70,9 +86,14 @@ def test_life_is_told_in_order():
         watched.step()
     events = watched.journal.life_since(0)
     assert [(e.event, e.seat, e.n_in, e.n_out, e.reason) for e in events] == [
-        ("queued", -1, 3, 0, ""), ("seated", 0, 3, 0, ""), ("first_token", 0, 3, 1, ""),
-        ("finished", 0, 3, 3, "length")]
-    assert [e.step for e in events[1:]] == [1, 1, 3] and [e.t for e in events] == sorted(e.t for e in events)
+        ("queued", -1, 3, 0, ""),
+        ("seated", 0, 3, 0, ""),
+        ("first_token", 0, 3, 1, ""),
+        ("finished", 0, 3, 3, "length"),
+    ]
+    assert [e.step for e in events[1:]] == [1, 1, 3] and [e.t for e in events] == sorted(
+        e.t for e in events
+    )
     assert watched.journal.life_since(3) == events[3:] and watched.journal.life_since(4) == []
 
 
@@ -126,7 +147,12 @@ def test_tokens_are_kept_only_if_asked_for():
     while watched.core.has_work:
         watched.step()
     trip = watched.journal.trip("a", 0)
-    assert trip is not None and trip.tokens is not None and trip.tokens[:2] == [1, 2] and len(trip.tokens) == 5
+    assert (
+        trip is not None
+        and trip.tokens is not None
+        and trip.tokens[:2] == [1, 2]
+        and len(trip.tokens) == 5
+    )
     plain = Watched()
     plain.add("a", [1, 2])
     assert (other := plain.journal.trip("a", 0)) is not None and other.tokens is None
@@ -151,7 +177,9 @@ def test_slots_are_answered_after_the_plan():
 
 def test_pages_alone_are_answered_without_the_seats():
     core: EngineCore = make_core()
-    assert core.slots(1, seats=False).slots == [] and len(core.slots(1, seats=False).page_states) == 33
+    assert (
+        core.slots(1, seats=False).slots == [] and len(core.slots(1, seats=False).page_states) == 33
+    )
     assert device_of(core).page_size == 4
 
 
@@ -165,8 +193,12 @@ def test_the_ring_finds_records_by_step_and_by_time():
             kept.append(ring.add(record, 5))
     assert len(kept) > 20 and len(ring) == 16 and ring.last_step == kept[-1]["step"]
     for step in (0, kept[-16]["step"], kept[-9]["step"], kept[-1]["step"], 999):
-        assert ring.since(step).tolist() == [record.item() for record in kept[-16:] if record["step"] > step]
+        assert ring.since(step).tolist() == [
+            record.item() for record in kept[-16:] if record["step"] > step
+        ]
     records, ready = ring.steps(kept[-5]["step"], kept[-3]["step"])
-    assert records["step"].tolist() == [kept[-4]["step"], kept[-3]["step"]] and np.all(np.diff(ready) > 0)
+    assert records["step"].tolist() == [kept[-4]["step"], kept[-3]["step"]] and np.all(
+        np.diff(ready) > 0
+    )
     within, times = ring.between(ready[0] - 1e-6, ready[1] - 1e-6)
     assert within["step"].tolist() == [kept[-4]["step"]] and times[0] == ready[0]

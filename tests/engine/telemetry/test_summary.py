@@ -13,8 +13,16 @@ from jitney.engine.telemetry.request_record import Ride as TripRide
 from jitney.engine.telemetry.summary import RequestTimes, Slo, seated, spread, summarise
 
 
-def request(number: int, arrival: float, boarded: float | None, first: float | None, finished: float, n_output: int,
-            finish: str = "length", tokens=None) -> RequestTimes:
+def request(
+    number: int,
+    arrival: float,
+    boarded: float | None,
+    first: float | None,
+    finished: float,
+    n_output: int,
+    finish: str = "length",
+    tokens=None,
+) -> RequestTimes:
     return RequestTimes(number, "", 10, n_output, arrival, boarded, first, finished, finish, tokens)
 
 
@@ -27,7 +35,12 @@ RUN = [
 
 
 #: Request 1 was preempted at 3 and boarded again at 5.
-STAYS = [Ride(0, 0, 0.0, 1.0, 3.0), Ride(1, 1, 1.0, 2.0, 3.0), Ride(1, 1, 5.0, None, 6.0), Ride(0, 2, 4.0, 4.5, 4.5)]
+STAYS = [
+    Ride(0, 0, 0.0, 1.0, 3.0),
+    Ride(1, 1, 1.0, 2.0, 3.0),
+    Ride(1, 1, 5.0, None, 6.0),
+    Ride(0, 2, 4.0, 4.5, 4.5),
+]
 
 
 def test_stays_are_cut_to_the_time_looked_at():
@@ -36,19 +49,37 @@ def test_stays_are_cut_to_the_time_looked_at():
 
 
 def test_the_figures_of_four_requests():
-    figures = summarise(RUN, records=None, seats=2, seconds=8.0, seated_s=seated(STAYS), slo=Slo(ttft_s=2.0, itl_s=1.0),
-                        price_per_hour=3.6)
+    figures = summarise(
+        RUN,
+        records=None,
+        seats=2,
+        seconds=8.0,
+        seated_s=seated(STAYS),
+        slo=Slo(ttft_s=2.0, itl_s=1.0),
+        price_per_hour=3.6,
+    )
     assert (figures["requests"], figures["served"]) == (4, 3)
     assert figures["finish"] == {"length": 3, "http_429": 1}
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (30, 9)
-    assert figures["req_s"] == 3 / 8 and figures["output_tok_s"] == 9 / 8 and figures["total_tok_s"] == 39 / 8
+    assert (
+        figures["req_s"] == 3 / 8
+        and figures["output_tok_s"] == 9 / 8
+        and figures["total_tok_s"] == 39 / 8
+    )
     assert figures["ttft_s"]["p50"] == 2.0 and figures["ttft_s"]["max"] == 2.5
     assert figures["ttft_s"]["mean"] == pytest.approx((1 + 2 + 2.5) / 3)
-    assert figures["ttft_s"]["p90"] == pytest.approx(2.0 + 0.8 * 0.5)  # linear between the sorted values
+    assert figures["ttft_s"]["p90"] == pytest.approx(
+        2.0 + 0.8 * 0.5
+    )  # linear between the sorted values
     assert figures["e2e_s"]["p50"] == 3.0 and figures["queue_s"]["p50"] == 1.0
-    assert figures["itl_s"]["mean"] == pytest.approx((4 * 0.5 + 1 + 3) / 6) and figures["itl_s"]["max"] == 3.0
+    assert (
+        figures["itl_s"]["mean"] == pytest.approx((4 * 0.5 + 1 + 3) / 6)
+        and figures["itl_s"]["max"] == 3.0
+    )
     assert figures["tpot_s"]["mean"] == pytest.approx((0.5 + 2.0) / 2)
-    assert figures["goodput_req_s"] == 1 / 8  # request 1 is slow between tokens, request 2 late with its first
+    assert (
+        figures["goodput_req_s"] == 1 / 8
+    )  # request 1 is slow between tokens, request 2 late with its first
     assert figures["seat_fill"] == pytest.approx((3.0 + 2.0 + 1.0 + 0.5) / 16)
     assert figures["cost_per_million_tokens"] == pytest.approx(0.001 * 8 / 9 * 1e6)
     json.dumps(figures)
@@ -65,11 +96,23 @@ def test_percentiles_are_numpys():
 
 def test_steps_tell_rows_padding_and_pages():
     records = np.zeros(2, STEP_DTYPE)
-    records["bucket_tokens"], records["padding"], records["decode"], records["prefill"] = (8, 4), (2, 1), (6, 0), (0, 3)
+    records["bucket_tokens"], records["padding"], records["decode"], records["prefill"] = (
+        (8, 4),
+        (2, 1),
+        (6, 0),
+        (0, 3),
+    )
     records["pages_used"], records["pages"], records["device_s"] = (10, 30), 100, (0.3, 0.1)
     records["preempted"] = (0, 2)
     figures = summarise(RUN, records=records, seats=2, seconds=8.0)
-    assert figures["rows"] == {"prefill": 3, "decode": 6, "padding": 3, "recomputed": 0, "past_end": 0, "cancelled": 0}
+    assert figures["rows"] == {
+        "prefill": 3,
+        "decode": 6,
+        "padding": 3,
+        "recomputed": 0,
+        "past_end": 0,
+        "cancelled": 0,
+    }
     assert figures["padding_share"] == 0.25 and figures["steps"] == 2 and figures["preempted"] == 2
     assert figures["kv_use"] == pytest.approx((0.1 * 0.3 + 0.3 * 0.1) / 0.4)
     assert figures["device_s"] == pytest.approx(0.4)
@@ -78,12 +121,25 @@ def test_steps_tell_rows_padding_and_pages():
 def test_what_is_not_known_is_none_and_not_zero():
     times = [request(0, 0.0, None, None, 1.0, 0, finish="connect")]
     figures = summarise(times, records=None, seats=0, seconds=1.0)
-    for name in ("ttft_s", "itl_s", "tpot_s", "queue_s", "e2e_s", "seat_fill", "padding_share", "kv_use", "rows",
-                 "goodput_req_s", "cost_per_million_tokens"):
+    for name in (
+        "ttft_s",
+        "itl_s",
+        "tpot_s",
+        "queue_s",
+        "e2e_s",
+        "seat_fill",
+        "padding_share",
+        "kv_use",
+        "rows",
+        "goodput_req_s",
+        "cost_per_million_tokens",
+    ):
         assert figures[name] is None, name
     assert figures["served"] == 0 and figures["output_tok_s"] == 0.0
 
 
 def test_a_failed_request_is_never_good():
     slo = Slo()
-    assert slo.met_by(request(0, 0.0, 0.0, 0.1, 0.2, 2)) and not slo.met_by(request(0, 0.0, 0.0, 0.1, 0.2, 2, "abort"))
+    assert slo.met_by(request(0, 0.0, 0.0, 0.1, 0.2, 2)) and not slo.met_by(
+        request(0, 0.0, 0.0, 0.1, 0.2, 2, "abort")
+    )

@@ -16,7 +16,9 @@ EOS = 1000
 
 
 class PieceTokenizer:
-    """A vocabulary of byte strings, so that tokens may split characters anywhere; EOS is special."""
+    """A vocabulary of byte strings, so that tokens may split characters anywhere; EOS is
+    special.
+    """
 
     special_ids = frozenset({EOS})
 
@@ -75,12 +77,15 @@ def cut_by_hand(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, 
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             stop = max(found, key=len)
-            return text[:end if include else end - len(stop)], stop
+            return text[: end if include else end - len(stop)], stop
     return text, None
 
 
-@given(tokenised(st.text("ab\né", max_size=30)),
-       st.lists(st.text("ab\né", min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
+@given(
+    tokenised(st.text("ab\né", max_size=30)),
+    st.lists(st.text("ab\né", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.booleans(),
+)
 def test_the_cut_does_not_depend_on_tokens_or_pushes(case, stops, include):
     text, tokenizer, pushes = case
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include)
@@ -99,9 +104,11 @@ def test_nothing_that_may_become_a_stop_string_is_let_go(case):
         if delta.stopped:
             break
         seen = tokenizer.decode(list(range(push[-1] + 1))) if push else shown
-        held = seen[len(shown):]
+        held = seen[len(shown) :]
         assert "abab".startswith(held) and held != "abab"
-        assert not any("abab".startswith(seen[start:]) for start in range(max(0, len(seen) - 3), len(shown)))
+        assert not any(
+            "abab".startswith(seen[start:]) for start in range(max(0, len(seen) - 3), len(shown))
+        )
 
 
 def test_tokens_up_to_the_one_that_completes_the_stop_count():
@@ -157,5 +164,7 @@ def test_our_own_tokenizer_streams_what_it_decodes():
     tokenizer = load_tokenizer(resolve("tiny-random"))
     ids = [*tokenizer.encode("naïve 👩‍👩‍👧 数学"), *tokenizer.special_ids, 0xE9, 65]
     stream = TextStream(tokenizer, SamplingParams())
-    pieces = [stream.push([id], final=position == len(ids) - 1).text for position, id in enumerate(ids)]
+    pieces = [
+        stream.push([id], final=position == len(ids) - 1).text for position, id in enumerate(ids)
+    ]
     assert "".join(pieces) == tokenizer.decode(ids)

@@ -1,4 +1,6 @@
-"""Tokenizers from folders, GGUF files and code: ids, bytes and chat prompts against independent numbers."""
+"""Tokenizers from folders, GGUF files and code: ids, bytes and chat prompts against independent
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from places import DATA
 from jitney.engine.checkpoints.model_config import tiny_config
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.errors import ModelError, RequestError
-from jitney.engine.text.gguf_tokenizer import PRE_TOKENIZERS, byte_characters, fast_from_gguf, tiny_fast
+from jitney.engine.text.gguf_tokenizer import (
+    PRE_TOKENIZERS,
+    byte_characters,
+    fast_from_gguf,
+    tiny_fast,
+)
 from jitney.engine.text.tokenizer import Tokenizer, load_tokenizer
 
 SENTENCEPIECE = json.loads((DATA / "reference_sentencepiece.json").read_text())
@@ -34,18 +41,45 @@ def tiny() -> Tokenizer:
 
 def test_tiny_ids_by_hand(tiny: Tokenizer):
     pairs = [first + second for first in "etaoinshrdlucm" for second in "etaoinshrdlucmgpyk"]
-    ids = [ord("h"), 260 + pairs.index("el"), 260 + pairs.index("lo"), 32, 195, 169, 259]  # pairs with e merge first
+    ids = [
+        ord("h"),
+        260 + pairs.index("el"),
+        260 + pairs.index("lo"),
+        32,
+        195,
+        169,
+        259,
+    ]  # pairs with e merge first
     assert tiny.encode("hello é<|im_end|>") == ids
-    assert tiny.decode(ids) == "hello é" and tiny.decode(ids, skip_special_tokens=False) == "hello é<|im_end|>"
+    assert (
+        tiny.decode(ids) == "hello é"
+        and tiny.decode(ids, skip_special_tokens=False) == "hello é<|im_end|>"
+    )
     assert tiny.decode(ids[:-2]) == "hello \ufffd"
-    assert [tiny.token_bytes(id) for id in ids] == [b"h", b"el", b"lo", b" ", b"\xc3", b"\xa9", b"<|im_end|>"]
+    assert [tiny.token_bytes(id) for id in ids] == [
+        b"h",
+        b"el",
+        b"lo",
+        b" ",
+        b"\xc3",
+        b"\xa9",
+        b"<|im_end|>",
+    ]
 
 
 def test_tiny_fits_its_model(tiny: Tokenizer):
     config = tiny_config()
     assert tiny.vocab_size == config.vocab_size == 512
-    assert (tiny.bos_id, tiny.eos_ids, tiny.special_ids) == (257, (259,), frozenset(range(256, 260)))
-    assert (tiny.id_to_token(257), tiny.id_to_token(512), tiny.token_bytes(512)) == ("<|bos|>", None, b"")
+    assert (tiny.bos_id, tiny.eos_ids, tiny.special_ids) == (
+        257,
+        (259,),
+        frozenset(range(256, 260)),
+    )
+    assert (tiny.id_to_token(257), tiny.id_to_token(512), tiny.token_bytes(512)) == (
+        "<|bos|>",
+        None,
+        b"",
+    )
 
 
 @given(st.text(max_size=60))
@@ -57,8 +91,13 @@ def test_every_text_comes_back(text: str):
 
 
 def test_tiny_chat_prompt(tiny: Tokenizer):
-    assert tiny.apply_chat_template(CHAT) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert tiny.apply_chat_template(CHAT, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert (
+        tiny.apply_chat_template(CHAT) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (
+        tiny.apply_chat_template(CHAT, add_generation_prompt=False)
+        == "<|im_start|>user\nhi<|im_end|>\n"
+    )
 
 
 def test_threads_share_a_tokenizer(tiny: Tokenizer):
@@ -83,7 +122,11 @@ def test_a_folder_gives_the_tokenizer_saved_there(tiny: Tokenizer, tmp_path: Pat
     found = load_tokenizer(source)
     text = "the rain in <|im_start|>Spain\n日本 😀"
     assert found.encode(text) == tiny.encode(text)
-    assert (found.eos_ids, found.special_ids, found.vocab_size) == (tiny.eos_ids, tiny.special_ids, 512)
+    assert (found.eos_ids, found.special_ids, found.vocab_size) == (
+        tiny.eos_ids,
+        tiny.special_ids,
+        512,
+    )
     assert found.apply_chat_template(CHAT) == tiny.apply_chat_template(CHAT)
 
 
@@ -105,7 +148,10 @@ def test_code_named_by_a_folder_is_not_run(tmp_path: Path):
 def test_unsound_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = save_folder(tmp_path)
     path = tmp_path / "tokenizer.json"
-    with monkeypatch.context() as patch, pytest.raises(ModelError, match=r"tokenizer\.json is larger than 0 MiB"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ModelError, match=r"tokenizer\.json is larger than 0 MiB"),
+    ):
         patch.setattr("jitney.engine.text.gguf_tokenizer.MAX_TOKENIZER_BYTES", 1000)
         load_tokenizer(source)
     for text in ("", "{}", "[" * 10_000, '{"version": "1.0", "model": {"type": "BPE"}}'):
@@ -124,18 +170,25 @@ def test_unsound_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest
 # Chat templates come from strangers
 
 
-@pytest.mark.parametrize(("template", "words"), [
-    ("{{ messages.foo.bar }}", "refused"),
-    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refused"),
-    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("{% for %}", "refused"),
-    ("{% for m in messages %}{{ m.update({'a': 1}) }}{% endfor %}", "refused"),
-])
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages.foo.bar }}", "refused"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refused"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "refused"),
+        ("{% for m in messages %}{{ m.update({'a': 1}) }}{% endfor %}", "refused"),
+    ],
+)
 def test_template_failures_belong_to_the_request(template: str, words: str, tmp_path: Path):
     tokenizer = load_tokenizer(save_folder(tmp_path, chat_template=template))
     with pytest.raises(RequestError) as caught:
         tokenizer.apply_chat_template(CHAT)
-    assert words in str(caught.value) and caught.value.info.param == "messages" and "\n" not in str(caught.value)
+    assert (
+        words in str(caught.value)
+        and caught.value.info.param == "messages"
+        and "\n" not in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_dict"])
@@ -166,21 +219,62 @@ def test_a_model_without_template(tmp_path: Path):
 def byte_metadata(pre: str | None, **changes) -> dict:
     """A vocabulary of the 256 bytes and two marks, without merges."""
     spelled = byte_characters()
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": [],
-                "tokenizer.ggml.tokens": [spelled[byte] for byte in range(256)] + ["<s>", "</s>", "<tool>"],
-                "tokenizer.ggml.token_type": [1] * 256 + [3, 3, 4],
-                "tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.eos_token_id": 257}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.tokens": [spelled[byte] for byte in range(256)] + ["<s>", "</s>", "<tool>"],
+        "tokenizer.ggml.token_type": [1] * 256 + [3, 3, 4],
+        "tokenizer.ggml.bos_token_id": 256,
+        "tokenizer.ggml.eos_token_id": 257,
+    }
     return {key: value for key, value in metadata.items() if value is not None} | {
-        f"tokenizer.{key.replace('__', '.')}": value for key, value in changes.items()}
+        f"tokenizer.{key.replace('__', '.')}": value for key, value in changes.items()
+    }
 
 
 TEXT = "It's 2026,  I'LL\n\n go é_x"
-#: How each pre-tokenizer cuts TEXT: digits in one, one by one, or by threes; case of contractions; line ends.
+#: How each pre-tokenizer cuts TEXT: digits in one, one by one, or by threes; case of contractions;
+#: line ends.
 CUTS = {
     "gpt-2": ["It", "'s", " 2026", ",", " ", " I", "'", "LL", "\n\n", " go", " é", "_", "x"],
-    "smollm": ["It", "'s", " ", "2", "0", "2", "6", ",", " ", " I", "'", "LL", "\n\n", " go", " é", "_", "x"],
+    "smollm": [
+        "It",
+        "'s",
+        " ",
+        "2",
+        "0",
+        "2",
+        "6",
+        ",",
+        " ",
+        " I",
+        "'",
+        "LL",
+        "\n\n",
+        " go",
+        " é",
+        "_",
+        "x",
+    ],
     "llama-bpe": ["It", "'s", " ", "202", "6", ",", " ", " I", "'LL", "\n\n", " go", " é", "_x"],
-    "qwen2": ["It", "'s", " ", "2", "0", "2", "6", ",", " ", " I", "'LL", "\n\n", " go", " é", "_x"],
+    "qwen2": [
+        "It",
+        "'s",
+        " ",
+        "2",
+        "0",
+        "2",
+        "6",
+        ",",
+        " ",
+        " I",
+        "'LL",
+        "\n\n",
+        " go",
+        " é",
+        "_x",
+    ],
 }
 
 
@@ -188,14 +282,19 @@ CUTS = {
 def test_words_are_cut_as_the_pre_tokenizer_says(pre: str):
     rust = fast_from_gguf(byte_metadata(pre)).backend_tokenizer
     back = {character: byte for byte, character in byte_characters().items()}
-    words = [bytes(back[c] for c in word).decode() for word, _ in rust.pre_tokenizer.pre_tokenize_str(TEXT)]
+    words = [
+        bytes(back[c] for c in word).decode()
+        for word, _ in rust.pre_tokenizer.pre_tokenize_str(TEXT)
+    ]
     assert words == CUTS[pre]
 
 
 def test_qwen_composes_characters():
     tokenizer = Tokenizer(fast_from_gguf(byte_metadata("qwen2")))
     assert tokenizer.encode("e\u0301") == list("é".encode())
-    assert Tokenizer(fast_from_gguf(byte_metadata("gpt-2"))).encode("e\u0301") == list("e\u0301".encode())
+    assert Tokenizer(fast_from_gguf(byte_metadata("gpt-2"))).encode("e\u0301") == list(
+        "e\u0301".encode()
+    )
 
 
 def test_special_tokens_of_gguf_files():
@@ -209,18 +308,21 @@ def test_special_tokens_of_gguf_files():
     assert Tokenizer(fast_from_gguf(byte_metadata("gpt-2"))).encode("a") == [97]
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"ggml__model": "bert"}, "'bert' is not supported; known: gpt2, llama"),
-    ({"ggml__pre": "deepseek-llm"}, "'deepseek-llm' is not supported; known: gpt-2"),
-    ({"ggml__pre": ["x"]}, "cannot be built"),
-    ({"ggml__tokens": []}, "tokens must be a list"),
-    ({"ggml__tokens": ["a", "a"]}, "twice"),
-    ({"ggml__token_type": [1]}, "token_type"),
-    ({"ggml__merges": ["a b"]}, "cannot be built"),
-    ({"ggml__merges": [1]}, "cannot be built"),
-    ({"ggml__bos_token_id": 259}, "outside the vocabulary of 259"),
-    ({"ggml__model": "llama"}, "scores"),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ggml__model": "bert"}, "'bert' is not supported; known: gpt2, llama"),
+        ({"ggml__pre": "deepseek-llm"}, "'deepseek-llm' is not supported; known: gpt-2"),
+        ({"ggml__pre": ["x"]}, "cannot be built"),
+        ({"ggml__tokens": []}, "tokens must be a list"),
+        ({"ggml__tokens": ["a", "a"]}, "twice"),
+        ({"ggml__token_type": [1]}, "token_type"),
+        ({"ggml__merges": ["a b"]}, "cannot be built"),
+        ({"ggml__merges": [1]}, "cannot be built"),
+        ({"ggml__bos_token_id": 259}, "outside the vocabulary of 259"),
+        ({"ggml__model": "llama"}, "scores"),
+    ],
+)
 def test_gguf_tokenizers_that_would_be_wrong_are_refused(changes: dict, words: str):
     with pytest.raises(ModelError, match=words) as caught:
         fast_from_gguf(byte_metadata("gpt-2", **changes))
@@ -232,17 +334,28 @@ def test_sentencepiece_ids_equal_sentencepiece(turned: bool):
     """turned: ids from last to first, so that scores, not ids, must decide what merges first."""
     last = len(SENTENCEPIECE["tokens"]) - 1
     place = (lambda id: last - id) if turned else (lambda id: id)
-    tokenizer = Tokenizer(fast_from_gguf({
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.bos_token_id": place(1),
-        "tokenizer.ggml.eos_token_id": place(2), "tokenizer.ggml.unknown_token_id": place(0),
-        **{f"tokenizer.ggml.{key}": SENTENCEPIECE[key][:: -1 if turned else 1]
-           for key in ("tokens", "scores", "token_type")}}))
+    tokenizer = Tokenizer(
+        fast_from_gguf(
+            {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.bos_token_id": place(1),
+                "tokenizer.ggml.eos_token_id": place(2),
+                "tokenizer.ggml.unknown_token_id": place(0),
+                **{
+                    f"tokenizer.ggml.{key}": SENTENCEPIECE[key][:: -1 if turned else 1]
+                    for key in ("tokens", "scores", "token_type")
+                },
+            }
+        )
+    )
     for text, original in SENTENCEPIECE["texts"].items():
         ids = [place(id) for id in original]
         shown = text.replace("▁", " ")
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
         assert tokenizer.decode(ids) == shown
-        assert b"".join(tokenizer.token_bytes(id) for id in ids).decode() == (" " + shown if text else "")
+        assert b"".join(tokenizer.token_bytes(id) for id in ids).decode() == (
+            " " + shown if text else ""
+        )
         assert tokenizer.encode(text) == [place(1), *ids]
 
 
@@ -251,10 +364,19 @@ def test_smollm2_equals_the_reference(smollm2, reference):
     tokenizer = load_tokenizer(smollm2)
     for item in reference:
         assert tokenizer.encode(item["prompt"]) == item["prompt_ids"]
-        assert tokenizer.decode(item["output_ids"], skip_special_tokens=False) == item["output_text"]
-        assert b"".join(map(tokenizer.token_bytes, item["output_ids"])).decode() == item["output_text"]
+        assert (
+            tokenizer.decode(item["output_ids"], skip_special_tokens=False) == item["output_text"]
+        )
+        assert (
+            b"".join(map(tokenizer.token_bytes, item["output_ids"])).decode() == item["output_text"]
+        )
     asked = next(item["prompt"] for item in reference if "capital of France?" in item["prompt"])
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}]) == asked
+    assert (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is the capital of France?"}]
+        )
+        == asked
+    )
     assert (tokenizer.eos_ids, tokenizer.vocab_size) == ((2,), 49152)
 
 
@@ -266,6 +388,14 @@ def test_every_pre_tokenizer_is_reachable():
 
 def test_importing_the_tokenizer_is_light():
     """The API process answers /livez before transformers is loaded, and never loads jax."""
-    script = ("import sys, jitney.engine.text.tokenizer, jitney.engine.checkpoints.sources; "
-              "print([name for name in ('jax', 'flax', 'torch', 'transformers', 'tokenizers') if name in sys.modules])")
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "[]"
+    script = (
+        "import sys, jitney.engine.text.tokenizer, jitney.engine.checkpoints.sources; "
+        "print([name for name in ('jax', 'flax', 'torch', 'transformers', 'tokenizers') if name in "
+        "sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -1,4 +1,6 @@
-"""Which compiled kernels serve: by the CPU, by what is compiled, and by what can be. Nothing is compiled here."""
+"""Which compiled kernels serve: by the CPU, by what is compiled, and by what can be. Nothing is
+compiled here.
+"""
 
 import logging
 import os
@@ -20,7 +22,9 @@ from jitney.kernels.select import select
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch, tmp_path):
-    """No library is loaded yet, none is compiled, and this is a Linux machine that runs every level."""
+    """No library is loaded yet, none is compiled, and this is a Linux machine that runs every
+    level.
+    """
     monkeypatch.setattr(build, "BUILT", tmp_path)
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build.LEVELS[0].needs))
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
@@ -116,11 +120,19 @@ def alone(folder: Path, **environment: str) -> subprocess.CompletedProcess:
     shutil.copytree(source / "native", folder / "native", ignore=shutil.ignore_patterns("build"))
     shutil.copy(source / "build.py", folder)
     code = "import build; print(build.digest()); build.main([])"
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, **environment}, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=60,
+    )
 
 
-@pytest.mark.skipif(build.importlib.util.find_spec("ziglang") is not None, reason="there is a compiler")
+@pytest.mark.skipif(
+    build.importlib.util.find_spec("ziglang") is not None, reason="there is a compiler"
+)
 def test_a_build_without_a_compiler_says_so_and_sources_are_the_same_in_every_process(tmp_path):
     done = alone(tmp_path, PATH="/nonexistent", CXX="", PYTHONHASHSEED="7")
     assert done.returncode == 1

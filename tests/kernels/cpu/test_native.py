@@ -1,4 +1,6 @@
-"""The kernels for CPUs against numpy: attention on ragged batches, small products, and the threads they share."""
+"""The kernels for CPUs against numpy: attention on ragged batches, small products, and the threads
+they share.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,10 +21,15 @@ CASES = {
     "decode, three query heads a key head": Case((9, 3, 64), (5, 100, 200, 333)),
     "decode, absent sequences": Case((4, 4, 32), (1, 250), rows=8, seqs=8, page=8, pages=64),
     "prefill alone": Case((8, 2, 32), (), ((70, 70), (17, 17), (1, 1)), rows=256, seqs=8),
-    "mixed, chunks in the middle of prompts": Case((8, 2, 32), (5, 300), ((300, 140), (17, 3), (9, 1)), rows=256,
-                                                   seqs=8),
-    "a head of 80, a group of seven": Case((14, 2, 80), (77,), ((170, 40),), rows=64, seqs=4, pages=30),
-    "a head of 128, one key head a query head, large pages": Case((3, 3, 128), (65,), ((70, 64),), page=64, pages=4),
+    "mixed, chunks in the middle of prompts": Case(
+        (8, 2, 32), (5, 300), ((300, 140), (17, 3), (9, 1)), rows=256, seqs=8
+    ),
+    "a head of 80, a group of seven": Case(
+        (14, 2, 80), (77,), ((170, 40),), rows=64, seqs=4, pages=30
+    ),
+    "a head of 128, one key head a query head, large pages": Case(
+        (3, 3, 128), (65,), ((70, 64),), page=64, pages=4
+    ),
     "a group of sixteen, a head of 96": Case((16, 1, 96), (150,), ((40, 30),), rows=32, seqs=4),
 }
 
@@ -30,11 +37,14 @@ CASES = {
 WINDOWED = ("decode, three query heads a key head", "mixed, chunks in the middle of prompts")
 
 
-@pytest.mark.parametrize("case,window", [(case, 0) for case in CASES] + [(case, 24) for case in WINDOWED])
+@pytest.mark.parametrize(
+    "case,window", [(case, 0) for case in CASES] + [(case, 24) for case in WINDOWED]
+)
 def test_attention_matches_numpy(case: str, window: int):
     batch = make(replace(CASES[case], window=window))
     o, after = jax.jit(lambda *args: paged_attention(*args, **batch.options))(
-        batch.q, batch.k, batch.v, batch.kv, batch.meta)
+        batch.q, batch.k, batch.v, batch.kv, batch.meta
+    )
     expected = written(batch)
     np.testing.assert_array_equal(after, expected)
     np.testing.assert_allclose(np.asarray(o)[: batch.n_rows], attention(batch, expected), atol=4e-6)
@@ -42,45 +52,82 @@ def test_attention_matches_numpy(case: str, window: int):
 
 
 def test_bfloat16_attention_rounds_its_weights_and_its_result():
-    """Weights of a prompt's rows are rounded to 8 bits where the CPU multiplies pairs, a decoding row's never are."""
+    """Weights of a prompt's rows are rounded to 8 bits where the CPU multiplies pairs, a decoding
+    row's never are.
+    """
     batch = make(CASES["mixed, chunks in the middle of prompts"])
     narrow = [jnp.asarray(array, jnp.bfloat16) for array in (batch.q, batch.k, batch.v, batch.kv)]
     o, _ = jax.jit(lambda *args: paged_attention(*args, **batch.options))(*narrow, batch.meta)
-    wide = replace(batch, **dict(zip(("q", "k", "v", "kv"), (np.asarray(x, np.float32) for x in narrow), strict=True)))
+    wide = replace(
+        batch,
+        **dict(
+            zip(("q", "k", "v", "kv"), (np.asarray(x, np.float32) for x in narrow), strict=True)
+        ),
+    )
     expected = attention(wide, written(wide))
     assert o.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(o, np.float32)[: batch.n_rows], expected, rtol=2**-8, atol=3e-3)
-    np.testing.assert_allclose(np.asarray(o, np.float32)[:2], expected[:2], rtol=2**-8, atol=1e-6)  # those that decode
+    np.testing.assert_allclose(
+        np.asarray(o, np.float32)[: batch.n_rows], expected, rtol=2**-8, atol=3e-3
+    )
+    np.testing.assert_allclose(
+        np.asarray(o, np.float32)[:2], expected[:2], rtol=2**-8, atol=1e-6
+    )  # those that decode
 
 
 @pytest.mark.parametrize("options", [{"softcap": 5.0}, {"sinks": True}, {"pool": "int8"}])
 def test_what_it_does_not_serve_is_the_references(options: dict):
     batch = make(replace(CASES["decode, absent sequences"], **options))
     arguments = (batch.q, batch.k, batch.v, batch.kv, batch.meta)
-    mine, other = (jax.jit(lambda *args, f=f: f(*args, **batch.options))(*arguments)
-                   for f in (paged_attention, reference.paged_attention))
+    mine, other = (
+        jax.jit(lambda *args, f=f: f(*args, **batch.options))(*arguments)
+        for f in (paged_attention, reference.paged_attention)
+    )
     np.testing.assert_array_equal(mine[0], other[0])
     np.testing.assert_array_equal(mine[1], other[1])
 
 
 def test_a_row_does_not_depend_on_its_batch():
     """Bit-equal alone and among others, for a decoding row and for a chunk of a prompt."""
-    crowd = make(Case((9, 3, 64), (40, 200, 90), ((150, 100), (300, 33)), rows=256, seqs=8, dtype="bfloat16",
-                      pool="bfloat16"))
+    crowd = make(
+        Case(
+            (9, 3, 64),
+            (40, 200, 90),
+            ((150, 100), (300, 33)),
+            rows=256,
+            seqs=8,
+            dtype="bfloat16",
+            pool="bfloat16",
+        )
+    )
     call = jax.jit(lambda *args: paged_attention(*args, **crowd.options))
     o, _ = call(crowd.q, crowd.k, crowd.v, crowd.kv, crowd.meta)
     meta = crowd.meta
     for s, (first, last) in {1: (1, 2), 4: (103, 136)}.items():
         alone = meta._replace(
-            kv_lens=meta.kv_lens[s : s + 1], cu_q=jnp.array([0, last - first]), page_table=meta.page_table[s : s + 1],
-            write_rows=meta.write_rows[first:last], positions=meta.positions[first:last],
-            counts=jnp.array([int(last - first == 1), 1, last - first], jnp.int32))
-        single, _ = call(crowd.q[first:last], crowd.k[first:last], crowd.v[first:last], crowd.kv, alone)
-        np.testing.assert_array_equal(np.asarray(single, np.float32), np.asarray(o, np.float32)[first:last])
+            kv_lens=meta.kv_lens[s : s + 1],
+            cu_q=jnp.array([0, last - first]),
+            page_table=meta.page_table[s : s + 1],
+            write_rows=meta.write_rows[first:last],
+            positions=meta.positions[first:last],
+            counts=jnp.array([int(last - first == 1), 1, last - first], jnp.int32),
+        )
+        single, _ = call(
+            crowd.q[first:last], crowd.k[first:last], crowd.v[first:last], crowd.kv, alone
+        )
+        np.testing.assert_array_equal(
+            np.asarray(single, np.float32), np.asarray(o, np.float32)[first:last]
+        )
 
 
-@pytest.mark.parametrize("dtype,rows,shape", [("bfloat16", 4, (576, 960)), ("bfloat16", 8, (576, 960)),
-                                              ("bfloat16", 1, (100, 48)), ("float32", 3, (64, 16))])
+@pytest.mark.parametrize(
+    "dtype,rows,shape",
+    [
+        ("bfloat16", 4, (576, 960)),
+        ("bfloat16", 8, (576, 960)),
+        ("bfloat16", 1, (100, 48)),
+        ("float32", 3, (64, 16)),
+    ],
+)
 def test_small_products_match_numpy(rows: int, shape: tuple[int, int], dtype: str):
     rng = np.random.default_rng(1)
     x, w = (jnp.asarray(rng.standard_normal(size), dtype) for size in ((rows, shape[0]), shape))
@@ -90,8 +137,12 @@ def test_small_products_match_numpy(rows: int, shape: tuple[int, int], dtype: st
     np.testing.assert_allclose(y, wide_x @ wide_w, rtol=2e-6, atol=1e-4)
     table, narrow = w.T, x  # [O, I] with O rows of I columns
     if shape[0] % 16 == 0:
-        np.testing.assert_allclose(jax.jit(products.project)(narrow, jnp.asarray(np.asarray(table))), wide_x @ wide_w,
-                                   rtol=2e-6, atol=1e-4)
+        np.testing.assert_allclose(
+            jax.jit(products.project)(narrow, jnp.asarray(np.asarray(table))),
+            wide_x @ wide_w,
+            rtol=2e-6,
+            atol=1e-4,
+        )
 
 
 @pytest.mark.parametrize("x,w", [((9, 64), (64, 32)), ((4, 64), (64, 30)), ((2, 3, 64), (64, 32))])
@@ -106,7 +157,9 @@ try:
 except library.NoLibrary as absent:
     pytest.skip(str(absent), allow_module_level=True)
 
-PAIRS = pytest.mark.skipif(not library.arranges_here(), reason="this CPU's weights are not arranged in pairs")
+PAIRS = pytest.mark.skipif(
+    not library.arranges_here(), reason="this CPU's weights are not arranged in pairs"
+)
 
 
 def random_bf16(seed: int, *shape: int) -> jax.Array:
@@ -120,15 +173,20 @@ def test_panels_hold_every_weight_once(parts: int):
     w = random_bf16(3, 6, 192)
     panels = np.asarray(products.arrange(w, parts), np.float32)
     width = panels.shape[2] // parts
-    split = np.asarray(w, np.float32).reshape(3, 2, parts, -1, width)  # pair, which of it, part, panel, column
+    split = np.asarray(w, np.float32).reshape(
+        3, 2, parts, -1, width
+    )  # pair, which of it, part, panel, column
     for part in range(parts):
-        np.testing.assert_array_equal(panels[:, :, part * width : (part + 1) * width],
-                                      split[:, :, part].transpose(2, 0, 3, 1))
+        np.testing.assert_array_equal(
+            panels[:, :, part * width : (part + 1) * width], split[:, :, part].transpose(2, 0, 3, 1)
+        )
 
 
 @PAIRS
 @pytest.mark.parametrize("size_in,size_out", [(576, 960), (2100, 64), (100, 112)])
-def test_products_with_panels_match_numpy_and_do_not_depend_on_the_number_of_rows(size_in: int, size_out: int):
+def test_products_with_panels_match_numpy_and_do_not_depend_on_the_number_of_rows(
+    size_in: int, size_out: int
+):
     w, x = random_bf16(1, size_in, size_out), random_bf16(2, 150, size_in)
     panels = products.arrange(w)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
@@ -169,24 +227,35 @@ def test_norms_match_numpy_and_do_not_depend_on_the_number_of_rows(dtype: str, s
     weight = jnp.asarray(rng.standard_normal(64), dtype)
     norm = jax.jit(norms.rms_norm, static_argnums=2)
     wide = np.asarray(x, np.float64)
-    exact = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5) * np.asarray(weight, np.float64)
+    exact = (
+        wide
+        / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
+        * np.asarray(weight, np.float64)
+    )
     whole = np.asarray(norm(x, weight, 1e-5), np.float64)
     np.testing.assert_allclose(whole, exact, rtol=scale, atol=1e-6)
     for rows in (1, 2, 5):
         np.testing.assert_array_equal(norm(x[:rows], weight, 1e-5), whole[:rows])
-    odd, plain = (jax.jit(f, static_argnums=2)(x[..., :50], weight[:50], 1e-5) for f in (norm, reference.rms_norm))
+    odd, plain = (
+        jax.jit(f, static_argnums=2)(x[..., :50], weight[:50], 1e-5)
+        for f in (norm, reference.rms_norm)
+    )
     np.testing.assert_array_equal(odd, plain)
 
 
 def test_weights_stay_as_they_are_where_pairs_do_not_serve(monkeypatch):
     assert products.arrange(jnp.ones((8, 32))).shape == (8, 32)
-    assert products.arrange(random_bf16(0, 8, 40)).shape == (8, 40)  # outputs that are no whole vectors
+    assert products.arrange(random_bf16(0, 8, 40)).shape == (
+        8,
+        40,
+    )  # outputs that are no whole vectors
     monkeypatch.setattr(library, "load", lambda: library.Library("avx512", False, False))
     assert products.arrange(random_bf16(0, 8, 32)).shape == (8, 32)
 
 
 def test_calls_from_many_threads_share_the_blocks():
-    """More calls at once than blocks: some work alone, none waits for another, and every block comes back.
+    """More calls at once than blocks: some work alone, none waits for another, and every block
+    comes back.
 
     Two kinds of call take turns, so that a helper that comes late meets work of the other kind.
     """
@@ -197,12 +266,17 @@ def test_calls_from_many_threads_share_the_blocks():
     other = jax.jit(products.project)
     expected, projected = np.asarray(call(x, w)), np.asarray(other(x, table))
     with ThreadPoolExecutor(72) as pool:
-        results = list(pool.map(lambda i: np.asarray((call, other)[i % 2](x, (w, table)[i % 2])), range(600)))
+        results = list(
+            pool.map(lambda i: np.asarray((call, other)[i % 2](x, (w, table)[i % 2])), range(600))
+        )
     assert all((result == (expected, projected)[i % 2]).all() for i, result in enumerate(results))
 
 
 def test_selection(monkeypatch):
-    assert select("cpu").name.startswith("native (") and select("cpu", "reference").matmul is reference.matmul
+    assert (
+        select("cpu").name.startswith("native (")
+        and select("cpu", "reference").matmul is reference.matmul
+    )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(KernelError, match="kernels native are for CPUs; jax runs on gpu"):
         select("gpu", "native")

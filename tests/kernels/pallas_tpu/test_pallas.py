@@ -28,16 +28,24 @@ MIXED = Case((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6,
 
 CASES = {
     "decode": DECODE,
-    "decode, head dim 128, a block of one page": replace(DECODE, heads=(4, 1, 128), page=64, pages=4),
+    "decode, head dim 128, a block of one page": replace(
+        DECODE, heads=(4, 1, 128), page=64, pages=4
+    ),
     "sinks, window, softcap in decode": replace(DECODE, sinks=True, window=50, softcap=20.0),
     "int8 pool, one factor, sinks": replace(DECODE, pool="int8", scales="pool", sinks=True),
     "fp8 e5m2 pool": replace(DECODE, pool="float8_e5m2"),
     "mixed": MIXED,
     "sinks, window, softcap": replace(MIXED, heads=(4, 2, 128), sinks=True, window=40, softcap=5.0),
     "prompts alone": Case((2, 2, 64), (), ((70, 70), (17, 17), (1, 1)), rows=100, seqs=5, pages=8),
-    "group of three, rows of padding in the pool": Case((9, 3, 16), (40, 90), ((130, 60),), rows=64, seqs=4),
-    "group of seven, head dim 80": Case((14, 2, 80), (77,), ((100, 40),), rows=64, seqs=3, page=32, pages=4),
-    "head dim 256, pages of 128": Case((4, 2, 256), (200,), ((100, 40),), rows=48, seqs=2, page=128, pages=2),
+    "group of three, rows of padding in the pool": Case(
+        (9, 3, 16), (40, 90), ((130, 60),), rows=64, seqs=4
+    ),
+    "group of seven, head dim 80": Case(
+        (14, 2, 80), (77,), ((100, 40),), rows=64, seqs=3, page=32, pages=4
+    ),
+    "head dim 256, pages of 128": Case(
+        (4, 2, 256), (200,), ((100, 40),), rows=48, seqs=2, page=128, pages=2
+    ),
     "fp8 e4m3 pool": replace(MIXED, heads=(8, 2, 128), pool="float8_e4m3fn"),
 }
 
@@ -74,7 +82,9 @@ def test_attention_matches_numpy_and_writes_its_pages_only(name: str):
 
 def test_bfloat16_is_as_close_as_its_rounding():
     batch = make(replace(DECODE, pool="bfloat16"))
-    rounded = replace(batch, **{name: np.asarray(getattr(batch, name), "bfloat16") for name in "qkv"})
+    rounded = replace(
+        batch, **{name: np.asarray(getattr(batch, name), "bfloat16") for name in "qkv"}
+    )
     o, kv = attend(rounded)
     exact = replace(rounded, **{name: getattr(rounded, name).astype(np.float32) for name in "qkv"})
     assert (kv == written(rounded)).all()
@@ -82,8 +92,12 @@ def test_bfloat16_is_as_close_as_its_rounding():
 
 
 def test_every_copy_is_awaited_and_none_races():
-    kernels = PallasKernels(pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"), keys=16, depth=2)
-    batch = make(Case((2, 1, 64), (20, 3, 9, 33), ((30, 18), (5, 3), (9, 4)), rows=32, seqs=8, pages=4))
+    kernels = PallasKernels(
+        pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"), keys=16, depth=2
+    )
+    batch = make(
+        Case((2, 1, 64), (20, 3, 9, 33), ((30, 18), (5, 3), (9, 4)), rows=32, seqs=8, pages=4)
+    )
     o, kv = attend(batch, kernels)
     assert error(batch, o) < 1e-5
     assert (kv == written(batch)).all()
@@ -102,11 +116,17 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd():
     step = compiled(crowd)
     for seq in range(3):
         meta = crowd.meta._replace(
-            kv_lens=crowd.meta.kv_lens[seq : seq + 1], cu_q=jnp.array([0, 1], jnp.int32),
-            page_table=crowd.meta.page_table[seq : seq + 1], write_rows=crowd.meta.write_rows[seq : seq + 1],
-            counts=jnp.array([1, 1, 1], jnp.int32))
+            kv_lens=crowd.meta.kv_lens[seq : seq + 1],
+            cu_q=jnp.array([0, 1], jnp.int32),
+            page_table=crowd.meta.page_table[seq : seq + 1],
+            write_rows=crowd.meta.write_rows[seq : seq + 1],
+            counts=jnp.array([1, 1, 1], jnp.int32),
+        )
         rows = slice(seq, seq + 1)
-        alone, _ = run(step, replace(crowd, q=crowd.q[rows], k=crowd.k[rows], v=crowd.v[rows], kv=kv, meta=meta))
+        alone, _ = run(
+            step,
+            replace(crowd, q=crowd.q[rows], k=crowd.k[rows], v=crowd.v[rows], kv=kv, meta=meta),
+        )
         assert (alone[0] == together[seq]).all()
 
 
@@ -119,10 +139,16 @@ def test_a_prompt_in_chunks_gives_what_the_whole_gives():
         done += count
         dropped = kv.shape[0] * kv.shape[1]
         meta = whole.meta._replace(
-            kv_lens=jnp.array([done, 0], jnp.int32), cu_q=jnp.array([0, count, count], jnp.int32),
-            write_rows=jnp.pad(whole.meta.write_rows[rows], (0, 20 - count), constant_values=dropped),
-            counts=jnp.array([0, 1, count], jnp.int32))
-        q, k, v = (np.pad(x[rows], ((0, 20 - count), (0, 0), (0, 0))) for x in (whole.q, whole.k, whole.v))
+            kv_lens=jnp.array([done, 0], jnp.int32),
+            cu_q=jnp.array([0, count, count], jnp.int32),
+            write_rows=jnp.pad(
+                whole.meta.write_rows[rows], (0, 20 - count), constant_values=dropped
+            ),
+            counts=jnp.array([0, 1, count], jnp.int32),
+        )
+        q, k, v = (
+            np.pad(x[rows], ((0, 20 - count), (0, 0), (0, 0))) for x in (whole.q, whole.k, whole.v)
+        )
         o, kv = run(step, replace(whole, q=q, k=k, v=v, kv=kv, meta=meta))
         assert np.abs(o[:count] - expected[rows]).max() < 2e-6
 
@@ -141,45 +167,84 @@ def test_a_pool_of_the_tpus_own_shape_holds_the_same():
 def test_attend_reads_pages_that_are_written():
     batch = make(replace(DECODE, heads=(4, 2, 128)))
     expected, kv = attend(batch)
-    o = jax.jit(lambda q, kv, meta: KERNELS.attend(q, kv, meta, **batch.options))(batch.q, kv, batch.meta)
+    o = jax.jit(lambda q, kv, meta: KERNELS.attend(q, kv, meta, **batch.options))(
+        batch.q, kv, batch.meta
+    )
     assert (np.asarray(o)[: batch.n_rows] == expected[: batch.n_rows]).all()
 
 
 def test_an_empty_step_changes_nothing():
     batch = make(replace(MIXED, heads=(2, 2, 64)))
     meta = AttentionMeta(*(jnp.zeros_like(x) for x in batch.meta))
-    _, kv = attend(replace(batch, meta=meta._replace(write_rows=jnp.full_like(batch.meta.write_rows, 1 << 20))))
+    _, kv = attend(
+        replace(batch, meta=meta._replace(write_rows=jnp.full_like(batch.meta.write_rows, 1 << 20)))
+    )
     assert (kv == batch.kv).all()
 
 
 def test_a_model_gives_the_logits_of_the_reference():
-    config = ModelConfig(architecture="llama", vocab_size=64, hidden_size=48, n_layers=1, n_heads=6, n_kv_heads=2,
-                         head_dim=16, intermediate_size=64, windows=(16,), context_length=256)
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=64,
+        hidden_size=48,
+        n_layers=1,
+        n_heads=6,
+        n_kv_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        windows=(16,),
+        context_length=256,
+    )
     model, tokens = random_model(config), jnp.arange(64, dtype=jnp.int32)
     batch = make(Case((6, 2, 16), (40,), ((30, 30), (50, 20)), rows=64, seqs=4, pages=8))
     reference, logits = select("cpu", "reference"), []
     own = layout.pool_shape(len(batch.kv), 16, 2, 16, jnp.float32)
-    for kernels, shape in ((reference, batch.kv.shape),
-                           (replace(reference, paged_attention=KERNELS.paged_attention), own)):
+    for kernels, shape in (
+        (reference, batch.kv.shape),
+        (replace(reference, paged_attention=KERNELS.paged_attention), own),
+    ):
         step = jax.jit(lambda kv, kernels=kernels: model(tokens, kv, batch.meta, kernels)[0])
         hidden = step([jnp.zeros(shape)])
         logits.append(np.asarray(model.logits(hidden[: batch.n_rows], kernels)))
     assert np.abs(logits[0] - logits[1]).max() < 1e-4
 
 
-@pytest.mark.parametrize("rows,packing,expected", [
-    (16, 2, 16), (8, 2, 8), (6, 2, 8), (2, 2, 2), (10, 2, 16), (24, 2, 32), (3, 1, 4), (12, 1, 16), (24, 1, 24),
-    (2, 4, 4), (4, 4, 4), (6, 4, 8), (12, 4, 16), (20, 4, 32), (40, 4, 64)])
+@pytest.mark.parametrize(
+    "rows,packing,expected",
+    [
+        (16, 2, 16),
+        (8, 2, 8),
+        (6, 2, 8),
+        (2, 2, 2),
+        (10, 2, 16),
+        (24, 2, 32),
+        (3, 1, 4),
+        (12, 1, 16),
+        (24, 1, 24),
+        (2, 4, 4),
+        (4, 4, 4),
+        (6, 4, 8),
+        (12, 4, 16),
+        (20, 4, 32),
+        (40, 4, 64),
+    ],
+)
 def test_rows_fill_whole_tiles(rows: int, packing: int, expected: int):
     assert layout.whole_tiles(rows, packing) == expected
 
 
-@pytest.mark.parametrize("change,message", [
-    ({"dtype": "float16"}, r"compute in bfloat16 or float32, not float16; choose one of these"),
-    ({"page": 24}, r"page_size of 16, 32, 64, 128, 256, not 24"),
-    ({"seqs": 256, "pages": 2048}, r"256 x 2048 takes 2048 KiB .* choose a larger page_size or fewer seats"),
-    ({"pool": "int8"}, r"a pool of int8 needs kv_scales"),
-])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"dtype": "float16"}, r"compute in bfloat16 or float32, not float16; choose one of these"),
+        ({"page": 24}, r"page_size of 16, 32, 64, 128, 256, not 24"),
+        (
+            {"seqs": 256, "pages": 2048},
+            r"256 x 2048 takes 2048 KiB .* choose a larger page_size or fewer seats",
+        ),
+        ({"pool": "int8"}, r"a pool of int8 needs kv_scales"),
+    ],
+)
 def test_what_it_cannot_do_is_said_in_one_line(change: dict[str, Any], message: str):
     batch = make(replace(DECODE, rows=0, **change))
     batch.options.pop("kv_scales", None)
@@ -187,13 +252,26 @@ def test_what_it_cannot_do_is_said_in_one_line(change: dict[str, Any], message: 
         attend(batch)
 
 
-@pytest.mark.parametrize("options,message", [({"sinks": jnp.zeros(4)}, "no sinks; choose kernels pallas"),
-                                             ({"kv_scales": jnp.ones(())}, "no pools of int8; choose kernels pallas")])
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"sinks": jnp.zeros(4)}, "no sinks; choose kernels pallas"),
+        ({"kv_scales": jnp.ones(())}, "no pools of int8; choose kernels pallas"),
+    ],
+)
 def test_what_jaxs_own_kernel_cannot_do_is_said_in_one_line(options: dict[str, Any], message: str):
-    batch = make(replace(DECODE, heads=(4, 2, 128), pool="int8" if "kv_scales" in options else "float32"))
+    batch = make(
+        replace(DECODE, heads=(4, 2, 128), pool="int8" if "kv_scales" in options else "float32")
+    )
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda *args: pallas_jax_set().paged_attention(*args, scale=1.0, **options), batch.q, batch.k,
-                       batch.v, batch.kv, batch.meta)
+        jax.eval_shape(
+            lambda *args: pallas_jax_set().paged_attention(*args, scale=1.0, **options),
+            batch.q,
+            batch.k,
+            batch.v,
+            batch.kv,
+            batch.meta,
+        )
 
 
 def test_jaxs_own_kernel_never_meets_an_empty_batch():
@@ -205,7 +283,11 @@ def test_jaxs_own_kernel_never_meets_an_empty_batch():
     assert (cu_q == batch.meta.cu_q).all()
     assert n_seqs == 4
     kv_lens, cu_q, n_seqs = never_empty(AttentionMeta(*(jnp.zeros_like(x) for x in batch.meta)))
-    assert (list(kv_lens), list(cu_q), list(n_seqs)) == ([1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1], [1])
+    assert (list(kv_lens), list(cu_q), list(n_seqs)) == (
+        [1, 0, 0, 0, 0, 0],
+        [0, 1, 1, 1, 1, 1, 1],
+        [1],
+    )
 
 
 @pytest.mark.parametrize("name", ["pallas", "pallas-jax"])

@@ -1,4 +1,5 @@
-"""What libtpu makes of the Pallas kernel for v5e, v6e and v7x, without one: it fits, and the pool stays where it is.
+"""What libtpu makes of the Pallas kernel for v5e, v6e and v7x, without one: it fits, and the pool
+stays where it is.
 
 Needs libtpu in the folder that JITNEY_TPU_PLUGIN names: `make test-compile` fetches it.
 """
@@ -24,18 +25,30 @@ pytestmark = pytest.mark.skipif(not PLUGIN, reason="needs libtpu: make test-comp
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """Case -> what `pallas_program` prints about it, for one TPU."""
-    environ = os.environ | {"PYTHONPATH": str(Path(PLUGIN).resolve()), "JAX_PLATFORMS": "cpu",
-                            "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environ = os.environ | {
+        "PYTHONPATH": str(Path(PLUGIN).resolve()),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
     command = [sys.executable, str(SUPPORT / "pallas_program.py"), TOPOLOGIES[request.param]]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=1800, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_the_pool_is_written_where_it_lies(compiled: dict[str, dict[str, Any]]):
     assert compiled
-    assert not [name for name, case in compiled.items() if case["aliased"] < case["pool"] or case["copied"]]
+    assert not [
+        name for name, case in compiled.items() if case["aliased"] < case["pool"] or case["copied"]
+    ]
 
 
 def test_temporaries_are_those_of_the_rows(compiled: dict[str, dict[str, Any]]):
-    assert not {name: case["temporaries"] for name, case in compiled.items() if case["temporaries"] > 64 << 20}
+    assert not {
+        name: case["temporaries"]
+        for name, case in compiled.items()
+        if case["temporaries"] > 64 << 20
+    }

@@ -1,4 +1,6 @@
-"""What the compiler makes of every Triton kernel for A100, L4 and H100, without one: nothing spills, all fits."""
+"""What the compiler makes of every Triton kernel for A100, L4 and H100, without one: nothing
+spills, all fits.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,38 @@ from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.triton_gpu.configs import ATTENTION, PROCESSORS
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 
-#: Shared memory a program may have, bytes: CUDA C++ programming guide, technical specifications per capability.
+#: Shared memory a program may have, bytes: CUDA C++ programming guide, technical specifications per
+#: capability.
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 DTYPES = {2: "bfloat16", 4: "float32"}
 #: The whole table with every pool and option takes minutes: `make test-compile` sets this.
 WHOLE = os.environ.get("JITNEY_TEST_COMPILE") == "1"
 
 
-def launches(sm: int, dim: int, dtype: str, pool: str, *, group: int = 4, page: int = 16, rows: int = 512,
-             seqs: int = 64, **options: Any) -> list[Call]:
-    """All launches of a step's write and attention with 8 key heads and 8192 positions a sequence."""
+def launches(
+    sm: int,
+    dim: int,
+    dtype: str,
+    pool: str,
+    *,
+    group: int = 4,
+    page: int = 16,
+    rows: int = 512,
+    seqs: int = 64,
+    **options: Any,
+) -> list[Call]:
+    """All launches of a step's write and attention with 8 key heads and 8192 positions a
+    sequence.
+    """
 
     def use(launch):
         pages = 8192 // page
-        meta = AttentionMeta(*(jnp.zeros(shape, jnp.int32) for shape in (
-            (seqs,), (seqs + 1,), (seqs, pages), (rows,), (rows,), (3,))))
+        meta = AttentionMeta(
+            *(
+                jnp.zeros(shape, jnp.int32)
+                for shape in ((seqs,), (seqs + 1,), (seqs, pages), (rows,), (rows,), (3,))
+            )
+        )
         q, k = (jnp.zeros((rows, n, dim), dtype) for n in (8 * group, 8))
         kv = jnp.zeros((32, page, 16, dim), pool)
         scales = jnp.ones((16,)) if pool in ("int8", "float8_e4m3fn") else None
@@ -38,26 +57,35 @@ def launches(sm: int, dim: int, dtype: str, pool: str, *, group: int = 4, page: 
         angles = jnp.zeros((rows, 1, dim // 2))
         kernels = TritonKernels(launch)
         norm = jnp.ones((dim,), dtype)
-        kernels.rotate_and_write(heads, (angles, angles), kv, meta, norms=(norm, norm), kv_scales=scales)
+        kernels.rotate_and_write(
+            heads, (angles, angles), kv, meta, norms=(norm, norm), kv_scales=scales
+        )
         kernels.paged_attention(q, k, k, kv, meta, scale=dim**-0.5, kv_scales=scales, **options)
 
     return record(sm, use)
 
 
 def check(calls: list[Call], sm: int) -> None:
-    """No call takes more shared memory than there is; unless it computes in float32, it does not spill, and prompt
-    blocks use wgmma on Hopper."""
+    """No call takes more shared memory than there is; unless it computes in float32, it does not
+    spill, and prompt blocks use wgmma on Hopper."""
     for call in calls:
         made = compile_call(call, sm)
-        assert made.shared <= SHARED[sm], f"{made.name} on sm_{sm} takes {made.shared} bytes of shared memory"
+        assert made.shared <= SHARED[sm], (
+            f"{made.name} on sm_{sm} takes {made.shared} bytes of shared memory"
+        )
         if call.types[0] == "*fp32" and made.name.endswith("attention"):
             continue
         assert made.spilled == 0, f"{made.name} on sm_{sm} spills {made.spilled} bytes"
         assert made.has_wgmma or (made.name, sm) != ("prompt_attention", 90)
 
 
-SAMPLE = [(90, 128, "bfloat16", "bfloat16"), (90, 64, "bfloat16", "float8_e4m3fn"), (89, 128, "bfloat16", "bfloat16"),
-          (80, 128, "bfloat16", "int8"), (89, 64, "float32", "float32")]
+SAMPLE = [
+    (90, 128, "bfloat16", "bfloat16"),
+    (90, 64, "bfloat16", "float8_e4m3fn"),
+    (89, 128, "bfloat16", "bfloat16"),
+    (80, 128, "bfloat16", "int8"),
+    (89, 64, "float32", "float32"),
+]
 
 
 @pytest.mark.parametrize("sm,dim,dtype,pool", SAMPLE)
@@ -76,20 +104,28 @@ def test_the_whole_table(sm: int, dim: int, itemsize: int, quantised: str, optio
 
 
 @pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
-@pytest.mark.parametrize("group,dim,page", [(1, 128, 16), (7, 128, 32), (3, 64, 128), (16, 96, 64), (32, 80, 16)])
+@pytest.mark.parametrize(
+    "group,dim,page", [(1, 128, 16), (7, 128, 32), (3, 64, 128), (16, 96, 64), (32, 80, 16)]
+)
 @pytest.mark.parametrize("sm", SHARED)
 def test_odd_groups_and_pages(sm: int, group: int, dim: int, page: int):
     check(launches(sm, dim, "bfloat16", "bfloat16", group=group, page=page), sm)
 
 
-#: What the programs on one multiprocessor share: registers, and bytes of shared memory, of which each takes 1024 more.
+#: What the programs on one multiprocessor share: registers, and bytes of shared memory, of which
+#: each takes 1024 more.
 REGISTERS, SHARED_IN_ALL = 65536, {80: 164 << 10, 89: 100 << 10, 90: 228 << 10}
 
 
-@pytest.mark.parametrize("sm,dim,group", [(90, 128, 8), (80, 128, 32), (80, 256, 32), (89, 128, 8), (89, 256, 32)])
+@pytest.mark.parametrize(
+    "sm,dim,group", [(90, 128, 8), (80, 128, 32), (80, 256, 32), (89, 128, 8), (89, 256, 32)]
+)
 def test_as_many_programs_are_resident_as_the_table_says(sm: int, dim: int, group: int):
-    call = next(call for call in launches(sm, dim, "bfloat16", "bfloat16", group=group)
-                if call.kernel.__name__ == "decode_attention")
+    call = next(
+        call
+        for call in launches(sm, dim, "bfloat16", "bfloat16", group=group)
+        if call.kernel.__name__ == "decode_attention"
+    )
     made, resident = compile_call(call, sm), call.grid[0] // PROCESSORS[sm]
     assert made.spilled == 0
     assert resident * -(-made.registers // 8) * 8 * 32 * call.warps <= REGISTERS
@@ -103,11 +139,16 @@ def test_few_and_many_seats(rows: int, seqs: int):
 
 
 def others(sm: int, dtype: str, group: int, rows: int) -> list[Call]:
-    """The int4 and fp8 products of a Llama-3.1-8B projection (Hopper leaves fp8 to XLA), and the vocabulary's cut."""
+    """The int4 and fp8 products of a Llama-3.1-8B projection (Hopper leaves fp8 to XLA), and the
+    vocabulary's cut.
+    """
 
     def use(launch):
         kernels = TritonKernels(launch)
-        scales, zeros = jnp.zeros((4096 // group, 14336), dtype), jnp.zeros((4096 // group, 14336), jnp.uint8)
+        scales, zeros = (
+            jnp.zeros((4096 // group, 14336), dtype),
+            jnp.zeros((4096 // group, 14336), jnp.uint8),
+        )
         weights = Int4(jnp.zeros((2048, 14336), jnp.uint8), scales, zeros)
         kernels.matmul_int4(jnp.zeros((rows, 4096), dtype), weights)
         kernels.matmul(jnp.zeros((rows, 4096), dtype), jnp.zeros((4096, 14336), jnp.float8_e4m3fn))
@@ -116,8 +157,15 @@ def others(sm: int, dtype: str, group: int, rows: int) -> list[Call]:
     return record(sm, use)
 
 
-@pytest.mark.parametrize("sm,dtype,group,rows", [(90, "bfloat16", 128, 64), (89, "bfloat16", 32, 1),
-                                                 (80, "bfloat16", 128, 64), (89, "float32", 128, 16)])
+@pytest.mark.parametrize(
+    "sm,dtype,group,rows",
+    [
+        (90, "bfloat16", 128, 64),
+        (89, "bfloat16", 32, 1),
+        (80, "bfloat16", 128, 64),
+        (89, "float32", 128, 16),
+    ],
+)
 def test_narrow_products_and_the_cut(sm: int, dtype: str, group: int, rows: int):
     calls = others(sm, dtype, group, rows)
     assert len(calls) == (2 if sm == 90 else 3)
@@ -125,8 +173,10 @@ def test_narrow_products_and_the_cut(sm: int, dtype: str, group: int, rows: int)
 
 
 @pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
-@pytest.mark.parametrize("dtype,rows", [("bfloat16", 1), ("bfloat16", 17), ("bfloat16", 64), ("float16", 64),
-                                        ("float32", 16)])
+@pytest.mark.parametrize(
+    "dtype,rows",
+    [("bfloat16", 1), ("bfloat16", 17), ("bfloat16", 64), ("float16", 64), ("float32", 16)],
+)
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("sm", SHARED)
 def test_every_narrow_product(sm: int, group: int, dtype: str, rows: int):
@@ -134,7 +184,9 @@ def test_every_narrow_product(sm: int, group: int, dtype: str, rows: int):
 
 
 def test_fp8_pools_need_a_gpu_that_has_fp8():
-    with pytest.raises(KernelError, match=r"fp8 pools need compute capability 8\.9, this GPU has 8\.0; use int8"):
+    with pytest.raises(
+        KernelError, match=r"fp8 pools need compute capability 8\.9, this GPU has 8\.0; use int8"
+    ):
         launches(80, 128, "bfloat16", "float8_e4m3fn")
 
 

@@ -21,8 +21,14 @@ ERROR, HALF_ERROR = 1e-5, 2e-3
 def results() -> dict[str, dict[str, Any]]:
     """Case -> figures, of all cases of `triton_cases`."""
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SUPPORT)}
-    done = subprocess.run([sys.executable, "-P", "-m", "triton_cases"], env=environ, capture_output=True, text=True,
-                          timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "triton_cases"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
@@ -39,10 +45,14 @@ def bound(name: str) -> float:
 
 def test_attention_matches_numpy(results: dict[str, dict[str, Any]]):
     cases = of_kind(results, "attention")
-    assert not {name: case["error"] for name, case in cases.items() if not case["error"] < bound(name)}
+    assert not {
+        name: case["error"] for name, case in cases.items() if not case["error"] < bound(name)
+    }
 
 
-def test_the_pool_holds_what_was_written_and_nothing_else_changed(results: dict[str, dict[str, Any]]):
+def test_the_pool_holds_what_was_written_and_nothing_else_changed(
+    results: dict[str, dict[str, Any]],
+):
     assert not [name for name, case in of_kind(results, "attention").items() if not case["pool"]]
 
 
@@ -60,8 +70,13 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives(results: dict[str, dict[st
 
 def test_rotation_and_write_match_the_reference(results: dict[str, dict[str, Any]]):
     cases = of_kind(results, "rotation")
-    assert not {name: case for name, case in cases.items()
-                if not (case["error"] < bound(name) and case["pool_error"] < bound(name) and case["moved"] > 0)}
+    assert not {
+        name: case
+        for name, case in cases.items()
+        if not (
+            case["error"] < bound(name) and case["pool_error"] < bound(name) and case["moved"] > 0
+        )
+    }
 
 
 def test_int4_products_match_numpy(results: dict[str, dict[str, Any]]):
@@ -75,7 +90,9 @@ def test_fp8_products_match_numpy(results: dict[str, dict[str, Any]]):
 
 
 def test_cuts_are_those_that_sorting_finds(results: dict[str, dict[str, Any]]):
-    assert not {name: case["wrong"] for name, case in of_kind(results, "threshold").items() if case["wrong"]}
+    assert not {
+        name: case["wrong"] for name, case in of_kind(results, "threshold").items() if case["wrong"]
+    }
 
 
 def test_the_sampler_draws_the_same_tokens_by_either_search(results: dict[str, dict[str, Any]]):
@@ -85,4 +102,6 @@ def test_the_sampler_draws_the_same_tokens_by_either_search(results: dict[str, d
 
 
 def test_a_model_computes_the_same_logits_with_either_kernels(results: dict[str, dict[str, Any]]):
-    assert not {name: case for name, case in of_kind(results, "model").items() if not case["error"] < 5e-5}
+    assert not {
+        name: case for name, case in of_kind(results, "model").items() if not case["error"] < 5e-5
+    }
