@@ -78,6 +78,7 @@ build/typing/jitney:
 	@mkdir -p $@ && ln -sfn ../../../engine ../../../kernels ../../../dashboard $@/
 
 lint: $(DEV) | build/typing/jitney
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
