@@ -21,18 +21,18 @@ from jitney.engine.bench.device.rows import LARGE, SMALL, About, Floors, Job, Ro
 
 #: Part -> module and function that yields its tasks. Those of the peers are not given kernels.
 OURS = {
-    "steps": ("device_steps", "short_steps"),
-    "graphs": ("device_steps", "short_steps"),
-    "attention": ("device_kernels", "attention"),
-    "loop": ("device_loop", "closed_loop"),
-    "write": ("device_kernels", "writes"),
-    "sampling": ("device_products", "thresholds"),
-    "products": ("device_products", "products"),
-    "contexts": ("device_steps", "long_steps"),
-    "prefill": ("device_steps", "prefill_steps"),
-    "quantised": ("device_steps", "quantised_steps"),
+    "steps": ("steps", "short_steps"),
+    "graphs": ("steps", "short_steps"),
+    "attention": ("kernels", "attention"),
+    "loop": ("loop", "closed_loop"),
+    "write": ("kernels", "writes"),
+    "sampling": ("products", "thresholds"),
+    "products": ("products", "products"),
+    "contexts": ("steps", "long_steps"),
+    "prefill": ("steps", "prefill_steps"),
+    "quantised": ("steps", "quantised_steps"),
 }
-PEERS = {"transformers": ("device_peers", "batching"), "torch": ("device_peers", "torch_tasks")}
+PEERS = {"transformers": ("peers", "batching"), "torch": ("peers", "torch_tasks")}
 PACKAGES = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu", "torch", "transformers")
 
 
@@ -67,7 +67,7 @@ def lines_of(job: Job) -> Iterator[Line]:
 
 def tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
     module, name = place
-    return getattr(importlib.import_module(f"jitney.engine.bench.{module}"), name)(*args)
+    return getattr(importlib.import_module(f"jitney.engine.bench.device.{module}"), name)(*args)
 
 
 def rows_of(job: Job, tasks: Tasks) -> Iterator[Row]:

@@ -343,5 +343,7 @@ def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Ca
 
 def test_what_the_worker_runs_is_what_the_parts_are():
     for module, name in {**worker.OURS, **worker.PEERS}.values():
-        assert callable(getattr(__import__(f"jitney.engine.bench.{module}", fromlist=[name]), name))
+        assert callable(
+            getattr(__import__(f"jitney.engine.bench.device.{module}", fromlist=[name]), name)
+        )
     assert kernels.WRONG[2] > kernels.WRONG[4]
