@@ -50,7 +50,8 @@ def main() -> None:
     groups = [
         name
         for name, fields in FIELDS.items()
-        if name in args.kernels and any(getattr(whole, field) is not getattr(plain, field) for field in fields)
+        if name in args.kernels
+        and any(getattr(whole, field) is not getattr(plain, field) for field in fields)
     ]
     sets = {"all of them": whole} | {f"without {name}": without(whole, [name]) for name in groups}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sets}
