@@ -46,9 +46,9 @@ def _llama(
     tied: bool = False,
 ) -> ModelConfig:
     return ModelConfig(
-        architecture=architecture,
+        architecture=architecture,  # pyright: ignore[reportArgumentType]
         vocab_size=vocab,
-        hidden_size=hidden,  # pyright: ignore[reportArgumentType]
+        hidden_size=hidden,
         n_layers=n_layers,
         n_heads=heads,
         n_kv_heads=kv_heads,

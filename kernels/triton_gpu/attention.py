@@ -11,9 +11,9 @@ length alone.
 
 from __future__ import annotations
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false,
-# reportGeneralTypeIssues=false Kernels are compiled, not called: numbers become constexprs and
-# tensors on the way.
+# Kernels are compiled, not called: numbers become constexprs and tensors on the way.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

@@ -40,8 +40,8 @@ def config(**server: object) -> Config:
     return Config(
         model=ModelSection(id="tiny-random"),
         engine=EngineSection(platform="cpu", compilation_cache=False),
-        server=ServerSection(**server),
-    )  # pyright: ignore[reportArgumentType]
+        server=ServerSection(**server),  # pyright: ignore[reportArgumentType]
+    )
 
 
 def request(id: str, first: int = 1, *, tokens: int = 3, n: int = 1) -> EngineRequest:
