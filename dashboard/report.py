@@ -19,6 +19,7 @@ from jitney.dashboard.assets import PLOTLY
 from jitney.dashboard.request_detail import Steps, causes
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 BINS = 240
 #: Most stays drawn in the seat timeline, and requests in the table.
@@ -26,14 +27,6 @@ MAX_DRAWN, SLOWEST = 4000, 20
 #: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008), taken in
 #: turn by sequences.
 HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7a6a00", "#5b6773")
-LEDGER = (
-    ("prefill", "prompt", "#e69f00", ""),
-    ("decode", "generated", "#0072b2", ""),
-    ("padding", "padding", "#b8c2cc", "/"),
-    ("recomputed", "recomputed", "#cc79a7", "x"),
-    ("past_end", "past the end", "#d55e00", "."),
-    ("cancelled", "cancelled", "#5b6773", "\\"),
-)
 
 
 def report(
@@ -234,14 +227,14 @@ def draw(shown: dict[str, Any]) -> dict[str, Any]:
                 {
                     "type": "bar",
                     "x": x,
-                    "y": a_second(bins["rows"][kind]),
-                    "name": name,
+                    "y": a_second(bins["rows"][kind.name]),
+                    "name": kind.label,
                     "marker": {
-                        "color": colour,
-                        "pattern": {"shape": shape, "fgcolor": "#fff", "solidity": 0.3},
+                        "color": kind.light,
+                        "pattern": {"shape": kind.pattern, "fgcolor": "#fff", "solidity": 0.3},
                     },
                 }
-                for kind, name, colour, shape in LEDGER
+                for kind in ROW_KIND_TABLE.values()
             ),
             barmode="stack",
             bargap=0,

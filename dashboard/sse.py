@@ -24,6 +24,7 @@ from jitney.dashboard.snapshot import (
 )
 from jitney.engine.messages import Life
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import EngineInfo, Slot
 
 VERSION = 2
@@ -74,6 +75,7 @@ def hello(
             "page_states": PAGE_STATES,
             "seat_columns": SEAT_COLUMNS,
             "life_columns": LIFE_COLUMNS,
+            "row_kinds": list(ROW_KIND_TABLE.values()),
             "info": None if info is None else msgspec.to_builtins(info),
         },
     )

@@ -1,10 +1,8 @@
 // The Plotly charts. Each is drawn once a second at most, one an animation frame, and only where it can be seen. Plotly
 // is large, so it comes after the seats.
 
-import {$, colour, table, watchVisible} from "./dom.js";
+import {$, colour, isDark, table, watchVisible} from "./dom.js";
 
-const LEDGER = [["prefill", "prompt", ""], ["decode", "generated", ""], ["padding", "padding", "/"],
-                ["recomputed", "recomputed", "x"], ["past_end", "past the end", "."], ["cancelled", "cancelled", "\\"]];
 const ENDS = [["stop", "finished: end"], ["length", "finished: length"], ["deadline", "deadline"],
               ["abort", "client left"], ["error", "error"]];
 /** Lines of what is only known where somebody boarded or spoke. */
@@ -52,10 +50,10 @@ const CHARTS = {
               marker: {symbol: "diamond", size: 10, color: colour("bad")}}], "ms"];
   },
   // Areas, not bars: six paths instead of 360 make it three times as fast to draw.
-  "chart-ledger": ({x, series}) => [LEDGER.map(([kind, name, shape]) => ({
-    x, y: series((bin) => bin.rows[kind]), name, mode: "none", stackgroup: "rows", line: {shape: "hv"},
-    fillcolor: colour(`row-${kind}`), hovertemplate: "%{y}",
-    fillpattern: {shape, fillmode: "overlay", solidity: 0.3, fgcolor: colour("panel")}})), "rows/s"],
+  "chart-ledger": ({x, series, rowKinds}) => [rowKinds.map((kind) => ({
+    x, y: series((bin) => bin.rows[kind.name]), name: kind.label, mode: "none", stackgroup: "rows",
+    line: {shape: "hv"}, fillcolor: isDark() ? kind.dark : kind.light, hovertemplate: "%{y}",
+    fillpattern: {shape: kind.pattern, fillmode: "overlay", solidity: 0.3, fgcolor: colour("panel")}})), "rows/s"],
   "chart-ttft": ({hist}) => distribution(hist, [["wait", "wait for a seat", "waiting"],
                                                       ["ttft", "first token", "prefill"]]),
   "chart-itl": ({hist}) => distribution(hist, [["itl", "between tokens", "decode"]]),
@@ -84,7 +82,7 @@ export class Charts {
     addEventListener("resize", () => { this.drawnAt = {}; });
   }
 
-  /** Call in each animation frame; draws at most one chart. moment(): {history, t, span, seats, s, hist}. */
+  /** Call in each animation frame; draws at most one chart. moment(): {history, t, span, seats, rowKinds, s, hist}. */
   frame(moment, still) {
     if (still) return;
     const now = performance.now(), age = (id) => now - (this.drawnAt[id] ?? -Infinity);

@@ -56,7 +56,11 @@ export function seconds(value) {
 }
 
 let styles = null;
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { styles = null; });
+const darkScheme = matchMedia("(prefers-color-scheme: dark)");
+darkScheme.addEventListener("change", () => { styles = null; });
+
+/** Whether the page is shown light on dark. */
+export const isDark = () => darkScheme.matches;
 
 /** A colour of style.css by its name, for canvases and charts. */
 export function colour(name) {

@@ -98,7 +98,8 @@ function play(now) {
 
 const past = () => view.mode !== "live";
 const chartMoment = () => ({history: watcher.history, t: view.t, span: Math.max(10, view.span),
-                            seats: watcher.engine.seatCount, s: watcher.engine.frame.s,
+                            seats: watcher.engine.seatCount, rowKinds: watcher.engine.hello.row_kinds,
+                            s: watcher.engine.frame.s,
                             hist: watcher.engine.frame.hist});
 
 const counted = (name) => moment.state.reduce((all, state) => all + (moment.states[state] === name), 0);

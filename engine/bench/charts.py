@@ -12,20 +12,13 @@ import numpy as np
 from jitney.engine.records import ROW_KINDS
 from jitney.engine.simulation.simulator import Ride
 from jitney.engine.telemetry.cost import IDLE, Line
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.telemetry.summary import RequestTimes
 
 Figure = dict[str, Any]
 
 #: The page's colours for the same things.
-ROW_COLOURS = {
-    "prefill": "#e69f00",
-    "decode": "#0072b2",
-    "padding": "#8d99a6",
-    "recomputed": "#b0558a",
-    "past_end": "#c2410c",
-    "cancelled": "#17202a",
-    IDLE: "#e4e8ed",
-}
+ROW_COLOURS = {kind.name: kind.light for kind in ROW_KIND_TABLE.values()} | {IDLE: "#e4e8ed"}
 HELD, INK, GRID = "#cbb8e4", "#17202a", "#e4e8ed"
 POLICY_COLOURS = {"static": "#d55e00", "dynamic": "#b8a800", "continuous": "#0072b2"}
 OTHER_COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#7a7f87")

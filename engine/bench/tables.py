@@ -8,6 +8,7 @@ from typing import Any
 from jitney.engine.bench.report import Table
 from jitney.engine.records import ROW_KINDS
 from jitney.engine.telemetry.cost import IDLE, Line
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
 LATENCIES = {
@@ -28,13 +29,7 @@ SHARES = {
     "padding_share": "padding rows",
     "kv_use": "KV pages in use",
 }
-KIND_NAMES = {
-    "prefill": "prompt rows",
-    "decode": "output rows",
-    "padding": "padding",
-    "recomputed": "computed again",
-    "past_end": "past the end",
-    "cancelled": "cancelled",
+KIND_NAMES = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
     IDLE: "no step running",
 }
 NOTHING = Line(0, 0)

@@ -12,20 +12,13 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
 from jitney.dashboard.replica import Replica, SeatView
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 #: Seconds that rates look back.
 WINDOW_S = 3.0
 LEVELS = "▁▂▃▄▅▆▇█"
 #: Glyph and style of a seat; a decoding one shows how far it has come instead.
 SEATS = {"free": ("·", "bright_black"), "prefill": ("»", "bold yellow"), "held": ("×", "red")}
-LEDGER = (
-    ("prefill", "prompt", "yellow"),
-    ("decode", "generated", "green"),
-    ("padding", "padding", "bright_black"),
-    ("recomputed", "recomputed", "magenta"),
-    ("past_end", "past the end", "red"),
-    ("cancelled", "cancelled", "red"),
-)
 STATES = {"ready": "green", "loading": "yellow", "draining": "yellow", "dead": "bold red"}
 BAR = 60
 MAX_NOTES = 4
@@ -179,11 +172,11 @@ def ledger(rows: dict[str, int]) -> Text:
     if not total:
         return Text("no rows computed in the last seconds", "bright_black")
     bar, words = Text(), Text("\n")
-    for kind, name, style in LEDGER:
-        share = rows.get(kind, 0) / total
-        bar.append("█" * round(share * BAR), style)
-        if rows.get(kind):
-            words.append(f"{name} {share:.0%}   ", style)
+    for kind in ROW_KIND_TABLE.values():
+        share = rows.get(kind.name, 0) / total
+        bar.append("█" * round(share * BAR), kind.terminal)
+        if rows.get(kind.name):
+            words.append(f"{kind.label} {share:.0%}   ", kind.terminal)
     return bar.append(words)
 
 

@@ -11,6 +11,7 @@ from jitney.dashboard import create_dashboard
 from jitney.engine.api import ServerSettings
 from jitney.engine.api.settings import digest_key
 from jitney.engine.messages import CanaryFinding, Progress
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import KernelProof, Slot
 
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -214,3 +215,18 @@ def test_signing_in_with_a_key(client, open_page):
         assert page.locator("#try").is_hidden()
         assert page.evaluate("document.cookie") == "" and "key" not in page.url
         page.goto("about:blank")
+
+
+def test_the_ledger_chart_has_the_colours_of_the_row_kinds(client, open_page):
+    page = open_page.page
+    shown = """() => document.getElementById("chart-ledger").data
+        ?.map((trace) => [trace.name, trace.fillcolor, trace.fillpattern.shape])"""
+    kinds = list(ROW_KIND_TABLE.values())
+    with visit(page, client):
+        page.locator("#chart-ledger").scroll_into_view_if_needed()
+        page.wait_for_function(shown)
+        assert page.evaluate(shown) == [[kind.label, kind.light, kind.pattern] for kind in kinds]
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_function(f"() => ({shown})()[0][1] === '{kinds[0].dark}'")
+        assert page.evaluate(shown) == [[kind.label, kind.dark, kind.pattern] for kind in kinds]
+    assert open_page.problems == []

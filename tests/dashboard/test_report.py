@@ -17,6 +17,7 @@ from page_fakes import get, page
 
 from jitney.dashboard import report, timeline
 from jitney.dashboard.auth import REPORT_POLICY
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 
 class Reader(HTMLParser):
@@ -75,7 +76,7 @@ def test_a_report_is_one_file_and_its_numbers_are_the_engines():
     start, end = timeline.window(watched.journal, now - 60, now, now)
     width = (end - start) / report.BINS
     for trace in charts["ledger"]["data"]:
-        kind = next(kind for kind, name, *_ in report.LEDGER if name == trace["name"])
+        kind = next(kind.name for kind in ROW_KIND_TABLE.values() if kind.label == trace["name"])
         assert sum(trace["y"]) * width == pytest.approx(int(records[kind].sum()), rel=0.02, abs=0.5)
     drawn = sum(sum(trace["x"]) for trace in charts["seats"]["data"])
     rides = [ride for _, ride in watched.journal.rides(0, 1e9)]

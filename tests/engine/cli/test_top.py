@@ -22,7 +22,7 @@ from jitney.engine.api.settings import digest_key
 from jitney.engine.cli import main, top, topview
 from jitney.engine.errors import ConfigError
 from jitney.engine.messages import Life, StepReport
-from jitney.engine.records import STEP_DTYPE
+from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
 
@@ -133,7 +133,7 @@ def test_a_feed_that_ends_is_an_end():
 
 def replica_with(*seats: SeatView, **scalars) -> Replica:
     totals = {
-        "rows": {kind: 0 for kind, _, _ in topview.LEDGER},
+        "rows": dict.fromkeys(ROW_KINDS, 0),
         "steps": {"decode": 0, "mixed": 0},
         "step_s": 0.0,
         "waiting": 0,
@@ -157,7 +157,7 @@ def test_a_decoding_seat_shows_how_far_it_has_come(output: int, glyph: str):
 
 
 def test_rates_are_differences_over_the_window():
-    rates, rows = topview.Rates(), {kind: 0 for kind, _, _ in topview.LEDGER}
+    rates, rows = topview.Rates(), dict.fromkeys(ROW_KINDS, 0)
     for second in range(6):
         replica = replica_with(
             rows=rows | {"decode": 100 * second, "padding": 50 * second},
