@@ -7,8 +7,9 @@ are seconds.
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -24,40 +25,93 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 MAX_LOGPROBS = 20
 #: Entries of logit_bias + stop ids held back by min_tokens that one seat can carry on the device.
 MAX_BIAS = 512
+#: Entries of it that the model's own end tokens may take; the others are the request's.
+_MOST_NAMED = MAX_BIAS - 8
 MAX_N = 128
+MAX_STOP_CHARS = 256
+MAX_INT = 2**31 - 1
 #: Fields of SamplingParams that a model may bring its own defaults of.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Range(NamedTuple):
+    """What a sampling parameter may be."""
+
+    low: float
+    high: float
+    open_low: bool = False  #: `low` itself is out of range
+
+    def check(self, name: str, value: float) -> None:
+        """Raise RequestError naming the field unless the value is in range; NaN never is."""
+        inside = self.low <= value <= self.high
+        if not inside or (self.open_low and value == self.low):
+            least = "more than" if self.open_low else "at least"
+            raise RequestError(
+                f"{name} must be {least} {self.low} and at most {self.high}", param=name
+            )
+
+
+#: What logit_bias may add.
+_BIASES = Range(-100.0, 100.0)
+
+
+class Uploaded(NamedTuple):
+    """A sampling parameter that the sampler reads, under its own name, on the device."""
+
+    dtype: Literal["float32", "int32"]
+    #: What is uploaded in the field's place.
+    value: Callable[[SamplingParams], float] | None = None
+
+
+def _drawn_temperature(params: SamplingParams) -> float:
+    """The temperature, 0 where it is too small to divide by."""
+    return 0.0 if params.greedy else params.temperature
+
+
+def _kept_candidates(params: SamplingParams) -> int:
+    """top_k, 0 where it is off."""
+    return max(params.top_k, 0)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the tokens of one request.
 
-    max_tokens None means: up to the end of the context. temperature 0 is greedy. top_k 0 (or -1)
-    and top_p 1 are off. seed None draws one at random. logprobs None: none; 0: the chosen token's;
-    n: also the n most likely (n <= 20). prompt_logprobs likewise for the prompt's own tokens. stop
-    strings are found by the text half (`jitney.engine.text.detokenizer`); stop_token_ids by the
-    core.
+    A field's `Range` is checked by `validate`; its `Uploaded` makes it part of every step's upload
+    (`engine.executor.inputs`), so that the sampler can read it.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    #: Sequences that answer the prompt.
+    n: Annotated[int, Range(1, MAX_N)] = 1
+    #: None: up to the end of the context.
+    max_tokens: Annotated[int | None, Range(1, MAX_INT)] = 16
+    #: No end token is sampled before this many.
+    min_tokens: Annotated[int, Range(0, MAX_INT)] = 0
+    #: 0 is greedy.
+    temperature: Annotated[float, Range(0.0, 2.0), Uploaded("float32", _drawn_temperature)] = 1.0
+    #: 0 and -1 are off.
+    top_k: Annotated[int, Range(-1, MAX_INT), Uploaded("int32", _kept_candidates)] = 0
+    #: 1 is off.
+    top_p: Annotated[float, Range(0.0, 1.0, open_low=True), Uploaded("float32")] = 1.0
+    min_p: Annotated[float, Range(0.0, 1.0), Uploaded("float32")] = 0.0
+    #: None: drawn at random.
+    seed: Annotated[int | None, Range(-(2**63), 2**63 - 1)] = None
+    #: 1 is off.
+    repetition_penalty: Annotated[float, Range(0.0, 10.0, open_low=True), Uploaded("float32")] = 1.0
+    presence_penalty: Annotated[float, Range(-2.0, 2.0), Uploaded("float32")] = 0.0
+    frequency_penalty: Annotated[float, Range(-2.0, 2.0), Uploaded("float32")] = 0.0
+    #: Token id -> what is added to its logit.
     logit_bias: dict[int, float] = {}
+    #: Found by the text half (`jitney.engine.text.detokenizer`).
     stop: tuple[str, ...] = ()
+    #: Found by the core.
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    #: Log-probabilities of output tokens; None: none, 0: the chosen token's, n: also the n best.
+    logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
+    #: Likewise of the prompt's own tokens.
+    prompt_logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
 
     @property
     def greedy(self) -> bool:
@@ -93,58 +147,55 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.greedy and not (self.penalised or self.biased or self.scored)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise RequestError naming the first field that is out of range.
+        """Raise RequestError naming a field that is out of range.
 
         Token ids are checked here, on the host: an index past the vocabulary is clamped in silence
         on a device.
         """
-        in_range("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        in_range(
-            "min_tokens",
-            self.min_tokens,
-            0,
-            self.max_tokens if self.max_tokens is not None else 2**31 - 1,
-        )
-        in_range("temperature", self.temperature, 0.0, 2.0)
-        in_range("top_k", self.top_k, -1, 2**31 - 1)
-        in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        in_range("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            in_range("seed", self.seed, -(2**63), 2**63 - 1)
-        in_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
-        in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for token, bias in self.logit_bias.items():
-            in_range("logit_bias", token, 0, vocab_size - 1)
-            in_range("logit_bias", bias, -100.0, 100.0)
-        for token in self.stop_token_ids:
-            in_range("stop_token_ids", token, 0, vocab_size - 1)
-        if (
-            len(self.logit_bias) + len(self.stop_token_ids) > MAX_BIAS - 8
-        ):  # 8: the model's own end tokens
-            raise RequestError(
-                f"logit_bias and stop_token_ids together may name at most {MAX_BIAS - 8} tokens",
-                param="logit_bias" if self.logit_bias else "stop_token_ids",
-            )
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, allowed in _ranges(type(self)):
             value = getattr(self, name)
             if value is not None:
-                in_range(name, value, 0, MAX_LOGPROBS)
+                allowed.check(name, value)
+        if self.min_tokens and self.max_tokens is not None:
+            Range(0, self.max_tokens).check("min_tokens", self.min_tokens)
+        if self.logit_bias or self.stop_token_ids:
+            self._check_token_ids(vocab_size)
         for text in self.stop:
-            if not text or len(text) > 256:
-                raise RequestError("stop strings must have 1 to 256 characters", param="stop")
+            if not text or len(text) > MAX_STOP_CHARS:
+                raise RequestError(
+                    f"stop strings must have 1 to {MAX_STOP_CHARS} characters", param="stop"
+                )
+
+    def _check_token_ids(self, vocab_size: int) -> None:
+        token_ids = Range(0, vocab_size - 1)
+        for token, bias in self.logit_bias.items():
+            token_ids.check("logit_bias", token)
+            _BIASES.check("logit_bias", bias)
+        for token in self.stop_token_ids:
+            token_ids.check("stop_token_ids", token)
+        if len(self.logit_bias) + len(self.stop_token_ids) > _MOST_NAMED:
+            raise RequestError(
+                f"logit_bias and stop_token_ids together may name at most {_MOST_NAMED} tokens",
+                param="logit_bias" if self.logit_bias else "stop_token_ids",
+            )
 
 
-def in_range(param: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raise RequestError unless low <= value <= high (low < value if open_low); NaN is never in
-    range.
-    """
-    finite = not isinstance(value, float) or math.isfinite(value)
-    if not finite or not low <= value <= high or (open_low and value == low):
-        left = "more than" if open_low else "at least"
-        raise RequestError(f"{param} must be {left} {low} and at most {high}", param=param)
+@cache
+def declared(params: type[SamplingParams]) -> dict[str, tuple[Range | Uploaded, ...]]:
+    """What each field of a class of sampling parameters is annotated with."""
+    hints = get_type_hints(params, include_extras=True)
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+
+
+@cache
+def _ranges(params: type[SamplingParams]) -> list[tuple[str, Range]]:
+    """The fields that have a range, and what it is."""
+    return [
+        (name, item)
+        for name, items in declared(params).items()
+        for item in items
+        if isinstance(item, Range)
+    ]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +222,68 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     def account(self) -> str:
         """Who is charged for it in the fair order: the key's tenant, or else the user."""
         return self.tenant or f"user {self.user}"
+
+
+class RequestLimits(msgspec.Struct, frozen=True):
+    """What one request may ask of an engine, however idle: asked early by the API, and once more
+    at admission.
+    """
+
+    vocab_size: int
+    #: Tokens a sequence may have, prompt included.
+    context_length: int
+    #: KV positions of the whole pool.
+    pool_tokens: int
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence; its last one is never fed back, so it needs no KV position."""
+        return min(self.context_length, self.pool_tokens + 1)
+
+    def check(self, request: EngineRequest) -> int:
+        """The most tokens the request may generate. Raises RequestError if it can never run."""
+        request.sampling.validate(self.vocab_size)
+        self._check_prompt(request.prompt)
+        return self._max_tokens(request)
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise RequestError("the prompt must have at least one token", param="prompt")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise RequestError(
+                f"token ids of the prompt must be 0 to {self.vocab_size - 1}", param="prompt"
+            )
+        if len(prompt) >= self.longest:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and must leave room for one more in the "
+                f"{self._room}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+
+    def _max_tokens(self, request: EngineRequest) -> int:
+        sampling = request.sampling
+        left = self.longest - len(request.prompt)
+        wanted = left if sampling.max_tokens is None else sampling.max_tokens
+        if wanted > left:
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens, which with max_tokens {wanted} is "
+                f"more than the {self._room}",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+        if sampling.min_tokens > left:
+            raise RequestError(
+                f"min_tokens {sampling.min_tokens} is more than the {left} tokens left",
+                code="context_length_exceeded",
+                param="min_tokens",
+            )
+        return wanted
+
+    @property
+    def _room(self) -> str:
+        what = "context" if self.longest == self.context_length else "KV pool"
+        return f"{self.longest} tokens of the {what}"
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -258,6 +371,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     token_buckets: tuple[int, ...] = ()  # rows of those with prompts
     proofs: list[KernelProof] = []  # of every kernel that is not the reference's own
     canary_every: int = 0  # one request in so many is computed again with the reference; 0: none
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        """What a request is checked against."""
+        pool_tokens = self.pages * self.page_size
+        return RequestLimits(self.vocab_size, self.context_length, pool_tokens)
 
     @property
     def kernels_out(self) -> list[str]:

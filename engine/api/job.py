@@ -16,7 +16,7 @@ from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody, Message
 from jitney.engine.api.service import Context, Service
 from jitney.engine.errors import RequestError
-from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, in_range
+from jitney.engine.types import MAX_INT, EngineInfo, EngineRequest, Range, SamplingParams
 
 if TYPE_CHECKING:
     from jitney.engine.text.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ async def chat_job(service: Service, body: ChatBody, context: Context) -> Job:
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.max_completion_tokens is not None:
-        in_range("max_completion_tokens", body.max_completion_tokens, 1, 2**31 - 1)
+        Range(1, MAX_INT).check("max_completion_tokens", body.max_completion_tokens)
     sampling = _sampling(body, info, n=body.n or 1, max_tokens=wanted, logprobs=top_logprobs)
     _check_choices(service, sampling.n, info)
     messages = [_template_message(message) for message in body.messages]

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 from jitney.engine.config.schema import AUTO, EngineSection, Share
-from jitney.engine.errors import ConfigError, RequestError
+from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.estimates import OutputLengths, kind_of
 from jitney.engine.scheduler.kv_pages import PagePool, root_key
 from jitney.engine.scheduler.policies import Batches
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.types import EngineRequest
+from jitney.engine.types import EngineRequest, RequestLimits
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -99,18 +99,19 @@ class Admission:
         class_of: Callable[[EngineRequest, int], float],
         lengths: OutputLengths,
     ):
-        self.limits, self.pool, self.vocab_size = limits, pool, vocab_size
+        self.pool = pool
+        self.request_limits = RequestLimits(
+            vocab_size, limits.context_length, pool.capacity * pool.page_size
+        )
         self.class_of, self.lengths = class_of, lengths
         self.eos_ids = frozenset(eos_ids)
-        # The last token of a sequence is never fed back, so it needs no KV position.
-        self.longest = min(limits.context_length, pool.capacity * pool.page_size + 1)
 
     def sequences(self, request: EngineRequest, number: int) -> list[Sequence]:
         """The n sequences of a request, or RequestError; nothing is registered yet. number: in
         order of arrival.
         """
         sampling = request.sampling
-        max_tokens = self.check(request)
+        max_tokens = self.request_limits.check(request)
         kind = kind_of(request.account, len(request.prompt), sampling.max_tokens)
         expected = self.lengths.expect(kind, max_tokens)
         group = self.class_of(request, expected)
@@ -136,51 +137,6 @@ class Admission:
             )
             for index in range(sampling.n)
         ]
-
-    def check(self, request: EngineRequest) -> int:
-        """The most tokens the request may generate. Raises RequestError if it can never run here,
-        however idle.
-        """
-        request.sampling.validate(self.vocab_size)
-        self._check_prompt(request.prompt)
-        return self._max_tokens(request)
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise RequestError("the prompt must have at least one token", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise RequestError(
-                f"token ids of the prompt must be 0 to {self.vocab_size - 1}", param="prompt"
-            )
-        if len(prompt) >= self.longest:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and must leave room for one more in the "
-                f"{self._room()}",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-
-    def _max_tokens(self, request: EngineRequest) -> int:
-        """Most tokens this request may generate; None in the request means all that fit."""
-        sampling, room = request.sampling, self.longest - len(request.prompt)
-        if sampling.max_tokens is not None and sampling.max_tokens > room:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens, which with max_tokens "
-                f"{sampling.max_tokens} is more than the {self._room()}",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
-        if sampling.min_tokens > room:
-            raise RequestError(
-                f"min_tokens {sampling.min_tokens} is more than the {room} tokens left",
-                code="context_length_exceeded",
-                param="min_tokens",
-            )
-        return room if sampling.max_tokens is None else sampling.max_tokens
-
-    def _room(self) -> str:
-        what = "context" if self.longest == self.limits.context_length else "KV pool"
-        return f"{self.longest} tokens of the {what}"
 
 
 def sibling_seed(seed: int, index: int) -> int:

@@ -118,7 +118,7 @@ class Scheduler:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
         the same.
         """
-        self._admission.check(request)
+        self._admission.request_limits.check(request)
 
     def has_room(self, request: EngineRequest) -> bool:
         """Whether a request that can run here may wait now."""
