@@ -6,6 +6,10 @@ arXiv 2401.00588). Each tenant has a counter of the tokens computed for it: prom
 boarding (those found in pages cost nothing), output tokens as they come, one each. The waiting
 tenant with the least counter boards next. A tenant that comes back after a time without waiting
 requests is lifted to the least of those that wait, so nobody saves up.
+
+The counters say who boards, not who leaves: beside a tenant whose long answers fill all seats,
+another would wait for one of them to end. So who has less than its share of the seats may take one
+of who has more (`claimant`, `crowding`; the scheduler chooses the sequence that gives way).
 """
 
 from __future__ import annotations
@@ -21,11 +25,6 @@ from jitney.engine.types import EngineRequest
 #: tenants that keep coming up new, each served nothing yet, would otherwise go before an old one
 #: for ever.
 EVERY = 16
-#: One of so many seats is kept for tenants that have less than their share of them: else a tenant
-#: with few requests waits for another's long answer to end each time it comes.
-SEATS_PER_KEPT = 32
-#: A tenant is there until so many have boarded since it last did.
-RECENT = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -34,13 +33,11 @@ class Account:
     that wait.
 
     listed: it has its entry in the heap of tenants. seated: its sequences that have a seat.
-    boarded: the number of the boarding that was its last.
     """
 
     counter: int
     listed: bool = False
     seated: int = 0
-    boarded: int = 0
     queue: WaitingQueue = field(default_factory=WaitingQueue)
 
 
@@ -85,26 +82,29 @@ class FairQueue(WaitingQueue):
         account = self._first()
         return account.queue.head() if account else None
 
-    def next_to_board(self, free_seats: int, seats: int) -> Sequence | None:
-        """The head, unless only kept seats are free and it may not have one: then whoever was
-        served least and may.
+    def claimant(self, seats: int) -> Sequence | None:
+        """The first of a tenant whose next sequence still belongs to its share of the seats; of
+        several such tenants that of the one served least.
         """
-        head = self.head()
-        if head is None or head.preemptions or free_seats > seats // SEATS_PER_KEPT:
-            return head
-        present = [account for account in self._accounts.values() if self._is_present(account)]
-        share = seats / max(1, len(present))
-        if len(present) < 2 or self._account(head).seated < share:
-            return head
-        small = [account for account in present if account.queue and account.seated < share]
+        share = self._share(seats)
+        small = [
+            account
+            for account in self._accounts.values()
+            if account.queue and account.seated + 1 <= share
+        ]
         if not small:
             return None
         return min(small, key=lambda account: account.counter).queue.head()
 
-    def _is_present(self, account: Account) -> bool:
-        """Whether a tenant sits, waits, or did so a short time ago."""
-        recently = account.boarded > 0 and self._boardings - account.boarded < RECENT
-        return bool(account.seated or account.queue) or recently
+    def crowding(self, seats: int) -> set[str]:
+        """Tenants that sit in more than their share of the seats."""
+        share = self._share(seats)
+        return {name for name, account in self._accounts.items() if account.seated > share}
+
+    def _share(self, seats: int) -> float:
+        """Of the seats, for each tenant that sits or waits."""
+        present = sum(1 for account in self._accounts.values() if account.seated or account.queue)
+        return seats / max(1, present)
 
     def left(self, seq: Sequence) -> None:
         """A seat of its tenant is free again."""
@@ -124,9 +124,7 @@ class FairQueue(WaitingQueue):
         self._boardings += 1
         if not seq.preemptions:
             self.charge(seq, seq.n_prompt - seq.cached_tokens)
-        account = self._account(seq)
-        account.seated += 1
-        account.boarded = self._boardings
+        self._account(seq).seated += 1
         self.remove(seq)
 
     def charge(self, seq: Sequence, tokens: int) -> None:

@@ -53,11 +53,15 @@ class WaitingQueue:
             heappop(heap)
         return heap[0][2] if heap else None
 
-    def next_to_board(self, free_seats: int, seats: int) -> Sequence | None:
-        """Who takes a seat now, if anybody may, with so many of all seats free. Here the head; see
+    def claimant(self, seats: int) -> Sequence | None:
+        """Who may take a seat of somebody else's, of so many seats. Nobody may here; see
         `FairQueue`.
         """
-        return self.head()
+        return None
+
+    def crowding(self, seats: int) -> set[str]:
+        """The tenants (`EngineRequest.account`) that a claimant may take a seat of."""
+        return set()
 
     def left(self, seq: Sequence) -> None:
         """A seated sequence gave back its seat. Nobody keeps count here; `FairQueue` does."""

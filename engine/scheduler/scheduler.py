@@ -196,8 +196,11 @@ class Scheduler:
     def _plan_in_flight(self, now: float) -> Draft:
         """Whoever decodes, then the prompts that have boarded, then whoever may board."""
         relieved = self._relieve(now) if self.roster.stalled else []
+        claimant, displaced = self._make_way(now)
         draft = self._plan_decode(now)
-        draft.preempted += relieved
+        draft.preempted += relieved + displaced
+        if claimant is not None:
+            self._seat_claimant(claimant, draft, now)
         if self.roster.prefilling or self.roster.queue:
             first = next(iter(self.roster.prefilling), None)
             draft.tokens_left = self._prompt_rows.most(
@@ -334,6 +337,39 @@ class Scheduler:
         roster.preempt(other, now)
         return [other]
 
+    def _make_way(self, now: float) -> tuple[Sequence | None, list[Sequence]]:
+        """(who may take a seat now though none was free, who was preempted for it).
+
+        Streams that have begun keep their seats before those that have not; then whoever has most
+        to compute again. Each gives way once at most, and boards again before anybody new.
+        """
+        roster, seats = self.roster, self.limits.max_seats
+        if roster.free_seats or not roster.queue:
+            return None, []
+        seq = roster.queue.claimant(seats)
+        if seq is None or seq.in_flight:
+            return None, []
+        missing = self.pool.pages_for(len(seq.tokens)) + roster.n_seated - self.pool.available
+        crowding = roster.queue.crowding(seats)
+        ready = [
+            other
+            for other in (*roster.prefilling, *roster.decoding)
+            if other.request.account in crowding
+            and not other.preemptions
+            and other.n_pages >= missing
+        ]
+        if not ready:
+            return None, []
+        other = max(ready, key=sacrifice)
+        roster.preempt(other, now)
+        return seq, [other]
+
+    def _seat_claimant(self, seq: Sequence, draft: Draft, now: float) -> None:
+        """Take the seat that was made free; it stays free if too few pages are."""
+        if self._take_pages(seq, draft, now, instead=True):
+            self.roster.seat(seq, now)
+            draft.boarded.append(seq)
+
     def _plan_prefill(self, draft: Draft) -> None:
         """Go on with the prompts that have boarded, in that order."""
         for seq in list(self.roster.prefilling):
@@ -374,10 +410,7 @@ class Scheduler:
         second time.
         """
         roster = self.roster
-        queue = roster.queue
-        seq = queue.head()
-        if not self._policy.holds:
-            seq = queue.next_to_board(len(roster.free_seats), self.limits.max_seats)
+        seq = roster.queue.head()
         if seq is None or seq.in_flight or not self._take_pages(seq, draft, now):
             return None
         roster.seat(seq, now)
@@ -399,9 +432,11 @@ class Scheduler:
         computed = longest - max(len(seq.tokens) - seq.scheduled for seq in members)
         draft.reserved = max(0, self.roster.batch * computed - draft.rows)
 
-    def _take_pages(self, seq: Sequence, draft: Draft, now: float) -> bool:
+    def _take_pages(
+        self, seq: Sequence, draft: Draft, now: float, *, instead: bool = False
+    ) -> bool:
         """Pages for all known tokens of a sequence, as many as possible shared; False if there are
-        too few.
+        too few. instead: of somebody who gave way, so that one more is not one more.
 
         Each seated sequence is left one page to grow into, and pages should last until all have
         ended; otherwise the newcomer would soon be preempted for them.
@@ -415,7 +450,8 @@ class Scheduler:
             keys = keys[: seq.scored // pool.page_size]
         shared = pool.match(keys)
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
-        if fresh + self.roster.n_seated > pool.available or not self._pages_last(seq, fresh, now):
+        enough = fresh + self.roster.n_seated <= pool.available
+        if not enough or not (instead or self._pages_last(seq, fresh, now)):
             pool.release(shared)
             return False
         seq.pages = shared + (pool.allocate(fresh) or [])

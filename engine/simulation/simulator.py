@@ -111,8 +111,10 @@ class RecordedHits(Scheduler):
 
     hits: Mapping[str, int] = NO_HITS
 
-    def _take_pages(self, seq: Sequence, draft: Draft, now: float) -> bool:
-        if not super()._take_pages(seq, draft, now):
+    def _take_pages(
+        self, seq: Sequence, draft: Draft, now: float, *, instead: bool = False
+    ) -> bool:
+        if not super()._take_pages(seq, draft, now, instead=instead):
             return False
         found = min(
             self.hits.get(seq.request.id, 0), seq.n_prompt - 1
