@@ -41,7 +41,7 @@ from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import proven, served_by
 from jitney.engine.executor.runner import Runner
 from jitney.engine.loading.load import describe_weights, load_model
-from jitney.engine.loading.quantising import choose_keeping, choose_kv_dtype, hold_factors
+from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.sharding import make_mesh
@@ -88,10 +88,10 @@ def build_engine(
                 messages.Progress(stage, done, total, detail)
             ),
             mesh=mesh,
-            keeping=choose_keeping(config.model.weights, device.platform, kernels),
+            storage=choose_weight_storage(config.model.weights, device.platform, kernels),
         )
     if settings.kv_dtype != "auto":
-        hold_factors(model, source, kv_dtype, mesh)
+        load_kv_scales(model, source, kv_dtype, mesh)
     context = choose_context(config.model.context, source.config)
     buckets = buckets_for(settings, device.platform, kernels)
     page = StateSizes(settings.max_seats, 1, settings.page_size, context, kv_dtype)

@@ -31,8 +31,8 @@ from flax import nnx
 
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.loading.calibration import PAGE, one_prompt
-from jitney.engine.loading.load import Keeping, describe_weights, load_model
-from jitney.engine.loading.quantising import hold_factors
+from jitney.engine.loading.load import WeightStorage, describe_weights, load_model
+from jitney.engine.loading.quantising import load_kv_scales
 from jitney.engine.models import quantization
 from jitney.engine.models.llama import Llama
 from jitney.engine.text.tokenizer import load_tokenizer
@@ -135,12 +135,12 @@ def load(source: ModelSource, case: Case, dtype: Any) -> Llama:
     """The model as the row wants it."""
     if case.group:
         return grouped(source, case, dtype)
-    keeping = {"stored": Keeping("plain", frozenset({"int4", "int8", "fp8"}))}.get(
-        case.weights, Keeping(case.weights)
+    storage = {"stored": WeightStorage("plain", frozenset({"int4", "int8", "fp8"}))}.get(
+        case.weights, WeightStorage(case.weights)
     )
-    model = load_model(source, source.config, dtype, keeping=keeping)
+    model = load_model(source, source.config, dtype, storage=storage)
     if case.kv != "auto":
-        hold_factors(model, source, quantization.KV_TYPES[case.kv])
+        load_kv_scales(model, source, quantization.KV_TYPES[case.kv])
     return model
 
 
@@ -148,8 +148,10 @@ def grouped(source: ModelSource, case: Case, dtype: Any) -> Llama:
     """int4 in groups of the row's size, where loading would choose the largest that fits."""
     model = load_model(source, source.config, jnp.float32)
     for linear in model.linears():
-        linear.hold(
-            quantization.keep(linear.kept.kernel, scheme="int4", dtype=dtype, group=case.group)
+        linear.set_matrix(
+            quantization.quantise(
+                linear.packed.kernel, scheme="int4", dtype=dtype, group=case.group
+            )
         )
     return model
 
@@ -173,7 +175,9 @@ def measure(
         same += (base.argmax(1) == part.argmax(1)).sum()
         parts.append(part)
     count = len(targets)
-    size = sum(array.nbytes for linear in model.linears() for array in jax.tree.leaves(linear.kept))
+    size = sum(
+        array.nbytes for linear in model.linears() for array in jax.tree.leaves(linear.packed)
+    )
     return Result(
         case.name,
         describe_weights(model),

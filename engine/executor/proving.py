@@ -103,9 +103,9 @@ def matrix_of(linear: Linear, size_in: int, size_out: int, *, gates: bool) -> Ma
     """One layer's matrix; gates: it opens an MLP, so its product is gated where that is a
     kernel.
     """
-    kept = linear.kept
-    gated = gates and linear.bias is None and kept.scale is None
+    packed = linear.packed
+    gated = gates and linear.bias is None and packed.scale is None
     group = 0
-    if kept.scale is not None and kept.scheme == "int4":
-        group = 2 * kept.kernel.shape[0] // kept.scale.shape[0]
-    return Matrix(size_in, size_out, kept.scheme, gated, group)
+    if packed.scale is not None and packed.scheme == "int4":
+        group = 2 * packed.kernel.shape[0] // packed.scale.shape[0]
+    return Matrix(size_in, size_out, packed.scheme, gated, group)

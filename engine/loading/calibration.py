@@ -36,7 +36,7 @@ def calibrate(model: Llama, tokens: Sequence[int], kv_dtype: Any, mesh: Mesh | N
     `tokens`.
     """
     seen = largest(model, tokens, mesh)
-    model.hold_kv_scales([factors(MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
+    model.set_kv_scales([factors(MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
 
 
 def factors(most: jax.Array, kv_dtype: Any) -> jax.Array:

@@ -26,30 +26,31 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.quantization_config import read_packing
 from jitney.engine.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.loading import packed
+from jitney.engine.loading import repack
 from jitney.engine.loading.quantised_folder import QuantisedFolder
 from jitney.engine.models.layers import DType, Linear
 from jitney.engine.models.llama import Llama, abstract_model, random_model
-from jitney.engine.models.quantization import Kept, group_size, keep
+from jitney.engine.models.quantization import Packed, group_size, quantise
 from jitney.engine.models.sharding import BY_INPUTS, Path, Shares
 
 log = logging.getLogger("jitney.core")
 
 #: Block formats of GGUF that stay in 4 bits.
-GGUF_FORMATS: dict[str, Callable[[jax.Array], Kept]] = {
-    "Q4_0": packed.q4_0,
-    "Q4_1": packed.q4_1,
-    "Q4_K": packed.q4_k,
+GGUF_FORMATS: dict[str, Callable[[jax.Array], Packed]] = {
+    "Q4_0": repack.q4_0,
+    "Q4_1": repack.q4_1,
+    "Q4_K": repack.q4_k,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """How matrices are kept. scheme: what floats are rounded to. stay: schemes in which a matrix
-    that the checkpoint itself holds in that scheme stays as it is, number for number."""
+class WeightStorage:
+    """How matrices are stored on the device."""
 
+    #: What floats are rounded to, one of SCHEMES.
     scheme: str = "plain"
-    stay: frozenset[str] = frozenset()
+    #: Schemes in which a matrix of the checkpoint is taken as it is, number for number.
+    as_stored: frozenset[str] = frozenset()
 
 
 class Checkpoint(Protocol):
@@ -62,7 +63,7 @@ class Checkpoint(Protocol):
         """A tensor as floats."""
         ...
 
-    def kept(self, name: str) -> Kept | None:
+    def packed(self, name: str) -> Packed | None:
         """A matrix as it is stored, if that is one of our schemes."""
         ...
 
@@ -70,14 +71,14 @@ class Checkpoint(Protocol):
 class PlainFolder(SafetensorsFolder):
     """A Hugging Face folder of floats."""
 
-    def kept(self, name: str) -> Kept | None:
+    def packed(self, name: str) -> Packed | None:
         return None
 
 
 class BlockGGUF(GGUFFile):
     """A GGUF file whose 4-bit blocks can be had as they are."""
 
-    def kept(self, name: str) -> Kept | None:
+    def packed(self, name: str) -> Packed | None:
         """The matrix in 4 bits, on the default device; None for other types."""
         from gguf import GGMLQuantizationType
 
@@ -111,7 +112,7 @@ def load_model(
     dtype: DType = jnp.float32,
     progress: Progress | None = None,
     *,
-    keeping: Keeping = Keeping(),
+    storage: WeightStorage = WeightStorage(),
     mesh: Mesh | None = None,
 ) -> Llama:
     """The model with its weights on the default device, or split over a mesh; what is not quantised
@@ -123,14 +124,14 @@ def load_model(
     """
     shares = None if mesh is None else Shares(config, mesh)
     if source.kind == "tiny":
-        return random_tiny(config, dtype, keeping, shares)
+        return random_tiny(config, dtype, storage, shares)
     checkpoint, dialect = open_checkpoint(source, config)
     wanted = list(names.targets(config, dialect))
     names.check(wanted, checkpoint.shapes, config, dialect)
     report = progress or no_progress
     arrays: dict[Path, jax.Array] = {}
     for done, target in enumerate(wanted, 1):
-        arrays |= place(checkpoint, target, dtype, keeping, shares)
+        arrays |= place(checkpoint, target, dtype, storage, shares)
         report("weights", done, len(wanted), "")
     model = assemble(config if shares is None else shares.own, dtype, arrays)
     log.info("weights: %s", describe_weights(model))
@@ -158,33 +159,35 @@ def place(
     checkpoint: Checkpoint,
     target: names.Target,
     dtype: DType,
-    keeping: Keeping,
+    storage: WeightStorage,
     shares: Shares | None,
 ) -> dict[Path, jax.Array]:
     """The arrays of one of our tensors, on the default device or in shares."""
-    kept = as_stored(checkpoint, target, keeping) if target.path[-1] == "kernel" else None
-    if kept is None and (keeping.scheme == "plain" or target.path[-1] != "kernel"):
+    packed = as_stored(checkpoint, target, storage) if target.path[-1] == "kernel" else None
+    if packed is None and (storage.scheme == "plain" or target.path[-1] != "kernel"):
         return {target.path: fused(checkpoint, target, dtype, shares)}
-    if kept is None:
-        kept = rounded(target.path, fused(checkpoint, target, jnp.float32), dtype, keeping, shares)
-    return shared(named(target.path, kept), shares)
+    if packed is None:
+        packed = rounded(
+            target.path, fused(checkpoint, target, jnp.float32), dtype, storage, shares
+        )
+    return shared(named(target.path, packed), shares)
 
 
 def rounded(
-    path: Path, floats: jax.Array, dtype: DType, keeping: Keeping, shares: Shares | None
-) -> Kept:
+    path: Path, floats: jax.Array, dtype: DType, storage: WeightStorage, shares: Shares | None
+) -> Packed:
     """A matrix [I, O] in the scheme; groups of int4 are so small that each device has whole
     ones.
     """
     split = shares.mesh.size if shares is not None and set(BY_INPUTS) & set(path) else 1
-    group = group_size(floats.shape[0] // split) if keeping.scheme == "int4" else 0
-    return keep(floats, scheme=keeping.scheme, dtype=dtype, group=group)
+    group = group_size(floats.shape[0] // split) if storage.scheme == "int4" else 0
+    return quantise(floats, scheme=storage.scheme, dtype=dtype, group=group)
 
 
-def named(path: Path, kept: Kept) -> dict[Path, jax.Array]:
+def named(path: Path, packed: Packed) -> dict[Path, jax.Array]:
     """The arrays of a matrix by their own paths; path: of its kernel."""
     return {
-        (*path[:-1], name): array for name, array in kept._asdict().items() if array is not None
+        (*path[:-1], name): array for name, array in packed._asdict().items() if array is not None
     }
 
 
@@ -197,15 +200,17 @@ def shared(arrays: dict[Path, jax.Array], shares: Shares | None) -> dict[Path, j
     )
 
 
-def as_stored(checkpoint: Checkpoint, target: names.Target, keeping: Keeping) -> Kept | None:
-    """A fused matrix as its pieces are stored; None unless all of them stay so, and alike."""
-    parts: list[Kept] = []
-    for piece in target.pieces if keeping.stay else ():
-        part = checkpoint.kept(piece.name)
-        if part is None or part.scheme not in keeping.stay:
+def as_stored(
+    checkpoint: Checkpoint, target: names.Target, storage: WeightStorage
+) -> Packed | None:
+    """A fused matrix as its pieces are stored; None unless all are taken so and are alike."""
+    parts: list[Packed] = []
+    for piece in target.pieces if storage.as_stored else ():
+        part = checkpoint.packed(piece.name)
+        if part is None or part.scheme not in storage.as_stored:
             return None
         parts.append(part)
-    return packed.stack(parts) if parts else None
+    return repack.stack(parts) if parts else None
 
 
 def fused(
@@ -236,7 +241,7 @@ def assemble(config: ModelConfig, dtype: DType, arrays: dict[Path, jax.Array]) -
     model = abstract_model(config, dtype=dtype)
     for path in [path for path in arrays if path[-1] == "kernel"]:
         linear: Linear = reduce(member, path[:-1], model)
-        linear.hold(Kept(*(arrays.get((*path[:-1], name)) for name in Kept._fields)))
+        linear.set_matrix(Packed(*(arrays.get((*path[:-1], name)) for name in Packed._fields)))
     graph, state = nnx.split(model)
     leaves = [(path, leaf.replace(arrays.pop(path))) for path, leaf in flat_leaves(state)]
     assert not arrays, sorted(arrays)
@@ -255,14 +260,14 @@ def member(module: Any, name: str | int) -> Any:
 
 
 def random_tiny(
-    config: ModelConfig, dtype: DType, keeping: Keeping, shares: Shares | None
+    config: ModelConfig, dtype: DType, storage: WeightStorage, shares: Shares | None
 ) -> Llama:
-    """The random model, kept and shared as a loaded one would be."""
+    """The random model, packed and shared as a loaded one would be."""
     arrays: dict[Path, jax.Array] = {}
     for path, leaf in flat_leaves(nnx.state(random_model(config, dtype=dtype))):
         whole = leaf[...]
         parts = (
-            named(path, rounded(path, whole, dtype, keeping, shares))
+            named(path, rounded(path, whole, dtype, storage, shares))
             if path[-1] == "kernel"
             else {path: whole}
         )
@@ -271,11 +276,11 @@ def random_tiny(
 
 
 def describe_weights(model: Llama, source: ModelSource | None = None) -> str:
-    """How the matrices are kept: a scheme, or dtype, or several of them with their counts. Where
+    """How the matrices are packed: a scheme, or dtype, or several of them with their counts. Where
     floats were made of a GGUF file's blocks it says of which: in float32 they are exact, which is
     another model than the same rounded."""
     kinds = Counter(
-        linear.kept.scheme if linear.scale is not None else str(linear.kept.kernel.dtype)
+        linear.packed.scheme if linear.scale is not None else str(linear.packed.kernel.dtype)
         for linear in model.linears()
     )
     if len(kinds) > 1:

@@ -17,8 +17,8 @@ import numpy as np
 from jitney.engine.checkpoints.quantization_config import Packing
 from jitney.engine.checkpoints.safetensors import DTYPES, SafetensorsFolder
 from jitney.engine.errors import ModelError
-from jitney.engine.loading import packed
-from jitney.engine.models.quantization import Kept, widened
+from jitney.engine.loading import repack
+from jitney.engine.models.quantization import Packed, widened
 from jitney.kernels.int4 import GROUP_SIZES
 
 #: Endings of the tensors that hold a matrix, by method; the axes of its 4-bit words: (outputs,
@@ -58,7 +58,7 @@ EIGHT_BITS = ("F8_E4M3", "I8")
 
 
 class QuantisedFolder(SafetensorsFolder):
-    """`SafetensorsFolder` of unquantised names; `kept(name)` is the matrix as it is stored,
+    """`SafetensorsFolder` of unquantised names; `packed(name)` is the matrix as it is stored,
     `read(name)` its floats.
 
     Raises ModelError as that does, and when parts of a matrix are missing or do not fit each other.
@@ -96,7 +96,7 @@ class QuantisedFolder(SafetensorsFolder):
                 )
                 yield f"{name.removesuffix(ending)}.weight", outs_ins
 
-    def kept(self, name: str) -> Kept | None:
+    def packed(self, name: str) -> Packed | None:
         """A matrix as it is stored, on the default device; None for floats and for scales of
         blocks.
         """
@@ -109,23 +109,23 @@ class QuantisedFolder(SafetensorsFolder):
             case "gptq":
                 parts = self.parts(base, ".qweight", ".qzeros", ".scales")
                 self.check_order(f"{base}.g_idx", len(parts[-1]))
-                kept = packed.gptq(*parts, self.packing.zero_offset)
+                packed = repack.gptq(*parts, self.packing.zero_offset)
             case "awq":
-                kept = packed.awq(*self.parts(base, ".qweight", ".qzeros", ".scales"))
+                packed = repack.awq(*self.parts(base, ".qweight", ".qzeros", ".scales"))
             case _:
-                kept = self.packed_rows(base)
-        return kept
+                packed = self.packed_rows(base)
+        return packed
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as floats, row-major; see `SafetensorsFolder.read`."""
-        kept = self.kept(name)
-        if kept is not None:
-            return np.asarray(widened(kept)).T
+        packed = self.packed(name)
+        if packed is not None:
+            return np.asarray(widened(packed)).T
         if self.kinds.get(name) in EIGHT_BITS:
             return self.block_scaled(name)
         return super().read(name)
 
-    def eight_bits(self, base: str) -> Kept:
+    def eight_bits(self, base: str) -> Packed:
         """int8 or fp8 with a scale for the matrix or each output."""
         weights, scale = (
             super(QuantisedFolder, self).read(part)
@@ -137,7 +137,7 @@ class QuantisedFolder(SafetensorsFolder):
                 "each of "
                 f"{len(weights)} outputs"
             )
-        return packed.eight_bits(jnp.asarray(weights), jnp.asarray(scale))
+        return repack.eight_bits(jnp.asarray(weights), jnp.asarray(scale))
 
     def block_scaled(self, name: str) -> np.ndarray:
         """fp8 with a scale for each block of outputs and inputs, as float32."""
@@ -161,11 +161,11 @@ class QuantisedFolder(SafetensorsFolder):
             )
         return weights.astype(np.float32) * wide
 
-    def packed_rows(self, base: str) -> Kept:
+    def packed_rows(self, base: str) -> Packed:
         """compressed-tensors' words."""
         zeros = [".weight_zero_point"] if f"{base}.weight_zero_point" in self.stored else []
         words, scales, *zero_words = self.parts(base, ".weight_packed", ".weight_scale", *zeros)
-        return packed.packed_rows(words, zero_words[0] if zeros else None, scales)
+        return repack.packed_rows(words, zero_words[0] if zeros else None, scales)
 
     def parts(self, base: str, *endings: str) -> list[Any]:
         """The tensors of a matrix in words, checked against each other."""
@@ -184,7 +184,7 @@ class QuantisedFolder(SafetensorsFolder):
             and scales == ((outs, groups) if by_rows else (groups, outs))
             and all(shapes.get(name, zeros) == zeros for name in ("qzeros", "weight_zero_point"))
         )
-        if not fits or (groups == 1 and ins not in GROUP_SIZES and ins % packed.WHOLE_GROUP):
+        if not fits or (groups == 1 and ins not in GROUP_SIZES and ins % repack.WHOLE_GROUP):
             raise ModelError(
                 f"{base[:100]}: its quantised parts do not fit each other, or are not in groups of "
                 f"{', '.join(map(str, GROUP_SIZES))} inputs: {shapes}"

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError
 from jitney.engine.loading.calibration import calibrate, factors
-from jitney.engine.loading.load import Keeping, open_checkpoint
+from jitney.engine.loading.load import WeightStorage, open_checkpoint
 from jitney.engine.loading.quantised_folder import QuantisedFolder
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.quantization import KV_TYPES
@@ -49,17 +49,21 @@ than the water it pushes aside. In short, rho_ice = 917 kg/m^3 < rho_water = 100
 """  # noqa: E501 - factors of checkpoints rest on these very lines
 
 
-def choose_keeping(weights: str, platform: str, kernels: KernelSet) -> Keeping:
-    """How matrices are kept under `weights`, one of the configuration's words.
+def choose_weight_storage(weights: str, platform: str, kernels: KernelSet) -> WeightStorage:
+    """How matrices are packed under `weights`, one of the configuration's words.
 
     auto leaves quantised matrices of a checkpoint as they are where the device's products do: XLA
     widens 8 bits within the product on GPUs and TPUs, 4 bits need a kernel. A CPU would write them
     out as floats in every step, so there they become floats once.
     """
     if weights != "auto":
-        return Keeping(weights, frozenset({weights} - {"plain"}))
-    stay = () if platform == "cpu" else ("int8", "fp8", *(("int4",) if kernels.keeps_int4 else ()))
-    return Keeping("plain", frozenset(stay))
+        return WeightStorage(weights, frozenset({weights} - {"plain"}))
+    if platform == "cpu":
+        return WeightStorage()
+    schemes = {"int8", "fp8"}
+    if kernels.keeps_int4:
+        schemes.add("int4")
+    return WeightStorage("plain", frozenset(schemes))
 
 
 def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
@@ -81,7 +85,7 @@ def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
     return KV_TYPES[name]
 
 
-def hold_factors(
+def load_kv_scales(
     model: Llama, source: ModelSource, kv_dtype: Any, mesh: Mesh | None = None
 ) -> None:
     """Give the model factors for its quantised pools: the checkpoint's own, else those that TEXT
@@ -94,7 +98,7 @@ def hold_factors(
         if mesh is not None:
             shares = Shares(source.config, mesh)
             scales = [shares.place(("attention", "kv_scales"), layer) for layer in scales]
-        model.hold_kv_scales(scales)
+        model.set_kv_scales(scales)
         return
     tokens = load_tokenizer(source).encode(TEXT)
     calibrate(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jitney.engine.checkpoints.model_config import ModelConfig, RopeScaling
-from jitney.engine.models.quantization import Kept, product
+from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import total
 from jitney.kernels.interface import Arrange, Kernels
 from jitney.kernels.reference import gate
@@ -34,9 +34,9 @@ class Linear(nnx.Module):
     """A matrix [I, O] in one of the schemes of `jitney.engine.models.quantization`, and bias [O] or
     None.
 
-    kernel, scale, zeros, lows: the arrays of `Kept`. Random ones are plain until `hold` replaces
-    them. summed: the inputs are split over devices, and so the products are summed over them (in
-    x's dtype) before the bias.
+    kernel, scale, zeros, lows: the arrays of `Packed`; `set_matrix` replaces them. summed: the
+    inputs are split over devices, so the products are summed over them (in x's dtype) before the
+    bias.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Linear(nnx.Module):
         """x [T, I] -> [T, O] in `dtype` (x's own if None)."""
         dtype = dtype or x.dtype
         if self.bias is None and not self.summed:
-            return product(x, self.kept, kernels, dtype)
+            return product(x, self.packed, kernels, dtype)
         y = (
-            total(product(x, self.kept, kernels, x.dtype))
+            total(product(x, self.packed, kernels, x.dtype))
             if self.summed
-            else product(x, self.kept, kernels)
+            else product(x, self.packed, kernels)
         )
         if self.bias is not None:
             y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
@@ -85,13 +85,13 @@ class Linear(nnx.Module):
         """Lay a plain matrix out as a kernel set wants it; parts: 2 if `gated` will be called, else
         1.
         """
-        if self.kept.scheme == "plain":
+        if self.packed.scheme == "plain":
             self.kernel = nnx.Param(arrange(self.kernel[...], parts))
 
     @property
-    def kept(self) -> Kept:
-        """The matrix as it is kept."""
-        return Kept(
+    def packed(self) -> Packed:
+        """The matrix as it is stored."""
+        return Packed(
             self.kernel[...],
             *(
                 None if param is None else param[...]
@@ -99,9 +99,9 @@ class Linear(nnx.Module):
             ),
         )
 
-    def hold(self, kept: Kept) -> None:
+    def set_matrix(self, packed: Packed) -> None:
         """Replace the matrix, and with it the scheme."""
-        for name, array in kept._asdict().items():
+        for name, array in packed._asdict().items():
             # nnx fixes an attribute without arrays as such when it is first set; data() says that
             # it may change.
             setattr(self, name, None if array is None else nnx.data(nnx.Param(array)))

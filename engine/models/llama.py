@@ -17,7 +17,7 @@ from flax import nnx
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.layers import MLP, DType, Linear, RMSNorm, normal, rotary, rotate
-from jitney.engine.models.quantization import KV_TYPES, keep
+from jitney.engine.models.quantization import KV_TYPES, quantise
 from jitney.engine.models.sharding import lookup
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
 from jitney.kernels.scales import LIMITS
@@ -183,7 +183,7 @@ class Llama(nnx.Module):
             gated = linear.bias is None and any(linear is gate for gate in gates)
             linear.arrange(kernels.arrange, 2 if gated else 1)
 
-    def hold_kv_scales(self, scales: list[jax.Array]) -> None:
+    def set_kv_scales(self, scales: list[jax.Array]) -> None:
         """Give each layer the factors of its quantised pool, float32 [2K]."""
         for block, layer in zip(self.layers, scales, strict=True):
             block.attention.kv_scales = nnx.data(nnx.Param(layer))
@@ -234,16 +234,16 @@ def random_model(
     """A model with random weights: the same seed gives the same weights on every platform, rounded
     to dtype.
 
-    weights: how they are kept, one of `schemes.SCHEMES`. kv: auto, or one of `schemes.KV_TYPES` for
-    a model with factors of pools of that type.
+    weights: one of `quantization.SCHEMES`. kv: auto, or one of `quantization.KV_TYPES` for a model
+    with factors of pools of that type.
     """
     model = Llama(config, dtype=dtype, rngs=nnx.Rngs(seed))
     if weights != "plain":
         for linear in model.linears():
-            linear.hold(keep(linear.kept.kernel, scheme=weights, dtype=dtype))
+            linear.set_matrix(quantise(linear.packed.kernel, scheme=weights, dtype=dtype))
     if kv in KV_TYPES:
         scales = jnp.full((2 * config.n_kv_heads,), RANDOM_KV / LIMITS[KV_TYPES[kv]], jnp.float32)
-        model.hold_kv_scales([scales] * config.n_layers)
+        model.set_kv_scales([scales] * config.n_layers)
     return model
 
 

@@ -1,7 +1,7 @@
-"""How the matrix of a linear layer is kept: as it is, in 8 bits per output channel, or in 4 bits
+"""How the matrix of a linear layer is stored: as it is, in 8 bits per output channel, or in 4 bits
 per group of inputs.
 
-Axes: T tokens, I inputs, O outputs, R inputs per group. A scheme is told by its arrays: `Kept` is
+Axes: T tokens, I inputs, O outputs, R inputs per group. A scheme is told by its arrays: `Packed` is
 what a layer holds, the functions here make it from floats, multiply with it and widen it again.
 int8 and fp8 (e4m3) carry their scale after the product, so that XLA fuses the widening into it;
 int4 has scales within the sum, so its product is a kernel's.
@@ -27,7 +27,7 @@ EIGHT_BITS = {"int8": (jnp.dtype(jnp.int8), 127.0), "fp8": (jnp.dtype(jnp.float8
 KV_TYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 
 
-class Kept(NamedTuple):
+class Packed(NamedTuple):
     """A weight matrix [I, O] in one of the schemes; a pytree of arrays.
 
     plain: kernel [I, O]. int8, fp8: kernel [I, O] in that type, scale float32 [O]. int4: kernel
@@ -51,44 +51,46 @@ class Kept(NamedTuple):
         )
 
 
-def product(x: jax.Array, kept: Kept, kernels: Kernels, dtype: Any = jnp.float32) -> jax.Array:
+def product(x: jax.Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.float32) -> jax.Array:
     """x [T, I] times the matrix -> [T, O] in `dtype`, summed and scaled in float32."""
-    if kept.scale is None:
-        return kernels.matmul(x, kept.kernel, dtype)
-    if kept.scheme != "int4":
-        return (kernels.matmul(x, kept.kernel) * kept.scale).astype(dtype)
-    y = kernels.matmul_int4(x, Int4(kept.kernel, kept.scale, kept.zeros))
-    return (y if kept.lows is None else y + low_product(x, kept)).astype(dtype)
+    if packed.scale is None:
+        return kernels.matmul(x, packed.kernel, dtype)
+    if packed.scheme != "int4":
+        return (kernels.matmul(x, packed.kernel) * packed.scale).astype(dtype)
+    y = kernels.matmul_int4(x, Int4(packed.kernel, packed.scale, packed.zeros))
+    return (y if packed.lows is None else y + low_product(x, packed)).astype(dtype)
 
 
-def low_product(x: jax.Array, kept: Kept) -> jax.Array:
+def low_product(x: jax.Array, packed: Packed) -> jax.Array:
     """What `lows` add to a product that took nibbles as n - 8: the groups' sums of x times low + 8
     * scale.
 
     Two products: XLA reads float16 within each, but would write out the sum of the two arrays in
     float32 first.
     """
-    sums = jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], kept.scale.shape[0], -1), axis=-1)
-    low, step = (jnp.matmul(sums, array.astype(jnp.float32)) for array in (kept.lows, kept.scale))
+    sums = jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], packed.scale.shape[0], -1), axis=-1)
+    low, step = (
+        jnp.matmul(sums, array.astype(jnp.float32)) for array in (packed.lows, packed.scale)
+    )
     return low + MIDDLE * step
 
 
 @jax.jit
-def widened(kept: Kept) -> jax.Array:
+def widened(packed: Packed) -> jax.Array:
     """The matrix as float32 [I, O]."""
-    if kept.scheme == "int4":
-        wide = unpack_int4(Int4(kept.kernel, kept.scale, kept.zeros))
-        if kept.lows is None:
+    if packed.scheme == "int4":
+        wide = unpack_int4(Int4(packed.kernel, packed.scale, packed.zeros))
+        if packed.lows is None:
             return wide
-        groups = wide.reshape(kept.scale.shape[0], -1, wide.shape[1])
-        lows = kept.lows.astype(jnp.float32) + MIDDLE * kept.scale.astype(jnp.float32)
+        groups = wide.reshape(packed.scale.shape[0], -1, wide.shape[1])
+        lows = packed.lows.astype(jnp.float32) + MIDDLE * packed.scale.astype(jnp.float32)
         return (groups + lows[:, None]).reshape(wide.shape)
-    wide = kept.kernel.astype(jnp.float32)
-    return wide if kept.scale is None else wide * kept.scale
+    wide = packed.kernel.astype(jnp.float32)
+    return wide if packed.scale is None else wide * packed.scale
 
 
 @partial(jax.jit, static_argnames=("scheme", "dtype", "group"))
-def keep(weights: jax.Array, *, scheme: str, dtype: Any, group: int = 0) -> Kept:
+def quantise(weights: jax.Array, *, scheme: str, dtype: Any, group: int = 0) -> Packed:
     """Floats [I, O] in a scheme, rounded to nearest; plain: in dtype. group: R of int4, 0 for the
     largest that fits.
 
@@ -96,10 +98,10 @@ def keep(weights: jax.Array, *, scheme: str, dtype: Any, group: int = 0) -> Kept
     """
     match scheme:
         case "plain":
-            return Kept(weights.astype(dtype))
+            return Packed(weights.astype(dtype))
         case "int4":
-            return keep_int4(weights, group or group_size(weights.shape[0]))
-    return keep_eight_bits(weights, *EIGHT_BITS[scheme])
+            return quantise_int4(weights, group or group_size(weights.shape[0]))
+    return quantise_eight_bits(weights, *EIGHT_BITS[scheme])
 
 
 def group_size(size_in: int) -> int:
@@ -114,16 +116,16 @@ def group_size(size_in: int) -> int:
     )
 
 
-def keep_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Kept:
+def quantise_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Packed:
     """[I, O] with the greatest magnitude of each output at `limit`."""
     wide = weights.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=0) / limit
     scale = jnp.where(scale > 0, scale, 1.0)
     steps = jnp.clip(wide / scale, -limit, limit)
-    return Kept((jnp.rint(steps) if dtype == jnp.int8 else steps).astype(dtype), scale)
+    return Packed((jnp.rint(steps) if dtype == jnp.int8 else steps).astype(dtype), scale)
 
 
-def keep_int4(weights: jax.Array, group: int) -> Kept:
+def quantise_int4(weights: jax.Array, group: int) -> Packed:
     """[I, O] in 16 levels per group and output, which span its range and have 0 among them.
 
     Scales are float16, and codes are chosen for the scale as stored. (Cutting off the ends of a
@@ -138,4 +140,4 @@ def keep_int4(weights: jax.Array, group: int) -> Kept:
     codes = jnp.clip(jnp.rint(groups / step[:, None]) + zeros[:, None], 0, 15).astype(jnp.uint8)
     halves = codes.reshape(len(groups), 2, group // 2, -1)
     packed = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, weights.shape[1])
-    return Kept(packed, scale, zeros.astype(jnp.uint8))
+    return Packed(packed, scale, zeros.astype(jnp.uint8))

@@ -23,7 +23,7 @@ from jitney.engine.checkpoints.model_config import tiny_config
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.executor.program import Program, StateSizes, allocate, lower_step
 from jitney.engine.loading.calibration import calibrate
-from jitney.engine.loading.load import Keeping, load_model
+from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.llama import abstract_model
 from jitney.engine.models.sharding import POOL, WHOLE, gather, make_mesh
@@ -49,7 +49,9 @@ def logits(
     """
     source = resolve(folder)
     mesh = make_mesh(jax.devices()[:devices]) if devices > 1 else None
-    model = load_model(source, source.config, jnp.dtype(dtype), keeping=Keeping(scheme), mesh=mesh)
+    model = load_model(
+        source, source.config, jnp.dtype(dtype), storage=WeightStorage(scheme), mesh=mesh
+    )
     if kv_dtype:
         calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
     graph, state = nnx.split(model)

@@ -1,4 +1,4 @@
-"""Products with weights as they may be kept, and the search for a top-k or top-p threshold:
+"""Products with weights as they may be packed, and the search for a top-k or top-p threshold:
 checked, then timed.
 
 Bytes: weights with their scales, rows and results once. Operations: two per weight and row.
@@ -18,7 +18,7 @@ from jitney.engine.bench.device.kernels import WRONG, wrong
 from jitney.engine.bench.device.rows import Job, Row, Task, Tasks
 from jitney.engine.bench.device.timing import chained, copies_for, distance, timed
 from jitney.engine.executor.sampling import threshold
-from jitney.engine.models.quantization import SCHEMES, Kept, keep, product, widened
+from jitney.engine.models.quantization import SCHEMES, Packed, product, quantise, widened
 from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
@@ -89,9 +89,9 @@ def product_row(
     yield replace(row, **timing.fields())
 
 
-def make_weights(scheme: str, shape: tuple[int, int], dtype: Any, seed: int) -> Kept:
+def make_weights(scheme: str, shape: tuple[int, int], dtype: Any, seed: int) -> Packed:
     """Random weights [I, O] of spread 1 / sqrt(I)."""
-    return keep(
+    return quantise(
         jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5, scheme=scheme, dtype=dtype
     )
 

@@ -19,16 +19,16 @@ from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import ConfigError
 from jitney.engine.llm import LLM
 from jitney.engine.loading import calibration
-from jitney.engine.loading.load import Keeping, describe_weights, load_model
-from jitney.engine.loading.quantising import choose_keeping, choose_kv_dtype, hold_factors
+from jitney.engine.loading.load import WeightStorage, describe_weights, load_model
+from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
 from jitney.engine.models.llama import Llama, abstract_model, random_model
 from jitney.engine.models.quantization import (
     KV_TYPES,
     SCHEMES,
-    Kept,
+    Packed,
     group_size,
-    keep,
     product,
+    quantise,
     widened,
 )
 from jitney.engine.types import SamplingParams
@@ -48,21 +48,21 @@ TOKENS = np.arange(40) * 11 % 512
 
 
 def test_int8_is_the_nearest_of_255_levels_per_output():
-    kept = keep(WEIGHTS, scheme="int8", dtype=jnp.float32)
+    packed = quantise(WEIGHTS, scheme="int8", dtype=jnp.float32)
     scale = np.abs(WEIGHTS).max(0) / np.float32(127)
-    np.testing.assert_allclose(kept.scale, scale, rtol=2e-7)
+    np.testing.assert_allclose(packed.scale, scale, rtol=2e-7)
     np.testing.assert_array_equal(
-        kept.kernel, np.rint(WEIGHTS / np.asarray(kept.scale)).astype(np.int8)
+        packed.kernel, np.rint(WEIGHTS / np.asarray(packed.scale)).astype(np.int8)
     )
-    assert np.abs(np.asarray(kept.kernel)).max(0).min() == 127
+    assert np.abs(np.asarray(packed.kernel)).max(0).min() == 127
 
 
 def test_fp8_is_rounded_as_ml_dtypes_does():
-    kept = keep(WEIGHTS, scheme="fp8", dtype=jnp.float32)
-    np.testing.assert_allclose(kept.scale, np.abs(WEIGHTS).max(0) / np.float32(448), rtol=2e-7)
-    wanted = (WEIGHTS / np.asarray(kept.scale)).astype(ml_dtypes.float8_e4m3fn)
+    packed = quantise(WEIGHTS, scheme="fp8", dtype=jnp.float32)
+    np.testing.assert_allclose(packed.scale, np.abs(WEIGHTS).max(0) / np.float32(448), rtol=2e-7)
+    wanted = (WEIGHTS / np.asarray(packed.scale)).astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(
-        np.asarray(kept.kernel).astype(np.float32), wanted.astype(np.float32)
+        np.asarray(packed.kernel).astype(np.float32), wanted.astype(np.float32)
     )
 
 
@@ -70,7 +70,7 @@ def test_fp8_is_rounded_as_ml_dtypes_does():
 def test_an_output_of_zeros_stays_zero(scheme: str):
     weights = WEIGHTS.copy()
     weights[:, 3] = 0
-    wide = np.asarray(widened(keep(weights, scheme=scheme, dtype=jnp.float32)))
+    wide = np.asarray(widened(quantise(weights, scheme=scheme, dtype=jnp.float32)))
     assert np.isfinite(wide).all() and not wide[:, 3].any()
 
 
@@ -79,16 +79,16 @@ def test_int4_is_numpy_s_rounding_with_a_scale_in_half_precision(group: int):
     """`quantise_int4` differs by its float32 scale alone: by a code at most, where a number lies
     between two.
     """
-    kept = keep(WEIGHTS, scheme="int4", dtype=jnp.float32, group=group)
+    packed = quantise(WEIGHTS, scheme="int4", dtype=jnp.float32, group=group)
     wanted = quantise_int4(WEIGHTS, group, symmetric=False)
-    assert kept.kernel.shape == (128, 48) and kept.scale.dtype == np.float16
-    np.testing.assert_array_equal(kept.scale, wanted.scales.astype(np.float16))
-    np.testing.assert_array_equal(kept.zeros, wanted.zeros)
+    assert packed.kernel.shape == (128, 48) and packed.scale.dtype == np.float16
+    np.testing.assert_array_equal(packed.scale, wanted.scales.astype(np.float16))
+    np.testing.assert_array_equal(packed.zeros, wanted.zeros)
     spanned = np.asarray(unpack_int4(wanted))
     step = np.asarray(wanted.scales).repeat(group, 0)
-    assert (np.abs(widened(kept) - spanned) < 1.02 * step).all()
-    assert (np.abs(widened(kept) - WEIGHTS) < 1.02 * step).all()
-    assert (np.abs(widened(kept) - spanned) > 0.5 * step).mean() < 0.005
+    assert (np.abs(widened(packed) - spanned) < 1.02 * step).all()
+    assert (np.abs(widened(packed) - WEIGHTS) < 1.02 * step).all()
+    assert (np.abs(widened(packed) - spanned) > 0.5 * step).mean() < 0.005
 
 
 def test_int4_keeps_what_lies_on_its_levels():
@@ -96,9 +96,9 @@ def test_int4_keeps_what_lies_on_its_levels():
     nothing is rounded.
     """
     nibbles = np.stack([RANDOM.permutation(np.arange(32) % 16) for _ in range(8)], 1)
-    kept = keep((nibbles - 5) / np.float32(16), scheme="int4", dtype=jnp.float32)
-    np.testing.assert_array_equal(widened(kept), (nibbles - 5) / 16)
-    np.testing.assert_array_equal(kept.zeros, np.full((1, 8), 5))
+    packed = quantise((nibbles - 5) / np.float32(16), scheme="int4", dtype=jnp.float32)
+    np.testing.assert_array_equal(widened(packed), (nibbles - 5) / 16)
+    np.testing.assert_array_equal(packed.zeros, np.full((1, 8), 5))
 
 
 def test_group_sizes():
@@ -107,21 +107,21 @@ def test_group_sizes():
         group_size(48)
 
 
-def with_lows(kept: Kept) -> Kept:
+def with_lows(packed: Packed) -> Packed:
     """The same numbers by another spelling."""
-    return kept._replace(
-        zeros=None, lows=-kept.zeros.astype(jnp.float32) * kept.scale.astype(jnp.float32)
+    return packed._replace(
+        zeros=None, lows=-packed.zeros.astype(jnp.float32) * packed.scale.astype(jnp.float32)
     )
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, "lows"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_product_is_that_of_the_widened_matrix(name: str, dtype):
-    kept = keep(WEIGHTS, scheme="int4" if name == "lows" else name, dtype=dtype)
-    kept = with_lows(kept) if name == "lows" else kept
+    packed = quantise(WEIGHTS, scheme="int4" if name == "lows" else name, dtype=dtype)
+    packed = with_lows(packed) if name == "lows" else packed
     x = jnp.asarray(RANDOM.standard_normal((5, 256)), dtype)
-    wanted = np.asarray(x, np.float64) @ np.asarray(widened(kept), np.float64)
-    y = product(x, kept, REFERENCE)
+    wanted = np.asarray(x, np.float64) @ np.asarray(widened(packed), np.float64)
+    y = product(x, packed, REFERENCE)
     assert y.dtype == jnp.float32
     # bfloat16: int4 weights are written out in it, which rounds each to 2^-9 of itself.
     tolerance = 1e-5 if dtype == jnp.float32 or name in ("plain", "int8", "fp8") else 2**-9
@@ -234,24 +234,25 @@ def test_abstract_models_have_the_shapes_of_real_ones(scheme: str, kv: str):
 
 def test_an_untied_head_is_quantised_and_an_embedding_is_not():
     model = random_model(tiny_config(), dtype=jnp.bfloat16, weights="int8")
-    assert model.lm_head is not None and model.lm_head.kept.scheme == "int8"
+    assert model.lm_head is not None and model.lm_head.packed.scheme == "int8"
     assert model.embed[...].dtype == jnp.bfloat16 and describe_weights(model) == "int8"
 
 
 def test_tiny_random_is_quantised_as_it_is_loaded():
     source = resolve("tiny-random")
-    found = load_model(source, source.config, jnp.float32, keeping=Keeping("int8"))
+    found = load_model(source, source.config, jnp.float32, storage=WeightStorage("int8"))
     plain = load_model(source, source.config, jnp.float32)
     for one, other in zip(found.linears(), plain.linears(), strict=True):
         np.testing.assert_array_equal(
-            one.kept.kernel, keep(other.kept.kernel, scheme="int8", dtype=jnp.float32).kernel
+            one.packed.kernel,
+            quantise(other.packed.kernel, scheme="int8", dtype=jnp.float32).kernel,
         )
 
 
 def test_the_built_in_text_sets_factors():
     source = resolve("tiny-random")
     model = load_model(source, source.config, jnp.float32)
-    hold_factors(model, source, KV_TYPES["fp8"])
+    load_kv_scales(model, source, KV_TYPES["fp8"])
     assert (
         scales(model).shape == (2, 4)
         and (scales(model) > 1 / 448).all()
@@ -263,19 +264,25 @@ def test_the_built_in_text_sets_factors():
 
 
 def test_auto_keeps_a_checkpoint_where_the_device_multiplies_it_so():
-    keeping_int4 = KernelSet(
+    packing_int4 = KernelSet(
         **{
             **{name: getattr(REFERENCE, name) for name in REFERENCE.__dataclass_fields__},
             "matmul_int4": lambda x, weights: x,
         }
     )
-    assert choose_keeping("auto", "cpu", REFERENCE) == Keeping("plain", frozenset())
-    assert choose_keeping("auto", "tpu", REFERENCE) == Keeping("plain", frozenset({"int8", "fp8"}))
-    assert choose_keeping("auto", "gpu", keeping_int4) == Keeping(
+    assert choose_weight_storage("auto", "cpu", REFERENCE) == WeightStorage("plain", frozenset())
+    assert choose_weight_storage("auto", "tpu", REFERENCE) == WeightStorage(
+        "plain", frozenset({"int8", "fp8"})
+    )
+    assert choose_weight_storage("auto", "gpu", packing_int4) == WeightStorage(
         "plain", frozenset({"int8", "fp8", "int4"})
     )
-    assert choose_keeping("plain", "gpu", keeping_int4) == Keeping("plain", frozenset())
-    assert choose_keeping("int4", "cpu", REFERENCE) == Keeping("int4", frozenset({"int4"}))
+    assert choose_weight_storage("plain", "gpu", packing_int4) == WeightStorage(
+        "plain", frozenset()
+    )
+    assert choose_weight_storage("int4", "cpu", REFERENCE) == WeightStorage(
+        "int4", frozenset({"int4"})
+    )
 
 
 def test_fp8_pools_need_hardware():

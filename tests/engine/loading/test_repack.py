@@ -1,4 +1,4 @@
-"""Quantised checkpoints kept as they are: every bit layout against numpy written from the format's
+"""Quantised checkpoints as they are: every bit layout against numpy written from the format's
 description.
 """
 
@@ -20,10 +20,10 @@ from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.quantization_config import read_packing
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import ModelError
-from jitney.engine.loading import calibration, packed
-from jitney.engine.loading.load import BlockGGUF, Keeping, describe_weights, load_model
-from jitney.engine.loading.quantising import hold_factors
-from jitney.engine.models.quantization import KV_TYPES, Kept, keep, widened
+from jitney.engine.loading import calibration, repack
+from jitney.engine.loading.load import BlockGGUF, WeightStorage, describe_weights, load_model
+from jitney.engine.loading.quantising import load_kv_scales
+from jitney.engine.models.quantization import KV_TYPES, Packed, quantise, widened
 
 E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
 CONFIG = {
@@ -48,8 +48,8 @@ SIZES = {
     "mlp.up_proj": (F, E),
     "mlp.down_proj": (E, F),
 }
-KEPT = Keeping("plain", frozenset({"int4", "int8", "fp8"}))
-FLOATS = Keeping()
+PACKED = WeightStorage("plain", frozenset({"int4", "int8", "fp8"}))
+FLOATS = WeightStorage()
 RANDOM = np.random.default_rng(7)
 
 
@@ -152,7 +152,7 @@ def int8(base: str, size_out: int, size_in: int) -> tuple[dict, np.ndarray]:
 
 
 COMPRESSED = {"quant_method": "compressed-tensors"}
-#: Name -> (quantization_config, function that makes one matrix, scheme it is kept in).
+#: Name -> (quantization_config, function that makes one matrix, scheme it is packed in).
 FORMATS: dict[str, tuple[dict, Any, str]] = {
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False},
@@ -219,9 +219,9 @@ def write_folder(
     return floats
 
 
-def load(path: Path, keeping: Keeping = KEPT):
+def load(path: Path, storage: WeightStorage = PACKED):
     source = resolve(str(path))
-    return load_model(source, source.config, jnp.float32, keeping=keeping)
+    return load_model(source, source.config, jnp.float32, storage=storage)
 
 
 def qkv(floats: dict[str, np.ndarray], layer: int) -> np.ndarray:
@@ -234,9 +234,9 @@ def qkv(floats: dict[str, np.ndarray], layer: int) -> np.ndarray:
 def test_folders_stay_as_they_are_number_for_number(tmp_path: Path, name: str):
     config, make, scheme = FORMATS[name]
     floats = write_folder(tmp_path, config, make)
-    kept, plain = load(tmp_path), load(tmp_path, FLOATS)
+    packed, plain = load(tmp_path), load(tmp_path, FLOATS)
     for layer in range(L):
-        blocks = kept.layers[layer], plain.layers[layer]
+        blocks = packed.layers[layer], plain.layers[layer]
         wanted = {
             "qkv": qkv(floats, layer),
             "down": floats[f"model.layers.{layer}.mlp.down_proj.weight"].T,
@@ -244,14 +244,14 @@ def test_folders_stay_as_they_are_number_for_number(tmp_path: Path, name: str):
         for block in blocks:
             for part, linear in (("qkv", block.attention.qkv), ("down", block.mlp.down)):
                 np.testing.assert_array_equal(
-                    widened(linear.kept), wanted[part], err_msg=f"{layer} {part}"
+                    widened(linear.packed), wanted[part], err_msg=f"{layer} {part}"
                 )
         assert (
-            blocks[0].attention.qkv.kept.scheme == scheme
-            and blocks[1].attention.qkv.kept.scheme == "plain"
+            blocks[0].attention.qkv.packed.scheme == scheme
+            and blocks[1].attention.qkv.packed.scheme == "plain"
         )
     assert (
-        describe_weights(kept) == f"{scheme} x {4 * L}, float32 x 1"
+        describe_weights(packed) == f"{scheme} x {4 * L}, float32 x 1"
         and describe_weights(plain) == "float32"
     )
 
@@ -259,10 +259,10 @@ def test_folders_stay_as_they_are_number_for_number(tmp_path: Path, name: str):
 def test_a_folder_may_be_kept_in_another_scheme(tmp_path: Path):
     config, make, _ = FORMATS["gptq"]
     floats = write_folder(tmp_path, config, make)
-    model = load(tmp_path, Keeping("int8", frozenset({"int8"})))
+    model = load(tmp_path, WeightStorage("int8", frozenset({"int8"})))
     found, wanted = (
-        model.layers[0].attention.qkv.kept,
-        keep(qkv(floats, 0), scheme="int8", dtype=jnp.float32),
+        model.layers[0].attention.qkv.packed,
+        quantise(qkv(floats, 0), scheme="int8", dtype=jnp.float32),
     )
     np.testing.assert_array_equal(found.kernel, wanted.kernel)
     assert describe_weights(model) == "int8"
@@ -282,7 +282,7 @@ def test_fp8_with_scales_of_blocks_becomes_floats(tmp_path: Path):
 
     floats = write_folder(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, make)
     model = load(tmp_path)
-    np.testing.assert_array_equal(model.layers[1].attention.qkv.kept.kernel, qkv(floats, 1))
+    np.testing.assert_array_equal(model.layers[1].attention.qkv.packed.kernel, qkv(floats, 1))
     assert describe_weights(model) == "float32"
 
 
@@ -312,7 +312,7 @@ def test_scales_of_fp8_keys_and_values_come_from_the_checkpoint(
     source = resolve(str(tmp_path))
     for kv, limit in (("fp8", 448), ("int8", 127)):
         model = load(tmp_path)
-        hold_factors(model, source, KV_TYPES[kv])
+        load_kv_scales(model, source, KV_TYPES[kv])
         found = [block.attention.kv_scales[...] for block in model.layers]  # pyright: ignore[reportOptionalSubscript]
         np.testing.assert_allclose(
             found, np.array([[0.01, 0.02] * K, [0.02, 0.04] * K]) * 448 / limit, rtol=1e-6
@@ -427,14 +427,14 @@ def test_gguf_blocks_keep_their_numbers(tmp_path: Path, kind: str):
     steps = RANDOM.uniform(-0.1, 0.1, (10, 512 // block, factors)).astype(np.float16)
     raw[..., : 2 * factors] = steps.view(np.uint8)
     raw = raw.reshape(10, -1)
-    kept = open_one(tmp_path / "x.gguf", raw, type).kept("x")
-    assert kept is not None and kept.scheme == "int4" and kept.kernel.shape == (256, 10)
-    assert kept.scale.dtype == (jnp.float32 if kind == "Q4_K" else jnp.float16)
+    packed = open_one(tmp_path / "x.gguf", raw, type).packed("x")
+    assert packed is not None and packed.scheme == "int4" and packed.kernel.shape == (256, 10)
+    assert packed.scale.dtype == (jnp.float32 if kind == "Q4_K" else jnp.float16)
     wanted = gguf.quants.dequantize(raw, type).T
     # (code - 8) * step + (low + 8 * step) rounds twice where the library rounds once, at eight
     # steps or so.
     np.testing.assert_allclose(
-        widened(kept), wanted, rtol=0, atol=0 if kind == "Q4_0" else 4e-7 * np.abs(wanted).max()
+        widened(packed), wanted, rtol=0, atol=0 if kind == "Q4_0" else 4e-7 * np.abs(wanted).max()
     )
 
 
@@ -444,14 +444,14 @@ def test_gguf_codes_are_ours_bit_for_bit(tmp_path: Path):
     """
     raw = RANDOM.integers(0, 256, (3, 20), dtype=np.uint8)
     raw[:, :4] = np.array([0.5, -3.0], np.float16).view(np.uint8)
-    kept = open_one(tmp_path / "x.gguf", raw, gguf.GGMLQuantizationType.Q4_1).kept("x")
-    assert kept is not None
-    np.testing.assert_array_equal(kept.kernel, raw[:, 4:].T)
-    np.testing.assert_array_equal(kept.scale, np.full((1, 3), 0.5))
-    np.testing.assert_array_equal(kept.lows, np.full((1, 3), -3.0))
+    packed = open_one(tmp_path / "x.gguf", raw, gguf.GGMLQuantizationType.Q4_1).packed("x")
+    assert packed is not None
+    np.testing.assert_array_equal(packed.kernel, raw[:, 4:].T)
+    np.testing.assert_array_equal(packed.scale, np.full((1, 3), 0.5))
+    np.testing.assert_array_equal(packed.lows, np.full((1, 3), -3.0))
     assert (
-        widened(kept)[3, 1] == 0.5 * (raw[1, 7] & 15) - 3
-        and widened(kept)[19, 1] == 0.5 * (raw[1, 7] >> 4) - 3
+        widened(packed)[3, 1] == 0.5 * (raw[1, 7] & 15) - 3
+        and widened(packed)[19, 1] == 0.5 * (raw[1, 7] >> 4) - 3
     )
 
 
@@ -479,8 +479,8 @@ def write_gguf(path: Path, kinds: dict[str, str]) -> Path:
 
 
 def test_a_gguf_model_stays_in_4_bits_with_its_rows_in_order(tmp_path: Path):
-    """Kept and decoded copies are the same numbers, query and key rows reordered alike; Q4_0 beside
-    Q4_1 is fused.
+    """Packed and decoded copies are the same numbers, query and key rows reordered alike; Q4_0
+    beside Q4_1 is fused.
     """
     path = write_gguf(
         tmp_path / "m.gguf",
@@ -494,11 +494,14 @@ def test_a_gguf_model_stays_in_4_bits_with_its_rows_in_order(tmp_path: Path):
             "down_proj": "Q4_0",
         },
     )
-    kept, plain = load(path), load(path, FLOATS)
-    assert describe_weights(kept) == f"int4 x {4 * L}, float32 x 1"
-    for one, other in zip(kept.linears(), plain.linears(), strict=True):
-        np.testing.assert_allclose(widened(one.kept), widened(other.kept), rtol=0, atol=2e-6)
-    assert kept.layers[0].attention.qkv.lows is not None and kept.layers[0].attention.o.lows is None
+    packed, plain = load(path), load(path, FLOATS)
+    assert describe_weights(packed) == f"int4 x {4 * L}, float32 x 1"
+    for one, other in zip(packed.linears(), plain.linears(), strict=True):
+        np.testing.assert_allclose(widened(one.packed), widened(other.packed), rtol=0, atol=2e-6)
+    assert (
+        packed.layers[0].attention.qkv.lows is not None
+        and packed.layers[0].attention.o.lows is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -525,13 +528,13 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
         },
     )
     source = resolve(str(path))
-    model = load_model(source, source.config, dtype, keeping=FLOATS)
+    model = load_model(source, source.config, dtype, storage=FLOATS)
     assert describe_weights(model, source) == said and describe_weights(model) == str(
         jnp.dtype(dtype)
     )
     stored = GGUFFile(path).read("blk.1.ffn_gate.weight").T
     np.testing.assert_array_equal(
-        model.layers[1].mlp.gate_up.kept.kernel[:, :F], stored.astype(dtype)
+        model.layers[1].mlp.gate_up.packed.kernel[:, :F], stored.astype(dtype)
     )
     assert describe_weights(load(path), source).startswith("int4")
 
@@ -554,7 +557,7 @@ def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
         },
     )
     model = load(path)
-    assert [linear.kept.scheme for linear in model.linears()] == [
+    assert [linear.packed.scheme for linear in model.linears()] == [
         "plain",
         "int4",
         "plain",
@@ -562,7 +565,7 @@ def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
     ] * L + ["plain"]
     plain = GGUFFile(path)
     np.testing.assert_array_equal(
-        model.layers[1].mlp.gate_up.kept.kernel[:, :F], plain.read("blk.1.ffn_gate.weight").T
+        model.layers[1].mlp.gate_up.packed.kernel[:, :F], plain.read("blk.1.ffn_gate.weight").T
     )
 
 
@@ -581,19 +584,19 @@ def test_a_mixed_model_computes_what_its_floats_do(tmp_path: Path):
             "down_proj": "Q8_0",
         },
     )
-    kept, plain = (
-        calibration.largest(load(path, keeping), range(40)) for keeping in (KEPT, FLOATS)
+    packed, plain = (
+        calibration.largest(load(path, storage), range(40)) for storage in (PACKED, FLOATS)
     )
-    np.testing.assert_allclose(kept, plain, rtol=1e-4)
+    np.testing.assert_allclose(packed, plain, rtol=1e-4)
     assert np.asarray(plain).min() > 0.5
 
 
 def test_matrices_side_by_side():
     """Of like groups they are joined; of unlike groups or types they are not."""
     weights = RANDOM.standard_normal((128, 16))
-    a, b = (keep(weights, scheme="int4", dtype=jnp.float32, group=group) for group in (32, 64))
-    joined = packed.stack([a, a])
+    a, b = (quantise(weights, scheme="int4", dtype=jnp.float32, group=group) for group in (32, 64))
+    joined = repack.stack([a, a])
     assert joined is not None and joined.kernel.shape == (64, 32) and joined.scale.shape == (4, 32)
     np.testing.assert_array_equal(widened(joined)[:, 16:], widened(a))
-    assert packed.stack([a, b]) is None
-    assert packed.stack([a, Kept(jnp.zeros((128, 16)))]) is None
+    assert repack.stack([a, b]) is None
+    assert repack.stack([a, Packed(jnp.zeros((128, 16)))]) is None

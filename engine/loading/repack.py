@@ -1,5 +1,4 @@
-"""From the bits of quantised checkpoints to `Kept`, number for number: no weight is rounded on the
-way.
+"""From the bits of quantised checkpoints to `Packed`, number for number: no weight is rounded.
 
 Each function takes a matrix of O outputs and I inputs as its format stores it, and runs on the
 device. Codes of 4 bits are regrouped as `jitney.kernels.int4.Int4` wants them: row r of a group of
@@ -13,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jitney.engine.models.quantization import Kept
+from jitney.engine.models.quantization import Packed
 from jitney.kernels.int4 import MIDDLE
 
 #: Which output of eight each 4-bit code of an AWQ word belongs to, from the lowest bits up.
@@ -25,29 +24,29 @@ WHOLE_GROUP = 128
 
 
 @jax.jit
-def q4_0(rows: jax.Array) -> Kept:
+def q4_0(rows: jax.Array) -> Packed:
     """GGUF Q4_0, uint8 [O, I / 32 * 18]: per 32 inputs a float16 step and 16 bytes, numbers (code -
     8) * step.
     """
     blocks = rows.reshape(len(rows), -1, 18)
-    return Kept(block_codes(blocks[..., 2:]), float16(blocks[..., :2]))
+    return Packed(block_codes(blocks[..., 2:]), float16(blocks[..., :2]))
 
 
 @jax.jit
-def q4_1(rows: jax.Array) -> Kept:
+def q4_1(rows: jax.Array) -> Packed:
     """GGUF Q4_1, uint8 [O, I / 32 * 20]: per 32 inputs a float16 step and low and 16 bytes: code *
     step + low.
     """
     blocks = rows.reshape(len(rows), -1, 20)
-    return Kept(
+    return Packed(
         block_codes(blocks[..., 4:]), float16(blocks[..., :2]), lows=float16(blocks[..., 2:4])
     )
 
 
 @jax.jit
-def q4_k(rows: jax.Array) -> Kept:
+def q4_k(rows: jax.Array) -> Packed:
     """GGUF Q4_K, uint8 [O, I / 256 * 144]: eight groups of 32 inputs share two float16 factors of
-    their 6-bit steps and lows; the products of those do not fit float16, so they are kept in
+    their 6-bit steps and lows; the products of those do not fit float16, so they are packed in
     float32."""
     blocks = rows.reshape(len(rows), -1, 144)
     factors = jax.lax.bitcast_convert_type(
@@ -58,7 +57,7 @@ def q4_k(rows: jax.Array) -> Kept:
     low = -factors[..., 1:].astype(jnp.float32) * lows
     pairs = blocks[..., 16:].reshape(*blocks.shape[:2], SUPER // GROUP // 2, 1, GROUP)
     codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(len(rows), -1, 2, GROUP // 2)
-    return Kept(
+    return Packed(
         block_codes(codes[:, :, 0] | codes[:, :, 1] << 4),
         scale.reshape(len(rows), -1).T,
         lows=low.reshape(len(rows), -1).T,
@@ -90,7 +89,7 @@ def float16(pairs: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="zero_offset")
-def gptq(words: jax.Array, zero_words: jax.Array, scales: jax.Array, zero_offset: int) -> Kept:
+def gptq(words: jax.Array, zero_words: jax.Array, scales: jax.Array, zero_offset: int) -> Packed:
     """GPTQ: words int32 [I / 8, O], eight inputs each; zero_words int32 [G, O / 8]; scales [G, O].
 
     zero_offset: what has to be added to the stored zero points.
@@ -101,7 +100,7 @@ def gptq(words: jax.Array, zero_words: jax.Array, scales: jax.Array, zero_offset
 
 
 @jax.jit
-def awq(words: jax.Array, zero_words: jax.Array, scales: jax.Array) -> Kept:
+def awq(words: jax.Array, zero_words: jax.Array, scales: jax.Array) -> Packed:
     """AWQ (gemm): words int32 [I, O / 8] and zero_words int32 [G, O / 8], eight outputs each;
     scales [G, O].
     """
@@ -113,7 +112,7 @@ def awq(words: jax.Array, zero_words: jax.Array, scales: jax.Array) -> Kept:
 
 
 @jax.jit
-def packed_rows(words: jax.Array, zero_words: jax.Array | None, scales: jax.Array) -> Kept:
+def packed_rows(words: jax.Array, zero_words: jax.Array | None, scales: jax.Array) -> Packed:
     """compressed-tensors: words int32 [O, I / 8], eight inputs each, numbers less the least one;
     scales [O, G]; zero_words int32 [O / 8, G], eight outputs each, None where groups are
     symmetric."""
@@ -125,9 +124,9 @@ def packed_rows(words: jax.Array, zero_words: jax.Array | None, scales: jax.Arra
 
 
 @jax.jit
-def eight_bits(weights: jax.Array, scale: jax.Array) -> Kept:
+def eight_bits(weights: jax.Array, scale: jax.Array) -> Packed:
     """int8 or fp8 numbers [O, I] with a scale for the matrix or for each output."""
-    return Kept(weights.T, jnp.broadcast_to(scale.astype(jnp.float32).ravel(), len(weights)))
+    return Packed(weights.T, jnp.broadcast_to(scale.astype(jnp.float32).ravel(), len(weights)))
 
 
 def nibbles(words: jax.Array) -> jax.Array:
@@ -136,7 +135,7 @@ def nibbles(words: jax.Array) -> jax.Array:
     return (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.uint32) & 15).astype(jnp.uint8)
 
 
-def grouped(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> Kept:
+def grouped(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> Packed:
     """codes uint8 [I, O], scales and zeros [G, O] -> int4; one group for all inputs becomes several
     alike.
     """
@@ -147,11 +146,11 @@ def grouped(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> Kep
             None if zeros is None else jnp.repeat(zeros, times, 0),
         )
     halves = codes.reshape(len(scales), 2, -1, codes.shape[1])
-    return Kept((halves[:, 0] | halves[:, 1] << 4).reshape(-1, codes.shape[1]), scales, zeros)
+    return Packed((halves[:, 0] | halves[:, 1] << 4).reshape(-1, codes.shape[1]), scales, zeros)
 
 
-def stack(parts: list[Kept]) -> Kept | None:
-    """Matrices of the same inputs side by side, or None where they are not kept alike."""
+def stack(parts: list[Packed]) -> Packed | None:
+    """Matrices of the same inputs side by side, or None where they are not packed alike."""
     if any(part.lows is not None for part in parts):
         parts = [with_lows(part) for part in parts]
     if len({describe(part) for part in parts}) > 1:
@@ -160,11 +159,11 @@ def stack(parts: list[Kept]) -> Kept | None:
 
 
 @jax.jit
-def join(parts: list[Kept]) -> Kept:
+def join(parts: list[Packed]) -> Packed:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=-1), *parts)
 
 
-def with_lows(part: Kept) -> Kept:
+def with_lows(part: Packed) -> Packed:
     """int4 without zero points as int4 with lows, if that is exact: -8 steps, a matter of the
     exponent.
     """
@@ -173,6 +172,6 @@ def with_lows(part: Kept) -> Kept:
     return part._replace(lows=-MIDDLE * part.scale)
 
 
-def describe(part: Kept) -> tuple[object, ...]:
+def describe(part: Packed) -> tuple[object, ...]:
     """What two matrices must share to lie side by side."""
     return tuple(None if array is None else (array.dtype, array.shape[:-1]) for array in part)
