@@ -302,8 +302,8 @@ def curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:
     body = json.dumps({"model": model, **what, "max_tokens": 32})
     server, key = config.server, ""
     if server.api_key_file:
-        key = """ -H "authorization: Bearer $(grep -m1 '^[^#]' "
-            f"{shlex.quote(server.api_key_file)})\""""
+        first_line = f"grep -m1 '^[^#]' {shlex.quote(server.api_key_file)}"
+        key = f' -H "authorization: Bearer $({first_line})"'
     elif server.api_keys:
         key = ' -H "authorization: Bearer ${JITNEY_API_KEYS%%,*}"'
     route = "chat/completions" if chat else "completions"

@@ -170,8 +170,12 @@ def test_static_dynamic_and_continuous_are_three_policies():
 def test_static_boards_its_number_at_a_time(
     size: int, count: int, seed: int, concurrency: int | None
 ):
-    """Every batch but the last is whole, and boards when the one before has left its seats."""
-    arrivals = synthesise(count, Uniform(1, 9), Uniform(1, 15), Poisson(0.5), seed)
+    """Every batch but the last is whole, and boards when the one before has left its seats.
+
+    Answers have two tokens or more: one of a single token gives its seat on in the very next plan,
+    which the host makes at the same virtual time, and batches are told apart by their times here.
+    """
+    arrivals = synthesise(count, Uniform(1, 9), Uniform(2, 15), Poisson(0.5), seed)
     run = simulate(
         arrivals,
         shape(seats=5, pages=80, policy="static", batch_size=size),
