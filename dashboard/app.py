@@ -25,7 +25,7 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.history import KEEP_S
-from jitney.engine.telemetry.request_record import Trip
+from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import MAX_N
 
 #: Token ids to text.
@@ -103,16 +103,16 @@ class Dashboard(Front):
         """
         after, until = whole(request, "from", -1), whole(request, "to", 2**62)
         return to_json(
-            sse.record_columns(*self.client.journal.records.steps(after, until), time.monotonic())
+            sse.record_columns(*self.client.history.records.steps(after, until), time.monotonic())
         )
 
     async def timeline(self, request: Request) -> Response:
-        """Bins and rides between two times, see `timeline.timeline`."""
+        """Bins and stays between two times, see `timeline.timeline`."""
         now = time.monotonic()
         start, end = self._window(request, now)
         return to_json(
             timeline.timeline(
-                self.client.journal,
+                self.client.history,
                 start,
                 end,
                 whole(request, "bins", 120, 1, timeline.MAX_BINS),
@@ -126,20 +126,20 @@ class Dashboard(Front):
         start, end = self._window(request, now)
         model = self.client.info.model if self.client.info else "engine"
         return Response(
-            timeline.trace(self.client.journal, start, end, now, model),
+            timeline.trace(self.client.history, start, end, now, model),
             media_type="application/json",
             headers={"content-disposition": 'attachment; filename="jitney-trace.json"'},
         )
 
     def _window(self, request: Request, now: float) -> tuple[float, float]:
         end = seconds(request, "to", now)
-        return timeline.window(self.client.journal, seconds(request, "from", end - 60), end, now)
+        return timeline.window(self.client.history, seconds(request, "from", end - 60), end, now)
 
     async def requests(self, request: Request) -> Response:
         """Sequences, the newest first, see `request_detail.listing`."""
         return to_json(
             request_detail.listing(
-                self.client.journal,
+                self.client.history,
                 word(request, "state", request_detail.STATES),
                 whole(request, "limit", 100, 1, 1000),
                 whole(request, "cursor", 2**53, 0),
@@ -151,21 +151,24 @@ class Dashboard(Front):
         """The story of one sequence, see `request_detail.story`. 404 when it is not known, or not
         any more.
         """
-        trip = self.client.journal.trip(
+        record = self.client.history.find(
             request.path_params["id"], whole(request, "index", 0, 0, MAX_N)
         )
-        if trip is None:
+        if record is None:
             raise HttpError(404, "no such request, or it ended too long ago", code="not_found")
         return to_json(
-            request_detail.story(self.client.journal, trip, time.monotonic())
-            | {"text": await self._text(trip)}
+            request_detail.story(self.client.history, record, time.monotonic())
+            | {"text": await self._text(record)}
         )
 
-    async def _text(self, trip: Trip) -> dict[str, str] | None:
+    async def _text(self, record: RequestRecord) -> dict[str, str] | None:
         """Prompt and answer, if they may be shown."""
-        if self.decode is None or trip.tokens is None:
+        if self.decode is None or record.tokens is None:
             return None
-        parts = {"prompt": trip.tokens[: trip.n_prompt], "answer": trip.tokens[trip.n_prompt :]}
+        parts = {
+            "prompt": record.tokens[: record.n_prompt],
+            "answer": record.tokens[record.n_prompt :],
+        }
         in_thread, decode = asyncio.get_running_loop().run_in_executor, self.decode
         return {name: await in_thread(None, decode, ids) for name, ids in parts.items()}
 

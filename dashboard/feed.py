@@ -167,7 +167,7 @@ class Feed:
         notes = self._notes.compare(look, records)
         look.notes = list(self._notes.kept)
         news = [sse.event("note", note) for note in notes]
-        if before is not None and (happened := self.client.journal.life_since(before.n_life)):
+        if before is not None and (happened := self.client.history.life_since(before.n_life)):
             news.insert(0, sse.life(happened, look.n_life - len(happened)))
         return news
 
@@ -213,7 +213,7 @@ class Sampler:
 
     async def _run(self) -> None:
         client, info = self.client, self.client.info
-        step, due = client.journal.records.last_step, time.monotonic()
+        step, due = client.history.records.last_step, time.monotonic()
         while True:
             info = self._tell_changes(info)
             await self._refresh_pages()
@@ -223,7 +223,7 @@ class Sampler:
             with_key = now - self._keyed >= KEY_S
             if with_key:
                 self._keyed = now
-                self._hist = latency.histograms(client.journal, now - HISTOGRAM_S, now)
+                self._hist = latency.histograms(client.history, now - HISTOGRAM_S, now)
             self.feed.tell(self._look(records, now), records, with_key=with_key)
             if client.state == "dead":
                 return
@@ -231,22 +231,22 @@ class Sampler:
             await asyncio.sleep(due - time.monotonic())
 
     def _look(self, records: np.ndarray, now: float) -> Look:
-        client, journal = self.client, self.client.journal
+        client, history = self.client, self.client.history
         progress = client.progress if client.state == "loading" else None
         if now - self._renewed >= RENEW_S:
             self._renewed = now
-            self._latency = latency.summary(journal, now - RECENT_S, now)
+            self._latency = latency.summary(history, now - RECENT_S, now)
         there = client.info is not None and client.state in ("ready", "draining")
         return Look(
             t=now,
-            step=journal.records.last_step,
+            step=history.records.last_step,
             state=client.state,
             age=round(client.last_step_age(), 1),
             progress=None if progress is None else msgspec.to_builtins(progress),
-            seats=seat_columns(journal) if there else None,
+            seats=seat_columns(history) if there else None,
             pages=self._pages if there else None,
             scalars=scalars(client, records) | {"latency": self._latency},
-            n_life=journal.n_life,
+            n_life=history.n_life,
             hist=self._hist,
         )
 

@@ -1,7 +1,7 @@
 """The policy lab: the last minutes' traffic again, under other policies and settings, on the
 simulator.
 
-The live engine only lends its journal: arrivals, lengths, and step times to learn from. The
+The live engine only lends its history: arrivals, lengths, and step times to learn from. The
 simulation has a process of its own, at the lowest priority, one at a time, for a limited time.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from pydantic import ValidationError
 
-from jitney.dashboard.timeline import ride_columns
+from jitney.dashboard.timeline import stay_columns
 from jitney.engine.api.errors import HttpError
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
@@ -28,8 +28,8 @@ from jitney.engine.process.link import NOT_FOR_THE_CORE
 from jitney.engine.scheduler.policies import POLICIES
 from jitney.engine.simulation.replay import Engine, Job, Served
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.history import KEEP_S, Journal
-from jitney.engine.telemetry.request_record import Trip
+from jitney.engine.telemetry.history import KEEP_S, History
+from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.telemetry.summary import seated
 
 #: Seconds that all policies of one experiment may take together.
@@ -86,8 +86,8 @@ class Lab:
 
     def status(self) -> dict[str, Any]:
         """Where the newest experiment stands, and what the next one could use."""
-        trips = self.client.journal.ended(time.monotonic() - KEEP_S)
-        first = min((trip.arrival for trip in trips), default=0.0)
+        requests = self.client.history.ended(time.monotonic() - KEEP_S)
+        first = min((request.arrival for request in requests), default=0.0)
         return {
             "state": self._state,
             "id": self._number,
@@ -97,8 +97,8 @@ class Lab:
             "result": self._result,
             "policies": list(POLICIES),
             "settings": self._current(),
-            "arrivals": len(trips),
-            "minutes": round((time.monotonic() - first) / 60, 2) if trips else 0,
+            "arrivals": len(requests),
+            "minutes": round((time.monotonic() - first) / 60, 2) if requests else 0,
         }
 
     def _current(self) -> dict[str, Any]:
@@ -134,27 +134,33 @@ class Lab:
 
     def _job(self, wish: Wish) -> tuple[Job, dict[str, Any]]:
         """What the worker needs, and what is put around its answer."""
-        info, journal, now = self.client.info, self.client.journal, time.monotonic()
+        info, history, now = self.client.info, self.client.history, time.monotonic()
         if self.settings is None or info is None:
             raise RequestError(
                 "the engine is not ready, so there is nothing to simulate", code="loading"
             )
         check(wish, self.settings)
-        start = max(now - 60 * wish.minutes, journal.kept_from)
-        trips = sorted(
-            (trip for trip in [*journal.ended(start), *journal.open()] if trip.arrival >= start),
-            key=lambda trip: trip.arrival,
+        start = max(now - 60 * wish.minutes, history.kept_from)
+        requests = sorted(
+            (
+                request
+                for request in [*history.ended(start), *history.open()]
+                if request.arrival >= start
+            ),
+            key=lambda request: request.arrival,
         )
-        records = journal.records.since(-1)[-MOST_RECORDS:]
-        if not any(trip.finished is not None and trip.rides for trip in trips) or not len(records):
+        records = history.records.since(-1)[-MOST_RECORDS:]
+        if not any(
+            request.finished is not None and request.stays for request in requests
+        ) or not len(records):
             raise RequestError(
                 "no request of that time has ended yet: there is no traffic to replay",
                 param="minutes",
             )
-        first = trips[0].arrival
-        last = max(now if trip.finished is None else trip.finished for trip in trips)
-        window, _ = journal.records.between(first, last)
-        rides = journal.rides(first, last)
+        first = requests[0].arrival
+        last = max(now if request.finished is None else request.finished for request in requests)
+        window, _ = history.records.between(first, last)
+        stays = history.stays(first, last)
         engine = Engine(
             self.settings.model_dump(mode="json"),
             info.context_length,
@@ -164,16 +170,16 @@ class Lab:
             on_device=info.platform != "cpu",
         )
         job = Job(
-            arrivals=arrivals(trips, first),
+            arrivals=arrivals(requests, first),
             engine=engine,
             changes=wish.settings,
             policies=wish.policies,
             records=npy(records),
-            times=[served(trip, last) for trip in trips],
+            times=[served(request, last) for request in requests],
             seconds=last - first,
             window=npy(window),
             seats=info.seats,
-            seated_s=seated((ride for _, ride in rides), first, last),
+            seated_s=seated((stay for _, stay in stays), first, last),
             recorded=info.policy,
             speed=wish.speed,
             price_per_hour=wish.price_per_hour,
@@ -182,16 +188,16 @@ class Lab:
             "minutes": wish.minutes,
             "from": round(first, 4),
             "to": round(last, 4),
-            "requests": len(trips),
-            "counted": counted(trips),
-            "on_board_before": len({t.number for t, _ in rides if t.arrival < first}),
+            "requests": len(requests),
+            "counted": counted(requests),
+            "on_board_before": len({t.number for t, _ in stays if t.arrival < first}),
             "speed": wish.speed,
             "settings": wish.settings,
-            "cached_tokens": sum(trip.cached_tokens for trip in trips),
+            "cached_tokens": sum(request.cached_tokens for request in requests),
             "measured": {
                 "policy": info.policy,
                 "seats": info.seats,
-                "rides": measured_rides(journal, first, last),
+                "rides": measured_stays(history, first, last),
             },
         }
         return job, frame
@@ -292,81 +298,83 @@ def check(wish: Wish, settings: EngineSection) -> None:
         ) from None
 
 
-def arrivals(trips: list[Trip], first: float) -> list[Arrival]:
-    """The trips as traffic, in seconds since `first`; all of them, however they ended."""
+def arrivals(requests: list[RequestRecord], first: float) -> list[Arrival]:
+    """The requests as traffic, in seconds since `first`; all of them, however they ended."""
     tenants: dict[str, str] = {}
-    lengths = np.array(sorted(trip.n_output for trip in trips if trip.finish in SERVED), np.int64)
+    lengths = np.array(
+        sorted(request.n_output for request in requests if request.finish in SERVED), np.int64
+    )
     found = []
-    for trip in trips:
-        tenant = tenants.setdefault(trip.tenant, str(len(tenants)))
+    for request in requests:
+        tenant = tenants.setdefault(request.tenant, str(len(tenants)))
         found.append(
             Arrival(
-                at=trip.arrival - first,
-                n_prompt=trip.n_prompt,
-                n_output=wanted(trip, lengths),
+                at=request.arrival - first,
+                n_prompt=request.n_prompt,
+                n_output=wanted(request, lengths),
                 tenant=tenant,
-                priority=trip.priority,
-                n_cached=trip.cached_tokens,
+                priority=request.priority,
+                n_cached=request.cached_tokens,
             )
         )
     return found
 
 
-def wanted(trip: Trip, lengths: np.ndarray) -> int:
-    """How many tokens a trip asks for. lengths: of the answers that were given to the end,
+def wanted(request: RequestRecord, lengths: np.ndarray) -> int:
+    """How many tokens a request asks for. lengths: of the answers that were given to the end,
     ascending.
 
     Who was cut short asks for as much as it got. Whose answer nobody saw to its end (it runs or
     waits still, or was refused, or left the queue) asks for as much as some answer that was longer
     than what it has so far.
     """
-    if trip.finished is not None and trip.rides:
-        return max(1, trip.n_output)
-    longer = lengths[np.searchsorted(lengths, trip.n_output, "right") :]
-    most = trip.max_tokens or max(trip.n_output + 1, int(lengths[-1]) if len(lengths) else 1)
+    if request.finished is not None and request.stays:
+        return max(1, request.n_output)
+    longer = lengths[np.searchsorted(lengths, request.n_output, "right") :]
+    most = request.max_tokens or max(request.n_output + 1, int(lengths[-1]) if len(lengths) else 1)
     if not len(longer):
-        return max(1, min(most, trip.n_output + 1))
-    draw = np.random.default_rng(trip.number).integers(
+        return max(1, min(most, request.n_output + 1))
+    draw = np.random.default_rng(request.number).integers(
         len(longer)
-    )  # the same trip asks for the same every time
+    )  # the same request asks for the same every time
     return max(1, min(most, int(longer[draw])))
 
 
-def counted(trips: list[Trip]) -> dict[str, int]:
-    """How many of the trips are in which state at the end of the record. left: ended in the queue,
+def counted(requests: list[RequestRecord]) -> dict[str, int]:
+    """How many of the requests are in which state in the end. left: ended in the queue,
     but not refused.
     """
     states: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
-    for trip in trips:
-        if trip.finished is None:
-            states["waiting" if trip.ride is None else "running"] += 1
-        elif trip.rides:
+    for request in requests:
+        if request.finished is None:
+            states["waiting" if request.stay is None else "running"] += 1
+        elif request.stays:
             states["ended"] += 1
         else:
-            states["refused" if trip.finish == "error" else "left"] += 1
+            states["refused" if request.finish == "error" else "left"] += 1
     return states
 
 
-def served(trip: Trip, end: float) -> Served:
-    """The trip as it went until `end`, where the record ends."""
-    finished, finish = trip.finished, trip.finish
+def served(request: RequestRecord, end: float) -> Served:
+    """The request as it went until `end`, where the record ends."""
+    finished, finish = request.finished, request.finish
     if finished is None:
-        finished, finish = end, trip.state
+        finished, finish = end, request.state
     return Served(
-        trip.number,
-        trip.n_prompt,
-        trip.n_output,
-        trip.arrival,
-        trip.seated,
-        trip.first_token,
+        request.number,
+        request.n_prompt,
+        request.n_output,
+        request.arrival,
+        request.boarded,
+        request.first_token,
         finished,
         finish,
     )
 
 
-def measured_rides(journal: Journal, first: float, last: float) -> dict[str, list[Any]]:
-    """The rides of that time as they were, in seconds from its beginning."""
-    columns = ride_columns(journal.rides(first, last)[-MOST_RECORDS:])
+def measured_stays(history: History, first: float, last: float) -> dict[str, list[Any]]:
+    """The stays of that time as they were, in seconds from its beginning."""
+    columns = stay_columns(history.stays(first, last)[-MOST_RECORDS:])
     for name in ("from", "first_token", "to"):
         columns[name] = [None if t is None else round(t - first, 4) for t in columns[name]]
     return columns

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 
 #: Upper bounds in seconds of the histograms.
 LONG_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
@@ -20,16 +20,16 @@ PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 type Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def samples(journal: Journal, start: float, end: float) -> dict[str, Samples]:
+def samples(history: History, start: float, end: float) -> dict[str, Samples]:
     """wait, ttft, itl -> (when, seconds, how often) of what happened at start < t <= end, by time.
 
     Every sequence that decodes has one token from each step, so the time between two tokens is the
     time between two steps' results, as often as the later one had decode rows.
     """
-    records, ready = journal.records.between(start, end)
+    records, ready = history.records.between(start, end)
     return {
-        "wait": _within(journal.waits, start, end),
-        "ttft": _within(journal.first_tokens, start, end),
+        "wait": _within(history.waits, start, end),
+        "ttft": _within(history.first_tokens, start, end),
         "itl": (ready[1:], np.diff(ready), records["decode"][1:].astype(np.int64)),
     }
 
@@ -52,18 +52,18 @@ def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | N
     }
 
 
-def summary(journal: Journal, start: float, end: float) -> dict[str, Any]:
+def summary(history: History, start: float, end: float) -> dict[str, Any]:
     """Percentiles of wait, ttft and itl, seconds or None."""
     return {
         name: percentiles(values, weights)
-        for name, (_, values, weights) in samples(journal, start, end).items()
+        for name, (_, values, weights) in samples(history, start, end).items()
     }
 
 
-def histograms(journal: Journal, start: float, end: float) -> dict[str, Any]:
+def histograms(history: History, start: float, end: float) -> dict[str, Any]:
     """Counts per upper bound, and one more for what is longer."""
     found = {}
-    for name, (_, values, weights) in samples(journal, start, end).items():
+    for name, (_, values, weights) in samples(history, start, end).items():
         bounds = ITL_BOUNDS if name == "itl" else LONG_BOUNDS
         counts = np.bincount(np.searchsorted(bounds, values), weights, minlength=len(bounds) + 1)
         found[name] = {"bounds": bounds, "counts": counts.astype(int).tolist()}

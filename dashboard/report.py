@@ -18,7 +18,7 @@ from jitney.dashboard import latency, timeline
 from jitney.dashboard.assets import PLOTLY
 from jitney.dashboard.request_detail import Steps, causes
 from jitney.engine.process.client import EngineClient
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 BINS = 240
@@ -35,9 +35,9 @@ def report(
     """HTML of the last `minutes`; some tens of milliseconds of work, once `plotly` has been
     called.
     """
-    journal = client.journal
-    start, end = timeline.window(journal, now - 60 * minutes, now, now)
-    shown = timeline.timeline(journal, start, end, BINS, now)
+    history = client.history
+    start, end = timeline.window(history, now - 60 * minutes, now, now)
+    shown = timeline.timeline(history, start, end, BINS, now)
     charts = draw(shown)
     info = client.info
     model = info.model if info else "no model"
@@ -53,7 +53,7 @@ def report(
         title=html.escape(f"Jitney: {model}"),
         headline=html.escape(headline(client)),
         subtitle=html.escape(f"{facts}. The {minutes:g} min before {told}; state {client.state}."),
-        figures=table(("", ""), figures(journal, shown, start, end)),
+        figures=table(("", ""), figures(history, shown, start, end)),
         charts="\n".join(
             f'<h2>{title}</h2><p class="sub">{text}</p><div id="{name}"></div>'
             for name, (title, text) in TITLES.items()
@@ -69,7 +69,7 @@ def report(
                 "end",
                 "where it went",
             ),
-            slowest(journal, start, now),
+            slowest(history, start, now),
         ),
         notes="<h2>Notes</h2>" + table(("", ""), ((n["level"], n["msg"]) for n in notes))
         if notes
@@ -110,17 +110,17 @@ TITLES = {
 
 def headline(client: EngineClient) -> str:
     """Is it full, and does anybody wait?"""
-    journal = client.journal
-    taken = sum(trip is not None for trip in journal.seats)
-    waiting = journal.n_waiting
+    history = client.history
+    taken = sum(request is not None for request in history.seats)
+    waiting = history.n_waiting
     return (
-        f"{taken} of {len(journal.seats)} seats taken, "
+        f"{taken} of {len(history.seats)} seats taken, "
         f"{f'{waiting} waiting' if waiting else 'nobody waits'}"
     )
 
 
 def figures(
-    journal: Journal, shown: dict[str, Any], start: float, end: float
+    history: History, shown: dict[str, Any], start: float, end: float
 ) -> list[tuple[str, str]]:
     """The main numbers in words."""
     bins, span = shown["bins"], end - start
@@ -136,7 +136,7 @@ def figures(
         ),
     ]
     names = {"wait": "wait for a seat", "ttft": "first token", "itl": "between tokens"}
-    for name, spread in latency.summary(journal, start, end).items():
+    for name, spread in latency.summary(history, start, end).items():
         if spread is not None:
             told.append(
                 (
@@ -147,21 +147,21 @@ def figures(
     return told
 
 
-def slowest(journal: Journal, start: float, now: float) -> list[tuple[str, ...]]:
+def slowest(history: History, start: float, now: float) -> list[tuple[str, ...]]:
     """The requests that took longest, and their three largest causes."""
-    ended = sorted(journal.ended(start), key=lambda trip: -(trip.e2e_s or 0.0))[:SLOWEST]
+    ended = sorted(history.ended(start), key=lambda request: -(request.e2e_s or 0.0))[:SLOWEST]
     rows = []
-    for trip in ended:
-        why = causes(trip, Steps(journal, trip, now), now)[:3]
+    for request in ended:
+        why = causes(request, Steps(history, request, now), now)[:3]
         rows.append(
             (
-                f"{trip.request} {trip.index}",
-                str(trip.n_prompt),
-                str(trip.n_output),
-                _s(trip.queued_s),
-                _s(trip.ttft_s),
-                _s(trip.e2e_s),
-                trip.code or trip.finish,
+                f"{request.request_id} {request.index}",
+                str(request.n_prompt),
+                str(request.n_output),
+                _s(request.queue_s),
+                _s(request.ttft_s),
+                _s(request.e2e_s),
+                request.code or request.finish,
                 "; ".join(f"{cause['seconds']:.2f} s {cause['msg']}" for cause in why),
             )
         )
@@ -251,10 +251,10 @@ def draw(shown: dict[str, Any]) -> dict[str, Any]:
 
 def seat_figure(shown: dict[str, Any]) -> dict[str, Any]:
     """A bar for each phase of each stay."""
-    rides, end = shown["rides"], shown["to"]
+    stays, end = shown["rides"], shown["to"]
     rows = list(
         zip(
-            *(rides[name] for name in ("seat", "request", "index", "from", "first_token", "to")),
+            *(stays[name] for name in ("seat", "request", "index", "from", "first_token", "to")),
             strict=True,
         )
     )

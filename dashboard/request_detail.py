@@ -7,94 +7,99 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
-from jitney.engine.telemetry.history import Journal
-from jitney.engine.telemetry.request_record import ChunkDone, Ride, Trip
+from jitney.engine.telemetry.history import History
+from jitney.engine.telemetry.request_record import PromptChunk, RequestRecord, Stay
 
 STATES = ("all", "open", "waiting", "prefill", "decode", "finished")
 #: Most output token times in one story.
 MAX_TIMES = 4096
 
 
-def row(trip: Trip) -> dict[str, Any]:
+def row(request: RequestRecord) -> dict[str, Any]:
     """What the table shows of a sequence; times on the server's monotonic clock, seconds."""
     return {
-        "request": trip.request,
-        "index": trip.index,
-        "state": trip.state,
-        "seat": trip.seat,
-        "n_prompt": trip.n_prompt,
-        "n_output": trip.n_output,
-        "max_tokens": trip.max_tokens,
-        "priority": trip.priority,
-        "arrival": _t(trip.arrival),
-        "seated": _t(trip.seated),
-        "first_token": _t(trip.first_token),
-        "finished": _t(trip.finished),
-        "finish": trip.finish,
-        "code": trip.code,
-        "queued_s": _t(trip.queued_s),
-        "ttft_s": _t(trip.ttft_s),
-        "e2e_s": _t(trip.e2e_s),
-        "preemptions": trip.preemptions,
-        "cached_tokens": trip.cached_tokens,
+        "request": request.request_id,
+        "index": request.index,
+        "state": request.state,
+        "seat": request.seat,
+        "n_prompt": request.n_prompt,
+        "n_output": request.n_output,
+        "max_tokens": request.max_tokens,
+        "priority": request.priority,
+        "arrival": _t(request.arrival),
+        "seated": _t(request.boarded),
+        "first_token": _t(request.first_token),
+        "finished": _t(request.finished),
+        "finish": request.finish,
+        "code": request.code,
+        "queued_s": _t(request.queue_s),
+        "ttft_s": _t(request.ttft_s),
+        "e2e_s": _t(request.e2e_s),
+        "preemptions": request.preemptions,
+        "cached_tokens": request.cached_tokens,
     }
 
 
-def listing(journal: Journal, state: str, limit: int, cursor: int, now: float) -> dict[str, Any]:
+def listing(history: History, state: str, limit: int, cursor: int, now: float) -> dict[str, Any]:
     """At most `limit` sequences, the newest first, of those before number `cursor`; next: the
     cursor to go on with.
     """
-    wanted = {"all": lambda trip: True, "open": lambda trip: trip.finished is None}.get(
-        state, lambda trip: trip.state == state
+    wanted = {"all": lambda request: True, "open": lambda request: request.finished is None}.get(
+        state, lambda request: request.state == state
     )
     found = list(
         islice(
-            (trip for trip in journal.newest() if trip.number < cursor and wanted(trip)), limit + 1
+            (
+                request
+                for request in history.newest()
+                if request.number < cursor and wanted(request)
+            ),
+            limit + 1,
         )
     )
     return {
         "t": _t(now),
-        "requests": [row(trip) for trip in found[:limit]],
+        "requests": [row(request) for request in found[:limit]],
         "next": found[limit - 1].number if len(found) > limit else None,
     }
 
 
-def story(journal: Journal, trip: Trip, now: float) -> dict[str, Any]:
+def story(history: History, request: RequestRecord, now: float) -> dict[str, Any]:
     """The row, and the phases, chunks, tokens, company and causes of a sequence (see `causes`)."""
-    steps = Steps(journal, trip, now)
-    return row(trip) | {
-        "phases": phases(trip, now),
-        "chunks": [steps.chunk(chunk) for chunk in trip.chunks],
+    steps = Steps(history, request, now)
+    return row(request) | {
+        "phases": phases(request, now),
+        "chunks": [steps.chunk(chunk) for chunk in request.chunks],
         "cadence": steps.cadence(),
         "shared": steps.shared(),
-        "why": causes(trip, steps, now),
+        "why": causes(request, steps, now),
     }
 
 
-def phases(trip: Trip, now: float) -> list[dict[str, Any]]:
+def phases(request: RequestRecord, now: float) -> list[dict[str, Any]]:
     """queue, prefill and decode in order, again after each preemption; `to` is null for the one
     that goes on.
     """
-    found, since = [], trip.arrival
-    for ride in trip.rides:
-        found.append(_phase("queue", -1, since, ride.start, -1, -1))
-        until = ride.first_token if ride.first_token is not None else ride.end
-        last = ride.first_step if ride.first_token is not None else ride.last_step
-        found.append(_phase("prefill", ride.seat, ride.start, until, ride.step, last))
-        if ride.first_token is not None and (ride.end is None or ride.last_step > ride.first_step):
+    found, since = [], request.arrival
+    for stay in request.stays:
+        found.append(_phase("queue", -1, since, stay.start, -1, -1))
+        until = stay.first_token if stay.first_token is not None else stay.end
+        last = stay.first_step if stay.first_token is not None else stay.last_step
+        found.append(_phase("prefill", stay.seat, stay.start, until, stay.step, last))
+        if stay.first_token is not None and (stay.end is None or stay.last_step > stay.first_step):
             found.append(
                 _phase(
                     "decode",
-                    ride.seat,
-                    ride.first_token,
-                    ride.end,
-                    ride.first_step + 1,
-                    ride.last_step,
+                    stay.seat,
+                    stay.first_token,
+                    stay.end,
+                    stay.first_step + 1,
+                    stay.last_step,
                 )
             )
-        since = ride.end if ride.end is not None else now
-    if not trip.rides or (trip.ride is None and trip.rides[-1].how == "preempted"):
-        found.append(_phase("queue", -1, since, trip.finished, -1, -1))
+        since = stay.end if stay.end is not None else now
+    if not request.stays or (request.stay is None and request.stays[-1].how == "preempted"):
+        found.append(_phase("queue", -1, since, request.finished, -1, -1))
     return found
 
 
@@ -115,12 +120,14 @@ def _phase(
 class Steps:
     """The steps that a sequence took part in, by their records, as far back as these are kept."""
 
-    def __init__(self, journal: Journal, trip: Trip, now: float):
-        first = trip.rides[0].step if trip.rides else 2**62
-        last = max((_last_step(ride, journal.records.last_step) for ride in trip.rides), default=-1)
+    def __init__(self, history: History, request: RequestRecord, now: float):
+        first = request.stays[0].step if request.stays else 2**62
+        last = max(
+            (_last_step(stay, history.records.last_step) for stay in request.stays), default=-1
+        )
         # One more before the first: its end is when the first could begin.
-        self.records, self.ready = journal.records.steps(first - 2, last)
-        self.trip, self.now = trip, now
+        self.records, self.ready = history.records.steps(first - 2, last)
+        self.request, self.now = request, now
         self.number = self.records["step"].astype(np.int64)
         self.began = np.r_[
             self.records["started"][:1], np.maximum(self.ready[:-1], self.records["started"][1:])
@@ -133,15 +140,15 @@ class Steps:
     def riding(self) -> np.ndarray:
         """bool[steps]: the sequence sat in a seat."""
         last = int(self.number[-1]) if len(self.number) else -1
-        return self._any((ride.step, _last_step(ride, last)) for ride in self.trip.rides)
+        return self._any((stay.step, _last_step(stay, last)) for stay in self.request.stays)
 
     def bringing(self) -> np.ndarray:
         """bool[steps]: the step brought a token of this sequence."""
         last = int(self.number[-1]) if len(self.number) else -1
         return self._any(
-            (ride.first_step, _last_step(ride, last))
-            for ride in self.trip.rides
-            if ride.first_token is not None
+            (stay.first_step, _last_step(stay, last))
+            for stay in self.request.stays
+            if stay.first_token is not None
         )
 
     def _any(self, spans: Any) -> np.ndarray:
@@ -150,7 +157,7 @@ class Steps:
             found |= self.mask(low, high)
         return found
 
-    def chunk(self, chunk: ChunkDone) -> dict[str, Any]:
+    def chunk(self, chunk: PromptChunk) -> dict[str, Any]:
         """A prompt chunk and the step it was part of; null where the step's record is not kept any
         more.
         """
@@ -178,7 +185,7 @@ class Steps:
 
     def cadence(self) -> dict[str, Any]:
         """When each output token came (the newest MAX_TIMES), and the gaps between them."""
-        bringing = np.flatnonzero(self.bringing())[: self.trip.n_output]
+        bringing = np.flatnonzero(self.bringing())[: self.request.n_output]
         times = self.ready[bringing]
         told: dict[str, Any] = {
             "t": np.round(times[-MAX_TIMES:], 4).tolist(),
@@ -218,7 +225,7 @@ class Steps:
         """The company: who else had rows in its steps, and how many rows were padding."""
         mine = self.records[self.riding()]
         busy, rows = mine["seats_busy"].astype(np.int64), int(mine["bucket_tokens"].sum())
-        own = sum(chunk.count for chunk in self.trip.chunks)
+        own = sum(chunk.count for chunk in self.request.chunks)
         return {
             "steps": len(mine),
             "mean": round(float(busy.mean()) - 1, 2) if len(mine) else None,
@@ -231,7 +238,7 @@ class Steps:
         }
 
 
-def causes(trip: Trip, steps: Steps, now: float) -> list[dict[str, Any]]:
+def causes(request: RequestRecord, steps: Steps, now: float) -> list[dict[str, Any]]:
     """Seconds of its time by cause, the largest first; they add up to what it has taken so far.
 
     queue, preemption: waiting for a first seat, and again after losing it, with what had to be
@@ -239,10 +246,10 @@ def causes(trip: Trip, steps: Steps, now: float) -> list[dict[str, Any]]:
     what steps with prompt rows of others took longer than steps without, while it decoded.
     host_gap: the device had nothing to do. decode: the rest.
     """
-    end = trip.finished if trip.finished is not None else now
+    end = request.finished if request.finished is not None else now
     spans = np.maximum(0.0, steps.ready - steps.began) if len(steps.ready) else np.zeros(0)
     riding, bringing = steps.riding(), steps.bringing()
-    first = trip.rides[0] if trip.rides else None
+    first = request.stays[0] if request.stays else None
     compiled = riding & (steps.records["compiled"] > 0)
     again = (
         riding
@@ -259,20 +266,20 @@ def causes(trip: Trip, steps: Steps, now: float) -> list[dict[str, Any]]:
     mixed = writing & (steps.records["prefill"] + steps.records["recomputed"] > 0)
     usual = float(np.median(spans[writing & ~mixed])) if np.any(writing & ~mixed) else 0.0
     gaps = steps.records["gap_s"].astype(np.float64)
-    waits = [later.start - (ride.end or later.start) for ride, later in pairwise(trip.rides)]
-    if trip.rides and trip.ride is None and trip.rides[-1].how == "preempted":
-        waits.append(end - (trip.rides[-1].end or end))
+    waits = [later.start - (stay.end or later.start) for stay, later in pairwise(request.stays)]
+    if request.stays and request.stay is None and request.stays[-1].how == "preempted":
+        waits.append(end - (request.stays[-1].end or end))
     seconds = {
-        "queue": (first.start if first else end) - trip.arrival,
+        "queue": (first.start if first else end) - request.arrival,
         "preemption": sum(waits) + float(spans[again].sum()),
         "compile": float(spans[compiled].sum()),
         "prefill": float(spans[reading].sum()),
         "shared_prefill": float(np.maximum(0.0, spans[mixed] - usual).sum()) if usual else 0.0,
         "host_gap": float(np.minimum(gaps, spans)[writing & ~mixed].sum()),
     }
-    seconds["decode"] = max(0.0, end - trip.arrival - sum(seconds.values()))
+    seconds["decode"] = max(0.0, end - request.arrival - sum(seconds.values()))
     told = [
-        {"code": code, "seconds": _t(value), "msg": WORDS[code].format(trip=trip)}
+        {"code": code, "seconds": _t(value), "msg": WORDS[code].format(request=request)}
         for code, value in seconds.items()
         if value > 5e-5
     ]
@@ -281,18 +288,18 @@ def causes(trip: Trip, steps: Steps, now: float) -> list[dict[str, Any]]:
 
 WORDS = {
     "queue": "waited to board",
-    "preemption": "lost its seat for lack of KV pages ({trip.preemptions} times), waited again and "
-    "was computed again",
+    "preemption": "lost its seat for lack of KV pages ({request.preemptions} times), "
+    "waited again and was computed again",
     "compile": "shared steps that had to compile a program first",
-    "prefill": "its prompt of {trip.n_prompt} tokens was read",
+    "prefill": "its prompt of {request.n_prompt} tokens was read",
     "shared_prefill": "steps took longer because they also read prompts of others",
-    "decode": "its {trip.n_output} tokens were generated, one a step",
+    "decode": "its {request.n_output} tokens were generated, one a step",
     "host_gap": "the device waited for the host before a step",
 }
 
 
-def _last_step(ride: Ride, newest: int) -> int:
-    return ride.last_step if ride.end is not None else newest
+def _last_step(stay: Stay, newest: int) -> int:
+    return stay.last_step if stay.end is not None else newest
 
 
 def _t(value: SupportsFloat | None) -> float | None:

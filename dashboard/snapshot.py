@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jitney.engine.process.client import EngineClient
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 
 #: A seat's or a page's state is its place in these.
 SEAT_STATES = ("free", "prefill", "decode", "held")
@@ -91,21 +91,27 @@ class Look:
     notes: list[dict[str, Any]] = field(default_factory=list)
 
 
-def seat_columns(journal: Journal) -> SeatColumns:
-    """Who sits where, as the journal knows it."""
-    n = len(journal.seats)
+def seat_columns(history: History) -> SeatColumns:
+    """Who sits where, as the history knows it."""
+    n = len(history.seats)
     state, numbers = [FREE] * n, [(0, 0, 0, 0, 0)] * n
     requests: list[str | None] = [None] * n
-    for seat, trip in enumerate(journal.seats):
-        if trip is None:
+    for seat, request in enumerate(history.seats):
+        if request is None:
             continue
-        if trip.rides[-1].first_token is not None:
-            state[seat], computed = DECODE, trip.n_prompt + trip.n_output - 1
+        if request.stays[-1].first_token is not None:
+            state[seat], computed = DECODE, request.n_prompt + request.n_output - 1
         else:
-            state[seat], computed = PREFILL, trip.n_computed
-        requests[seat] = trip.request
-        numbers[seat] = (trip.index, trip.n_prompt, computed, trip.n_output, trip.max_tokens)
-    for seat in journal.held:
+            state[seat], computed = PREFILL, request.n_computed
+        requests[seat] = request.request_id
+        numbers[seat] = (
+            request.index,
+            request.n_prompt,
+            computed,
+            request.n_output,
+            request.max_tokens,
+        )
+    for seat in history.held:
         state[seat] = HELD
     return SeatColumns(
         np.array(state, np.uint8), requests, np.array(numbers, np.int64).reshape(n, 5).T.copy()
@@ -155,7 +161,7 @@ def scalars(client: EngineClient, records: np.ndarray) -> dict[str, Any]:
     `records`. canary: sequences computed again with the reference, and those of them that were
     wrong.
     """
-    counters, journal = client.counters, client.journal
+    counters, history = client.counters, client.history
     spans = records["device_s"] + records["gap_s"]
     return {
         "seats_busy": counters.gauge("seats_busy"),
@@ -169,10 +175,10 @@ def scalars(client: EngineClient, records: np.ndarray) -> dict[str, Any]:
         "compiles": counters.compiles,
         "nan_rows": counters.nan_rows,
         "restarts": counters.engine_restarts,
-        "boarded": journal.boarded,
-        "cached_tokens": journal.cached_tokens,
-        "finished": dict(journal.finished),
-        "rejected": dict(journal.rejected),
+        "boarded": history.boarded,
+        "cached_tokens": history.cached_tokens,
+        "finished": dict(history.finished),
+        "rejected": dict(history.rejected),
         "step_s": round(sum(histogram.total for histogram in counters.step_seconds.values()), 6),
         "gap_s": round(counters.host_gap_seconds.total, 6),
         "worst_s": round(float(spans.max()), 6) if len(spans) else None,

@@ -1,4 +1,4 @@
-"""The recent past in bins, the seats' rides, and both as a Chrome trace."""
+"""The recent past in bins, the seats' stays, and both as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import numpy as np
 
 from jitney.dashboard import latency
 from jitney.engine.records import ROW_KINDS
-from jitney.engine.telemetry.history import KEEP_S, Journal
-from jitney.engine.telemetry.request_record import Ride, Trip
+from jitney.engine.telemetry.history import KEEP_S, History
+from jitney.engine.telemetry.request_record import RequestRecord, Stay
 
 MAX_BINS = 600
-MAX_RIDES = 20_000
+MAX_STAYS = 20_000
 #: Most steps in one trace.
 MAX_TRACED = 50_000
 SUMMED = ("boarded", "finished", "preempted", "compiled")
 HIGHEST = ("waiting", "pages_used")
 
 
-def timeline(journal: Journal, start: float, end: float, bins: int, now: float) -> dict[str, Any]:
+def timeline(history: History, start: float, end: float, bins: int, now: float) -> dict[str, Any]:
     """What happened at start < t <= end, in `bins` equal parts, with the stays in seats that touch
     this time.
     """
-    rides = journal.rides(start, end)
-    left_out = max(0, len(rides) - MAX_RIDES)
+    stays = history.stays(start, end)
+    left_out = max(0, len(stays) - MAX_STAYS)
     return {
         "now": round(now, 4),
         "from": round(start, 4),
         "to": round(end, 4),
-        "kept_from": round(journal.kept_from, 4),
-        "seats": len(journal.seats),
-        "bins": binned(journal, start, end, bins),
-        "rides": ride_columns(rides[left_out:]),
+        "kept_from": round(history.kept_from, 4),
+        "seats": len(history.seats),
+        "bins": binned(history, start, end, bins),
+        "rides": stay_columns(stays[left_out:]),
         "rides_left_out": left_out,
     }
 
 
-def ride_columns(rides: list[tuple[Trip, Ride]]) -> dict[str, list[Any]]:
+def stay_columns(stays: list[tuple[RequestRecord, Stay]]) -> dict[str, list[Any]]:
     """One list a column; `to` is null for who is still on board, `first_token` for who has none
     yet.
     """
@@ -57,28 +57,28 @@ def ride_columns(rides: list[tuple[Trip, Ride]]) -> dict[str, list[Any]]:
             "n_out",
         )
     }
-    for trip, ride in rides:
+    for request, stay in stays:
         values = (
-            ride.seat,
-            trip.request,
-            trip.index,
-            round(ride.start, 4),
-            _t(ride.first_token),
-            _t(ride.end),
-            ride.how,
-            trip.n_prompt,
-            trip.n_output,
+            stay.seat,
+            request.request_id,
+            request.index,
+            round(stay.start, 4),
+            _t(stay.first_token),
+            _t(stay.end),
+            stay.how,
+            request.n_prompt,
+            request.n_output,
         )
         for column, value in zip(columns.values(), values, strict=True):
             column.append(value)
     return columns
 
 
-def binned(journal: Journal, start: float, end: float, bins: int) -> dict[str, Any]:
+def binned(history: History, start: float, end: float, bins: int) -> dict[str, Any]:
     """Steps by the time they were done: sums, and the highest or mean of what is not a sum (null
     without steps).
     """
-    records, ready = journal.records.between(start, end)
+    records, ready = history.records.between(start, end)
     width = (end - start) / bins
     # Bins are open to the left, as the whole window is.
     at = np.clip(np.ceil((ready - start) / width).astype(np.int64) - 1, 0, bins - 1)
@@ -104,7 +104,7 @@ def binned(journal: Journal, start: float, end: float, bins: int) -> dict[str, A
     found |= {name: total(records[name]).astype(np.int64).tolist() for name in SUMMED}
     found |= {name: _highest(at, records[name], counts) for name in HIGHEST}
     return found | {
-        f"{name}_p95": values for name, values in _p95(journal, start, end, bins).items()
+        f"{name}_p95": values for name, values in _p95(history, start, end, bins).items()
     }
 
 
@@ -118,11 +118,11 @@ def _highest(at: np.ndarray, values: np.ndarray, counts: np.ndarray) -> list[flo
     ]
 
 
-def _p95(journal: Journal, start: float, end: float, bins: int) -> dict[str, list[float | None]]:
+def _p95(history: History, start: float, end: float, bins: int) -> dict[str, list[float | None]]:
     """The 95th percentiles of wait, ttft and itl in each bin."""
     edges = np.linspace(start, end, bins + 1)
     found: dict[str, list[float | None]] = {}
-    for name, (t, values, weights) in latency.samples(journal, start, end).items():
+    for name, (t, values, weights) in latency.samples(history, start, end).items():
         cuts = np.searchsorted(t, edges, "right")
         found[name] = []
         for low, high in pairwise(cuts.tolist()):
@@ -131,25 +131,25 @@ def _p95(journal: Journal, start: float, end: float, bins: int) -> dict[str, lis
     return found
 
 
-def window(journal: Journal, start: float, end: float, now: float) -> tuple[float, float]:
+def window(history: History, start: float, end: float, now: float) -> tuple[float, float]:
     """The part of the wanted time that can be told: within KEEP_S, at least a millisecond long."""
     end = min(end, now)
     start = max(start, now - KEEP_S)
     return min(start, end - 1e-3), end
 
 
-def trace(journal: Journal, start: float, end: float, now: float, model: str) -> bytes:
+def trace(history: History, start: float, end: float, now: float, model: str) -> bytes:
     """Chrome's trace event format (JSON): a thread a seat in process 1, the step loop in process 2;
     microseconds.
     """
     events = [
         _meta(1, 0, "process_name", f"{model}: seats"),
         _meta(2, 0, "process_name", "step loop"),
-        *(_meta(1, seat, "thread_name", f"seat {seat}") for seat in range(len(journal.seats))),
+        *(_meta(1, seat, "thread_name", f"seat {seat}") for seat in range(len(history.seats))),
     ]
-    for trip, ride in journal.rides(start, end):
-        events += _ride_events(trip, ride, now)
-    records, ready = journal.records.between(start, end)
+    for request, stay in history.stays(start, end):
+        events += _stay_events(request, stay, now)
+    records, ready = history.records.between(start, end)
     for record, done in zip(records[-MAX_TRACED:], ready[-MAX_TRACED:], strict=True):
         events += _step_events(record, float(done))
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
@@ -173,19 +173,21 @@ def _span(
     }
 
 
-def _ride_events(trip: Trip, ride: Ride, now: float) -> list[dict[str, Any]]:
-    end = ride.end if ride.end is not None else now
-    first = ride.first_token if ride.first_token is not None else end
+def _stay_events(request: RequestRecord, stay: Stay, now: float) -> list[dict[str, Any]]:
+    end = stay.end if stay.end is not None else now
+    first = stay.first_token if stay.first_token is not None else end
     args = {
-        "request": trip.request,
-        "index": trip.index,
-        "prompt_tokens": trip.n_prompt,
-        "output_tokens": trip.n_output,
-        "end": ride.how,
+        "request": request.request_id,
+        "index": request.index,
+        "prompt_tokens": request.n_prompt,
+        "output_tokens": request.n_output,
+        "end": stay.how,
     }
-    events = [_span(1, ride.seat, f"prefill {trip.request}", ride.start, min(first, end), args)]
+    events = [
+        _span(1, stay.seat, f"prefill {request.request_id}", stay.start, min(first, end), args)
+    ]
     if first < end:
-        events.append(_span(1, ride.seat, f"decode {trip.request}", first, end, args))
+        events.append(_span(1, stay.seat, f"decode {request.request_id}", first, end, args))
     return events
 
 

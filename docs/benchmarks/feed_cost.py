@@ -1,10 +1,10 @@
-"""What the page costs: CPU time of the core's news, of the journal, and of the feed with viewers,
+"""What the page costs: CPU time of the core's news, of the history, and of the feed with viewers,
 at many seats.
 
     python docs/benchmarks/feed_cost.py [--seats 1024] [--viewers 8] [--seconds 10]
 
 The scheduler plans real steps for a device that answers at once; its reports are then played to an
-API process's journal at one step per 10 ms, with and without viewers that read the feed over TCP
+API process's history at one step per 10 ms, with and without viewers that read the feed over TCP
 from another process.
 """
 
@@ -33,7 +33,7 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler, SchedulerLimits
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams
 
 STEP_S = 0.01
@@ -149,20 +149,20 @@ def make_client(seats: int) -> Any:
         version="0",
         max_waiting_requests=1,
     )
-    journal, rng = Journal(), random.Random(1)
-    journal.core_ready(info)
+    history, rng = History(), random.Random(1)
+    history.core_ready(info)
 
     async def page_states() -> bytes:
         return bytes(rng.randbytes(PAGES)).translate(bytes(code % 4 for code in range(256)))
 
     return SimpleNamespace(
         info=info,
-        journal=journal,
+        history=history,
         counters=EngineCounters(),
         state="ready",
         progress=None,
         last_step_age=lambda: 0.0,
-        records=journal.records.since,
+        records=history.records.since,
         page_states=page_states,
     )
 
@@ -174,7 +174,7 @@ async def play(client: Any, reports: list[bytes], seconds: float) -> float:
     while time.monotonic() < end and at < len(reports):
         report = messages.decode_from_core(reports[at])
         assert isinstance(report, messages.StepReport)
-        if (record := client.journal.take(report)) is not None:
+        if (record := client.history.take(report)) is not None:
             client.counters.observe_step(record)
         at, due = at + 1, due + STEP_S
         await asyncio.sleep(max(0.0, due - time.monotonic()))
@@ -186,7 +186,7 @@ async def measure(seats: int, viewers: int, seconds: float) -> None:
     reports, traffic = core_reports(seats, 2 * steps)
     client = make_client(seats)
     for request in traffic:
-        client.journal.submit(request)
+        client.history.submit(request)
     app = create_dashboard(client, ServerSettings())
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_config=None, http="h11", lifespan="off")
@@ -205,7 +205,7 @@ async def measure(seats: int, viewers: int, seconds: float) -> None:
         watching.stdin.close()  # type: ignore[union-attr]
     server.should_exit = True
     await serving
-    print(f"API process, journal alone:       {1000 * alone / seconds:7.1f} ms of CPU a second")
+    print(f"API process, history alone:       {1000 * alone / seconds:7.1f} ms of CPU a second")
     print(
         f"API process, {viewers} viewers at 10 Hz:  {1000 * watched / seconds:7.1f} ms of CPU a "
         "second, "

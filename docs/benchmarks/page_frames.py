@@ -25,7 +25,7 @@ from jitney.engine.api import ServerSettings
 from jitney.engine.messages import Life, StepReport
 from jitney.engine.process.client import EngineCounters
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, SequenceOutput
 
 ARGUMENTS = [
@@ -81,12 +81,12 @@ class Crowd:
             version="0",
             max_waiting_requests=4096,
         )
-        self.counters, self.journal = EngineCounters(), Journal()
-        self.journal.core_ready(self.info)
+        self.counters, self.history = EngineCounters(), History()
+        self.history.core_ready(self.info)
         self.draw = random.Random(1)
         self.left, self.names = [0] * seats, [""] * seats  # tokens to come and request, by seat
         self.steps, self.served, self.began = 0, 0, time.monotonic()
-        self.journal.take(
+        self.history.take(
             StepReport(
                 [], life=[self.board(seat, self.draw.randrange(1, 400)) for seat in range(seats)]
             )
@@ -97,7 +97,7 @@ class Crowd:
         self.served += 1
         name = f"req-{self.served:08x}"
         prompt = self.draw.randrange(20, 400)
-        self.journal.submit(
+        self.history.submit(
             EngineRequest(
                 id=name,
                 prompt=[0] * prompt,
@@ -144,13 +144,13 @@ class Crowd:
         for name, value in given.items():
             record[name] = value
         self.steps += 1
-        taken = self.journal.take(StepReport(outputs, record.tobytes(), life=life))
+        taken = self.history.take(StepReport(outputs, record.tobytes(), life=life))
         self.counters.observe_step(taken)
 
     def records(self, after_step: int) -> np.ndarray:
         while self.steps < (time.monotonic() - self.began) * STEPS_S:
             self.step()
-        return self.journal.records.since(after_step)
+        return self.history.records.since(after_step)
 
     async def page_states(self) -> bytes:
         held = sum(self.draw.randrange(2, 7) for _ in self.left)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jitney.engine.messages import CanaryFinding, Progress, Slots
 from jitney.engine.records import ROW_KINDS
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
 
 EngineState = Literal["loading", "ready", "draining", "dead"]
@@ -130,7 +130,7 @@ class EngineClient(Protocol):
     @property
     def counters(self) -> EngineCounters: ...
     @property
-    def journal(self) -> Journal: ...
+    def history(self) -> History: ...
 
     def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
         """Register the request at once and return its outputs.

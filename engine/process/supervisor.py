@@ -21,7 +21,7 @@ from jitney.engine.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.process.client import EngineCounters, EngineState
 from jitney.engine.process.link import Link, open_link
 from jitney.engine.process.main import BUILDER
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
 
 log = logging.getLogger("jitney.process")
@@ -103,7 +103,7 @@ class ProcessClient:
         self.info: EngineInfo | None = None
         self.progress: messages.Progress | None = None
         self.counters = EngineCounters()
-        self.journal = Journal(keep_tokens=config.server.dashboard_show_text)
+        self.history = History(keep_tokens=config.server.dashboard_show_text)
         self.failure = ""
         self._config = config
         self._builder = builder
@@ -226,7 +226,7 @@ class ProcessClient:
                 self._on_progress(message)
             case messages.Ready(info=info):
                 self.info, link.ready = info, True
-                self.journal.core_ready(info)
+                self.history.core_ready(info)
                 if self.state == "loading":
                     self._set_state("ready")
             case messages.Slots():
@@ -237,7 +237,7 @@ class ProcessClient:
                 self.counters.observe_idle(waiting)
 
     def _took_step(self, report: messages.StepReport) -> None:
-        record = self.journal.take(report)
+        record = self.history.take(report)
         if record is not None:
             self.counters.observe_step(record)
         self.counters.observe_outputs(report.outputs)
@@ -249,7 +249,7 @@ class ProcessClient:
                     del self._streams[output.request_id]
 
     def _end_requests(self, why: str) -> None:
-        self.journal.core_lost("engine_dead")
+        self.history.core_lost("engine_dead")
         for stream in self._streams.values():
             stream.fail(
                 ErrorInfo("engine_dead", f"the engine stopped before this request was done: {why}")
@@ -276,7 +276,7 @@ class ProcessClient:
                 REFUSALS[code], code=code, retry_after=None if code == "engine_dead" else 1.0
             )
         stream = self._streams[request.id] = Stream(self, request)
-        self.journal.submit(request)
+        self.history.submit(request)
         self._link.send(messages.Add(request))
         return stream
 
@@ -316,10 +316,10 @@ class ProcessClient:
             link.tickets.pop(ticket, None)
 
     def records(self, after_step: int) -> np.ndarray:
-        """Step records newer than `after_step`, oldest first, as many as the journal keeps
+        """Step records newer than `after_step`, oldest first, as many as the history keeps
         (`ledger.STEP_DTYPE`).
         """
-        return self.journal.records.since(after_step)
+        return self.history.records.since(after_step)
 
     def last_step_age(self) -> float:
         """Seconds since the core last said anything: a step, an idle tick, start-up news."""

@@ -1,12 +1,12 @@
-"""What happened in the engine, kept by the API process for whoever looks later: trips, events, step
-records.
+"""Requests as the core's reports tell of them: one `RequestRecord` for each sequence.
 
-Fed by the engine's own reports whether anybody watches or not; all of it is bounded in number and
-age.
+`RequestRecords` fills them, for a run of the simulator or a bench. `History` is what a server keeps
+for whoever looks later: the same, with events and step records, bounded in number and age.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections import deque
@@ -17,171 +17,302 @@ import numpy as np
 
 from jitney.engine.messages import Life, StepReport
 from jitney.engine.records import RecordRing
-from jitney.engine.telemetry.request_record import Ride, Trip
+from jitney.engine.telemetry.request_record import PromptChunk, RequestRecord, Stay
 from jitney.engine.types import EngineInfo, EngineRequest, SequenceOutput
 
-#: Ended trips are kept for so many seconds, and so many of them.
+#: Ended requests are kept for so many seconds, and so many of them.
 KEEP_S = 600.0
-KEEP_TRIPS = 16384
+KEEP_REQUESTS = 16384
 KEEP_LIFE = 16384
 #: Waits and first tokens kept for their distributions: (when, seconds).
 KEEP_SAMPLES = 8192
 FINISHES = ("stop", "length", "abort", "deadline", "error")
 #: Policies whose batch keeps a seat until its slowest sequence is done.
 HOLDING = ("static", "dynamic")
+#: Errors of the engine, not of a request that it refused.
+ENGINE_ERRORS = ("engine_dead", "internal_error")
+
+#: Called with a record when it has ended; must not wait.
+Listener = Callable[[RequestRecord], None]
 
 
-class Journal:
-    """One engine's recent past, across the lives of its core.
+class RequestRecords:
+    """The records of all requests since the start, filled from a core's reports.
 
-    seats: who sits where, None for nobody; held: seats that a batch keeps after their passenger's
-    end. waits, first_tokens: (time, seconds since arrival) of those who boarded and of first
-    tokens. finished, rejected: totals by reason, and by error code of those who were refused.
-    keep_tokens: keep token ids too.
+    keep_tokens, keep_times: fill `RequestRecord.tokens`, `token_times`.
+    """
+
+    def __init__(self, *, keep_tokens: bool = False, keep_times: bool = False):
+        self.listeners: list[Listener] = []
+        #: Sequences without an end.
+        self.n_open = 0
+        self._keep_tokens = keep_tokens
+        self._keep_times = keep_times
+        #: By request id, each a record per sequence; in the order of their arrival.
+        self._records: dict[str, list[RequestRecord]] = {}
+        self._next_number = 0
+        #: Number of the core's step 0.
+        self._first_step = 0
+        #: When the newest step was done.
+        self._done = -math.inf
+
+    def submit(self, request: EngineRequest) -> None:
+        """A request arrives: one record for each of its sequences."""
+        records = [self._new_record(request, index) for index in range(request.sampling.n)]
+        self._records[request.id] = records
+        self.n_open += len(records)
+
+    def _new_record(self, request: EngineRequest, index: int) -> RequestRecord:
+        number = self._next_number
+        self._next_number += 1
+        return RequestRecord(
+            number=number,
+            request_id=request.id,
+            index=index,
+            tenant=request.tenant,
+            priority=request.priority,
+            n_prompt=len(request.prompt),
+            max_tokens=request.sampling.max_tokens or 0,
+            arrival=request.arrival,
+            tokens=list(request.prompt) if self._keep_tokens else None,
+            token_times=[] if self._keep_times else None,
+        )
+
+    def apply(self, report: StepReport, step: int, now: float) -> None:
+        """Take in a report. step: number of the step it tells of, or of the one before if it tells
+        of none. now: when that step was done.
+        """
+        if report.record:
+            self._done = now
+        for rows in report.chunks:
+            record = self.find(rows.request_id, rows.index)
+            if record is not None:
+                chunk = PromptChunk(step, rows.start, rows.count, rows.recomputed)
+                record.chunks.append(chunk)
+        for output in report.outputs:
+            self._take_output(output, step, now)
+        for event in report.life:
+            self._take_event(event)
+
+    def _take_output(self, output: SequenceOutput, step: int, now: float) -> None:
+        record = self.find(output.request_id, output.index)
+        if record is None or record.finished is not None:
+            return
+        if output.tokens:
+            self._take_tokens(record, output, step, now)
+        if output.finish is not None:
+            code = output.error.code if output.error else ""
+            self._end(record, output.finish, code, step, now)
+
+    def _take_tokens(
+        self, record: RequestRecord, output: SequenceOutput, step: int, now: float
+    ) -> None:
+        record.n_output += len(output.tokens)
+        if record.tokens is not None:
+            record.tokens += output.tokens
+        if record.token_times is not None:
+            record.token_times += [now] * len(output.tokens)
+        # Who was just preempted may have a token on its way: it belongs to the stay before.
+        stay = record.stays[-1] if record.stays else None
+        if stay is not None and stay.first_token is None:
+            stay.first_token = now
+            stay.first_step = step
+        if record.first_token is None:
+            record.first_token = now
+            record.cached_tokens = output.cached_tokens
+            self._first_token(record, step, now)
+
+    def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
+        """Its first token has come."""
+
+    def _take_event(self, event: Life) -> None:
+        """Events of the step that was launched while the one before it ran: they take effect when
+        that is done.
+        """
+        record = self.find(event.request_id, event.index)
+        if record is None or record.finished is not None:
+            return  # it ended between the plan and this report
+        step = event.step + self._first_step
+        t = max(event.t, self._done)
+        if event.event == "seated":
+            self._board(record, event.seat, step, t)
+        elif event.event == "preempted":
+            self._preempt(record, step, t)
+
+    def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
+        if record.boarded is None:
+            record.boarded = t
+        record.stays.append(Stay(seat, step, t))
+
+    def _preempt(self, record: RequestRecord, step: int, t: float) -> None:
+        record.preemptions += 1
+        _leave(record, step - 1, t, "preempted")
+
+    def _end(self, record: RequestRecord, finish: str, code: str, step: int, t: float) -> None:
+        _leave(record, step, t, finish)
+        record.finished = t
+        record.finish = finish
+        record.code = code
+        self.n_open -= 1
+        for listener in self.listeners:
+            listener(record)
+
+    def find(self, request_id: str, index: int) -> RequestRecord | None:
+        """The record of one sequence, None if there is none."""
+        records = self._records.get(request_id)
+        if records is None or not 0 <= index < len(records):
+            return None
+        return records[index]
+
+    def oldest(self) -> Iterator[RequestRecord]:
+        """All records, in the order of their arrival."""
+        for records in self._records.values():
+            yield from records
+
+    def newest(self) -> Iterator[RequestRecord]:
+        """All records, the newest first."""
+        for records in reversed(self._records.values()):
+            yield from reversed(records)
+
+    def open(self) -> Iterator[RequestRecord]:
+        """Records without an end, the oldest first."""
+        return (record for record in self.oldest() if record.finished is None)
+
+
+def _leave(record: RequestRecord, step: int, t: float, how: str) -> None:
+    """Its seat, if it has one, is free after `step`, done at t."""
+    stay = record.stay
+    if stay is not None:
+        stay.end = max(t, stay.start)
+        stay.last_step = step
+        stay.how = how
+
+
+class History(RequestRecords):
+    """One engine's recent past as the server knows it, across the lives of its core.
+
+    Fed by the core's reports whether anybody watches or not.
     """
 
     def __init__(self, *, keep_tokens: bool = False, clock: Callable[[], float] = time.monotonic):
+        super().__init__(keep_tokens=keep_tokens)
+        #: Records of the newest steps; their numbers go on rising when a core is replaced.
         self.records = RecordRing()
-        self.seats: list[Trip | None] = []
+        #: Who sits where, None for nobody.
+        self.seats: list[RequestRecord | None] = []
+        #: Seats that a batch keeps after their passenger's end.
         self.held: set[int] = set()
+        #: (time, seconds since arrival) of those who boarded, and of first tokens.
         self.waits: deque[tuple[float, float]] = deque(maxlen=KEEP_SAMPLES)
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=KEEP_SAMPLES)
+        #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
+        #: prompt tokens found in the prefix cache.
         self.finished: dict[str, int] = dict.fromkeys(FINISHES, 0)
         self.rejected: dict[str, int] = {}
-        self.boarded = self.cached_tokens = self.n_open = self.n_life = 0
-        self._keep_tokens, self._clock = keep_tokens, clock
+        self.boarded = 0
+        self.cached_tokens = 0
+        #: Events since the start; the newest are kept.
+        self.n_life = 0
+        self._life: deque[Life] = deque(maxlen=KEEP_LIFE)
+        self._clock = clock
         self._started = clock()
         self._holds = False
-        self._renumber = 0
-        self._numbers = 0
-        self._trips: dict[str, list[Trip]] = {}
-        self._closed: deque[Trip] = deque()
-        self._life: deque[Life] = deque(maxlen=KEEP_LIFE)
+        #: Ended requests, by their end.
+        self._ended: deque[RequestRecord] = deque()
 
     @property
     def kept_from(self) -> float:
         """The time from which on everything is known."""
-        oldest = self._closed[0].finished if len(self._closed) >= KEEP_TRIPS else None
-        return max(self._started, self._clock() - KEEP_S, oldest or 0.0)
+        kept_from = max(self._started, self._clock() - KEEP_S)
+        if len(self._ended) >= KEEP_REQUESTS:
+            kept_from = max(kept_from, _end_of(self._ended[0]))
+        return kept_from
 
     @property
     def n_waiting(self) -> int:
-        return self.n_open - sum(trip is not None for trip in self.seats) + len(self.held)
+        """Sequences without a seat."""
+        taken = sum(record is not None for record in self.seats)
+        return self.n_open - taken + len(self.held)
 
     def core_ready(self, info: EngineInfo) -> None:
         """A core starts, its step numbers beginning anew: ours go on rising."""
         self.seats = [None] * info.seats
         self.held.clear()
         self._holds = info.policy in HOLDING
-        self._renumber = self.records.last_step + 1
+        self._first_step = self.records.last_step + 1
 
     def core_lost(self, code: str) -> None:
-        """The core is gone: every open trip ends with this error."""
-        for trip in list(self.open()):
-            self._end(trip, "error", code, self.records.last_step, self._clock())
+        """The core is gone: every open request ends with this error."""
+        for record in list(self.open()):
+            self._end(record, "error", code, self.records.last_step, self._clock())
         self.seats = [None] * len(self.seats)
         self.held.clear()
 
     def submit(self, request: EngineRequest) -> None:
-        """A request arrives: one trip for each of its sequences."""
-        sampling, trips = request.sampling, []
-        for index in range(sampling.n):
-            self._numbers += 1
-            trips.append(
-                Trip(
-                    self._numbers,
-                    request.id,
-                    index,
-                    request.tenant,
-                    request.priority,
-                    len(request.prompt),
-                    sampling.max_tokens or 0,
-                    request.arrival,
-                    list(request.prompt) if self._keep_tokens else None,
-                )
-            )
-        self._trips[request.id] = trips
-        self.n_open += len(trips)
-        for trip in trips:
-            self._tell("queued", trip, self.records.last_step, request.arrival)
+        super().submit(request)
+        for record in self._records[request.id]:
+            self._add_event("queued", record, self.records.last_step, request.arrival)
 
     def take(self, report: StepReport) -> np.void | None:
-        """Take in a report; returns its record, renumbered, if it has one."""
-        record = self.records.add(report.record, self._renumber) if report.record else None
-        step, now = (
-            self.records.last_step,
-            self.records.last_ready if record is not None else self._clock(),
-        )
-        for rows in report.chunks:
-            if trip := self.trip(rows.request_id, rows.index):
-                trip.computed(step, rows)
-        for output in report.outputs:
-            self._output(output, step, now)
-        for event in report.life:
-            self._happened(event)
-        return record
+        """Take in a report; returns its step record, renumbered, if it has one."""
+        step_record = None
+        now = self._clock()
+        if report.record:
+            step_record = self.records.add(report.record, self._first_step)
+            now = self.records.last_ready
+        self.apply(report, self.records.last_step, now)
+        return step_record
 
-    def _output(self, output: SequenceOutput, step: int, t: float) -> None:
-        trip = self.trip(output.request_id, output.index)
-        if trip is None or trip.finished is not None:
-            return
-        if output.tokens and trip.took(output.tokens, step, t):
-            trip.cached_tokens = output.cached_tokens
-            self.cached_tokens += output.cached_tokens
-            self.first_tokens.append((t, t - trip.arrival))
-            self._tell("first_token", trip, step, t)
-        if output.finish is not None:
-            self._end(trip, output.finish, output.error.code if output.error else "", step, t)
+    def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
+        self.cached_tokens += record.cached_tokens
+        self.first_tokens.append((now, now - record.arrival))
+        self._add_event("first_token", record, step, now)
 
-    def _happened(self, event: Life) -> None:
-        """News of the step that was launched while the one before it ran: they take effect when
-        that is done.
-        """
-        step, t = event.step + self._renumber, max(event.t, self.records.last_ready)
+    def _take_event(self, event: Life) -> None:
         if event.event == "released":
-            self.held.discard(event.seat)
-            self.seats[event.seat] = None
-            self._add(Life("released", event.request_id, event.index, event.seat, step, t, 0, 0))
-            return
-        trip = self.trip(event.request_id, event.index)
-        if trip is None or trip.finished is not None:
-            return  # it ended between the plan and this report
-        if event.event == "seated":
-            self._board(trip, event.seat, step, t)
-        elif event.event == "preempted":
-            seat = trip.seat
-            trip.preemptions += 1
-            trip.leave(step - 1, t, "preempted")
-            self._vacate(seat, trip)
-            self._tell("preempted", trip, step, t, seat)
+            self._release(event)
+        else:
+            super()._take_event(event)
 
-    def _board(self, trip: Trip, seat: int, step: int, t: float) -> None:
-        if not trip.rides:
+    def _release(self, event: Life) -> None:
+        """A batch is over: it keeps this seat no longer."""
+        self.held.discard(event.seat)
+        self.seats[event.seat] = None
+        step = event.step + self._first_step
+        t = max(event.t, self._done)
+        self._add(Life("released", event.request_id, event.index, event.seat, step, t, 0, 0))
+
+    def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
+        if record.boarded is None:
             self.boarded += 1
-            self.waits.append((t, t - trip.arrival))
-        trip.board(seat, step, t)
+            self.waits.append((t, t - record.arrival))
+        super()._board(record, seat, step, t)
         self.held.discard(seat)
-        self.seats[seat] = trip
-        self._tell("seated", trip, step, t)
+        self.seats[seat] = record
+        self._add_event("seated", record, step, t)
 
-    def _end(self, trip: Trip, finish: str, code: str, step: int, t: float) -> None:
-        seat = trip.seat
-        trip.leave(step, t, finish)
-        trip.finished, trip.finish, trip.code = t, finish, code
-        self.n_open -= 1
-        if finish == "error" and not trip.rides and code not in ("engine_dead", "internal_error"):
+    def _preempt(self, record: RequestRecord, step: int, t: float) -> None:
+        seat = record.seat
+        super()._preempt(record, step, t)
+        self._vacate(seat, record)
+        self._add_event("preempted", record, step, t, seat)
+
+    def _end(self, record: RequestRecord, finish: str, code: str, step: int, t: float) -> None:
+        seat = record.seat
+        super()._end(record, finish, code, step, t)
+        if finish == "error" and not record.stays and code not in ENGINE_ERRORS:
             self.rejected[code] = self.rejected.get(code, 0) + 1
         else:
             self.finished[finish] += 1
-        self._vacate(seat, trip)
-        reason = code or finish
-        self._tell("aborted" if finish == "abort" else "finished", trip, step, t, seat, reason)
-        self._closed.append(trip)
+        self._vacate(seat, record)
+        event = "aborted" if finish == "abort" else "finished"
+        self._add_event(event, record, step, t, seat, code or finish)
+        self._ended.append(record)
         self._forget(t)
 
-    def _vacate(self, seat: int, trip: Trip) -> None:
+    def _vacate(self, seat: int, record: RequestRecord) -> None:
         """Its passenger has left: the seat is free, unless the batch keeps it."""
-        if seat < 0 or self.seats[seat] is not trip:
+        if seat < 0 or self.seats[seat] is not record:
             return
         if self._holds:
             self.held.add(seat)
@@ -190,30 +321,29 @@ class Journal:
 
     def _forget(self, now: float) -> None:
         """Let go of what is too old or too much."""
-        while self._closed and (
-            len(self._closed) > KEEP_TRIPS or (self._closed[0].finished or 0) < now - KEEP_S
-        ):
-            old = self._closed.popleft()
-            siblings = self._trips.get(old.request, [])
-            if all(trip.finished is not None for trip in siblings):
-                self._trips.pop(old.request, None)
+        while self._ended and self._may_go(now):
+            request_id = self._ended.popleft().request_id
+            siblings = self._records.get(request_id, [])
+            if all(record.finished is not None for record in siblings):
+                self._records.pop(request_id, None)
 
-    def _tell(
-        self, event: str, trip: Trip, step: int, t: float, seat: int | None = None, reason: str = ""
+    def _may_go(self, now: float) -> bool:
+        """True when the request that ended first need not be kept."""
+        return len(self._ended) > KEEP_REQUESTS or _end_of(self._ended[0]) < now - KEEP_S
+
+    def _add_event(
+        self,
+        event: str,
+        record: RequestRecord,
+        step: int,
+        t: float,
+        seat: int | None = None,
+        reason: str = "",
     ) -> None:
-        self._add(
-            Life(
-                event,
-                trip.request,
-                trip.index,
-                trip.seat if seat is None else seat,
-                step,
-                t,
-                trip.n_prompt,
-                trip.n_output,
-                reason,
-            )
-        )
+        """seat: where it happened, None for the seat it has now."""
+        at = record.seat if seat is None else seat
+        n_in, n_out = record.n_prompt, record.n_output
+        self._add(Life(event, record.request_id, record.index, at, step, t, n_in, n_out, reason))
 
     def _add(self, event: Life) -> None:
         self._life.append(event)
@@ -222,34 +352,26 @@ class Journal:
     def life_since(self, number: int) -> list[Life]:
         """Events after the first `number`, as far back as they are kept."""
         new = min(self.n_life - number, len(self._life))
-        return list(islice(self._life, len(self._life) - new, None)) if new > 0 else []
+        if new <= 0:
+            return []
+        return list(islice(self._life, len(self._life) - new, None))
 
-    def trip(self, request: str, index: int) -> Trip | None:
-        trips = self._trips.get(request)
-        return trips[index] if trips is not None and 0 <= index < len(trips) else None
-
-    def newest(self) -> Iterator[Trip]:
-        """All trips that are known, the newest first."""
-        for trips in reversed(self._trips.values()):
-            yield from reversed(trips)
-
-    def open(self) -> Iterator[Trip]:
-        """Trips that have not ended, the oldest first."""
-        return (trip for trips in self._trips.values() for trip in trips if trip.finished is None)
-
-    def rides(self, start: float, end: float) -> list[tuple[Trip, Ride]]:
+    def stays(self, start: float, end: float) -> list[tuple[RequestRecord, Stay]]:
         """Stays that touch the time from start to end, by their beginning."""
-        since = bisect_right(self._closed, start, key=lambda trip: trip.finished or 0.0)
-        trips = [*islice(self._closed, since, None), *self.open()]
-        found = [
-            (trip, ride)
-            for trip in trips
-            for ride in trip.rides
-            if ride.start < end and (ride.end is None or ride.end > start)
+        pairs = [
+            (record, stay)
+            for record in [*self.ended(start), *self.open()]
+            for stay in record.stays
+            if stay.start < end and (stay.end is None or stay.end > start)
         ]
-        return sorted(found, key=lambda pair: pair[1].start)
+        return sorted(pairs, key=lambda pair: pair[1].start)
 
-    def ended(self, start: float) -> list[Trip]:
-        """Trips that ended after `start`, by their end."""
-        since = bisect_right(self._closed, start, key=lambda trip: trip.finished or 0.0)
-        return list(islice(self._closed, since, None))
+    def ended(self, start: float) -> list[RequestRecord]:
+        """Requests that ended after `start`, by their end."""
+        since = bisect_right(self._ended, start, key=_end_of)
+        return list(islice(self._ended, since, None))
+
+
+def _end_of(record: RequestRecord) -> float:
+    """When it ended; of ended requests alone."""
+    return record.finished or 0.0

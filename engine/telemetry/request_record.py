@@ -1,148 +1,152 @@
-"""A sequence's whole way through the engine, as told by the engine's reports: what the page, its
-timelines and "why was I slow" are made of. Plain data, no clock.
+"""One sequence's way through an engine: the record that the history, the simulator and the benches
+fill, and that pages, figures and traces are made of. Plain data, no clock.
+
+All times are seconds of one clock: time.monotonic() of a server and of a bench, virtual time of the
+simulator.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from jitney.engine.messages import PromptRows
+import msgspec
 
-TripState = Literal["waiting", "prefill", "decode", "finished"]
+RequestState = Literal["waiting", "prefill", "decode", "finished"]
+#: Ends that gave the client what it asked for.
+SERVED = ("stop", "length")
 
 
-class ChunkDone(NamedTuple):
-    """Prompt positions start .. start + count - 1, computed by a step; `recomputed` of them not for
-    the first time.
-    """
+class PromptChunk(NamedTuple):
+    """Prompt positions start .. start + count - 1, computed by one step."""
 
     step: int
     start: int
     count: int
-    recomputed: int
+    recomputed: int  # so many of them had been computed before
 
 
-@dataclass(slots=True, eq=False)
-class Ride:
-    """One stay in a seat, from step `step` to step `last_step`; times are seconds of
-    time.monotonic().
-
-    start: when the device could begin the first step. first_token, first_step: when a token first
-    came of it. end, last_step, how: None, -1 and "" while on board; how: "preempted", or why the
-    sequence ended.
-    """
+class Stay(msgspec.Struct):
+    """One stay in a seat. Written by `history.RequestRecords`."""
 
     seat: int
+    #: Its first step.
     step: int
+    #: When the device could begin that step.
     start: float
+    #: When a token first came of this stay; None while none did.
     first_token: float | None = None
+    #: The step that brought it, -1 while none did.
     first_step: int = -1
+    #: When the seat was left; None while on board.
     end: float | None = None
+    #: The last step it took part in, -1 while on board.
     last_step: int = -1
+    #: "preempted", or why the sequence ended; empty while on board.
     how: str = ""
 
 
-@dataclass(slots=True, eq=False)
-class Trip:
-    """One sequence, from its arrival until it is forgotten. number: rises with each trip.
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """One sequence, from its arrival to its end.
 
-    finish, code: why it ended, and the error's code, empty while it goes on. tokens: the prompt's
-    ids and then the output's, None unless they are wanted.
+    Written by `history.RequestRecords` from a core's reports. A client that measures from outside
+    fills in what it can see, and leaves the rest as it is.
     """
 
+    #: Rises with each record of one history.
     number: int
-    request: str
-    index: int
-    tenant: str
-    priority: int
     n_prompt: int
-    max_tokens: int
+    #: When it came; in a bench when it should have come, so that time spent unsent counts too.
     arrival: float
-    tokens: list[int] | None = None
+    request_id: str = ""
+    #: Which of the request's `n` sequences it is.
+    index: int = 0
+    tenant: str = ""
+    priority: int = 0
+    #: Most output tokens it may have, 0: no limit of its own.
+    max_tokens: int = 0
+    #: Output tokens so far.
     n_output: int = 0
+    #: Prompt tokens found in the prefix cache when its first token came.
     cached_tokens: int = 0
+    #: How often it lost its seat to others.
     preemptions: int = 0
+    #: When it first boarded; None: never, or not known.
+    boarded: float | None = None
+    #: When its first output token came; None: never.
     first_token: float | None = None
+    #: When it ended; None while it goes on.
     finished: float | None = None
+    #: Why: a FinishReason, or the kind of a client's error; empty while it goes on.
     finish: str = ""
+    #: The error's code, if it ended with one.
     code: str = ""
-    rides: list[Ride] = field(default_factory=list)
-    chunks: list[ChunkDone] = field(default_factory=list)
+    #: In order of time; of them the last one may still last.
+    stays: list[Stay] = []
+    #: Prompt chunks that steps computed, in order.
+    chunks: list[PromptChunk] = []
+    #: The prompt's ids and then the output's; None unless they are wanted.
+    tokens: list[int] | None = None
+    #: When each output token (over HTTP: each piece of text) came; None unless they are wanted.
+    token_times: list[float] | None = None
 
     @property
-    def ride(self) -> Ride | None:
+    def served(self) -> bool:
+        """True when it ended as its client wished."""
+        return self.finish in SERVED
+
+    @property
+    def stay(self) -> Stay | None:
         """The stay it is on."""
-        return self.rides[-1] if self.rides and self.rides[-1].end is None else None
+        if not self.stays or self.stays[-1].end is not None:
+            return None
+        return self.stays[-1]
 
     @property
     def seat(self) -> int:
         """Its seat, -1 while it has none."""
-        ride = self.ride
-        return -1 if ride is None else ride.seat
+        stay = self.stay
+        return -1 if stay is None else stay.seat
 
     @property
-    def seated(self) -> float | None:
-        """When it first boarded."""
-        return self.rides[0].start if self.rides else None
-
-    @property
-    def state(self) -> TripState:
+    def state(self) -> RequestState:
         """prefill until the first token of its stay is out."""
         if self.finished is not None:
             return "finished"
-        ride = self.ride
-        if ride is None:
+        stay = self.stay
+        if stay is None:
             return "waiting"
-        return "prefill" if ride.first_token is None else "decode"
+        return "prefill" if stay.first_token is None else "decode"
 
     @property
     def n_computed(self) -> int:
         """Positions whose KV its present stay has computed, as far as the host knows."""
-        ride = self.ride
-        if ride is None:
+        stay = self.stay
+        if stay is None:
             return 0
-        if ride.first_token is not None:
+        if stay.first_token is not None:
             return self.n_prompt + self.n_output - 1
-        last = self.chunks[-1] if self.chunks else None
-        return last.start + last.count if last is not None and last.step >= ride.step else 0
+        if not self.chunks or self.chunks[-1].step < stay.step:
+            return 0
+        return self.chunks[-1].start + self.chunks[-1].count
 
     @property
-    def queued_s(self) -> float | None:
-        """Seconds from arrival to its first seat."""
-        return None if self.seated is None else max(0.0, self.seated - self.arrival)
+    def queue_s(self) -> float | None:
+        """Seconds from its arrival to its first seat."""
+        return None if self.boarded is None else max(0.0, self.boarded - self.arrival)
 
     @property
     def ttft_s(self) -> float | None:
+        """Seconds to its first token."""
         return None if self.first_token is None else max(0.0, self.first_token - self.arrival)
 
     @property
     def e2e_s(self) -> float | None:
+        """Seconds to its end."""
         return None if self.finished is None else max(0.0, self.finished - self.arrival)
 
-    def board(self, seat: int, step: int, t: float) -> None:
-        self.rides.append(Ride(seat, step, t))
-
-    def computed(self, step: int, rows: PromptRows) -> None:
-        self.chunks.append(ChunkDone(step, rows.start, rows.count, rows.recomputed))
-
-    def took(self, tokens: list[int], step: int, t: float) -> bool:
-        """New output tokens; True if they are the first of all. The token of a preempted sequence
-        may still come.
-        """
-        self.n_output += len(tokens)
-        if self.tokens is not None:
-            self.tokens += tokens
-        ride = self.rides[-1] if self.rides else None
-        if ride is not None and ride.first_token is None:
-            ride.first_token, ride.first_step = t, step
-        if self.first_token is not None:
-            return False
-        self.first_token = t
-        return True
-
-    def leave(self, step: int, t: float, how: str) -> None:
-        """The seat is free after `step`, done at t."""
-        ride = self.ride
-        if ride is not None:
-            ride.end, ride.last_step, ride.how = max(t, ride.start), step, how
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per output token after the first; None for fewer than two tokens."""
+        if self.first_token is None or self.finished is None or self.n_output < 2:
+            return None
+        return (self.finished - self.first_token) / (self.n_output - 1)

@@ -27,7 +27,7 @@ ROWS = {"prefill": 20, "decode": 3, "padding": 6, "recomputed": 1, "past_end": 1
 class StageClient(FakeClient):
     """Four seats, ten pages. asked: how often somebody wanted the seats or the pages.
 
-    What a test says of a seat reaches the journal as the core's own reports would bring it.
+    What a test says of a seat reaches the history as the core's own reports would bring it.
     """
 
     def __init__(self, **info: Any):
@@ -58,55 +58,59 @@ class StageClient(FakeClient):
         self._tell(self._seats[number])
 
     def _tell(self, slot: Slot) -> None:
-        """Have the journal's seat be as the slot says."""
-        there, now = self.journal.seats[slot.seat], time.monotonic()
-        if there is not None and (there.request, there.index) != (slot.request_id, slot.index):
-            self.journal.take(
+        """Have the history's seat be as the slot says."""
+        there, now = self.history.seats[slot.seat], time.monotonic()
+        if there is not None and (there.request_id, there.index) != (slot.request_id, slot.index):
+            self.history.take(
                 StepReport(
-                    [SequenceOutput(request_id=there.request, index=there.index, finish="length")]
+                    [
+                        SequenceOutput(
+                            request_id=there.request_id, index=there.index, finish="length"
+                        )
+                    ]
                 )
             )
         if slot.request_id is None:
             return
-        trip = self.journal.trip(slot.request_id, slot.index)
-        if trip is None:
+        request = self.history.find(slot.request_id, slot.index)
+        if request is None:
             sampling = SamplingParams(max_tokens=slot.max_tokens or 16, n=slot.index + 1)
-            self.journal.submit(
+            self.history.submit(
                 EngineRequest(
                     id=slot.request_id, prompt=[1] * slot.n_prompt, sampling=sampling, arrival=now
                 )
             )
-            trip = self.journal.trip(slot.request_id, slot.index)
-        assert trip is not None
+            request = self.history.find(slot.request_id, slot.index)
+        assert request is not None
         life = (
             []
-            if trip.seat == slot.seat
+            if request.seat == slot.seat
             else [
                 Life(
                     "seated",
                     slot.request_id,
                     slot.index,
                     slot.seat,
-                    self.journal.records.last_step,
+                    self.history.records.last_step,
                     now,
                     0,
                     0,
                 )
             ]
         )
-        self.journal.take(StepReport([], life=life))
+        self.history.take(StepReport([], life=life))
         rows = (
             [PromptRows(slot.request_id, slot.index, 0, slot.n_computed, 0)]
             if slot.state == "prefill"
             else []
         )
-        tokens = [1] * (slot.n_output - trip.n_output)
+        tokens = [1] * (slot.n_output - request.n_output)
         outputs = (
             [SequenceOutput(request_id=slot.request_id, index=slot.index, tokens=tokens)]
             if tokens
             else []
         )
-        self.journal.take(StepReport(outputs, chunks=rows))
+        self.history.take(StepReport(outputs, chunks=rows))
 
     def step(self, **fields: float) -> np.void:
         """One more step record, as the core would send it."""
@@ -123,7 +127,7 @@ class StageClient(FakeClient):
         } | fields
         for name, value in given.items():
             record[name] = value
-        taken = self.journal.take(StepReport([], record.tobytes()))
+        taken = self.history.take(StepReport([], record.tobytes()))
         assert taken is not None
         self.kept.append(taken)
         self.counters.observe_step(taken)

@@ -304,13 +304,13 @@ def test_a_form_of_another_site_cannot_sign_in(client):
 
 
 def test_text_is_shown_only_where_the_server_allows_it(client):
-    trip = client.journal.trip("req-a", 0)
+    request = client.history.find("req-a", 0)
     assert get(page(client), "/request/req-a").json()["text"] is None
     app = create_dashboard(client, ServerSettings(), decode=lambda ids: "".join(map(chr, ids)))
     assert get(app, "/request/req-a").json()["text"] is None, (
         "tokens that were not kept cannot be shown"
     )
-    trip.tokens = [104, 105, 33, 63, 63, 111, 107]
+    request.tokens = [104, 105, 33, 63, 63, 111, 107]
     assert get(app, "/request/req-a").json()["text"] == {"prompt": "hi!??", "answer": "ok"}
     assert get(page(client), "/request/req-a").json()["text"] is None
     listed = json.dumps(get(app, "/requests").json())

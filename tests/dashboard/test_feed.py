@@ -73,7 +73,7 @@ def test_a_key_frame_is_the_engines_own_arrays(client):
     assert key["s"]["step_s"] == pytest.approx(0.063, abs=1e-6) and key["s"][
         "gap_s"
     ] == pytest.approx(0.003, abs=1e-6)
-    assert key["life"] == client.journal.n_life and key["hist"]["wait"]["counts"][0] == 3
+    assert key["life"] == client.history.n_life and key["hist"]["wait"]["counts"][0] == 3
 
 
 def test_hello_says_what_runs(client):
@@ -321,7 +321,7 @@ def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
 
 def test_record_columns_are_the_newest_records(client, monkeypatch):
     monkeypatch.setattr(sse, "MAX_RECORDS", 2)
-    records, ready = client.journal.records.steps(-1, 99)
+    records, ready = client.history.records.steps(-1, 99)
     told = sse.record_columns(records, ready, 5.0)
     assert told["left_out"] == 1 and told["columns"]["step"] == [1, 2] and told["t"] == 5.0
     for name in client.kept[0].dtype.names:
@@ -352,7 +352,7 @@ def test_notes_of_refusals_and_of_the_end(client):
     async def session() -> list[tuple[str, Any]]:
         with Feed(client, hz=100).viewer() as viewer:
             await take(viewer, 2)
-            client.journal.rejected = {"queue_full": 25}
+            client.history.rejected = {"queue_full": 25}
             client.counters.engine_restarts = 1
             client.state = "dead"
             return await take(viewer, 5)
@@ -367,7 +367,7 @@ def test_notes_of_refusals_and_of_the_end(client):
 
 
 def test_a_held_seat_is_told(client):
-    client.journal.held.add(3)
+    client.history.held.add(3)
     key = watch(Feed(client), 2)[1][1]
     assert list(base64.b64decode(key["seats"]["state"])) == [2, 1, 0, 3]
     assert Slot(seat=0, state="held").state in sse.SEAT_STATES

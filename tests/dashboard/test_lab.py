@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from api_fakes import FakeClient, call, run
-from journal_fakes import Watched
+from history_fakes import Watched
 from page_fakes import get, page
 from starlette.applications import Starlette
 
@@ -33,7 +33,7 @@ def served_client(requests: int = 12) -> FakeClient:
     """
     watched = Watched()
     watched.clock.now = time.monotonic() - 20
-    watched.journal._started = watched.clock.now
+    watched.history._started = watched.clock.now
     for number in range(requests):
         watched.add(
             f"r{number}",
@@ -44,16 +44,16 @@ def served_client(requests: int = 12) -> FakeClient:
         watched.step()
     watched.run()
     client = FakeClient(seats=4, pages=32, page_size=8, context_length=64)
-    client.journal = watched.journal
+    client.history = watched.history
     return client
 
 
 def interrupted_client() -> FakeClient:
     """An engine in whose record 24 requests end, 23 of them after a hit of 8 prompt tokens; at its
-    end four more ride, two wait, two were refused and one has left the queue."""
+    end four more sit, two wait, two were refused and one has left the queue."""
     watched = Watched(max_requests=3)
     watched.clock.now = time.monotonic() - 20
-    watched.journal._started = watched.clock.now
+    watched.history._started = watched.clock.now
     for number in range(24):
         watched.add(
             f"r{number}",
@@ -74,7 +74,7 @@ def interrupted_client() -> FakeClient:
     watched.core.abort("impatient")
     watched.step()
     client = FakeClient(seats=4, pages=32, page_size=4, context_length=64)
-    client.journal = watched.journal
+    client.history = watched.history
     return client
 
 
@@ -146,8 +146,8 @@ def test_everybody_is_counted():
     for policy, simulated in found["policies"].items():
         assert simulated["figures"]["requests"] == frame["requests"], policy
         assert sum(simulated["figures"]["finish"].values()) == frame["requests"]
-    trips = list(client.journal.newest())
-    assert found["measured"]["output_tokens"] == sum(trip.n_output for trip in trips)
+    requests = list(client.history.newest())
+    assert found["measured"]["output_tokens"] == sum(request.n_output for request in requests)
     assert found["measured"]["finish"] == {
         "length": 24,
         "decode": 4,
@@ -158,16 +158,18 @@ def test_everybody_is_counted():
 
 
 def test_the_length_of_an_answer_that_nobody_saw_is_that_of_another():
-    trips = sorted(interrupted_client().journal.newest(), key=lambda trip: trip.arrival)
-    lengths = np.array(sorted(trip.n_output for trip in trips if trip.finish in ("stop", "length")))
-    for trip in trips:
-        asked = wanted(trip, lengths)
-        if trip.finished is None:
-            assert trip.n_output < asked <= trip.max_tokens
-        elif not trip.rides:
-            assert asked in lengths.tolist() or asked == trip.max_tokens
+    requests = sorted(interrupted_client().history.newest(), key=lambda request: request.arrival)
+    lengths = np.array(
+        sorted(request.n_output for request in requests if request.finish in ("stop", "length"))
+    )
+    for request in requests:
+        asked = wanted(request, lengths)
+        if request.finished is None:
+            assert request.n_output < asked <= request.max_tokens
+        elif not request.stays:
+            assert asked in lengths.tolist() or asked == request.max_tokens
         else:
-            assert asked == max(1, trip.n_output)
+            assert asked == max(1, request.n_output)
 
 
 def test_recorded_hits_are_not_computed_again():
@@ -195,7 +197,7 @@ def test_the_prediction_tells_its_error():
 def test_clients_that_wait_are_replayed_as_such():
     watched = Watched()
     watched.clock.now = time.monotonic() - 20
-    watched.journal._started = watched.clock.now
+    watched.history._started = watched.clock.now
     for number in range(40):
         while len(watched.core.scheduler.roster.groups) >= 3:
             watched.step()
@@ -204,7 +206,7 @@ def test_clients_that_wait_are_replayed_as_such():
         )
     watched.run()
     client = FakeClient(seats=4, pages=32, page_size=8, context_length=64)
-    client.journal = watched.journal
+    client.history = watched.history
     _, found = work_of(client, Wish(policies=["static", "continuous"]))
     assert found["closed_loop"] == 3
     static = found["policies"]["static"]["figures"]
@@ -309,11 +311,13 @@ def test_a_running_experiment_can_be_stopped_and_has_its_time():
 
 
 def test_traffic_is_lengths_and_times_alone():
-    journal = served_client().journal
-    trips = sorted(journal.ended(0), key=lambda trip: trip.arrival)
-    traffic = arrivals(trips, trips[0].arrival)
-    assert [a.n_output for a in traffic] == [trip.n_output for trip in trips] and traffic[0].at == 0
-    assert traffic[-1].at == pytest.approx(trips[-1].arrival - trips[0].arrival)
+    history = served_client().history
+    requests = sorted(history.ended(0), key=lambda request: request.arrival)
+    traffic = arrivals(requests, requests[0].arrival)
+    assert [a.n_output for a in traffic] == [request.n_output for request in requests] and traffic[
+        0
+    ].at == 0
+    assert traffic[-1].at == pytest.approx(requests[-1].arrival - requests[0].arrival)
     assert {a.tenant for a in traffic} == {"0"}
 
 

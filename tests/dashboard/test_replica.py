@@ -10,33 +10,33 @@ import random
 import numpy as np
 import pytest
 from api_fakes import FakeClient
-from journal_fakes import INFO, Watched
+from history_fakes import INFO, Watched
 
 from jitney.dashboard import snapshot, sse
 from jitney.dashboard.replica import EventReader, Replica, SeatView
 
 
 class Mirror(FakeClient):
-    """A client whose journal is a real core's."""
+    """A client whose history is a real core's."""
 
     def __init__(self, watched: Watched):
         super().__init__(seats=4, page_size=4)
-        self.journal = watched.journal
+        self.history = watched.history
         self.watched = watched
 
     def look(self) -> snapshot.Look:
         core = self.watched.core
-        records = self.journal.records.since(-1)
+        records = self.history.records.since(-1)
         return snapshot.Look(
             t=self.watched.clock(),
-            step=self.journal.records.last_step,
+            step=self.history.records.last_step,
             state="ready",
             age=0.0,
             progress=None,
-            seats=snapshot.seat_columns(self.journal),
+            seats=snapshot.seat_columns(self.history),
             pages=snapshot.page_cells(core.scheduler.pool.states().tobytes()),
             scalars=snapshot.scalars(self, records[-1:]),
-            n_life=self.journal.n_life,
+            n_life=self.history.n_life,
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from api_fakes import FakeClient, make_app
-from journal_fakes import random_run
+from history_fakes import random_run
 from page_fakes import get, page
 
 from jitney.dashboard import report, timeline
@@ -50,7 +50,7 @@ class Reader(HTMLParser):
 
 
 def snapshot(client: FakeClient, minutes: float = 1.0) -> tuple[Reader, dict[str, Any]]:
-    clock = client.journal._clock()
+    clock = client.history._clock()
     reader = Reader(
         report.report(client, minutes, [{"level": "warn", "msg": "<b>note</b>"}], clock, 0.0)
     )  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def snapshot(client: FakeClient, minutes: float = 1.0) -> tuple[Reader, dict[str
 def test_a_report_is_one_file_and_its_numbers_are_the_engines():
     watched = random_run(2)
     client = FakeClient(seats=4)
-    client.journal = watched.journal
+    client.history = watched.history
     reader, charts = snapshot(client)
     assert not [
         tag
@@ -71,17 +71,17 @@ def test_a_report_is_one_file_and_its_numbers_are_the_engines():
     assert "plotly.js v" in reader.scripts[0][:300]
     places = {attributes.get("id") for tag, attributes in reader.tags if tag == "div"}
     assert places >= charts.keys()
-    records = watched.journal.records.since(-1)
+    records = watched.history.records.since(-1)
     now = watched.clock.now
-    start, end = timeline.window(watched.journal, now - 60, now, now)
+    start, end = timeline.window(watched.history, now - 60, now, now)
     width = (end - start) / report.BINS
     for trace in charts["ledger"]["data"]:
         kind = next(kind.name for kind in ROW_KIND_TABLE.values() if kind.label == trace["name"])
         assert sum(trace["y"]) * width == pytest.approx(int(records[kind].sum()), rel=0.02, abs=0.5)
     drawn = sum(sum(trace["x"]) for trace in charts["seats"]["data"])
-    rides = [ride for _, ride in watched.journal.rides(0, 1e9)]
-    assert drawn == pytest.approx(sum((ride.end or 0) - ride.start for ride in rides), rel=0.01)
-    assert any(trip.request + " 0" in reader.cells for trip in watched.journal.newest())
+    stays = [stay for _, stay in watched.history.stays(0, 1e9)]
+    assert drawn == pytest.approx(sum((stay.end or 0) - stay.start for stay in stays), rel=0.01)
+    assert any(request.request_id + " 0" in reader.cells for request in watched.history.newest())
 
 
 def test_markup_stays_text(client):

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from api_fakes import FakeClient
 from fakes import FakeClock
-from journal_fakes import Watched, random_run
+from history_fakes import Watched, random_run
 from page_fakes import get, page
 
 from jitney.dashboard import latency, request_detail, timeline
 from jitney.engine.messages import StepReport
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 
 
 def serve(watched: Watched):
-    """The page of a journal; its clock and ours differ, so times in queries are always given."""
+    """The page of a history; its clock and ours differ, so times in queries are always given."""
     client = FakeClient()
-    client.journal = watched.journal
+    client.history = watched.history
     return page(client)
 
 
@@ -36,10 +36,10 @@ def two_in_one_seat() -> Watched:
     return watched
 
 
-def told(watched: Watched, request: str, index: int = 0) -> dict:
-    trip = watched.journal.trip(request, index)
-    assert trip is not None
-    return json.loads(json.dumps(request_detail.story(watched.journal, trip, watched.clock())))
+def told(watched: Watched, request_id: str, index: int = 0) -> dict:
+    request = watched.history.find(request_id, index)
+    assert request is not None
+    return json.loads(json.dumps(request_detail.story(watched.history, request, watched.clock())))
 
 
 def test_a_story_told_by_hand():
@@ -59,19 +59,19 @@ def test_a_story_told_by_hand():
 @pytest.mark.parametrize("pages", [33, 13])
 def test_causes_add_up_to_the_time_it_took(seed: int, pages: int):
     watched = random_run(seed, pages=pages)
-    for trip in watched.journal.newest():
-        story = told(watched, trip.request, trip.index)
+    for request in watched.history.newest():
+        story = told(watched, request.request_id, request.index)
         assert sum(cause["seconds"] for cause in story["why"]) == pytest.approx(
             story["e2e_s"], abs=2e-3
         )
         assert [c["seconds"] for c in story["why"]] == sorted(
             (c["seconds"] for c in story["why"]), reverse=True
         )
-        assert len(story["cadence"]["t"]) == trip.n_output
+        assert len(story["cadence"]["t"]) == request.n_output
         assert story["cadence"]["t"] == sorted(story["cadence"]["t"])
         edges = [edge for phase in story["phases"] for edge in (phase["from"], phase["to"])]
         assert edges == sorted(edges) and edges[-1] == pytest.approx(story["finished"], abs=2e-3)
-        if trip.preemptions and len(trip.rides) > 1:
+        if request.preemptions and len(request.stays) > 1:
             assert "preemption" in {cause["code"] for cause in story["why"]}
 
 
@@ -86,10 +86,10 @@ def test_sharers_are_the_other_seats_of_the_step():
 
 
 def test_a_slow_step_is_named():
-    """A journal fed by hand: 5 steps of 10 ms, but the third compiles for a second."""
-    journal, clock = Journal(clock=FakeClock()), 0.0
+    """A history fed by hand: 5 steps of 10 ms, but the third compiles for a second."""
+    history, clock = History(clock=FakeClock()), 0.0
     watched = Watched()
-    journal = watched.journal
+    history = watched.history
     watched.add("a", [1, 2, 3], max_tokens=5, ignore_eos=True)
     for number in range(6):
         report = watched.core.step()
@@ -104,7 +104,7 @@ def test_a_slow_step_is_named():
             for name in ("plan_s", "batch_s", "launch_s", "gap_s"):
                 record[name] = 0
             clock += 1.0 if slow else 0.01
-        journal.take(
+        history.take(
             StepReport(
                 report.outputs,
                 record.tobytes() if record is not None else b"",
@@ -156,9 +156,9 @@ def test_listing_pages_through_all_and_filters():
         if answer["next"] is None:
             break
         cursor = f"&cursor={answer['next']}"
-    assert seen == [(trip.request, trip.index) for trip in watched.journal.newest()] and seen[
-        0
-    ] == ("new", 1)
+    assert seen == [
+        (request.request_id, request.index) for request in watched.history.newest()
+    ] and seen[0] == ("new", 1)
     waiting = get(app, "/requests?state=waiting").json()["requests"]
     assert [row["request"] for row in waiting] == ["new", "new"]
     assert len(get(app, "/requests?state=finished&limit=1000").json()["requests"]) == len(seen) - 2
@@ -206,9 +206,9 @@ def test_the_list_is_not_for_strangers(client):
 
 def test_bins_add_up_and_rides_cover_the_seats():
     watched = random_run(2, pages=13)
-    journal, end = watched.journal, watched.clock()
-    shown = json.loads(json.dumps(timeline.timeline(journal, 0.0, end, 37, end)))
-    records = journal.records.since(-1)
+    history, end = watched.history, watched.clock()
+    shown = json.loads(json.dumps(timeline.timeline(history, 0.0, end, 37, end)))
+    records = history.records.since(-1)
     bins = shown["bins"]
     assert sum(bins["steps"]) == len(records) and len(bins["t"]) == 37
     for kind in ROW_KINDS:
@@ -220,17 +220,17 @@ def test_bins_add_up_and_rides_cover_the_seats():
     )
     assert max(v for v in bins["waiting"] if v is not None) == int(records["waiting"].max())
     assert any(value is not None for value in bins["itl_p95"])
-    rides = shown["rides"]
-    assert len(rides["seat"]) == sum(len(trip.rides) for trip in journal.newest())
-    assert len(set(map(len, rides.values()))) == 1 and rides["from"] == sorted(rides["from"])
-    assert set(rides["end"]) <= {"stop", "length", "abort", "preempted"}
+    stays = shown["rides"]
+    assert len(stays["seat"]) == sum(len(request.stays) for request in history.newest())
+    assert len(set(map(len, stays.values()))) == 1 and stays["from"] == sorted(stays["from"])
+    assert set(stays["end"]) <= {"stop", "length", "abort", "preempted"}
 
 
 def test_a_bin_holds_its_own_steps_only():
     watched = random_run(4)
-    journal, end = watched.journal, watched.clock()
-    records, ready = journal.records.between(0, end)
-    shown = timeline.binned(journal, 0.0, end, 10)
+    history, end = watched.history, watched.clock()
+    records, ready = history.records.between(0, end)
+    shown = timeline.binned(history, 0.0, end, 10)
     for number in range(10):
         low, high = number * end / 10, (number + 1) * end / 10
         inside = records[(ready > low) & (ready <= high)]
@@ -249,14 +249,14 @@ def test_gaps_between_tokens_are_those_of_the_streams():
     watched = random_run(5)
     gaps = sorted(
         round(gap, 6)
-        for trip in watched.journal.newest()
-        if trip.finish != "abort"
-        for gap in np.diff(told(watched, trip.request, trip.index)["cadence"]["t"])
+        for request in watched.history.newest()
+        if request.finish != "abort"
+        for gap in np.diff(told(watched, request.request_id, request.index)["cadence"]["t"])
     )
-    _, values, weights = latency.samples(watched.journal, 0, 1e9)["itl"]
+    _, values, weights = latency.samples(watched.history, 0, 1e9)["itl"]
     assert int(weights.sum()) == pytest.approx(len(gaps), rel=0.05)  # aborted streams had some, too
     assert float(np.repeat(values, weights).mean()) == pytest.approx(float(np.mean(gaps)), rel=0.05)
-    histogram = latency.histograms(watched.journal, 0, 1e9)["itl"]
+    histogram = latency.histograms(watched.history, 0, 1e9)["itl"]
     assert (
         sum(histogram["counts"]) == int(weights.sum())
         and len(histogram["counts"]) == len(histogram["bounds"]) + 1
@@ -265,7 +265,7 @@ def test_gaps_between_tokens_are_those_of_the_streams():
 
 def test_the_trace_is_one_that_chrome_reads():
     watched = two_in_one_seat()
-    events = json.loads(timeline.trace(watched.journal, 0, 1e9, watched.clock(), "m"))[
+    events = json.loads(timeline.trace(watched.history, 0, 1e9, watched.clock(), "m"))[
         "traceEvents"
     ]
     spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
@@ -278,7 +278,7 @@ def test_the_trace_is_one_that_chrome_reads():
     for before, after in pairwise(spans):
         assert before["ts"] + before["dur"] <= after["ts"] + 1
     steps = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
-    assert [event["args"]["step"] for event in steps] == watched.journal.records.since(-1)[
+    assert [event["args"]["step"] for event in steps] == watched.history.records.since(-1)[
         "step"
     ].tolist()
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {

@@ -22,7 +22,7 @@ from jitney.engine.api.protocol import http_protocol
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import Progress, Slots
 from jitney.engine.process.client import EngineCounters, EngineState
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 from jitney.engine.types import (
     EngineInfo,
     EngineRequest,
@@ -97,7 +97,7 @@ class FakeClient:
         self.state: EngineState = "ready"
         self.progress: Progress | None = None
         self.counters = EngineCounters()
-        self.journal = Journal()
+        self.history = History()
         self.script = script or Script()
         self.scripts: list[Script] = []  # one per coming request; then `script` again
         self.requests: list[EngineRequest] = []
@@ -124,7 +124,7 @@ class FakeClient:
             max_waiting_requests=256,
         )
         self.info: EngineInfo | None = EngineInfo(**(defaults | info))
-        self.journal.core_ready(self.info)
+        self.history.core_ready(self.info)
 
     def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
         if self.state != "ready":
@@ -234,7 +234,7 @@ class FakeClient:
         return (await self.slots()).page_states
 
     def records(self, after_step: int) -> np.ndarray:
-        return self.journal.records.since(after_step)
+        return self.history.records.since(after_step)
 
     def last_step_age(self) -> float:
         return self.age

@@ -10,7 +10,7 @@ from typing import Any
 import gguf_files
 import msgspec
 import pytest
-from journal_fakes import INFO
+from history_fakes import INFO
 
 from jitney.engine import LLM, SamplingParams, messages
 from jitney.engine.checkpoints.model_config import tiny_config

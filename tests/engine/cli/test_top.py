@@ -31,7 +31,7 @@ def busy_client() -> FakeClient:
     client = FakeClient()
     for name in ("writer", "reader"):
         sampling = SamplingParams(max_tokens=8)
-        client.journal.submit(
+        client.history.submit(
             EngineRequest(id=name, prompt=[1] * 5, sampling=sampling, arrival=0.0)
         )
     record = np.zeros(1, STEP_DTYPE)
@@ -40,8 +40,8 @@ def busy_client() -> FakeClient:
         Life("seated", name, 0, seat, 1, 0.0, 5, 0)
         for seat, name in enumerate(("writer", "reader"))
     ]
-    client.journal.take(StepReport([], life=life))
-    taken = client.journal.take(
+    client.history.take(StepReport([], life=life))
+    taken = client.history.take(
         StepReport([SequenceOutput(request_id="writer", index=0, tokens=[1] * 4)], record.tobytes())
     )
     client.counters.observe_step(taken)

@@ -113,9 +113,9 @@ def test_requests_come_back_token_by_token_and_records_with_them():
             records = client.records(after_step=1)
             assert records["step"].tolist() == list(range(2, 2 + len(records)))
             assert client.counters.rows["decode"] == 9
-            assert await client.page_states() == b"" and client.journal.finished["length"] == 3
-            trip = client.journal.trip("b", 1)
-            assert trip is not None and (trip.state, trip.n_output, trip.finish) == (
+            assert await client.page_states() == b"" and client.history.finished["length"] == 3
+            record = client.history.find("b", 1)
+            assert record is not None and (record.state, record.n_output, record.finish) == (
                 "finished",
                 3,
                 "length",

@@ -1,4 +1,4 @@
-"""The journal against the core itself: after every report it knows who sits where, and each token's
+"""The history against the core itself: after every report it knows who sits where, and each token's
 step.
 """
 
@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakeClock, device_of, ends_of, make_core, make_request
-from journal_fakes import INFO, Watched, random_run
+from history_fakes import INFO, Watched, random_run
 
 from jitney.engine import messages
 from jitney.engine.core import EngineCore
 from jitney.engine.records import RecordRing
 from jitney.engine.telemetry.history import KEEP_S
-from jitney.engine.telemetry.request_record import Trip
+from jitney.engine.telemetry.request_record import RequestRecord
 
 
-def steps_of(trip: Trip) -> list[int]:
+def steps_of(request: RequestRecord) -> list[int]:
     """Steps that brought a token: all of a stay from its first token on."""
     return [
         step
-        for ride in trip.rides
-        if ride.first_token is not None
-        for step in range(ride.first_step, ride.last_step + 1)
+        for stay in request.stays
+        if stay.first_token is not None
+        for step in range(stay.first_step, stay.last_step + 1)
     ]
 
 
@@ -40,30 +40,36 @@ def steps_of(trip: Trip) -> list[int]:
     ],
     ids=["room", "tight", "static", "dynamic"],
 )
-def test_the_journal_knows_what_the_core_knows(seed: int, core: dict[str, Any]):
+def test_the_history_knows_what_the_core_knows(seed: int, core: dict[str, Any]):
     watched = random_run(seed, **core)
     ends = ends_of(watched.outputs)
-    trips = {(trip.request, trip.index): trip for trip in watched.journal.newest()}
-    assert trips.keys() == ends.keys() and not list(watched.journal.open())
+    requests = {
+        (request.request_id, request.index): request for request in watched.history.newest()
+    }
+    assert requests.keys() == ends.keys() and not list(watched.history.open())
     for key, end in ends.items():
-        trip = trips[key]
+        request = requests[key]
         tokens = [out for out in watched.outputs if (out.request_id, out.index) == key]
-        assert trip.n_output == sum(len(out.tokens) for out in tokens) and trip.finish == end.finish
+        assert (
+            request.n_output == sum(len(out.tokens) for out in tokens)
+            and request.finish == end.finish
+        )
         first = next((out for out in tokens if out.tokens), None)
-        assert (trip.first_token is None) == (first is None)
+        assert (request.first_token is None) == (first is None)
         if end.finish != "abort":
-            assert len(steps_of(trip)) == trip.n_output, (trip.rides, trip.n_output)
-            computed = sum(chunk.count for chunk in trip.chunks if not chunk.recomputed)
-            assert computed <= trip.n_prompt + trip.n_output
+            assert len(steps_of(request)) == request.n_output, (request.stays, request.n_output)
+            computed = sum(chunk.count for chunk in request.chunks if not chunk.recomputed)
+            assert computed <= request.n_prompt + request.n_output
         if first is not None and first.queued_s is not None:
-            assert trip.queued_s is not None and trip.queued_s == pytest.approx(
+            assert request.queue_s is not None and request.queue_s == pytest.approx(
                 first.queued_s, abs=0.02
             )
     # Who is preempted while its last token is in flight may have ended before we hear of it.
     assert (
-        sum(trip.preemptions for trip in trips.values()) <= watched.core.ledger.totals["preempted"]
+        sum(request.preemptions for request in requests.values())
+        <= watched.core.ledger.totals["preempted"]
     )
-    assert watched.journal.boarded == sum(bool(trip.rides) for trip in trips.values())
+    assert watched.history.boarded == sum(bool(request.stays) for request in requests.values())
 
 
 @pytest.mark.usefixtures("rash")
@@ -73,9 +79,9 @@ def test_tight_runs_do_preempt():
 
 def test_rides_of_a_seat_never_overlap():
     watched = random_run(3, pages=13)
-    rides = sorted((ride.seat, ride.start, ride.end) for _, ride in watched.journal.rides(-1, 1e9))
-    assert len(rides) > 20
-    for (seat, _, end), (other, start, _) in pairwise(rides):
+    stays = sorted((stay.seat, stay.start, stay.end) for _, stay in watched.history.stays(-1, 1e9))
+    assert len(stays) > 20
+    for (seat, _, end), (other, start, _) in pairwise(stays):
         assert seat != other or end is None or end <= start
 
 
@@ -84,7 +90,7 @@ def test_life_is_told_in_order():
     watched.add("a", [1, 2, 3], max_tokens=3, ignore_eos=True)
     while watched.core.has_work:
         watched.step()
-    events = watched.journal.life_since(0)
+    events = watched.history.life_since(0)
     assert [(e.event, e.seat, e.n_in, e.n_out, e.reason) for e in events] == [
         ("queued", -1, 3, 0, ""),
         ("seated", 0, 3, 0, ""),
@@ -94,7 +100,7 @@ def test_life_is_told_in_order():
     assert [e.step for e in events[1:]] == [1, 1, 3] and [e.t for e in events] == sorted(
         e.t for e in events
     )
-    assert watched.journal.life_since(3) == events[3:] and watched.journal.life_since(4) == []
+    assert watched.history.life_since(3) == events[3:] and watched.history.life_since(4) == []
 
 
 def test_refusals_are_counted_apart():
@@ -102,10 +108,10 @@ def test_refusals_are_counted_apart():
     for number in range(8):
         watched.add(f"r{number}", [1, 2], max_tokens=2, ignore_eos=True)
     watched.step()
-    assert watched.journal.rejected == {"queue_full": 3}
+    assert watched.history.rejected == {"queue_full": 3}
     while watched.core.has_work:
         watched.step()
-    assert watched.journal.finished["length"] == 5 and watched.journal.finished["error"] == 0
+    assert watched.history.finished["length"] == 5 and watched.history.finished["error"] == 0
 
 
 def test_a_lost_core_ends_every_trip_and_steps_go_on_rising():
@@ -113,17 +119,17 @@ def test_a_lost_core_ends_every_trip_and_steps_go_on_rising():
     watched.add("a", [1, 2, 3], max_tokens=30, ignore_eos=True)
     for _ in range(5):
         watched.step()
-    watched.journal.core_lost("engine_dead")
-    trip = watched.journal.trip("a", 0)
-    assert trip is not None and (trip.state, trip.code) == ("finished", "engine_dead")
-    assert watched.journal.seats == [None] * 4 and watched.journal.n_open == 0
-    before = watched.journal.records.last_step
+    watched.history.core_lost("engine_dead")
+    request = watched.history.find("a", 0)
+    assert request is not None and (request.state, request.code) == ("finished", "engine_dead")
+    assert watched.history.seats == [None] * 4 and watched.history.n_open == 0
+    before = watched.history.records.last_step
     watched.core = make_core(clock=watched.clock)
-    watched.journal.core_ready(INFO)
+    watched.history.core_ready(INFO)
     watched.add("b", [1], max_tokens=2, ignore_eos=True)
     while watched.core.has_work:
         watched.step()
-    steps = watched.journal.records.since(-1)["step"]
+    steps = watched.history.records.since(-1)["step"]
     assert steps[-1] > before and np.all(np.diff(steps) > 0)
 
 
@@ -133,29 +139,29 @@ def test_old_trips_are_forgotten():
     while watched.core.has_work:
         watched.step()
     watched.clock.now += KEEP_S + 1
-    assert watched.journal.trip("old", 0) is not None
+    assert watched.history.find("old", 0) is not None
     watched.add("new", [1], max_tokens=1)
     while watched.core.has_work:
         watched.step()
-    assert watched.journal.trip("old", 0) is None and watched.journal.trip("new", 0) is not None
+    assert watched.history.find("old", 0) is None and watched.history.find("new", 0) is not None
 
 
 def test_tokens_are_kept_only_if_asked_for():
     watched = Watched()
-    watched.journal._keep_tokens = True
+    watched.history._keep_tokens = True
     watched.add("a", [1, 2], max_tokens=3, ignore_eos=True)
     while watched.core.has_work:
         watched.step()
-    trip = watched.journal.trip("a", 0)
+    request = watched.history.find("a", 0)
     assert (
-        trip is not None
-        and trip.tokens is not None
-        and trip.tokens[:2] == [1, 2]
-        and len(trip.tokens) == 5
+        request is not None
+        and request.tokens is not None
+        and request.tokens[:2] == [1, 2]
+        and len(request.tokens) == 5
     )
     plain = Watched()
     plain.add("a", [1, 2])
-    assert (other := plain.journal.trip("a", 0)) is not None and other.tokens is None
+    assert (other := plain.history.find("a", 0)) is not None and other.tokens is None
 
 
 def test_slots_are_answered_after_the_plan():

@@ -9,7 +9,7 @@ import pytest
 
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.simulation.run_log import Ride
-from jitney.engine.telemetry.request_record import Ride as TripRide
+from jitney.engine.telemetry.request_record import Stay
 from jitney.engine.telemetry.summary import RequestTimes, Slo, seated, spread, summarise
 
 
@@ -45,7 +45,7 @@ STAYS = [
 
 def test_stays_are_cut_to_the_time_looked_at():
     assert seated(STAYS) == 6.5 and seated(STAYS, 2.0, 5.5) == 1.0 + 1.0 + 0.5 + 0.5
-    assert seated([TripRide(0, 1, 4.0)], until=6.0) == 2.0, "who sits there still"
+    assert seated([Stay(0, 1, 4.0)], until=6.0) == 2.0, "who sits there still"
 
 
 def test_the_figures_of_four_requests():

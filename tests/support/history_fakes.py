@@ -1,4 +1,4 @@
-"""A core on a fake device and a journal that hears of it only through encoded reports."""
+"""A core on a fake device and a history that hears of it only through encoded reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from fakes import FakeClock, make_core, make_request
 
 from jitney.engine import messages
-from jitney.engine.telemetry.history import Journal
+from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, SequenceOutput
 
 INFO = EngineInfo(
@@ -34,13 +34,13 @@ INFO = EngineInfo(
 
 
 class Watched:
-    """A core and a journal that hears of it only through encoded reports."""
+    """A core and a history that hears of it only through encoded reports."""
 
     def __init__(self, **core: Any):
         self.clock = FakeClock(0.001)
         self.core = make_core(clock=self.clock, **core)
-        self.journal = Journal(clock=self.clock)
-        self.journal.core_ready(
+        self.history = History(clock=self.clock)
+        self.history.core_ready(
             msgspec.structs.replace(INFO, policy=core.get("policy", INFO.policy))
         )
         self.outputs: list[SequenceOutput] = []
@@ -52,30 +52,36 @@ class Watched:
 
     def add(self, id: str, prompt: list[int], **sampling) -> None:
         request = make_request(id, prompt, arrival=self.clock(), **sampling)
-        self.journal.submit(request)
+        self.history.submit(request)
         self.core.add(request)
 
     def step(self) -> None:
         report = messages.decode_from_core(messages.encode(self.core.step()))
         assert isinstance(report, messages.StepReport)
         self.outputs += report.outputs
-        self.journal.take(report)
+        self.history.take(report)
 
     def agree(self) -> None:
-        """What the journal says of the seats is what the scheduler knows."""
+        """What the history says of the seats is what the scheduler knows."""
         roster = self.core.scheduler.roster
         seated = {seq.seat: seq for seq in (*roster.prefilling, *roster.decoding)}
-        assert self.journal.held == set(roster.kept)
-        for seat, trip in enumerate(self.journal.seats):
-            if seat in self.journal.held:
+        assert self.history.held == set(roster.kept)
+        for seat, request in enumerate(self.history.seats):
+            if seat in self.history.held:
                 continue
             seq = seated.get(seat)
-            assert (trip is None) == (seq is None), seat
-            if trip is not None and seq is not None:
-                assert (trip.request, trip.index, trip.seat) == (seq.request.id, seq.index, seat)
-                assert (trip.n_output, trip.preemptions) == (seq.n_output, seq.preemptions)
-                assert trip.state in ("prefill", "decode") and trip.n_computed <= seq.scheduled
-        assert self.journal.n_waiting == roster.n_waiting
+            assert (request is None) == (seq is None), seat
+            if request is not None and seq is not None:
+                assert (request.request_id, request.index, request.seat) == (
+                    seq.request.id,
+                    seq.index,
+                    seat,
+                )
+                assert (request.n_output, request.preemptions) == (seq.n_output, seq.preemptions)
+                assert (
+                    request.state in ("prefill", "decode") and request.n_computed <= seq.scheduled
+                )
+        assert self.history.n_waiting == roster.n_waiting
 
 
 def random_run(seed: int, **core: Any) -> Watched:
