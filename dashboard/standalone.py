@@ -20,7 +20,7 @@ from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import HANDLERS, Front, read_body, to_json
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.middleware import Heads
+from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
 
 #: First parts of the paths that are asked of an engine, and the methods that each takes.
@@ -139,7 +139,7 @@ def create_standalone(engines: Sequence[RemoteEngine], settings: ServerSettings)
         yield
         await asyncio.gather(*(engine.close() for engine in dashboard.engines))
 
-    inner: Any = Heads(Router(dashboard.routes(), redirect_slashes=False), settings)
+    inner: Any = HeaderLimits(Router(dashboard.routes(), redirect_slashes=False), settings)
     return Starlette(
         routes=[Mount("/", app=inner)],
         exception_handlers=HANDLERS,

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from jitney.engine.api.endpoints import chat_completions, completions
 from jitney.engine.api.errors import error_response
-from jitney.engine.api.middleware import Bodies, Edge, Heads, Keys
+from jitney.engine.api.middleware import BearerAuth, BodyLimit, ErrorMiddleware, HeaderLimits
 from jitney.engine.api.ops import ops_routes
 from jitney.engine.api.service import Service, context_of
 from jitney.engine.api.settings import ServerSettings
@@ -57,10 +57,10 @@ def create_app(
             *extra_routes,
         ],
         middleware=[
-            Middleware(Edge, service=service),
-            Middleware(Heads, settings=settings),
-            Middleware(Keys, settings=settings),
-            Middleware(Bodies, settings=settings),
+            Middleware(ErrorMiddleware, service=service),
+            Middleware(HeaderLimits, settings=settings),
+            Middleware(BearerAuth, settings=settings),
+            Middleware(BodyLimit, settings=settings),
         ],
         exception_handlers={HTTPException: _router_error},
         lifespan=life,

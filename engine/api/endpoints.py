@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from jitney.engine.api.errors import HttpError, error_event
 from jitney.engine.api.formats import DONE, ChatFormat, CompletionFormat, Format
-from jitney.engine.api.generation import Piece, Run
-from jitney.engine.api.job import Job, chat_job, completion_job
+from jitney.engine.api.generation import ChoiceDelta, Generation
 from jitney.engine.api.jsonio import read_object
+from jitney.engine.api.request import GenerationRequest, chat_job, completion_job
 from jitney.engine.api.schema import ChatBody, CompletionBody, parse
 from jitney.engine.api.service import Context, Service, context_of
 from jitney.engine.errors import RequestError
@@ -34,7 +34,7 @@ class Generate:
 
     service: Service
     body: type[CompletionBody] | type[ChatBody]
-    job: Callable[[Service, Any, Context], Awaitable[Job]]
+    job: Callable[[Service, Any, Context], Awaitable[GenerationRequest]]
     format: type[Format]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +61,7 @@ class Generate:
         )
         job = await self.job(self.service, fields, context)
         self.service.quotas.enter(context.tenant, context.prompt_tokens)
-        async with Run(self.service, job, context) as run:
+        async with Generation(self.service, job, context) as run:
             answer = self._stream if job.stream else self._plain
             await answer(
                 run, self.format(run, tokenizer), _ignored_header(ignored), context, scope, send
@@ -69,14 +69,14 @@ class Generate:
 
     async def _plain(
         self,
-        run: Run,
+        run: Generation,
         format: Format,
         headers: dict[str, str],
         context: Context,
         scope: Scope,
         send: Send,
     ) -> None:
-        whole = {choice.index: Piece() for choice in run.choices}
+        whole = {choice.index: ChoiceDelta() for choice in run.choices}
         while not run.done:
             for choice, piece in await run.pieces(None):
                 total = whole[choice.index]
@@ -88,7 +88,7 @@ class Generate:
 
     async def _stream(
         self,
-        run: Run,
+        run: Generation,
         format: Format,
         headers: dict[str, str],
         context: Context,

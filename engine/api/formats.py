@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from jitney.engine.api.generation import Choice, Piece, Run, Token
+from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, Token
 from jitney.engine.text.detokenizer import TokenBytes
 
 DONE = b"data: [DONE]\n\n"
@@ -21,7 +21,7 @@ class Format:
 
     whole_object = chunk_object = ""
 
-    def __init__(self, run: Run, tokenizer: TokenBytes):
+    def __init__(self, run: Generation, tokenizer: TokenBytes):
         self.run, self.job = run, run.job
         self._token_bytes = tokenizer.token_bytes
         self._head = {
@@ -31,7 +31,7 @@ class Format:
             "model": self.job.model,
         }
 
-    def whole(self, pieces: dict[int, Piece]) -> bytes:
+    def whole(self, pieces: dict[int, ChoiceDelta]) -> bytes:
         """The body of a plain answer; pieces: everything each choice gained, by choice index."""
         choices = [
             self._choice(index, choice, pieces[choice.index])
@@ -44,7 +44,7 @@ class Format:
             | {"usage": self.run.usage()}
         )
 
-    def chunks(self, choice: Choice, piece: Piece) -> bytes:
+    def chunks(self, choice: Choice, piece: ChoiceDelta) -> bytes:
         """The frames of one piece; the first one of a choice opens it."""
         frames = b"".join(self._frame([entry]) for entry in self._entries(choice, piece))
         choice.started = True
@@ -79,18 +79,18 @@ class Format:
             for choice in sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[:n]
         ]
 
-    def _token_ids(self, piece: Piece) -> dict[str, Any]:
+    def _token_ids(self, piece: ChoiceDelta) -> dict[str, Any]:
         return (
             {"token_ids": [token.id for token in piece.tokens]} if self.job.return_token_ids else {}
         )
 
-    def _choice(self, index: int, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice, piece: ChoiceDelta) -> dict[str, Any]:
         raise NotImplementedError
 
     def _whole_extra(self) -> dict[str, Any]:
         return {}
 
-    def _entries(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+    def _entries(self, choice: Choice, piece: ChoiceDelta) -> list[dict[str, Any]]:
         raise NotImplementedError
 
 
@@ -98,7 +98,7 @@ class CompletionFormat(Format):
     whole_object = chunk_object = "text_completion"
 
     def _choice(
-        self, index: int, choice: Choice, piece: Piece, *, echo: bool = True
+        self, index: int, choice: Choice, piece: ChoiceDelta, *, echo: bool = True
     ) -> dict[str, Any]:
         """echo: this is where the prompt is repeated, if it is to be."""
         text, tokens, echoed = piece.text, piece.tokens, 0
@@ -122,9 +122,9 @@ class CompletionFormat(Format):
         }
         if self.job.return_token_ids and echo:
             entry["prompt_token_ids"] = choice.request.prompt
-        return entry | self._token_ids(Piece(tokens=tokens))
+        return entry | self._token_ids(ChoiceDelta(tokens=tokens))
 
-    def _entries(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+    def _entries(self, choice: Choice, piece: ChoiceDelta) -> list[dict[str, Any]]:
         return [self._choice(choice.index, choice, piece, echo=not choice.started)]
 
     def _logprobs(self, prompt: list[Token], output: list[Token], shift: int) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class ChatFormat(Format):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _choice(self, index: int, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice, piece: ChoiceDelta) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return {
             "index": index,
@@ -179,7 +179,7 @@ class ChatFormat(Format):
     def _whole_extra(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.job.prompts[0].ids} if self.job.return_token_ids else {}
 
-    def _entries(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+    def _entries(self, choice: Choice, piece: ChoiceDelta) -> list[dict[str, Any]]:
         """role first, then content, then the reason of the end, each in a chunk of its own."""
         entries = []
         if not choice.started:

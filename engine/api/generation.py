@@ -1,7 +1,7 @@
-"""Running a job: the engine's outputs of all its sequences in, text for its choices out.
+"""One HTTP request under way: outputs of its engine sequences in, text of its choices out.
 
-A `Run` owns the engine requests of one HTTP request. However it ends (done, error, client gone),
-leaving it ends every sequence that is still open.
+A `Generation` owns the engine requests of one HTTP request. However it ends (done, error, client
+gone), leaving it ends every sequence that is still open.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from jitney.engine.api.errors import from_output
-from jitney.engine.api.job import Job, Prompt
+from jitney.engine.api.request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.service import Context, Service
 from jitney.engine.text.detokenizer import TextStream, TokenBytes
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
@@ -34,7 +34,7 @@ class Token:
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoiceDelta:
     """What one choice gained: text that is final, tokens (all of them, held-back text or not), and
     its end.
     """
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Echo:
+class PromptEcho:
     """A prompt as `echo` repeats it; logprobs arrive with the first token, entry 0 is None."""
 
     text: str
@@ -91,7 +91,7 @@ class Choice:
     def mean_logprob(self) -> float:
         return self.cumulative / max(1, self.n_tokens)
 
-    def accept(self, output: SequenceOutput) -> Piece | None:
+    def accept(self, output: SequenceOutput) -> ChoiceDelta | None:
         """Add an output; None while nothing can be shown (half a character, a possible stop
         string).
         """
@@ -106,11 +106,11 @@ class Choice:
         self.finish = "stop" if delta.stopped else output.finish
         if not delta.text and self.finish is None:
             return None
-        piece, self._unsent = Piece(delta.text, self._unsent, self.finish), []
+        piece, self._unsent = ChoiceDelta(delta.text, self._unsent, self.finish), []
         return piece
 
 
-class Run:
+class Generation:
     """Async context manager: submits the job's requests, merges their outputs, aborts what is open
     at the end.
 
@@ -118,7 +118,7 @@ class Run:
     ends badly.
     """
 
-    def __init__(self, service: Service, job: Job, context: Context):
+    def __init__(self, service: Service, job: GenerationRequest, context: Context):
         _, tokenizer = service.ready()
         self.job = job
         self.cached_tokens = [0] * len(job.requests)
@@ -144,7 +144,7 @@ class Run:
         )
         self._pumps: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Run:
+    async def __aenter__(self) -> Generation:
         try:
             for number, request in enumerate(self.job.requests):
                 outputs = self._client.submit(request)
@@ -175,7 +175,7 @@ class Run:
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
         }
 
-    async def pieces(self, wait_s: float | None) -> list[tuple[Choice, Piece]]:
+    async def pieces(self, wait_s: float | None) -> list[tuple[Choice, ChoiceDelta]]:
         """What is new since the last call, at least one piece; empty if `wait_s` seconds bring
         none.
         """
@@ -188,7 +188,7 @@ class Run:
                 return pieces
         return []
 
-    def _taken(self, item: News) -> list[tuple[Choice, Piece]]:
+    def _taken(self, item: News) -> list[tuple[Choice, ChoiceDelta]]:
         """The pieces of `item` and of all that waits behind it; what came before a failure is still
         shown.
         """
@@ -202,7 +202,7 @@ class Run:
                 self._failure = error
         return pieces
 
-    def _take(self, item: News) -> list[tuple[Choice, Piece]]:
+    def _take(self, item: News) -> list[tuple[Choice, ChoiceDelta]]:
         if isinstance(item, Exception):
             raise item
         number, output = item
@@ -273,10 +273,10 @@ class Run:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
 
-def _echo(tokenizer: TokenBytes, sampling: SamplingParams, prompt: Prompt) -> Echo:
+def _echo(tokenizer: TokenBytes, sampling: SamplingParams, prompt: EncodedPrompt) -> PromptEcho:
     """The prompt's text and where each token begins in it; a character cut off at its end is left
     to the output.
     """
     stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=sampling.skip_special_tokens))
     delta = stream.push(prompt.ids)
-    return Echo(delta.text if prompt.text is None else prompt.text, prompt.ids, delta.offsets)
+    return PromptEcho(delta.text if prompt.text is None else prompt.text, prompt.ids, delta.offsets)

@@ -1,4 +1,6 @@
-"""Pure ASGI middleware, outermost first: `Edge` (ids, log, errors), `Heads`, `Keys`, `Bodies`."""
+"""Pure ASGI middleware, outermost first: `ErrorMiddleware` (ids, log, errors), `HeaderLimits`,
+`BearerAuth`, `BodyLimit`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def headers_named(scope: Scope, name: bytes) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class ErrorMiddleware:
     """Gives each request its id and context, answers every error that comes up, logs one line."""
 
     app: ASGIApp
@@ -101,7 +103,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeaderLimits:
     """Headers of bounded size, and exactly one well-formed Host that we answer to.
 
     The HTTP parser bounds a head only while it is incomplete; one that arrives in a single read
@@ -132,7 +134,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class BearerAuth:
     """Bearer keys. Decides on scope["path"]: a path rebuilt from the Host header can be made to
     look public.
     """
@@ -165,7 +167,7 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
-class Bodies:
+class BodyLimit:
     """Reads a POST body whole before anything looks at it: type, size and time are checked here,
     once.
 

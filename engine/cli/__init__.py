@@ -59,19 +59,19 @@ def _parse(words: list[str]) -> tuple[str, list[str]]:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     split = next((at for at, word in enumerate(words) if not word.startswith("-")), len(words) - 1)
-    known = parser.parse_args(words[: split + 1])
-    if known.version:
+    args = parser.parse_args(words[: split + 1])
+    if args.version:
         print(f"jitney {version()}")
         raise SystemExit(0)
-    if known.command is None:
+    if args.command is None:
         parser.print_help()
         raise SystemExit(2)
-    if known.command not in COMMANDS:
-        close = difflib.get_close_matches(known.command, COMMANDS, n=1)
+    if args.command not in COMMANDS:
+        close = difflib.get_close_matches(args.command, COMMANDS, n=1)
         parser.error(
-            f"no command {known.command!r}" + (f"; did you mean {close[0]}?" if close else "")
+            f"no command {args.command!r}" + (f"; did you mean {close[0]}?" if close else "")
         )
-    return known.command, words[split + 1 :]
+    return args.command, words[split + 1 :]
 
 
 def version() -> str:

@@ -27,14 +27,14 @@ def run(arguments: Sequence[str]) -> int:
     )
     add_sampling(parser)
     add_settings(parser, ("model", "engine", "sampling"))
-    known = parser.parse(arguments)
-    config = config_from(known)
-    sampling_from(known)  # a bad flag is told before anything is loaded
+    args = parser.parse(arguments)
+    config = config_from(args)
+    sampling_from(args)  # a bad flag is told before anything is loaded
     llm = load_llm(config)
     if not llm.tokenizer.has_chat_template:
         raise ModelError(f"{config.model.id} has no chat template; use jitney generate")
     print(HELP, file=sys.stderr)
-    converse(llm, sampling_from(known, 1, llm.info.sampling_defaults), known.system)
+    converse(llm, sampling_from(args, 1, llm.info.sampling_defaults), args.system)
     llm.close()
     return 0
 

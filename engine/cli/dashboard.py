@@ -53,16 +53,16 @@ def run(arguments: Sequence[str]) -> int:
         help="allow listening beyond this machine without an API key",
     )
     add_key_flag(parser)
-    known = parser.parse(arguments)
-    key = engine_key(known)
+    args = parser.parse(arguments)
+    key = engine_key(args)
     serve(
-        known.engine or [DEFAULT_ENGINE],
+        args.engine or [DEFAULT_ENGINE],
         key,
         {
-            "host": known.host,
-            "port": known.port,
-            "insecure": known.insecure,
-            "hosts": known.hosts,
+            "host": args.host,
+            "port": args.port,
+            "insecure": args.insecure,
+            "hosts": args.hosts,
             "api_keys": (key,) if key else (),
         },
     )

@@ -59,12 +59,12 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings(parser)
-    known = parser.parse(arguments)
-    config = config_from(known)
+    args = parser.parse(arguments)
+    config = config_from(args)
     os.environ.update(platform_environment(config.engine))  # before the first import of jax
     claim_memory(os.environ)
     findings = list(examine(config))
-    if known.json:
+    if args.json:
         print(json.dumps({f.name: {"value": f.value, "ok": f.ok} for f in findings}, indent=2))
     else:
         for finding in findings:

@@ -27,12 +27,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
-        known, unknown = self.parse_known_args(arguments)
+        args, unknown = self.parse_known_args(arguments)
         if unknown:
             word = unknown[0].partition("=")[0]
             close = difflib.get_close_matches(word, self._option_string_actions, n=1)
             self.error(f"{word} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
-        return known
+        return args
 
 
 def add_settings(
@@ -76,12 +76,12 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
         )
 
 
-def config_from(known: argparse.Namespace) -> Config:
+def config_from(args: argparse.Namespace) -> Config:
     """The configuration from the file, the environment and the flags. Raises ConfigError."""
-    flags = {name: value for name, value in vars(known).items() if name in settings()}
-    if known.model_word is not None:
-        flags.setdefault("model", known.model_word)
-    return load_config(known.config, os.environ, flags)
+    flags = {name: value for name, value in vars(args).items() if name in settings()}
+    if args.model_word is not None:
+        flags.setdefault("model", args.model_word)
+    return load_config(args.config, os.environ, flags)
 
 
 def interactive() -> bool:

@@ -37,16 +37,16 @@ def run(arguments: Sequence[str]) -> int:
     add_sampling(parser)
     parser.add_argument("--n", type=int, default=1, metavar="N", help="sequences per prompt [1]")
     add_settings(parser, ("model", "engine", "sampling"))
-    known = parser.parse(arguments)
-    config = config_from(known)
-    sampling_from(known, n=known.n)  # a bad flag is told before anything is loaded
-    prompts = known.prompt or [sys.stdin.read()]
+    args = parser.parse(arguments)
+    config = config_from(args)
+    sampling_from(args, n=args.n)  # a bad flag is told before anything is loaded
+    prompts = args.prompt or [sys.stdin.read()]
     llm = load_llm(config)
-    params = sampling_from(known, known.n, llm.info.sampling_defaults)
+    params = sampling_from(args, args.n, llm.info.sampling_defaults)
     failed = None
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         for sequence in output.outputs:
-            show(prompt, sequence, as_json=known.json)
+            show(prompt, sequence, as_json=args.json)
         failed = failed or output.error
     llm.close()
     if failed is not None:
@@ -107,18 +107,16 @@ def add_sampling(parser: Parser) -> None:
 
 
 def sampling_from(
-    known: argparse.Namespace, n: int = 1, defaults: Mapping[str, float] = NOTHING
+    args: argparse.Namespace, n: int = 1, defaults: Mapping[str, float] = NOTHING
 ) -> SamplingParams:
     """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming the
     flag that is out of range."""
     values = dict(defaults)
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        given = getattr(known, name)
+        given = getattr(args, name)
         if given is not None:
             values[name] = given
-    params = SamplingParams(
-        n=n, max_tokens=known.max_tokens, seed=known.seed, stop=tuple(known.stop)
-    )
+    params = SamplingParams(n=n, max_tokens=args.max_tokens, seed=args.seed, stop=tuple(args.stop))
     params = msgspec.structs.replace(params, **values)
     try:
         params.validate(vocab_size=1)  # the flags name no token

@@ -26,8 +26,8 @@ def add_key_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def engine_key(known: argparse.Namespace) -> str:
+def engine_key(args: argparse.Namespace) -> str:
     """The key, empty if none was given. Raises ConfigError, never showing a key."""
-    if known.key_file:
-        return read_keys(ServerSection(api_key_file=known.key_file))[0]
+    if args.key_file:
+        return read_keys(ServerSection(api_key_file=args.key_file))[0]
     return os.environ.get(ENV, "")

@@ -52,9 +52,9 @@ def run(arguments: Sequence[str]) -> int:
         "--print-config", action="store_true", help="print the settings as TOML and exit"
     )
     add_settings(parser)
-    known = parser.parse(arguments)
-    config = config_from(known)
-    if known.print_config:
+    args = parser.parse(arguments)
+    config = config_from(args)
+    if args.print_config:
         print(to_toml(config), end="")
         return 0
     return start(config)

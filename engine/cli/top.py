@@ -25,10 +25,10 @@ DRAW_S, RETRY_S, RATES_S = 0.25, 2.0, 1.2
 
 def run(arguments: Sequence[str]) -> int:
     """Watch until interrupted; exit status 0. With --once: 0 after one picture."""
-    known = parse(arguments)
-    engine = known.url, engine_key(known)
+    args = parse(arguments)
+    engine = args.url, engine_key(args)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(once(*engine) if known.once else watch(*engine))
+        asyncio.run(once(*engine) if args.once else watch(*engine))
     return 0
 
 
@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def once(url: str, key: str) -> None:
-    """One picture, after a moment in which rates can be known. Raises Unreachable."""
+    """One picture, after a moment in which rates can be args. Raises Unreachable."""
     from rich.console import Console
 
     from jitney.dashboard.remote import RemoteEngine

@@ -27,7 +27,7 @@ COMPLETION_TOKENS = 16
 
 
 @dataclass(slots=True)
-class Prompt:
+class EncodedPrompt:
     """text: the prompt as the client wrote it, if it did not send token ids."""
 
     ids: list[int]
@@ -35,7 +35,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class GenerationRequest:
     """All that one HTTP request wants.
 
     requests: one per prompt, in order. n: choices returned per prompt; sampling.n of them are
@@ -47,7 +47,7 @@ class Job:
     id: str
     created: int
     model: str
-    prompts: list[Prompt]
+    prompts: list[EncodedPrompt]
     requests: list[EngineRequest]
     sampling: SamplingParams
     n: int
@@ -60,7 +60,9 @@ class Job:
     prompt_only: bool = False
 
 
-async def completion_job(service: Service, body: CompletionBody, context: Context) -> Job:
+async def completion_job(
+    service: Service, body: CompletionBody, context: Context
+) -> GenerationRequest:
     info, tokenizer = service.ready()
     _check_model(service, body.model)
     prompt_only = body.max_tokens == 0
@@ -93,7 +95,7 @@ async def completion_job(service: Service, body: CompletionBody, context: Contex
     )
 
 
-async def chat_job(service: Service, body: ChatBody, context: Context) -> Job:
+async def chat_job(service: Service, body: ChatBody, context: Context) -> GenerationRequest:
     info, tokenizer = service.ready()
     _check_model(service, body.model)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -122,7 +124,7 @@ def _job(
     service: Service,
     body: GenerationBody,
     context: Context,
-    prompts: list[Prompt],
+    prompts: list[EncodedPrompt],
     sampling: SamplingParams,
     prefix: str,
     field: str,
@@ -130,7 +132,7 @@ def _job(
     default: int | None,
     top_logprobs: int | None,
     **extra: Any,
-) -> Job:
+) -> GenerationRequest:
     info, _ = service.ready()
     for prompt in prompts:
         _check_prompt(prompt, body, info, field)
@@ -152,7 +154,7 @@ def _job(
         for number, prompt in enumerate(prompts)
     ]
     context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-    return Job(
+    return GenerationRequest(
         id=prefix + (body.request_id or engine_id),
         created=int(time.time()),
         model=body.model,
@@ -266,7 +268,9 @@ def _check_chars(service: Service, texts: Sequence[str], info: EngineInfo, field
         )
 
 
-def _check_prompt(prompt: Prompt, body: GenerationBody, info: EngineInfo, field: str) -> None:
+def _check_prompt(
+    prompt: EncodedPrompt, body: GenerationBody, info: EngineInfo, field: str
+) -> None:
     if not prompt.ids:
         raise RequestError("the prompt is empty", param=field)
     if min(prompt.ids) < 0 or max(prompt.ids) >= info.vocab_size:
@@ -278,13 +282,17 @@ def _check_prompt(prompt: Prompt, body: GenerationBody, info: EngineInfo, field:
         prompt.text = None  # an echo shows what the model read
 
 
-def _completion_prompt(item: str | list[int], tokenizer: Tokenizer) -> Prompt:
-    return Prompt(tokenizer.encode(item), item) if isinstance(item, str) else Prompt(item)
+def _completion_prompt(item: str | list[int], tokenizer: Tokenizer) -> EncodedPrompt:
+    return (
+        EncodedPrompt(tokenizer.encode(item), item)
+        if isinstance(item, str)
+        else EncodedPrompt(item)
+    )
 
 
-def _chat_prompt(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> Prompt:
+def _chat_prompt(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> EncodedPrompt:
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return Prompt(tokenizer.encode(text, add_special_tokens=False))
+    return EncodedPrompt(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _template_message(message: Message) -> dict[str, Any]:
