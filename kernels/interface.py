@@ -45,15 +45,14 @@ class PagedAttention(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: jax.Array | None = None,
         kv_scales: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """q [T, H, D], k and v [T, K, D], kv [N, page, 2K, D] -> (o [T, H, D] in q's dtype, kv).
 
         Row 2h of a token is key head h, row 2h + 1 value head h. window > 0: a row sees the last
-        `window` positions up to its own. sinks [H]: scores that join every row's softmax and carry
-        no value. kv_scales float32 [2K] or []: factors of an int8 or fp8 pool (see
-        `jitney.kernels.scales`), which raises ValueError without them.
+        `window` positions up to its own. softcap > 0: scores are softcap * tanh(score / softcap).
+        kv_scales float32 [2K] or []: factors of an int8 or fp8 pool (see `jitney.kernels.scales`),
+        which raises ValueError without them.
         """
         ...
 
@@ -96,7 +95,6 @@ class Attend(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: jax.Array | None = None,
         kv_scales: jax.Array | None = None,
     ) -> jax.Array:
         """q [T, H, D], kv [N, page, 2K, D] -> o [T, H, D] in q's dtype."""

@@ -29,14 +29,13 @@ HIDDEN = -1e30
 
 
 class Scoring(NamedTuple):
-    """What a call asks of every score; the arrays are per query head, [H] float32, or None for 0
-    and 1.
+    """What a call asks of every score; the arrays are per query head, [H] float32, or None for
+    1.
     """
 
     scale: float
     window: int
     softcap: float
-    sinks: jax.Array | None
     keys: jax.Array | None  # factor of the head's stored keys
     values: jax.Array | None  # and of its values
 
@@ -51,14 +50,12 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.PagedAttention`; any floating dtype, sums in float32."""
     kv = write_kv(kv, k, v, meta.write_rows, kv_scales)
-    return attend(
-        q, kv, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scales=kv_scales
-    ), kv
+    o = attend(q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales)
+    return o, kv
 
 
 def attend(
@@ -69,14 +66,11 @@ def attend(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `jitney.kernels.interface.Attend`."""
     keys, values = head_factors(kv, kv_scales, q.shape[1])
-    how = Scoring(
-        scale, window, softcap, None if sinks is None else sinks.astype(jnp.float32), keys, values
-    )
+    how = Scoring(scale, window, softcap, keys, values)
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     if n_rows == n_seqs:  # a decode-only bucket: row s is sequence s
         return attend_decode(q, kv, meta.page_table, meta.kv_lens, how)
@@ -260,9 +254,8 @@ def attend_group(
         )
 
     start = jnp.min(jnp.where(kv_lens > 0, first_seen, jnp.max(first_seen))) // n_keys
-    o = online_softmax(
-        chunk, start, -(-jnp.max(kv_lens) // n_keys), (n_seqs, n_heads), 2 * n_kv * dim, how.sinks
-    )
+    stop = -(-jnp.max(kv_lens) // n_keys)
+    o = online_softmax(chunk, start, stop, (n_seqs, n_heads), 2 * n_kv * dim)
     o = gather_values(o, n_kv, dim)
     return (o if how.values is None else o * how.values[:, None]).astype(q.dtype)
 
@@ -379,8 +372,7 @@ def attend_block(
 
     start = jnp.maximum(first - how.window + 1, 0) // n_keys if how.window else 0
     stop = -(-jnp.minimum(first + n_rows, kv_len) // n_keys)
-    sinks = None if how.sinks is None else per_row(how.sinks)
-    o = online_softmax(chunk, start, stop, (n_kv, group * n_rows), dim, sinks)
+    o = online_softmax(chunk, start, stop, (n_kv, group * n_rows), dim)
     o = o if how.values is None else o * per_row(how.values)[:, :, None]
     return (
         o.reshape(n_kv, group, n_rows, dim)
@@ -390,21 +382,11 @@ def attend_block(
     )
 
 
-def online_softmax(
-    chunk, start, stop, shape: tuple[int, ...], width: int, sinks: jax.Array | None = None
-) -> jax.Array:
+def online_softmax(chunk, start, stop, shape: tuple[int, ...], width: int) -> jax.Array:
     """Run chunk(i, carry) over [start, stop); carry = (running max, running sum, accumulator) ->
     [*shape, width].
-
-    sinks, broadcast to shape: scores that every row has seen before it starts, with a value of
-    zero.
     """
-    empty = jnp.zeros((*shape, width))
-    carry = (
-        (jnp.full(shape, HIDDEN), jnp.zeros(shape), empty)
-        if sinks is None
-        else (jnp.broadcast_to(sinks, shape), jnp.ones(shape), empty)
-    )
+    carry = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
     _, total, acc = jax.lax.fori_loop(start, stop, chunk, carry)
     return acc / jnp.maximum(total, 1e-30)[..., None]
 

@@ -122,11 +122,6 @@ def pallas() -> KernelSet:
     return on_tpu(pallas_set())
 
 
-def pallas_jax() -> KernelSet:
-    """The ragged kernel that jax ships for TPUs. Raises KernelError on another platform."""
-    return on_tpu(pallas_jax_set())
-
-
 @cache
 def pallas_set() -> KernelSet:
     """What `pallas` chooses, also on a machine that has no TPU; always the same object."""
@@ -143,20 +138,6 @@ def pallas_set() -> KernelSet:
     )
 
 
-@cache
-def pallas_jax_set() -> KernelSet:
-    """What `pallas_jax` chooses, also on a machine that has no TPU; always the same object."""
-    from jitney.kernels.pallas_tpu import jax_kernel as kernels
-
-    return replace(
-        reference(),
-        name="pallas-jax",
-        paged_attention=kernels.paged_attention,
-        attend=kernels.attend,
-        pool_shape=kernels.pool_shape,
-    )
-
-
 def on_tpu(kernels: KernelSet) -> KernelSet:
     """These kernels, if jax runs on a TPU; KernelError if not."""
     if jax.default_backend() != "tpu":
@@ -169,7 +150,6 @@ KERNEL_SETS = {
     "native": native,
     "triton": triton,
     "pallas": pallas,
-    "pallas-jax": pallas_jax,
 }
 #: The set that "auto" means, by platform; a platform not named here gets the reference.
 BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton", "tpu": "pallas"}

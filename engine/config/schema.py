@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 MIN_PAGE, MAX_PAGE = 8, 256
 #: The kernel sets by name, which `jitney.kernels.select` makes; here, so that a wrong name is
 #: refused without jax.
-KernelsName = Literal["auto", "reference", "native", "triton", "pallas", "pallas-jax"]
+KernelsName = Literal["auto", "reference", "native", "triton", "pallas"]
 #: The policies and orders by name, which `jitney.engine.scheduler.policies` makes.
 PolicyName = Literal["continuous", "static", "dynamic"]
 OrderName = Literal["fcfs", "priority", "shortest", "fair"]

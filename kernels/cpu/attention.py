@@ -24,14 +24,12 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.PagedAttention`."""
     kv = reference.write_kv(kv, k, v, meta.write_rows, kv_scales)
-    return attend(
-        q, kv, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scales=kv_scales
-    ), kv
+    o = attend(q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales)
+    return o, kv
 
 
 def attend(
@@ -42,21 +40,14 @@ def attend(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `jitney.kernels.interface.Attend`: q and pool of one dtype, bfloat16 or float32, D a
     multiple of 16.
 
-    Other shapes, quantised pools, sinks and soft caps are the reference's.
+    Other shapes, quantised pools and soft caps are the reference's.
     """
-    if (
-        softcap
-        or sinks is not None
-        or q.shape[2] % LANES
-        or q.dtype != kv.dtype
-        or q.dtype not in DTYPES
-    ):
+    if softcap or q.shape[2] % LANES or q.dtype != kv.dtype or q.dtype not in DTYPES:
         return reference.attend(
             q,
             kv,
@@ -64,7 +55,6 @@ def attend(
             scale=scale,
             window=window,
             softcap=softcap,
-            sinks=sinks,
             kv_scales=kv_scales,
         )
     call = jax.ffi.ffi_call(

@@ -55,18 +55,17 @@ class Buffers(NamedTuple):
 def attention_kernel(
     fixed: Constants, kv_lens: Any, cu_q: Any, table: Any, write_rows: Any, counts: Any, *refs: Any
 ) -> None:
-    """Body of the kernel. refs: [sinks], [factors], then pool, new, q, pool, q if it writes, the
+    """Body of the kernel. refs: [factors], then pool, new, q, pool, q if it writes, the
     last two being results in place of operands, else pool, q, q; then the ring, its semaphores and
     one for writes."""
     waiting = list(refs)
-    sinks = waiting.pop(0) if fixed.sinks else None
     factors = waiting.pop(0) if fixed.scaled else None
     if fixed.writes:
         _, new, _, pool, q, pages, arrived, wrote = waiting
     else:
         pool, _, q, pages, arrived, wrote = waiting
         new = None
-    step = Step(kv_lens, cu_q, table, write_rows, counts, new, q, pool, sinks, factors)
+    step = Step(kv_lens, cu_q, table, write_rows, counts, new, q, pool, factors)
     if fixed.writes:
         write(fixed, step, wrote)
     for slot in range(fixed.depth):
@@ -175,7 +174,7 @@ def sweep(fixed: Constants, step: Step, buffers: Buffers, first: jax.Array, end:
             lambda: fetch(walk, buffers, ahead, free, lambda copy: copy.start())
         )
         fetch(walk, buffers, at, slot, lambda copy: copy.wait())
-        pl.when(walk.is_first(at))(lambda: start(fixed, step, buffers, slot))
+        pl.when(walk.is_first(at))(lambda: start(fixed, buffers, slot))
         attend(fixed, step, buffers, slot, walk.before(at.seq) + at.row, at.block * fixed.keys)
         last = walk.is_last(at)
         pl.when(last)(lambda: finish(fixed, step, walk, buffers, at, half))
@@ -240,23 +239,15 @@ def by_rows(size: int, count: jax.Array, act: Callable[[Any, int], None]) -> Non
         pl.when(count < size)(lambda: lax.fori_loop(0, count, lambda row, _: act(row, 1), None))
 
 
-def start(fixed: Constants, step: Step, buffers: Buffers, slot: jax.Array) -> None:
-    """An item's queries by key head, and the softmax of nothing; with sinks, of one key that
-    carries no value.
-    """
+def start(fixed: Constants, buffers: Buffers, slot: jax.Array) -> None:
+    """An item's queries by key head, and the softmax of nothing."""
     size, heads = buffers.rows.shape[1], fixed.layout.heads
     rows = buffers.rows[slot]
     by_head = rows[0] if size == 1 else jnp.swapaxes(rows, 0, 1)
     buffers.queries[...] = by_head.reshape(heads, fixed.group * size, fixed.layout.width)
     buffers.acc[...] = jnp.zeros_like(buffers.acc)
     buffers.top[...] = jnp.full_like(buffers.top, HIDDEN)
-    buffers.total[...] = jnp.full_like(buffers.total, 1.0 if fixed.sinks else 0.0)
-    if fixed.sinks:
-        for head in range(fixed.n_heads):
-            rows_of = pl.ds(head % fixed.group * size, size)
-            buffers.top[head // fixed.group, rows_of] = jnp.full(
-                (size, 128), step.sinks[head] * LOG2E
-            )
+    buffers.total[...] = jnp.zeros_like(buffers.total)
 
 
 def attend(

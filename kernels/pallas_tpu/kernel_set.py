@@ -53,13 +53,12 @@ class PallasKernels:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: jax.Array | None = None,
         kv_scales: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.PagedAttention`; sums in float32, rows of padding are
         finite.
 
-        kv may have the interface's shape, or that of `pallas_layout.pool_shape`, which is used
+        kv may have the interface's shape, or that of `layout.pool_shape`, which is used
         where it lies; the other one is copied there and back. Raises ValueError for what the kernel
         cannot do.
         """
@@ -78,7 +77,6 @@ class PallasKernels:
             kv if native else layout.pool(kv),
             layout.new_rows(new),
             meta,
-            sinks,
             scales,
             scale=scale,
             window=window,
@@ -95,7 +93,6 @@ class PallasKernels:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: jax.Array | None = None,
         kv_scales: jax.Array | None = None,
     ) -> jax.Array:
         """See `jitney.kernels.interface.Attend`; kv of that shape, [N, page, 2K, D]."""
@@ -110,7 +107,6 @@ class PallasKernels:
             kv if native else layout.pool(kv),
             None,
             meta,
-            sinks,
             scales,
             scale=scale,
             window=window,
@@ -124,7 +120,6 @@ class PallasKernels:
         pool: jax.Array,
         new: jax.Array | None,
         meta: AttentionMeta,
-        sinks: jax.Array | None,
         scales: jax.Array | None,
         **how: Any,
     ) -> tuple[jax.Array, jax.Array]:
@@ -137,24 +132,18 @@ class PallasKernels:
             keys=max(self.keys, pool.shape[1]),
             depth=self.depth,
             block=item_rows(q, meta),
-            sinks=sinks is not None,
             scaled=scales is not None,
             writes=new is not None,
             **how,
         )
         queries = layout.queries(q)
-        somewhere, in_smem = (
-            pl.BlockSpec(memory_space=pl.ANY),
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-        )
+        somewhere = pl.BlockSpec(memory_space=pl.ANY)
         optional, specs = [], []
-        if sinks is not None:
-            optional, specs = [sinks.astype(jnp.float32)], [in_smem]
         if scales is not None:
             factors = jnp.broadcast_to(
                 scales.reshape(-1, 2).T[:, :, None, None], (2, layout.heads, 1, LANES)
             )
-            optional, specs = [*optional, factors], [*specs, pl.BlockSpec(memory_space=pltpu.VMEM)]
+            optional, specs = [factors], [pl.BlockSpec(memory_space=pltpu.VMEM)]
         arrays = [pool, queries] if new is None else [pool, new, queries]
         results = [queries] if new is None else [pool, queries]
         first = SCALARS + len(optional)

@@ -34,7 +34,6 @@ class Constants:
     scale: float
     window: int
     softcap: float
-    sinks: bool
     scaled: bool
     writes: bool
 
@@ -56,7 +55,6 @@ class Step(NamedTuple):
     new: Any  # [T, R, W], or None
     q: Any  # [T, H, W], and the output: each row is read before it is written
     pool: Any  # [N, page, R, W]
-    sinks: Any  # float32 [H] in SMEM, or None
     factors: Any  # float32 [2, K, 1, 128] of keys and values in VMEM, or None
 
 

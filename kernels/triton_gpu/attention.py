@@ -114,22 +114,6 @@ def sweep(
 
 
 @triton.jit
-def begin(sinks, heads, rows_ok, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """(top, total) of an empty tile; with sinks, a row starts as if it had seen one key of score
-    sinks[head].
-
-    Only the first split of a sequence counts the sink.
-    """
-    top = tl.full((BLOCK_M,), HIDDEN, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:
-        sink = tl.load(sinks + heads, mask=rows_ok, other=0.0).to(tl.float32) * LOG2E
-        top = tl.where(split == 0, sink, top)
-        total = tl.where(split == 0, 1.0, total)
-    return top, total
-
-
-@triton.jit
 def load_scales(kv_scales, head, SCALED: tl.constexpr):
     """(key, value) factors of a key head; 1 for pools that hold plain floats."""
     k_scale = 1.0
@@ -147,7 +131,6 @@ def decode_attention(
     page_table,
     kv_lens,
     counts,
-    sinks,
     kv_scales,
     o,
     part_o,
@@ -169,7 +152,6 @@ def decode_attention(
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
     SCALED: tl.constexpr,
     ALONE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -208,7 +190,8 @@ def decode_attention(
             q + (seq * H + heads)[:, None] * D + dims[None, :], mask=inside, other=0.0
         )
         k_scale, v_scale = load_scales(kv_scales, head, SCALED)
-        top, total = begin(sinks, heads, rows < G, split, BLOCK_M, SINKS)
+        top = tl.full((BLOCK_M,), HIDDEN, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, DP), tl.float32)
         position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
         table = page_table + seq * P
@@ -319,7 +302,6 @@ def prompt_attention(
     kv_lens,
     cu_q,
     counts,
-    sinks,
     kv_scales,
     o,
     T: tl.constexpr,
@@ -335,7 +317,6 @@ def prompt_attention(
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -378,7 +359,8 @@ def prompt_attention(
     before = length - n_rows  # keys of the sequence that earlier steps wrote
     position = before + token
     k_scale, v_scale = load_scales(kv_scales, head, SCALED)
-    top, total = begin(sinks, heads, rows < BLOCK_T * G, 0, BLOCK_M, SINKS)
+    top = tl.full((BLOCK_M,), HIDDEN, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
     table = page_table + seq * P
     high = tl.minimum(length, before + skip + BLOCK_T)

@@ -51,23 +51,16 @@ class TritonKernels:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: jax.Array | None = None,
         kv_scales: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.PagedAttention`; sums in float32, rows of padding are
         zero.
         """
         kv = self.write(k, v, kv, meta, kv_scales=kv_scales)
-        return self.attend(
-            q,
-            kv,
-            meta,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            kv_scales=kv_scales,
-        ), kv
+        o = self.attend(
+            q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales
+        )
+        return o, kv
 
     def write(
         self,
@@ -151,7 +144,6 @@ class TritonKernels:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: jax.Array | None = None,
         kv_scales: jax.Array | None = None,
     ) -> jax.Array:
         """See `jitney.kernels.interface.Attend`. A bucket with as many rows as sequences is one of
@@ -166,23 +158,18 @@ class TritonKernels:
             "SEATS": power_of_two(n_seqs),
             "SCALE": float(scale),
             "SOFTCAP": float(softcap),
-            "SINKS": sinks is not None,
             "SCALED": limit > 0,
             "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
         }
-        factors = (scales if sinks is None else sinks, scales)
-        if n_rows == n_seqs:
-            return self.decode(q, kv, meta, factors, shape, tile, None)
-        return self.decode(
-            q, kv, meta, factors, shape, tile, self.prompts(q, kv, meta, factors, tile)
-        )
+        o = None if n_rows == n_seqs else self.prompts(q, kv, meta, scales, tile)
+        return self.decode(q, kv, meta, scales, shape, tile, o)
 
     def prompts(
         self,
         q: jax.Array,
         kv: jax.Array,
         meta: AttentionMeta,
-        factors: tuple[jax.Array, jax.Array],
+        scales: jax.Array,
         tile: dict[str, Any],
     ) -> jax.Array:
         """o [T, H, D] with the rows of prompt chunks; padding is zero, rows of decoding sequences
@@ -200,7 +187,7 @@ class TritonKernels:
             meta.kv_lens,
             meta.cu_q,
             meta.counts,
-            *factors,
+            scales,
             out=like(q),
             grid=(n_kv, blocks),
             warps=config.warps,
@@ -216,7 +203,7 @@ class TritonKernels:
         q: jax.Array,
         kv: jax.Array,
         meta: AttentionMeta,
-        factors: tuple[jax.Array, jax.Array],
+        scales: jax.Array,
         shape: dict[str, Any],
         tile: dict[str, Any],
         o: jax.Array | None,
@@ -235,7 +222,7 @@ class TritonKernels:
             jax.ShapeDtypeStruct((n_seqs, n_heads, ladder["SPLITS"], tile["DP"]), jnp.float32),
             jax.ShapeDtypeStruct((n_seqs, n_heads, ladder["SPLITS"], 2), jnp.float32),
         )
-        args = (q, kv, meta.page_table, meta.kv_lens, meta.counts, *factors)
+        args = (q, kv, meta.page_table, meta.kv_lens, meta.counts, scales)
         options = {
             "grid": (programs,),
             "warps": config.warps,

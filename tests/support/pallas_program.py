@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.pallas_tpu.layout import pool_shape
-from jitney.kernels.select import pallas_jax_set, pallas_set
+from jitney.kernels.select import pallas_set
 
 PAGES = 4096
 
@@ -40,10 +40,8 @@ class Shape:
     context: int = 8192
     dtype: str = "bfloat16"
     pool: str = "bfloat16"
-    sinks: bool = False
     window: int = 0
     softcap: float = 0.0
-    kernels: str = "pallas"
 
 
 MIXED, DECODE = Shape(), Shape(32, 32)
@@ -53,7 +51,7 @@ CASES = {
     "decode, 256 seats, pages of 64": Shape(256, 256, page=64, context=32768),
     "mixed": MIXED,
     "mixed, 2048 rows, pages of 128": replace(MIXED, rows=2048, page=128),
-    "sinks, window, softcap": replace(MIXED, sinks=True, window=1024, softcap=30.0),
+    "window, softcap": replace(MIXED, window=1024, softcap=30.0),
     "int8 pool": replace(MIXED, pool="int8"),
     "fp8 pool": replace(MIXED, pool="float8_e4m3fn"),
     "fp8 e5m2 pool": replace(DECODE, pool="float8_e5m2"),
@@ -67,13 +65,11 @@ CASES = {
     "head dim 80": replace(MIXED, heads=(32, 32, 80)),
     "head dim 96, window": replace(MIXED, heads=(32, 8, 96), window=512),
     "head dim 256": replace(MIXED, heads=(16, 8, 256)),
-    "jax's kernel": replace(MIXED, kernels="pallas-jax"),
-    "jax's kernel, decode": replace(DECODE, kernels="pallas-jax"),
 }
 
 
 def arguments(shape: Shape) -> tuple[Any, ...]:
-    """q, k, v, pool, meta, sinks, kv_scales; as shapes."""
+    """q, k, v, pool, meta, kv_scales; as shapes."""
     n_heads, n_kv, dim = shape.heads
     array: Any = jax.ShapeDtypeStruct
     meta = AttentionMeta(
@@ -97,7 +93,6 @@ def arguments(shape: Shape) -> tuple[Any, ...]:
         k,
         pool,
         meta,
-        array((n_heads,), jnp.float32) if shape.sinks else None,
         array((2 * n_kv,), jnp.float32) if pool.dtype.itemsize == 1 else None,
     )
 
@@ -106,7 +101,7 @@ def compile_case(shape: Shape, device: Any) -> dict[str, Any]:
     """Bytes of the pool, of what is aliased and of temporaries; instructions that make another
     pool.
     """
-    kernels = (pallas_set if shape.kernels == "pallas" else pallas_jax_set)()
+    kernels = pallas_set()
     mesh = Mesh(np.array([device]), ("x",))
     args = arguments(shape)
     placed = jax.tree.map(
@@ -116,10 +111,10 @@ def compile_case(shape: Shape, device: Any) -> dict[str, Any]:
         args,
     )
 
-    def step(q, k, v, kv, meta, sinks, kv_scales):
+    def step(q, k, v, kv, meta, kv_scales):
         return partial(
             kernels.paged_attention, scale=0.1, window=shape.window, softcap=shape.softcap
-        )(q, k, v, kv, meta, sinks=sinks, kv_scales=kv_scales)
+        )(q, k, v, kv, meta, kv_scales=kv_scales)
 
     with use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(step, donate_argnums=3).lower(*placed).compile()

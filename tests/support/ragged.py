@@ -30,7 +30,6 @@ class Case:
     pages: int = 32  # of each sequence's table
     window: int = 0
     softcap: float = 0.0
-    sinks: bool = False
     dtype: str = "float32"
     pool: str = "float32"
     scales: str = "head"  # or "pool"; for a quantised pool
@@ -99,8 +98,6 @@ def make(case: Case, seed: int = 7) -> Batch:
     )
     kv = rng.standard_normal((case.n_pages, case.page, 2 * n_kv, dim), np.float32)
     options: dict[str, Any] = {"scale": dim**-0.5, "window": case.window, "softcap": case.softcap}
-    if case.sinks:
-        options["sinks"] = rng.standard_normal(n_heads, np.float32)
     if case.pool in QUANTISED:
         limit, shape = QUANTISED[case.pool], (2 * n_kv,) if case.scales == "head" else ()
         factors = np.float32(2.0) ** rng.integers(-3, 2, shape) / (1 << int(np.log2(limit / 4)))
@@ -167,12 +164,9 @@ def attention(batch: Batch, kv: np.ndarray) -> np.ndarray:
             scores = capped(
                 q[rows, h] @ cells[:, 2 * (h // group)].T * options["scale"], options["softcap"]
             )
-            sink = options["sinks"][h] if "sinks" in options else -np.inf
-            top = np.maximum(np.where(seen, scores, -np.inf).max(1, keepdims=True), sink)
+            top = np.where(seen, scores, -np.inf).max(1, keepdims=True)
             p = np.where(seen, np.exp(scores - top), 0)
-            out[rows, h] = (
-                p / (p.sum(1, keepdims=True) + np.exp(sink - top)) @ cells[:, 2 * (h // group) + 1]
-            )
+            out[rows, h] = p / p.sum(1, keepdims=True) @ cells[:, 2 * (h // group) + 1]
     return out
 
 

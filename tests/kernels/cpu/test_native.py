@@ -74,7 +74,7 @@ def test_bfloat16_attention_rounds_its_weights_and_its_result():
     )  # those that decode
 
 
-@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"sinks": True}, {"pool": "int8"}])
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"pool": "int8"}])
 def test_what_it_does_not_serve_is_the_references(options: dict):
     batch = make(replace(CASES["decode, absent sequences"], **options))
     arguments = (batch.q, batch.k, batch.v, batch.kv, batch.meta)

@@ -18,7 +18,7 @@ from jitney.engine.models.llama import random_model
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.pallas_tpu import layout
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
-from jitney.kernels.select import pallas_jax_set, pallas_set, select
+from jitney.kernels.select import pallas_set, select
 
 #: Blocks of 32 keys, so that short contexts have several.
 KERNELS = PallasKernels(interpret=True, keys=32)
@@ -31,11 +31,11 @@ CASES = {
     "decode, head dim 128, a block of one page": replace(
         DECODE, heads=(4, 1, 128), page=64, pages=4
     ),
-    "sinks, window, softcap in decode": replace(DECODE, sinks=True, window=50, softcap=20.0),
-    "int8 pool, one factor, sinks": replace(DECODE, pool="int8", scales="pool", sinks=True),
+    "window, softcap in decode": replace(DECODE, window=50, softcap=20.0),
+    "int8 pool, one factor": replace(DECODE, pool="int8", scales="pool"),
     "fp8 e5m2 pool": replace(DECODE, pool="float8_e5m2"),
     "mixed": MIXED,
-    "sinks, window, softcap": replace(MIXED, heads=(4, 2, 128), sinks=True, window=40, softcap=5.0),
+    "window, softcap": replace(MIXED, heads=(4, 2, 128), window=40, softcap=5.0),
     "prompts alone": Case((2, 2, 64), (), ((70, 70), (17, 17), (1, 1)), rows=100, seqs=5, pages=8),
     "group of three, rows of padding in the pool": Case(
         (9, 3, 16), (40, 90), ((130, 60),), rows=64, seqs=4
@@ -252,48 +252,9 @@ def test_what_it_cannot_do_is_said_in_one_line(change: dict[str, Any], message: 
         attend(batch)
 
 
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        ({"sinks": jnp.zeros(4)}, "no sinks; choose kernels pallas"),
-        ({"kv_scales": jnp.ones(())}, "no pools of int8; choose kernels pallas"),
-    ],
-)
-def test_what_jaxs_own_kernel_cannot_do_is_said_in_one_line(options: dict[str, Any], message: str):
-    batch = make(
-        replace(DECODE, heads=(4, 2, 128), pool="int8" if "kv_scales" in options else "float32")
-    )
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            lambda *args: pallas_jax_set().paged_attention(*args, scale=1.0, **options),
-            batch.q,
-            batch.k,
-            batch.v,
-            batch.kv,
-            batch.meta,
-        )
-
-
-def test_jaxs_own_kernel_never_meets_an_empty_batch():
-    from jitney.kernels.pallas_tpu.jax_kernel import never_empty
-
-    batch = make(DECODE)
-    kv_lens, cu_q, n_seqs = never_empty(batch.meta)
-    assert (kv_lens == batch.meta.kv_lens).all()
-    assert (cu_q == batch.meta.cu_q).all()
-    assert n_seqs == 4
-    kv_lens, cu_q, n_seqs = never_empty(AttentionMeta(*(jnp.zeros_like(x) for x in batch.meta)))
-    assert (list(kv_lens), list(cu_q), list(n_seqs)) == (
-        [1, 0, 0, 0, 0, 0],
-        [0, 1, 1, 1, 1, 1, 1],
-        [1],
-    )
-
-
-@pytest.mark.parametrize("name", ["pallas", "pallas-jax"])
-def test_only_a_tpu_gets_the_pallas_kernels(name: str, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(KernelError, match=f"kernels {name} need a TPU; jax runs on cpu"):
-        select("cpu", name)
+def test_only_a_tpu_gets_the_pallas_kernels(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(KernelError, match="kernels pallas need a TPU; jax runs on cpu"):
+        select("cpu", "pallas")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert select("tpu", name).name == name
+    assert select("tpu", "pallas").name == "pallas"
     assert select("tpu") is pallas_set()
