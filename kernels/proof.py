@@ -1,7 +1,7 @@
 """Proof at start: the kernels of a set are compared with what they should compute, where they run.
 
 A kernel that is right on the machine it was written on may be wrong on the next: a compiler took
-the same source for another CPU and dropped a store (docs/decisions.md). So each engine, before it
+the same source for another CPU and dropped a store (docs/decisions). So each engine, before it
 says ready, gives every kernel that it will use random inputs of the shapes that it will serve, and
 compares the results with their definitions in numpy, which nothing compiles. What does not agree is
 taken out, and the reference takes its place.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -289,3 +290,17 @@ def test_the_wheel_carries_the_page(wheel: zipfile.ZipFile):
 def test_the_wheel_installs_the_program(wheel: zipfile.ZipFile):
     (entry,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert "jitney = jitney.engine.cli:main" in wheel.read(entry).decode()
+
+
+def test_the_architecture_page_names_files_and_names_that_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    files = set(re.findall(r"`((?:engine|kernels|dashboard|tests)/[\w/]*(?:\.py)?)`", page))
+    assert len(files) > 30
+    assert not [file for file in files if not (ROOT / file).exists()]
+    rows = re.findall(r"^\| .+\? \| `(.+\.py)` \| `(\w+)` \|$", page, flags=re.MULTILINE)
+    assert len(rows) >= 10
+    for file, name in rows:
+        defined = {
+            getattr(node, "name", "") for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        }
+        assert name in defined, f"{file} has no {name}"
