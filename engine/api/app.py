@@ -1,8 +1,8 @@
-"""The HTTP generation endpoint, assembled."""
+"""The HTTP generation endpoint, assembled from the table of routes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from jitney.engine.api.endpoints import chat_completions, completions
+from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
 from jitney.engine.api.errors import error_response
 from jitney.engine.api.middleware import BearerAuth, BodyLimit, ErrorMiddleware, HeaderLimits
-from jitney.engine.api.ops import ops_routes
+from jitney.engine.api.routes import ROUTES
+from jitney.engine.api.routing import HttpRoute, RouteTable
 from jitney.engine.api.service import Service, context_of
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.process.client import EngineClient
@@ -32,6 +33,7 @@ def create_app(
     model_name: str,
     extra_routes: Sequence[BaseRoute] = (),
     *,
+    routes: Sequence[HttpRoute] = ROUTES,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> Starlette:
     """The application; `app.state.service` is its `Service`.
@@ -42,33 +44,47 @@ def create_app(
     and limits. lifespan runs around the server's life, on its event loop.
     """
     service = Service(client, tokenizer, settings, model_name)
-
-    @asynccontextmanager
-    async def life(app: Starlette) -> AsyncIterator[None]:
-        async with lifespan():
-            yield
-        service.close()
-
+    table = RouteTable(routes)
     app = Starlette(
-        routes=[
-            Route("/v1/completions", completions(service), methods=["POST"]),
-            Route("/v1/chat/completions", chat_completions(service), methods=["POST"]),
-            *ops_routes(service),
-            *extra_routes,
-        ],
+        routes=[*(_starlette_route(route, service) for route in routes), *extra_routes],
         middleware=[
-            Middleware(ErrorMiddleware, service=service),
+            Middleware(ErrorMiddleware, service=service, table=table),
             Middleware(HeaderLimits, settings=settings),
             Middleware(BearerAuth, settings=settings),
             Middleware(BodyLimit, settings=settings),
         ],
-        exception_handlers={HTTPException: _router_error},
-        lifespan=life,
+        exception_handlers={HTTPException: _router_error(table)},
+        lifespan=_lifespan(service, lifespan),
     )
     app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
     app.state.service = service
     return app
 
 
-async def _router_error(request: Request, error: Exception) -> Response:
-    return error_response(error, context_of(request.scope).request_id)
+def _starlette_route(route: HttpRoute, service: Service) -> Route:
+    kind = GenerationEndpoint if route.generates else Endpoint
+    return Route(route.path, kind(service, route.handler), methods=route.methods)
+
+
+def _lifespan(
+    service: Service, around: Callable[[], AbstractAsyncContextManager[None]]
+) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def life(app: Starlette) -> AsyncIterator[None]:
+        async with around():
+            yield
+        service.close()
+
+    return life
+
+
+def _router_error(table: RouteTable) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Answers to a path or method that no route takes."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        allowed = table.allowed(request.scope["path"])
+        if allowed:  # else the path is one of the extra routes', or nobody's
+            error = HTTPException(405, headers={"allow": ", ".join(allowed)})
+        return error_response(error, context_of(request.scope).request_id)
+
+    return answer

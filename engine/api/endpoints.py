@@ -1,143 +1,194 @@
-"""The generation routes as plain ASGI: read, run, answer; and stop the engine's work when the
-client leaves.
+"""The generation routes: read a request, run it, answer; and stop the engine's work when the client
+leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.errors import HttpError, error_event
 from jitney.engine.api.formats import DONE, ChatFormat, CompletionFormat, Format
-from jitney.engine.api.generation import ChoiceDelta, Generation
+from jitney.engine.api.generation import Choice, ChoiceDelta, Generation
 from jitney.engine.api.jsonio import read_object
-from jitney.engine.api.request import GenerationRequest, chat_job, completion_job
-from jitney.engine.api.schema import ChatBody, CompletionBody, parse
-from jitney.engine.api.service import Context, Service, context_of
+from jitney.engine.api.request import GenerationRequest, chat_request, completion_request
+from jitney.engine.api.routing import Handler
+from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody, parse_body
+from jitney.engine.api.service import Service, context_of
 from jitney.engine.errors import RequestError
 
-KEEP_ALIVE = b": keep-alive\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
 #: Names listed in x-ignored-params, and characters of each.
-IGNORED = (20, 64)
+_MOST_IGNORED = 20
+_IGNORED_CHARS = 64
+
+
+async def completions(service: Service, request: Request) -> ASGIApp:
+    body, headers = await _read(service, request, CompletionBody)
+    wanted = await completion_request(service, body, context_of(request.scope))
+    return _Answer(service, wanted, CompletionFormat, headers)
+
+
+async def chat_completions(service: Service, request: Request) -> ASGIApp:
+    body, headers = await _read(service, request, ChatBody)
+    wanted = await chat_request(service, body, context_of(request.scope))
+    return _Answer(service, wanted, ChatFormat, headers)
+
+
+async def _read[B: GenerationBody](
+    service: Service, request: Request, kind: type[B]
+) -> tuple[B, dict[str, str]]:
+    """The checked body, and the header that lists what was ignored of it."""
+    service.ready()
+    fields = read_object(await request.body(), service.settings.max_depth)
+    body, ignored = parse_body(kind, fields, service.settings.max_messages)
+    return body, _ignored_header(ignored)
+
+
+def _ignored_header(names: list[str]) -> dict[str, str]:
+    if not names:
+        return {}
+    shown = [
+        re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_IGNORED_CHARS]) for name in names[:_MOST_IGNORED]
+    ]
+    return {"x-ignored-params": ", ".join(shown)}
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
-    """One generation route, an ASGI application."""
+class _Answer:
+    """Runs a request and sends what comes of it, whole or as a stream."""
 
     service: Service
-    body: type[CompletionBody] | type[ChatBody]
-    job: Callable[[Service, Any, Context], Awaitable[GenerationRequest]]
+    request: GenerationRequest
     format: type[Format]
+    headers: dict[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
+        self.service.quotas.enter(context.tenant, context.prompt_tokens)
+        _, tokenizer = self.service.ready()
+        async with Generation(self.service, self.request, context) as generation:
+            format = self.format(generation, tokenizer)
+            if self.request.stream:
+                await self._stream(generation, format, context.request_id, send)
+            else:
+                body = format.whole(await _collect(generation))
+                response = Response(body, 200, self.headers, "application/json")
+                await response(scope, receive, send)
+
+    async def _stream(
+        self, generation: Generation, format: Format, request_id: str, send: Send
+    ) -> None:
+        """The engine's first output decides the status; what goes wrong later is an event in the
+        stream.
+        """
+        settings = self.service.settings
+        deltas = await generation.deltas(settings.header_wait_s)
+        await send(self._stream_start())
         try:
-            body = await Request(scope, receive).body()
+            await _send_body(send, _frames(format, deltas))
+            while not generation.done:
+                deltas = await generation.deltas(settings.keep_alive_s)
+                await _send_body(send, _frames(format, deltas))
+            tail = format.tail()
+        except Exception as error:
+            tail = error_event(error, request_id) + DONE
+        await _send_body(send, tail, more=False)
+
+    def _stream_start(self) -> Message:
+        headers = self.headers | {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",
+        }
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return {"type": "http.response.start", "status": 200, "headers": raw}
+
+
+async def _collect(generation: Generation) -> dict[int, ChoiceDelta]:
+    """Everything each choice gained, by choice index, once all have ended."""
+    totals = {choice.index: ChoiceDelta() for choice in generation.choices}
+    while not generation.done:
+        for choice, delta in await generation.deltas(None):
+            total = totals[choice.index]
+            total.text += delta.text
+            total.tokens += delta.tokens
+            total.finish = delta.finish
+    return totals
+
+
+def _frames(format: Format, deltas: list[tuple[Choice, ChoiceDelta]]) -> bytes:
+    """What to send for these deltas; a comment where there is nothing to send."""
+    frames = [format.chunks(choice, delta) for choice, delta in deltas]
+    return b"".join(frames) or _KEEP_ALIVE
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A handler as an ASGI application."""
+
+    service: Service
+    handler: Handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(Request(scope, receive), send)
+
+    async def _answer(self, request: Request, send: Send) -> None:
+        answer = await self.handler(self.service, request)
+        await answer(request.scope, request.receive, send)
+
+
+class GenerationEndpoint(Endpoint):
+    """What every route that generates has around its handler: the limits of its key, the counts of
+    open, refused and abandoned requests, and an end to its work when the client leaves.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = context_of(scope)
+        request = Request(scope, receive)
+        try:
+            await (
+                request.body()
+            )  # kept in the request, so that `receive` waits for the client's end
             with self.service.generating(), self.service.quotas.open(context.tenant):
-                left = await until_disconnect(receive, self._answer(body, context, scope, send))
+                answering = self._answer(request, send)
+                context.left = await _until_disconnect(receive, answering)
         except ClientDisconnect:
-            left = True
+            context.left = True
         except (RequestError, HttpError) as error:
             code = error.info.code if isinstance(error, RequestError) else error.code
             self.service.metrics.rejected.labels(code or "invalid_request").inc()
             raise
-        if left:
-            context.left = True
+        if context.left:
             self.service.metrics.disconnects.inc()
 
-    async def _answer(self, body: bytes, context: Context, scope: Scope, send: Send) -> None:
-        _, tokenizer = self.service.ready()
-        settings = self.service.settings
-        fields, ignored = parse(
-            self.body, read_object(body, settings.max_depth), settings.max_messages
-        )
-        job = await self.job(self.service, fields, context)
-        self.service.quotas.enter(context.tenant, context.prompt_tokens)
-        async with Generation(self.service, job, context) as run:
-            answer = self._stream if job.stream else self._plain
-            await answer(
-                run, self.format(run, tokenizer), _ignored_header(ignored), context, scope, send
-            )
 
-    async def _plain(
-        self,
-        run: Generation,
-        format: Format,
-        headers: dict[str, str],
-        context: Context,
-        scope: Scope,
-        send: Send,
-    ) -> None:
-        whole = {choice.index: ChoiceDelta() for choice in run.choices}
-        while not run.done:
-            for choice, piece in await run.pieces(None):
-                total = whole[choice.index]
-                total.text += piece.text
-                total.tokens += piece.tokens
-                total.finish = piece.finish
-        response = Response(format.whole(whole), 200, headers, "application/json")
-        await response(scope, _nothing, send)
-
-    async def _stream(
-        self,
-        run: Generation,
-        format: Format,
-        headers: dict[str, str],
-        context: Context,
-        scope: Scope,
-        send: Send,
-    ) -> None:
-        """The engine's first word decides the status; what goes wrong later is an event in the
-        stream.
-        """
-        pieces = await run.pieces(self.service.settings.header_wait_s)
-        headers |= {"cache-control": "no-store", "x-accel-buffering": "no"}
-        head = Response(None, 200, headers, "text/event-stream")
-        raw = [(name, value) for name, value in head.raw_headers if name != b"content-length"]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        try:
-            await _send_body(send, b"".join(format.chunks(*each) for each in pieces) or KEEP_ALIVE)
-            while not run.done:
-                pieces = await run.pieces(self.service.settings.keep_alive_s)
-                await _send_body(
-                    send, b"".join(format.chunks(*each) for each in pieces) or KEEP_ALIVE
-                )
-            tail = format.tail()
-        except Exception as error:
-            tail = error_event(error, context.request_id) + DONE
-        await _send_body(send, tail, more=False)
-
-
-def completions(service: Service) -> Generate:
-    return Generate(service, CompletionBody, completion_job, CompletionFormat)
-
-
-def chat_completions(service: Service) -> Generate:
-    return Generate(service, ChatBody, chat_job, ChatFormat)
-
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
     """Run `work`, cancelling it if the client leaves first; True if it did. Errors of `work` are
     raised.
 
     Starlette notices a client's leaving only in some responses and ASGI versions, and never while a
     request waits.
     """
-    task, watch = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-            return False
-        return True
+        if not task.done():
+            return True
+        task.result()
+        return False
     finally:
         watch.cancel()
         task.cancel()
@@ -147,23 +198,3 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-async def _nothing() -> Any:
-    """A plain response never receives: `until_disconnect` does."""
-    raise RuntimeError("the body has been read")
-
-
-def _ignored_header(names: list[str]) -> dict[str, str]:
-    if not names:
-        return {}
-    count, length = IGNORED
-    return {
-        "x-ignored-params": ", ".join(
-            re.sub(r"[^A-Za-z0-9_.-]", "?", name[:length]) for name in names[:count]
-        )
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -13,18 +13,18 @@ from starlette.responses import Response
 
 from jitney.engine.errors import ErrorInfo, JitneyError, RequestError
 
-log = logging.getLogger("jitney.api")
+_log = logging.getLogger("jitney.api")
 
 #: Most characters of a message, whatever it quotes.
-MESSAGE_LIMIT = 1000
+_MESSAGE_LIMIT = 1000
 #: Most characters of a client's own input that any message repeats.
-ECHO_LIMIT = 200
+_ECHO_LIMIT = 200
 
-#: HTTP status -> error type.
-TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+#: HTTP status -> error type; else server_error from 500 on, and invalid_request_error.
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 #: Request error code -> (status, the code shown to the client, seconds for Retry-After when the
 #: error knows none).
-CODES: dict[str, tuple[int, str | None, float | None]] = {
+_CODES: dict[str, tuple[int, str | None, float | None]] = {
     "invalid_value": (400, None, None),
     "context_length_exceeded": (400, "context_length_exceeded", None),
     "unsupported_parameter": (400, "unsupported_parameter", None),
@@ -39,7 +39,7 @@ CODES: dict[str, tuple[int, str | None, float | None]] = {
     "internal_error": (500, "internal_error", None),
 }
 #: Messages for what the router refuses.
-ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
+_ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
 
 
 class HttpError(JitneyError):
@@ -58,50 +58,82 @@ class HttpError(JitneyError):
         close: bool = False,
     ):
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
-        self.headers = dict(headers or {}) | ({"connection": "close"} if close else {})
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        if close:
+            self.headers["connection"] = "close"
 
 
-def describe(error: BaseException, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers of the answer to any exception; what we did not raise on purpose is
-    a bare 500.
-    """
-    match error:
-        case HttpError():
-            return (
-                error.status,
-                _body(error.status, str(error), error.code, error.param),
-                error.headers,
-            )
-        case RequestError(info=info) if info.code != "internal_error":
-            status, code, pause = CODES[info.code]
-            pause = pause if info.retry_after is None else info.retry_after
-            return status, _body(status, info.message, code, info.param), _retry_headers(pause)
-        case HTTPException(status_code=status):
-            message, code = ROUTER.get(status, (error.detail, None))
-            return status, _body(status, message, code, None), _sorted_allow(error.headers)
-    if not isinstance(error, RequestError):
-        log.error("request %s failed", request_id, exc_info=error)
-    return (
-        500,
-        _body(
-            500,
-            f"internal error; the log names it by request id {request_id}",
-            "internal_error",
-            None,
-        ),
-        {},
-    )
+@dataclass(slots=True)
+class _ErrorAnswer:
+    """What any exception is answered with."""
+
+    status: int
+    message: str
+    code: str | None
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status)
+        if kind is None:
+            kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": self.message[:_MESSAGE_LIMIT],
+            "type": kind,
+            "param": None if self.param is None else self.param[:_ECHO_LIMIT],
+            "code": self.code,
+        }
+        return orjson.dumps({"error": error})
 
 
 def error_response(error: BaseException, request_id: str) -> Response:
-    status, body, headers = describe(error, request_id)
-    return Response(orjson.dumps(body), status, headers, "application/json")
+    answer = _answer_to(error, request_id)
+    return Response(answer.body(), answer.status, answer.headers, "application/json")
 
 
 def error_event(error: BaseException, request_id: str) -> bytes:
     """The same error inside a stream that has already begun: one SSE event."""
-    return b"data: " + orjson.dumps(describe(error, request_id)[1]) + b"\n\n"
+    return b"data: " + _answer_to(error, request_id).body() + b"\n\n"
+
+
+def _answer_to(error: BaseException, request_id: str) -> _ErrorAnswer:
+    """What we did not raise on purpose is a bare 500."""
+    match error:
+        case HttpError():
+            return _ErrorAnswer(error.status, str(error), error.code, error.param, error.headers)
+        case RequestError(info=info) if info.code != "internal_error":
+            return _refusal(info)
+        case HTTPException():
+            return _router_answer(error)
+    if not isinstance(error, RequestError):
+        _log.error("request %s failed", request_id, exc_info=error)
+    message = f"internal error; the log names it by request id {request_id}"
+    return _ErrorAnswer(500, message, "internal_error")
+
+
+def _refusal(info: ErrorInfo) -> _ErrorAnswer:
+    status, code, pause = _CODES[info.code]
+    if info.retry_after is not None:
+        pause = info.retry_after
+    answer = _ErrorAnswer(status, info.message, code, info.param)
+    if pause is not None:
+        answer.headers["retry-after"] = str(max(1, math.ceil(pause)))
+        answer.headers["retry-after-ms"] = str(max(1, math.ceil(pause * 1000)))
+    return answer
+
+
+def _router_answer(error: HTTPException) -> _ErrorAnswer:
+    """The router lists the allowed methods in the order of a set; ours is the same on every run."""
+    message, code = _ROUTER.get(error.status_code, (error.detail, None))
+    answer = _ErrorAnswer(error.status_code, message, code)
+    for name, value in (error.headers or {}).items():
+        if name.lower() == "allow":
+            value = ", ".join(sorted(value.split(", ")))
+        answer.headers[name.lower()] = value
+    return answer
 
 
 def from_output(error: ErrorInfo | None, finish: str) -> RequestError:
@@ -116,35 +148,8 @@ def from_output(error: ErrorInfo | None, finish: str) -> RequestError:
 
 
 def echo(value: object) -> str:
-    """A client's value as a message may repeat it: printable, at most ECHO_LIMIT characters."""
-    text = repr(value if isinstance(value, (int, float)) else str(value)[:ECHO_LIMIT])
-    return text if len(text) <= ECHO_LIMIT else text[: ECHO_LIMIT - 3] + "..."
-
-
-def _body(status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
-    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {
-        "error": {
-            "message": message[:MESSAGE_LIMIT],
-            "type": kind,
-            "param": None if param is None else param[:ECHO_LIMIT],
-            "code": code,
-        }
-    }
-
-
-def _retry_headers(pause: float | None) -> dict[str, str]:
-    if pause is None:
-        return {}
-    return {
-        "retry-after": str(max(1, math.ceil(pause))),
-        "retry-after-ms": str(max(1, math.ceil(pause * 1000))),
-    }
-
-
-def _sorted_allow(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """The router lists the allowed methods in the order of a set; ours is the same on every run."""
-    return {
-        name.lower(): ", ".join(sorted(value.split(", "))) if name.lower() == "allow" else value
-        for name, value in (headers or {}).items()
-    }
+    """A client's value as a message may repeat it: printable, at most 200 characters."""
+    if not isinstance(value, (int, float)):
+        value = str(value)[:_ECHO_LIMIT]
+    text = repr(value)
+    return text if len(text) <= _ECHO_LIMIT else text[: _ECHO_LIMIT - 3] + "..."

@@ -6,151 +6,155 @@ from typing import Any
 
 import orjson
 
-from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, Token
+from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, PromptEcho, Token
 from jitney.engine.text.detokenizer import TokenBytes
 
 DONE = b"data: [DONE]\n\n"
 #: JSON has no minus infinity; OpenAI writes this for a token that cannot be chosen.
-LOWEST = -9999.0
+_LOWEST = -9999.0
+_NO_ECHO = PromptEcho("", [], [])
 
 
 class Format:
-    """Answers of one run. `whole` for a plain answer, `chunks` and `tail` for a stream (SSE
+    """Answers of one generation. `whole` for a plain answer, `chunks` and `tail` for a stream (SSE
     frames).
     """
 
     whole_object = chunk_object = ""
 
-    def __init__(self, run: Generation, tokenizer: TokenBytes):
-        self.run, self.job = run, run.job
+    def __init__(self, generation: Generation, tokenizer: TokenBytes):
+        self.generation = generation
+        self.request = generation.request
         self._token_bytes = tokenizer.token_bytes
         self._head = {
-            "id": self.job.id,
+            "id": self.request.id,
             "object": "",
-            "created": self.job.created,
-            "model": self.job.model,
+            "created": self.request.created,
+            "model": self.request.model,
         }
 
-    def whole(self, pieces: dict[int, ChoiceDelta]) -> bytes:
-        """The body of a plain answer; pieces: everything each choice gained, by choice index."""
+    def whole(self, totals: dict[int, ChoiceDelta]) -> bytes:
+        """The body of a plain answer; totals: everything each choice gained, by choice index."""
         choices = [
-            self._choice(index, choice, pieces[choice.index])
+            self._choice(index, choice, totals[choice.index])
             for index, choice in enumerate(self._best())
         ]
-        return orjson.dumps(
-            self._head
-            | {"object": self.whole_object, "choices": choices}
-            | self._whole_extra()
-            | {"usage": self.run.usage()}
-        )
+        body = self._head | {"object": self.whole_object, "choices": choices}
+        return orjson.dumps(body | self._whole_extra() | {"usage": self.generation.usage()})
 
-    def chunks(self, choice: Choice, piece: ChoiceDelta) -> bytes:
-        """The frames of one piece; the first one of a choice opens it."""
-        frames = b"".join(self._frame([entry]) for entry in self._entries(choice, piece))
+    def chunks(self, choice: Choice, delta: ChoiceDelta) -> bytes:
+        """The frames of one delta; the first one of a choice opens it."""
+        frames = [self._frame([entry]) for entry in self._entries(choice, delta)]
         choice.started = True
-        return frames
+        return b"".join(frames)
 
     def tail(self) -> bytes:
         """What follows the last chunk."""
-        return (self._frame([], self.run.usage()) if self.job.include_usage else b"") + DONE
+        if self.request.include_usage:
+            return self._frame([], self.generation.usage()) + DONE
+        return DONE
 
     def _frame(
         self, choices: list[dict[str, Any]], usage: dict[str, object] | None = None
     ) -> bytes:
         body = self._head | {"object": self.chunk_object, "choices": choices}
-        if self.job.continuous_usage or self.job.include_usage:
-            body["usage"] = self.run.usage() if self.job.continuous_usage else usage
+        if self.request.continuous_usage:
+            body["usage"] = self.generation.usage()
+        elif self.request.include_usage:
+            body["usage"] = usage
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
     def _best(self) -> list[Choice]:
         """The choices to return, prompt by prompt; with best_of > n those of highest mean
         log-probability.
         """
-        n, made = self.job.n, self.job.sampling.n
+        n, made = self.request.n, self.request.sampling.n
         if made == n:
-            return self.run.choices
-        groups = (
-            self.run.choices[start : start + made]
-            for start in range(0, len(self.run.choices), made)
-        )
-        return [
-            choice
-            for group in groups
-            for choice in sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[:n]
-        ]
+            return self.generation.choices
+        best: list[Choice] = []
+        for start in range(0, len(self.generation.choices), made):
+            group = self.generation.choices[start : start + made]
+            group.sort(key=lambda choice: choice.mean_logprob, reverse=True)
+            best += group[:n]
+        return best
 
-    def _token_ids(self, piece: ChoiceDelta) -> dict[str, Any]:
-        return (
-            {"token_ids": [token.id for token in piece.tokens]} if self.job.return_token_ids else {}
-        )
+    def _token_ids(self, tokens: list[Token]) -> dict[str, Any]:
+        if not self.request.return_token_ids:
+            return {}
+        return {"token_ids": [token.id for token in tokens]}
 
-    def _choice(self, index: int, choice: Choice, piece: ChoiceDelta) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
         raise NotImplementedError
 
     def _whole_extra(self) -> dict[str, Any]:
         return {}
 
-    def _entries(self, choice: Choice, piece: ChoiceDelta) -> list[dict[str, Any]]:
+    def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[dict[str, Any]]:
         raise NotImplementedError
 
 
 class CompletionFormat(Format):
     whole_object = chunk_object = "text_completion"
 
-    def _choice(
-        self, index: int, choice: Choice, piece: ChoiceDelta, *, echo: bool = True
+    def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
+        return self._entry(index, choice, total, first=True)
+
+    def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        return [self._entry(choice.index, choice, delta, first=not choice.started)]
+
+    def _entry(
+        self, index: int, choice: Choice, delta: ChoiceDelta, *, first: bool
     ) -> dict[str, Any]:
-        """echo: this is where the prompt is repeated, if it is to be."""
-        text, tokens, echoed = piece.text, piece.tokens, 0
-        if self.job.prompt_only:
-            text, tokens = "", []
-        if self.job.echo:
-            prompt = self.run.echoes[choice.prompt]
-            echoed = len(prompt.text)
-            if echo:
-                text = prompt.text + text
-        logprobs = None
-        if self.job.top_logprobs is not None:
-            logprobs = self._logprobs(
-                prompt.tokens() if self.job.echo and echo else [], tokens, echoed
-            )
+        """first: the first one of its choice, where the prompt is repeated if it is to be."""
+        text, tokens, finish = delta.text, delta.tokens, delta.finish
+        if self.request.prompt_only:
+            text, tokens, finish = "", [], "length"
+        echo = self.generation.echoes[choice.prompt] if self.request.echo else _NO_ECHO
         entry = {
             "index": index,
-            "text": text,
-            "finish_reason": "length" if self.job.prompt_only else piece.finish,
-            "logprobs": logprobs,
+            "text": echo.text + text if first else text,
+            "finish_reason": finish,
+            "logprobs": None,
         }
-        if self.job.return_token_ids and echo:
-            entry["prompt_token_ids"] = choice.request.prompt
-        return entry | self._token_ids(ChoiceDelta(tokens=tokens))
-
-    def _entries(self, choice: Choice, piece: ChoiceDelta) -> list[dict[str, Any]]:
-        return [self._choice(choice.index, choice, piece, echo=not choice.started)]
+        if self.request.top_logprobs is not None:
+            before = echo.tokens() if first else []
+            entry["logprobs"] = self._logprobs(before, tokens, len(echo.text))
+        if self.request.return_token_ids and first:
+            entry["prompt_token_ids"] = choice.engine_request.prompt
+        return entry | self._token_ids(tokens)
 
     def _logprobs(self, prompt: list[Token], output: list[Token], shift: int) -> dict[str, Any]:
-        tokens = prompt + output
-        return {
-            "tokens": [self._text(token.id) for token in tokens],
-            "token_logprobs": [
-                _finite(token.logprobs.logprob) if token.logprobs else None for token in tokens
-            ],
-            "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": [
-                *(token.offset for token in prompt),
-                *(token.offset + shift for token in output),
-            ],
+        """shift: characters of the prompt before the output's first."""
+        entry: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
         }
+        for token in prompt:
+            self._append(entry, token, token.offset)
+        for token in output:
+            self._append(entry, token, token.offset + shift)
+        return entry
+
+    def _append(self, entry: dict[str, list[Any]], token: Token, offset: int) -> None:
+        scores = token.logprobs
+        entry["tokens"].append(self._text(token.id))
+        entry["token_logprobs"].append(None if scores is None else _finite(scores.logprob))
+        entry["top_logprobs"].append(self._top(token))
+        entry["text_offset"].append(offset)
 
     def _top(self, token: Token) -> dict[str, float] | None:
         """Token text -> log-probability of the most likely ones and of the token itself."""
-        if (entry := token.logprobs) is None:
+        scores = token.logprobs
+        if scores is None:
             return None
-        count = self.job.top_logprobs
-        top = {
-            self._text(id): _finite(value)
-            for id, value in zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
-        }
-        return top | {self._text(token.id): _finite(entry.logprob)}
+        count = self.request.top_logprobs
+        top: dict[str, float] = {}
+        for id, logprob in zip(scores.top_ids[:count], scores.top_logprobs[:count], strict=True):
+            top[self._text(id)] = _finite(logprob)
+        top[self._text(token.id)] = _finite(scores.logprob)
+        return top
 
     def _text(self, token: int) -> str:
         """A token as a JSON key; `bytes:\\x..` (OpenAI's form) where it is no whole character: no
@@ -167,33 +171,39 @@ class ChatFormat(Format):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _choice(self, index: int, choice: Choice, piece: ChoiceDelta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {
+    def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
+        entry = {
             "index": index,
-            "message": message,
-            "finish_reason": piece.finish,
-            "logprobs": self._logprobs(piece.tokens),
-        } | self._token_ids(piece)
+            "message": {"role": "assistant", "content": total.text, "refusal": None},
+            "finish_reason": total.finish,
+            "logprobs": self._logprobs(total.tokens),
+        }
+        return entry | self._token_ids(total.tokens)
 
     def _whole_extra(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.job.prompts[0].ids} if self.job.return_token_ids else {}
+        if not self.request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.request.prompts[0].ids}
 
-    def _entries(self, choice: Choice, piece: ChoiceDelta) -> list[dict[str, Any]]:
+    def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """role first, then content, then the reason of the end, each in a chunk of its own."""
-        entries = []
+        entries: list[dict[str, Any]] = []
         if not choice.started:
-            entries.append(self._delta(choice, {"role": "assistant", "content": ""}))
-            if self.job.return_token_ids:
-                entries[0]["prompt_token_ids"] = choice.request.prompt
-        if piece.text or (
-            piece.tokens and (self.job.top_logprobs is not None or self.job.return_token_ids)
-        ):
-            entry = self._delta(choice, {"content": piece.text}) | self._token_ids(piece)
-            entries.append(entry | {"logprobs": self._logprobs(piece.tokens)})
-        if piece.finish is not None:
-            entries.append(self._delta(choice, {}, piece.finish))
+            entries.append(self._opening(choice))
+        shows_tokens = self.request.top_logprobs is not None or self.request.return_token_ids
+        if delta.text or (delta.tokens and shows_tokens):
+            entry = self._delta(choice, {"content": delta.text}) | self._token_ids(delta.tokens)
+            entry["logprobs"] = self._logprobs(delta.tokens)
+            entries.append(entry)
+        if delta.finish is not None:
+            entries.append(self._delta(choice, {}, delta.finish))
         return entries
+
+    def _opening(self, choice: Choice) -> dict[str, Any]:
+        entry = self._delta(choice, {"role": "assistant", "content": ""})
+        if self.request.return_token_ids:
+            entry["prompt_token_ids"] = choice.engine_request.prompt
+        return entry
 
     def _delta(
         self, choice: Choice, delta: dict[str, str], finish: str | None = None
@@ -201,18 +211,18 @@ class ChatFormat(Format):
         return {"index": choice.index, "delta": delta, "finish_reason": finish, "logprobs": None}
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
-        if self.job.top_logprobs is None:
+        if self.request.top_logprobs is None:
             return None
-        return {"content": [self._entry(token) for token in tokens], "refusal": None}
+        return {"content": [self._scored(token) for token in tokens], "refusal": None}
 
-    def _entry(self, token: Token) -> dict[str, Any]:
-        entry, count = token.logprobs, self.job.top_logprobs
-        if entry is None:
-            return self._spelled(token.id, LOWEST) | {"top_logprobs": []}
-        top = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
-        return self._spelled(token.id, entry.logprob) | {
-            "top_logprobs": [self._spelled(*each) for each in top]
-        }
+    def _scored(self, token: Token) -> dict[str, Any]:
+        scores, count = token.logprobs, self.request.top_logprobs
+        if scores is None:
+            return self._spelled(token.id, _LOWEST) | {"top_logprobs": []}
+        top = zip(scores.top_ids[:count], scores.top_logprobs[:count], strict=True)
+        entry = self._spelled(token.id, scores.logprob)
+        entry["top_logprobs"] = [self._spelled(id, logprob) for id, logprob in top]
+        return entry
 
     def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._token_bytes(token)
@@ -224,4 +234,4 @@ class ChatFormat(Format):
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+    return max(logprob, _LOWEST)

@@ -1,4 +1,4 @@
-"""One HTTP request under way: outputs of its engine sequences in, text of its choices out.
+"""One HTTP request under way: outputs of its engine requests in, text of its choices out.
 
 A `Generation` owns the engine requests of one HTTP request. However it ends (done, error, client
 gone), leaving it ends every sequence that is still open.
@@ -19,38 +19,41 @@ from jitney.engine.text.detokenizer import TextStream, TokenBytes
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
 #: An output of the n-th engine request, or why there will be no more.
-type News = tuple[int, SequenceOutput] | Exception
+type _Event = tuple[int, SequenceOutput] | Exception
 
 
 @dataclass(slots=True)
 class Token:
-    """One token as log-probability lists show it; offset: character position in the text; None:
-    nothing before it.
-    """
+    """One token as lists of log-probabilities show it."""
 
     id: int
+    #: Character position in the text at which it begins.
     offset: int
+    #: None for the first token of all, which has nothing before it.
     logprobs: TokenLogprobs | None
 
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What one choice gained: text that is final, tokens (all of them, held-back text or not), and
-    its end.
-    """
+    """What one choice gained."""
 
+    #: Text that is final.
     text: str = ""
+    #: All tokens, whether their text is final or still held back.
     tokens: list[Token] = field(default_factory=list)
+    #: Why it ended, if it did.
     finish: str | None = None
 
 
 @dataclass(slots=True)
 class PromptEcho:
-    """A prompt as `echo` repeats it; logprobs arrive with the first token, entry 0 is None."""
+    """A prompt as `echo` repeats it."""
 
     text: str
     ids: list[int]
+    #: Where each token begins in the text.
     offsets: list[int]
+    #: One entry a token, the first None; they come with the first output token.
     logprobs: list[TokenLogprobs | None] | None = None
 
     def tokens(self) -> list[Token]:
@@ -58,34 +61,29 @@ class PromptEcho:
         return [Token(*each) for each in zip(self.ids, self.offsets, logprobs, strict=True)]
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """One sequence on its way to the client."""
 
-    __slots__ = (
-        "_stream",
-        "_unsent",
-        "cumulative",
-        "finish",
-        "index",
-        "n_tokens",
-        "prompt",
-        "request",
-        "sequence",
-        "started",
-        "tokens_at",
-    )
-
-    def __init__(
-        self, index: int, prompt: int, sequence: int, request: EngineRequest, stream: TextStream
-    ):
-        self.index, self.prompt, self.sequence, self.request = index, prompt, sequence, request
-        self.n_tokens = 0
-        self.cumulative = 0.0  # sum of the tokens' log-probabilities, if they are asked for
-        self.finish: str | None = None
-        self.started = False  # written by whoever formats the stream: the first chunk is out
-        self.tokens_at = 0.0
-        self._stream = stream
-        self._unsent: list[Token] = []
+    #: Position among all choices of the answer.
+    index: int
+    #: Number of its prompt, and of the sequence among those of that prompt.
+    prompt: int
+    sequence: int
+    engine_request: EngineRequest
+    stream: TextStream
+    #: Tokens that came.
+    n_tokens: int = 0
+    #: Sum of their log-probabilities, if they are asked for.
+    cumulative: float = 0.0
+    #: Why it ended; None while it goes on.
+    finish: str | None = None
+    #: Whether its first chunk is out; written by whoever formats the stream.
+    started: bool = False
+    #: time.monotonic() of its newest token; 0 before the first.
+    tokens_at: float = 0.0
+    #: Tokens whose text is held back.
+    unsent: list[Token] = field(default_factory=list)
 
     @property
     def mean_logprob(self) -> float:
@@ -95,65 +93,60 @@ class Choice:
         """Add an output; None while nothing can be shown (half a character, a possible stop
         string).
         """
-        delta = self._stream.push(
+        text = self.stream.push(
             output.tokens, final=output.finish is not None, stop_token=output.stop_token
         )
-        self.n_tokens += delta.tokens
-        logprobs = output.logprobs or [None] * delta.tokens
-        for token, offset, entry in zip(output.tokens, delta.offsets, logprobs, strict=False):
-            self._unsent.append(Token(token, offset, entry))
-            self.cumulative += entry.logprob if entry is not None else 0.0
-        self.finish = "stop" if delta.stopped else output.finish
-        if not delta.text and self.finish is None:
+        self.n_tokens += text.tokens
+        logprobs = output.logprobs or [None] * text.tokens
+        for token, offset, entry in zip(output.tokens, text.offsets, logprobs, strict=False):
+            self.unsent.append(Token(token, offset, entry))
+            if entry is not None:
+                self.cumulative += entry.logprob
+        self.finish = "stop" if text.stopped else output.finish
+        if not text.text and self.finish is None:
             return None
-        piece, self._unsent = ChoiceDelta(delta.text, self._unsent, self.finish), []
-        return piece
+        delta = ChoiceDelta(text.text, self.unsent, self.finish)
+        self.unsent = []
+        return delta
 
 
 class Generation:
-    """Async context manager: submits the job's requests, merges their outputs, aborts what is open
+    """Async context manager: submits the engine requests, merges their outputs, aborts what is open
     at the end.
 
-    Raises RequestError on entry if the engine refuses at once, and from `pieces` when a sequence
+    Raises RequestError on entry if the engine refuses at once, and from `deltas` when a sequence
     ends badly.
     """
 
-    def __init__(self, service: Service, job: GenerationRequest, context: Context):
+    def __init__(self, service: Service, request: GenerationRequest, context: Context):
         _, tokenizer = service.ready()
-        self.job = job
-        self.cached_tokens = [0] * len(job.requests)
-        self.echoes = (
-            [_echo(tokenizer, job.sampling, prompt) for prompt in job.prompts] if job.echo else []
-        )
-        self.choices = [
-            Choice(
-                prompt * job.sampling.n + sequence,
-                prompt,
-                sequence,
-                request,
-                TextStream(tokenizer, job.sampling, request.prompt),
-            )
-            for prompt, request in enumerate(job.requests)
-            for sequence in range(job.sampling.n)
-        ]
-        self._client, self._metrics, self._context = service.client, service.metrics, context
+        self.request = request
+        self.choices = _choices(request, tokenizer)
+        #: Prompts to repeat, if that is asked for.
+        self.echoes: list[PromptEcho] = []
+        if request.echo:
+            self.echoes = [_echo(tokenizer, request.sampling, each) for each in request.prompts]
+        #: Tokens of each prompt that came from the prefix cache.
+        self.cached_tokens = [0] * len(request.prompts)
+        self._client = service.client
+        self._metrics = service.metrics
         self._quotas = service.quotas
-        self._news: asyncio.Queue[News] = asyncio.Queue()
-        self._failure: Exception | None = (
-            None  # to be raised once what came before it has been shown
-        )
+        self._context = context
+        self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
+        #: To be raised once what came before it has been shown.
+        self._failure: Exception | None = None
 
     async def __aenter__(self) -> Generation:
         try:
-            for number, request in enumerate(self.job.requests):
+            for number, request in enumerate(self.request.engine_requests):
                 outputs = self._client.submit(request)
                 self._pumps.append(asyncio.create_task(self._pump(number, outputs)))
         except BaseException:
             await self._end()
             raise
         self._metrics.prompt_tokens.inc(self._context.prompt_tokens)
-        for request in self.job.requests:
+        for request in self.request.engine_requests:
             self._metrics.prompt_lengths.observe(len(request.prompt))
         return self
 
@@ -166,8 +159,8 @@ class Generation:
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage object, as things stand now."""
-        prompt = sum(len(request.prompt) for request in self.job.requests)
-        completion = 0 if self.job.prompt_only else sum(choice.n_tokens for choice in self.choices)
+        prompt = self._context.prompt_tokens
+        completion = 0 if self.request.prompt_only else self._completion_tokens()
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -175,102 +168,127 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
         }
 
-    async def pieces(self, wait_s: float | None) -> list[tuple[Choice, ChoiceDelta]]:
-        """What is new since the last call, at least one piece; empty if `wait_s` seconds bring
+    def _completion_tokens(self) -> int:
+        return sum(choice.n_tokens for choice in self.choices)
+
+    async def deltas(self, wait_s: float | None) -> list[tuple[Choice, ChoiceDelta]]:
+        """What is new since the last call, at least one delta; empty if `wait_s` seconds bring
         none.
         """
         if self._failure is not None:
             raise self._failure
+        deltas: list[tuple[Choice, ChoiceDelta]] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not (pieces := self._taken(await self._news.get())):
-                    pass
-                return pieces
-        return []
+                while not deltas:
+                    deltas = self._take_all(await self._events.get())
+        return deltas
 
-    def _taken(self, item: News) -> list[tuple[Choice, ChoiceDelta]]:
-        """The pieces of `item` and of all that waits behind it; what came before a failure is still
+    def _take_all(self, event: _Event) -> list[tuple[Choice, ChoiceDelta]]:
+        """The deltas of `event` and of all that wait behind it; what came before a failure is still
         shown.
         """
-        pieces = self._take(item)
-        while not self._news.empty() and self._failure is None:
+        deltas = self._take(event)
+        while not self._events.empty() and self._failure is None:
             try:
-                pieces += self._take(self._news.get_nowait())
+                deltas += self._take(self._events.get_nowait())
             except Exception as error:
-                if not pieces:
+                if not deltas:
                     raise
                 self._failure = error
-        return pieces
+        return deltas
 
-    def _take(self, item: News) -> list[tuple[Choice, ChoiceDelta]]:
-        if isinstance(item, Exception):
-            raise item
-        number, output = item
-        choice = self.choices[number * self.job.sampling.n + output.index]
+    def _take(self, event: _Event) -> list[tuple[Choice, ChoiceDelta]]:
+        if isinstance(event, Exception):
+            raise event
+        number, output = event
+        choice = self.choices[number * self.request.sampling.n + output.index]
         if choice.finish is not None:  # what the core computed before it heard of a stop string
             return []
         if output.finish in ("error", "deadline", "abort"):
             choice.finish = output.finish
             self._metrics.finished.labels(output.finish).inc()
             raise from_output(output.error, output.finish)
-        self._note(number, choice, output)
-        piece = choice.accept(output)
+        self._take_prompt_facts(number, output)
+        if output.tokens:
+            self._observe_tokens(choice, output)
+        delta = choice.accept(output)
         if choice.finish is not None:
-            self._ended(choice, by_core=output.finish is not None)
-        return [] if piece is None else [(choice, piece)]
+            self._observe_end(choice, by_core=output.finish is not None)
+        return [] if delta is None else [(choice, delta)]
 
-    def _note(self, number: int, choice: Choice, output: SequenceOutput) -> None:
-        """Keep what comes once per request or sequence, and the times."""
+    def _take_prompt_facts(self, number: int, output: SequenceOutput) -> None:
+        """Keep what comes once per prompt."""
         if output.prompt_logprobs is not None and self.echoes:
             self.echoes[number].logprobs = output.prompt_logprobs
         if output.index == 0 and output.cached_tokens:
             self._metrics.cached_tokens.inc(output.cached_tokens - self.cached_tokens[number])
             self.cached_tokens[number] = output.cached_tokens
-        if not output.tokens:
-            return
-        self._quotas.spend(self._context.tenant, len(output.tokens))
+
+    def _observe_tokens(self, choice: Choice, output: SequenceOutput) -> None:
+        """Charge new tokens to the key, and measure when they came."""
+        n_new = len(output.tokens)
+        self._quotas.spend(self._context.tenant, n_new)
         now = time.monotonic()
         if choice.tokens_at:
-            self._metrics.itl.observe((now - choice.tokens_at) / len(output.tokens))
+            self._metrics.itl.observe((now - choice.tokens_at) / n_new)
         else:
             self._metrics.ttft.observe(now - self._context.started)
-        if output.queued_s is not None and not choice.tokens_at:
-            self._metrics.queue.observe(output.queued_s)
+            if output.queued_s is not None:
+                self._metrics.queue.observe(output.queued_s)
         choice.tokens_at = now
 
-    def _ended(self, choice: Choice, *, by_core: bool) -> None:
+    def _observe_end(self, choice: Choice, *, by_core: bool) -> None:
         if not by_core:
-            self._client.abort(choice.request.id, choice.sequence, "stop")
+            self._client.abort(choice.engine_request.id, choice.sequence, "stop")
         self._metrics.finished.labels(choice.finish).inc()
         self._metrics.output_lengths.observe(choice.n_tokens)
         self._metrics.e2e.observe(time.monotonic() - self._context.started)
 
     async def _pump(self, number: int, outputs: AsyncIterator[SequenceOutput]) -> None:
-        still_open = self.job.sampling.n
+        """Move the outputs of one engine request to the common queue."""
+        still_open = self.request.sampling.n
         try:
             async for output in outputs:
                 still_open -= output.finish is not None
-                self._news.put_nowait((number, output))
+                self._events.put_nowait((number, output))
         except Exception as error:
-            self._news.put_nowait(error)
+            self._events.put_nowait(error)
         else:
             if still_open:
-                self._news.put_nowait(from_output(None, "error"))
+                self._events.put_nowait(from_output(None, "error"))
 
     async def _end(self) -> None:
         """Abort what is open. Said outright: closing an iterator that was never advanced tells its
         owner nothing.
         """
-        self._context.completion_tokens = sum(choice.n_tokens for choice in self.choices)
+        self._context.completion_tokens = self._completion_tokens()
         self._metrics.generated_tokens.inc(self._context.completion_tokens)
-        for number, request in enumerate(self.job.requests[: len(self._pumps)]):
-            mine = self.choices[number * self.job.sampling.n :][: self.job.sampling.n]
-            if still_open := sum(choice.finish is None for choice in mine):
+        submitted = self.request.engine_requests[: len(self._pumps)]
+        for number, request in enumerate(submitted):
+            still_open = self._still_open(number)
+            if still_open:
                 self._client.abort(request.id)
                 self._metrics.finished.labels("abort").inc(still_open)
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def _still_open(self, prompt: int) -> int:
+        """Sequences of a prompt that have not ended."""
+        n = self.request.sampling.n
+        mine = self.choices[prompt * n : (prompt + 1) * n]
+        return sum(choice.finish is None for choice in mine)
+
+
+def _choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
+    """The choices of all sequences, prompt by prompt."""
+    choices: list[Choice] = []
+    for prompt, engine_request in enumerate(request.engine_requests):
+        for sequence in range(request.sampling.n):
+            stream = TextStream(tokenizer, request.sampling, engine_request.prompt)
+            choices.append(Choice(len(choices), prompt, sequence, engine_request, stream))
+    return choices
 
 
 def _echo(tokenizer: TokenBytes, sampling: SamplingParams, prompt: EncodedPrompt) -> PromptEcho:
@@ -278,5 +296,6 @@ def _echo(tokenizer: TokenBytes, sampling: SamplingParams, prompt: EncodedPrompt
     to the output.
     """
     stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=sampling.skip_special_tokens))
-    delta = stream.push(prompt.ids)
-    return PromptEcho(delta.text if prompt.text is None else prompt.text, prompt.ids, delta.offsets)
+    decoded = stream.push(prompt.ids)
+    text = decoded.text if prompt.text is None else prompt.text
+    return PromptEcho(text, prompt.ids, decoded.offsets)

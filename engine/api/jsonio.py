@@ -35,10 +35,10 @@ def read_object(body: bytes, max_depth: int) -> dict[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        if (path := _not_finite(body)) is not None:
-            raise RequestError(
-                f"{echo(path)} must be a finite number", param=re.split(r"[.\[]", path)[0]
-            ) from None
+        path = _not_finite(body)
+        if path is not None:
+            field = re.split(r"[.\[]", path)[0]
+            raise RequestError(f"{echo(path)} must be a finite number", param=field) from None
         raise HttpError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise HttpError(400, "the body must be a JSON object", code="invalid_json")
@@ -61,7 +61,10 @@ def _not_finite(body: bytes) -> str | None:
         value = json.loads(body.decode())
     except ValueError:
         return None
-    return next((path for path, number in _numbers(value, "") if not math.isfinite(number)), None)
+    for path, number in _numbers(value, ""):
+        if not math.isfinite(number):
+            return path
+    return None
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:

@@ -20,6 +20,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from jitney.engine.process import client as engine
 
@@ -63,9 +64,9 @@ class Metrics:
         self.output_lengths = self._histogram(
             "output_tokens_per_sequence", "tokens per sequence", _TOKENS
         )
-        self.registry.register(EngineCollector(service))
+        self.registry.register(_EngineCollector(service))
         if service.settings.metrics_compat == "vllm":
-            self.registry.register(VllmNames(service, self))
+            self.registry.register(_VllmNames(service, self))
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -78,55 +79,52 @@ class Metrics:
         return Histogram(f"jitney_{name}", text, buckets=buckets, registry=self.registry)
 
 
-class EngineCollector(Collector):
+class _EngineCollector(Collector):
     """The engine's own numbers, read when somebody asks."""
 
     def __init__(self, service: Service):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._gauges()
+        yield from self._state()
+        yield from self._seats_and_pages()
         yield from self._kernels()
-        yield from self._counters()
-        yield from self._histograms()
+        yield from self._canary()
+        yield from self._compilation()
+        yield from self._steps()
 
-    def _gauges(self) -> Iterator[Metric]:
-        client, counters = self._service.client, self._service.client.counters
-        info = client.info
+    def _state(self) -> Iterator[Metric]:
+        client, info = self._service.client, self._service.client.info
         draining = self._service.draining or client.state == "draining"
-        for name, text, value in (
-            ("requests_running", "sequences in a seat", counters.gauge("seats_busy")),
-            ("requests_waiting", "sequences waiting for a seat", counters.waiting),
-            ("seats", "seats", info.seats if info else 0),
-            ("seats_busy", "seats taken", counters.gauge("seats_busy")),
-            ("kv_pages", "KV pages", info.pages if info else 0),
-            ("kv_pages_used", "KV pages held by sequences", counters.gauge("pages_used")),
-            (
-                "kv_pages_cached",
-                "KV pages kept for the prefix cache alone",
-                counters.gauge("pages_cached"),
-            ),
-            ("draining", "1 while no new requests are taken", int(draining)),
-            ("engine_up", "1 while the engine serves", int(client.state in ("ready", "draining"))),
-            (
-                "canary_worst_difference",
-                "largest difference of a log-probability from the reference's",
-                counters.canary_worst,
-            ),
-            (
-                "last_step_age_seconds",
-                "time since the engine's last sign of life",
-                client.last_step_age(),
-            ),
-        ):
-            yield GaugeMetricFamily(f"jitney_{name}", text, value)
+        yield _gauge("draining", "1 while no new requests are taken", int(draining))
+        is_up = client.state in ("ready", "draining")
+        yield _gauge("engine_up", "1 while the engine serves", int(is_up))
+        age = client.last_step_age()
+        yield _gauge("last_step_age_seconds", "time since the engine's last sign of life", age)
+        restarts = client.counters.engine_restarts
+        yield _counter(
+            "engine_restarts", "engine processes started to replace a dead one", restarts
+        )
         labels = {"version": version("jitney")}
         if info is not None:
-            labels |= {
-                name: str(getattr(info, name))
-                for name in ("model", "platform", "device", "kernels", "dtype")
-            }
+            for name in ("model", "platform", "device", "kernels", "dtype"):
+                labels[name] = str(getattr(info, name))
         yield InfoMetricFamily("jitney_build", "what is running", labels)
+
+    def _seats_and_pages(self) -> Iterator[Metric]:
+        counters, info = self._service.client.counters, self._service.client.info
+        busy = counters.gauge("seats_busy")
+        yield _gauge("requests_running", "sequences in a seat", busy)
+        yield _gauge("requests_waiting", "sequences waiting for a seat", counters.waiting)
+        yield _gauge("seats", "seats", info.seats if info else 0)
+        yield _gauge("seats_busy", "seats taken", busy)
+        yield _gauge("kv_pages", "KV pages", info.pages if info else 0)
+        used, cached = counters.gauge("pages_used"), counters.gauge("pages_cached")
+        yield _gauge("kv_pages_used", "KV pages held by sequences", used)
+        yield _gauge("kv_pages_cached", "KV pages kept for the prefix cache alone", cached)
+        yield _counter(
+            "preemptions", "sequences put back to waiting for lack of pages", counters.preemptions
+        )
 
     def _kernels(self) -> Iterator[Metric]:
         """What the proof at start said of each kernel."""
@@ -147,93 +145,81 @@ class EngineCollector(Collector):
         yield error
         yield out
 
-    def _counters(self) -> Iterator[Metric]:
+    def _canary(self) -> Iterator[Metric]:
+        counters = self._service.client.counters
+        yield _gauge(
+            "canary_worst_difference",
+            "largest difference of a log-probability from the reference's",
+            counters.canary_worst,
+        )
+        yield _counter(
+            "canary_checked",
+            "sequences computed again with the reference kernels",
+            counters.canary_checked,
+        )
+        yield _counter(
+            "canary_mismatches",
+            "of them, those that differed by more than rounding explains",
+            counters.canary_mismatched,
+        )
+
+    def _compilation(self) -> Iterator[Metric]:
         counters, info = self._service.client.counters, self._service.client.info
+        compiles = {"start": info.executables if info else 0, "late": counters.compiles}
+        yield _labelled("compiles", "executables compiled", "when", compiles)
+        seconds = info.compile_seconds if info else 0.0
+        yield _counter("compile_seconds", "time spent compiling at start", seconds)
+
+    def _steps(self) -> Iterator[Metric]:
+        counters = self._service.client.counters
         yield _labelled("rows", "computed rows by where they went", "kind", counters.rows)
         yield _labelled("steps", "engine steps", "kind", counters.steps)
-        yield _labelled(
-            "compiles",
-            "executables compiled",
-            "when",
-            {"start": info.executables if info else 0, "late": counters.compiles},
-        )
-        for name, text, value in (
-            (
-                "compile_seconds",
-                "time spent compiling at start",
-                info.compile_seconds if info else 0,
-            ),
-            (
-                "preemptions",
-                "sequences put back to waiting for lack of pages",
-                counters.preemptions,
-            ),
-            ("nan_rows", "rows whose logits were not finite", counters.nan_rows),
-            (
-                "canary_checked",
-                "sequences computed again with the reference kernels",
-                counters.canary_checked,
-            ),
-            (
-                "canary_mismatches",
-                "of them, those that differed by more than rounding explains",
-                counters.canary_mismatched,
-            ),
-            (
-                "engine_restarts",
-                "engine processes started to replace a dead one",
-                counters.engine_restarts,
-            ),
-        ):
-            yield CounterMetricFamily(f"jitney_{name}", text, value)
-
-    def _histograms(self) -> Iterator[Metric]:
-        counters = self._service.client.counters
+        yield _counter("nan_rows", "rows whose logits were not finite", counters.nan_rows)
         steps = HistogramMetricFamily(
             "jitney_step_seconds", "one step's result to the next one's", labels=["kind"]
         )
         for kind, histogram in counters.step_seconds.items():
             steps.add_metric([kind], *_samples(histogram))
         yield steps
-        for name, text in (
-            ("host_gap_seconds", "time the device waited for the host before a step"),
-            ("seat_fill_ratio", "seats taken of all seats, per step"),
-        ):
-            buckets, total = _samples(getattr(counters, name))
-            yield HistogramMetricFamily(f"jitney_{name}", text, buckets, total)
+        yield _histogram(
+            "host_gap_seconds",
+            "time the device waited for the host before a step",
+            counters.host_gap_seconds,
+        )
+        yield _histogram(
+            "seat_fill_ratio", "seats taken of all seats, per step", counters.seat_fill_ratio
+        )
 
 
-class VllmNames(Collector):
+class _VllmNames(Collector):
     """The same numbers under the names that gateways scrape from vLLM."""
 
     def __init__(self, service: Service, metrics: Metrics):
-        self._service, self._metrics = service, metrics
+        self._service = service
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        client, model = self._service.client, self._service.model_name
-        counters, info = client.counters, client.info
+        yield from self._engine()
+        yield from self._prefix_cache()
+        yield self._finished()
+        yield self._renamed("time_to_first_token_seconds", self._metrics.ttft)
+        yield self._renamed("inter_token_latency_seconds", self._metrics.itl)
+        yield self._renamed("e2e_request_latency_seconds", self._metrics.e2e)
+
+    def _engine(self) -> Iterator[Metric]:
+        counters, info = self._service.client.counters, self._service.client.info
         used = counters.gauge("pages_used") / info.pages if info else 0.0
-        for name, text, value in (
-            ("num_requests_running", "sequences in a seat", counters.gauge("seats_busy")),
-            ("num_requests_waiting", "sequences waiting for a seat", counters.waiting),
-            ("kv_cache_usage_perc", "KV pages held by sequences, 1 is all", used),
-        ):
-            yield _with_model(GaugeMetricFamily, name, text, model, value)
-        for name, text, metric in (
-            ("prefix_cache_queries", "prompt tokens looked up", self._metrics.prompt_tokens),
-            ("prefix_cache_hits", "prompt tokens found", self._metrics.cached_tokens),
-        ):
-            yield _with_model(CounterMetricFamily, name, text, model, next(_values(metric)))
-        yield _with_model(
-            CounterMetricFamily, "num_preemptions", "preemptions", model, counters.preemptions
-        )
-        yield self._finished(model)
-        for name, histogram in (
-            ("time_to_first_token_seconds", self._metrics.ttft),
-            ("inter_token_latency_seconds", self._metrics.itl),
-            ("e2e_request_latency_seconds", self._metrics.e2e),
-        ):
-            yield _renamed(histogram, f"vllm:{name}", model)
+        busy = counters.gauge("seats_busy")
+        yield self._gauge("num_requests_running", "sequences in a seat", busy)
+        yield self._gauge("num_requests_waiting", "sequences waiting for a seat", counters.waiting)
+        yield self._gauge("kv_cache_usage_perc", "KV pages held by sequences, 1 is all", used)
+        yield self._counter("num_preemptions", "preemptions", counters.preemptions)
+
+    def _prefix_cache(self) -> Iterator[Metric]:
+        looked_up, hits = self._metrics.prompt_tokens, self._metrics.cached_tokens
+        yield self._counter("prefix_cache_queries", "prompt tokens looked up", _value(looked_up))
+        yield self._counter("prefix_cache_hits", "prompt tokens found", _value(hits))
+        info = self._service.client.info
         if info is not None:
             config = GaugeMetricFamily(
                 "vllm:cache_config_info",
@@ -243,19 +229,48 @@ class VllmNames(Collector):
             config.add_metric([str(info.page_size), str(info.pages), str(info.prefix_cache)], 1)
             yield config
 
-    def _finished(self, model: str) -> Metric:
+    def _finished(self) -> Metric:
         family = CounterMetricFamily(
             "vllm:request_success", "sequences ended well", labels=["model_name", "finished_reason"]
         )
-        for metric in self._metrics.finished.collect():
-            for sample in metric.samples:
-                if sample.name.endswith("_total") and sample.labels["reason"] in (
-                    "stop",
-                    "length",
-                    "abort",
-                ):
-                    family.add_metric([model, sample.labels["reason"]], sample.value)
+        for sample in _totals(self._metrics.finished):
+            reason = sample.labels["reason"]
+            if reason in ("stop", "length", "abort"):
+                family.add_metric([self._service.model_name, reason], sample.value)
         return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        metric = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        metric.add_metric([self._service.model_name], value)
+        return metric
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        metric = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        metric.add_metric([self._service.model_name], value)
+        return metric
+
+    def _renamed(self, name: str, histogram: Histogram) -> Metric:
+        [source] = histogram.collect()
+        metric = Metric(f"vllm:{name}", source.documentation, "histogram")
+        for sample in source.samples:
+            if not sample.name.endswith("_created"):
+                suffix = sample.name.removeprefix(source.name)
+                labels = {"model_name": self._service.model_name, **sample.labels}
+                metric.add_sample(f"vllm:{name}{suffix}", labels, sample.value)
+        return metric
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"jitney_{name}", text, value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"jitney_{name}", text, value)
+
+
+def _histogram(name: str, text: str, histogram: engine.Histogram) -> Metric:
+    buckets, total = _samples(histogram)
+    return HistogramMetricFamily(f"jitney_{name}", text, buckets, total)
 
 
 def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
@@ -271,35 +286,12 @@ def _samples(histogram: engine.Histogram) -> tuple[list[tuple[str, float]], floa
     return list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total
 
 
-def _values(counter: Counter) -> Iterator[float]:
-    return (
-        sample.value
-        for metric in counter.collect()
-        for sample in metric.samples
-        if sample.name.endswith("_total")
-    )
+def _totals(counter: Counter) -> list[Sample]:
+    """The counts themselves, without the times at which they were made."""
+    [family] = counter.collect()
+    return [sample for sample in family.samples if sample.name.endswith("_total")]
 
 
-def _with_model(
-    family: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    text: str,
-    model: str,
-    value: float,
-) -> Metric:
-    metric = family(f"vllm:{name}", text, labels=["model_name"])
-    metric.add_metric([model], value)
-    return metric
-
-
-def _renamed(histogram: Histogram, name: str, model: str) -> Metric:
-    [source] = histogram.collect()
-    metric = Metric(name, source.documentation, "histogram")
-    for sample in source.samples:
-        if not sample.name.endswith("_created"):
-            metric.add_sample(
-                name + sample.name.removeprefix(source.name),
-                {"model_name": model, **sample.labels},
-                sample.value,
-            )
-    return metric
+def _value(counter: Counter) -> float:
+    [sample] = _totals(counter)
+    return sample.value

@@ -9,36 +9,35 @@ import contextlib
 import hmac
 import logging
 import re
-import time
 import uuid
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.errors import HttpError, error_response
+from jitney.engine.api.routing import RouteTable
 from jitney.engine.api.schema import SAFE_ID
 from jitney.engine.api.service import Context, Service, context_of
-from jitney.engine.api.settings import PROBES, ServerSettings, digest_key
+from jitney.engine.api.settings import ServerSettings, digest_key
 
-access = logging.getLogger("jitney.access")
-log = logging.getLogger("jitney.api")
+_access = logging.getLogger("jitney.access")
+_log = logging.getLogger("jitney.api")
 
 _HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
+_PORT = re.compile(rb":[0-9]+\Z")
 _JSON = re.compile(r'application/json\s*(?:;\s*charset="?utf-8"?\s*)?\Z', re.IGNORECASE)
 #: Seconds for which bytes over the limit are still taken, so that a client that writes before it
 #: reads gets its 413.
 LINGER_S = 0.5
-MAX_HEADERS = 256
-MAX_HEADER_BYTES = 1 << 16
+_MAX_HEADERS = 256
+_MAX_HEADER_BYTES = 1 << 16
 #: Status logged for a client that left before its answer.
-LEFT = 499
-METHODS = frozenset(
+_LEFT = 499
+#: Methods that the log names; others are the client's own words.
+_METHODS = frozenset(
     {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"}
 )
-
-
-def headers_named(scope: Scope, name: bytes) -> list[bytes]:
-    return [value for key, value in scope["headers"] if key == name]
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,59 +46,74 @@ class ErrorMiddleware:
 
     app: ASGIApp
     service: Service
+    table: RouteTable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self.app(scope, receive, send)
-            return
-        context = scope["jitney"] = Context(_request_id(scope))
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
 
-        async def answering(message: Message) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self.table.find(scope["path"], scope["method"])
+        context = scope["jitney"] = Context(_request_id(scope), route)
+
+        async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                elapsed = round((time.monotonic() - context.started) * 1000)
-                message["headers"] = [
-                    *message["headers"],
-                    (b"x-request-id", context.request_id.encode()),
-                    (b"openai-processing-ms", str(elapsed).encode()),
-                ]
+                message["headers"] = [*message["headers"], *_context_headers(context)]
             await send(message)
 
         try:
-            await self.app(scope, receive, answering)
+            await self.app(scope, receive, send_marked)
         except Exception as error:
-            await self._failed(error, context, scope, receive, answering)
+            if context.status:
+                _log.error(
+                    "request %s failed after its answer began", context.request_id, exc_info=error
+                )
+                raise
+            await error_response(error, context.request_id)(scope, receive, send_marked)
         finally:
-            self._note(scope, context)
+            self._record(scope, context)
 
-    async def _failed(
-        self, error: Exception, context: Context, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        if context.status:
-            log.error(
-                "request %s failed after its answer began", context.request_id, exc_info=error
-            )
-            raise error
-        await error_response(error, context.request_id)(scope, receive, send)
-
-    def _note(self, scope: Scope, context: Context) -> None:
-        status = LEFT if context.left or not context.status else context.status
-        route = getattr(scope.get("route"), "path", "none")
-        self.service.metrics.requests.labels(route, f"{status // 100}xx").inc()
-        # Probes come every second or so and would bury the rest.
-        level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
-        access.log(
-            level,
+    def _record(self, scope: Scope, context: Context) -> None:
+        """Count the request and write its line in the access log."""
+        route, method = context.route, scope["method"]
+        # Routes that are not in the table, such as the page's, are known once they have run.
+        template = route.path if route else getattr(scope.get("route"), "path", "none")
+        status = _LEFT if context.left or not context.status else context.status
+        self.service.metrics.requests.labels(template, f"{status // 100}xx").inc()
+        _access.log(
+            route.log_level if route else logging.INFO,
             "%s %s %d %.1fms id=%s prompt=%d completion=%d",
-            scope["method"] if scope["method"] in METHODS else "other",
-            route,
+            method if method in _METHODS else "other",
+            template,
             status,
-            (time.monotonic() - context.started) * 1000,
+            context.elapsed_ms,
             context.request_id,
             context.prompt_tokens,
             context.completion_tokens,
         )
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's id if it is harmless, else a new one. It names the request in headers and logs
+    and nowhere else.
+    """
+    given = _headers_named(scope, b"x-request-id")
+    text = given[0].decode("latin-1") if len(given) == 1 else ""
+    return text if SAFE_ID.match(text) else uuid.uuid4().hex
+
+
+def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"x-request-id", context.request_id.encode()),
+        (b"openai-processing-ms", str(round(context.elapsed_ms)).encode()),
+    ]
+
+
+def _headers_named(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key == name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +130,25 @@ class HeaderLimits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = scope["headers"]
-            if (
-                len(headers) > MAX_HEADERS
-                or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES
-            ):
-                raise HttpError(431, "the request's headers are too large", close=True)
-            hosts = headers_named(scope, b"host")
-            if len(hosts) != 1 or not _HOST.match(hosts[0]):
-                raise HttpError(
-                    400, "the Host header must be given once, as name or name:port", close=True
-                )
-            name = re.sub(rb":[0-9]+\Z", b"", hosts[0]).decode().lower()
-            if self.settings.hosts is not None and name not in self.settings.hosts:
-                raise HttpError(400, "this server does not answer to that Host", close=True)
+            _check_size(scope)
+            self._check_host(_headers_named(scope, b"host"))
         await self.app(scope, receive, send)
+
+    def _check_host(self, hosts: list[bytes]) -> None:
+        if len(hosts) != 1 or not _HOST.match(hosts[0]):
+            raise HttpError(
+                400, "the Host header must be given once, as name or name:port", close=True
+            )
+        name = _PORT.sub(b"", hosts[0]).decode().lower()
+        if self.settings.hosts is not None and name not in self.settings.hosts:
+            raise HttpError(400, "this server does not answer to that Host", close=True)
+
+
+def _check_size(scope: Scope) -> None:
+    headers = scope["headers"]
+    size = sum(len(name) + len(value) for name, value in headers)
+    if len(headers) > _MAX_HEADERS or size > _MAX_HEADER_BYTES:
+        raise HttpError(431, "the request's headers are too large", close=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +161,22 @@ class BearerAuth:
     settings: ServerSettings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.settings.api_keys and not self._public(scope["path"]):
-            context_of(scope).tenant = self._tenant(headers_named(scope, b"authorization"))
+        if scope["type"] == "http" and self.settings.api_keys and not self._is_public(scope):
+            context_of(scope).tenant = self._tenant(_headers_named(scope, b"authorization"))
         await self.app(scope, receive, send)
 
-    def _public(self, path: str) -> bool:
+    def _is_public(self, scope: Scope) -> bool:
+        route, path = context_of(scope).route, scope["path"]
+        if route is not None:
+            return route.public
         return path in self.settings.public_paths or path.startswith(self.settings.public_prefixes)
 
     def _tenant(self, headers: list[bytes]) -> str:
         """The digest of the key; every known digest is compared in full, whichever matches."""
         scheme, _, key = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
         digest = digest_key(key.strip().decode("latin-1"))
-        known = sum([hmac.compare_digest(digest, other) for other in self.settings.api_keys])
-        if scheme.lower() != b"bearer" or not known:
+        matches = [hmac.compare_digest(digest, other) for other in self.settings.api_keys]
+        if scheme.lower() != b"bearer" or not any(matches):
             raise HttpError(
                 401,
                 "give a valid API key as 'Authorization: Bearer KEY'",
@@ -168,8 +189,7 @@ class BearerAuth:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """Reads a POST body whole before anything looks at it: type, size and time are checked here,
-    once.
+    """Reads a body whole before anything looks at it: type, size and time are checked here, once.
 
     What runs behind it receives the body in one message and then whatever the server says next.
     """
@@ -179,22 +199,19 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            if headers_named(scope, b"content-length") and headers_named(
-                scope, b"transfer-encoding"
-            ):
-                raise HttpError(
-                    400, "Content-Length and Transfer-Encoding exclude each other", close=True
-                )
-            if scope["method"] == "POST":
+            _check_framing(scope)
+            if scope["method"] in _WITH_BODY:
+                _check_type(scope)
                 receive = await self._read(scope, receive)
         await self.app(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
-        _check_type(scope)
-        length = headers_named(scope, b"content-length")
-        if length and int(length[0]) > self.settings.body_limit:
-            raise await self._too_large(receive)
-        first: Message | None = await self._first(receive)
+        route = context_of(scope).route
+        limit = (route.body_limit if route else 0) or self.settings.body_limit
+        length = _headers_named(scope, b"content-length")
+        if length and int(length[0]) > limit:
+            raise await _too_large(receive, limit)
+        first: Message | None = await self._first(receive, limit)
 
         async def replay() -> Message:
             nonlocal first
@@ -205,12 +222,13 @@ class BodyLimit:
 
         return replay
 
-    async def _first(self, receive: Receive) -> Message:
+    async def _first(self, receive: Receive, limit: int) -> Message:
         """The whole body as one message, or the client's leaving."""
-        body, more = bytearray(), True
+        body = bytearray()
+        more = True
         try:
             async with asyncio.timeout(self.settings.body_timeout_s):
-                while more and len(body) <= self.settings.body_limit:
+                while more and len(body) <= limit:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return message
@@ -222,37 +240,32 @@ class BodyLimit:
                 f"the body did not arrive within {self.settings.body_timeout_s:g} s",
                 close=True,
             ) from None
-        if len(body) > self.settings.body_limit:
-            raise await self._too_large(receive, more)
+        if len(body) > limit:
+            raise await _too_large(receive, limit, more)
         return {"type": "http.request", "body": bytes(body), "more_body": False}
 
-    async def _too_large(self, receive: Receive, more: bool = True) -> HttpError:
-        """The error to raise, after throwing away a bounded part of what is still under way."""
-        left = self.settings.body_limit
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while more and left > 0:
-                    message = await receive()
-                    left -= len(message.get("body", b""))
-                    more = message.get("more_body", False)
-        return HttpError(
-            413, f"the body may have at most {self.settings.body_limit} bytes", close=True
-        )
+
+async def _too_large(receive: Receive, limit: int, more: bool = True) -> HttpError:
+    """The error to raise, after throwing away a bounded part of what is still under way."""
+    left = limit
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while more and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                more = message.get("more_body", False)
+    return HttpError(413, f"the body may have at most {limit} bytes", close=True)
+
+
+def _check_framing(scope: Scope) -> None:
+    if _headers_named(scope, b"content-length") and _headers_named(scope, b"transfer-encoding"):
+        raise HttpError(400, "Content-Length and Transfer-Encoding exclude each other", close=True)
 
 
 def _check_type(scope: Scope) -> None:
-    types = headers_named(scope, b"content-type")
+    types = _headers_named(scope, b"content-type")
     if len(types) != 1 or not _JSON.match(types[0].decode("latin-1")):
         raise HttpError(415, "the Content-Type must be application/json, in UTF-8", close=True)
-    encodings = headers_named(scope, b"content-encoding")
-    if any(encoding.strip().lower() != b"identity" for encoding in encodings):
-        raise HttpError(415, "compressed bodies are not read here", close=True)
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's id if it is harmless, else a new one. It names the request in headers and logs
-    and nowhere else.
-    """
-    given = headers_named(scope, b"x-request-id")
-    text = given[0].decode("latin-1") if len(given) == 1 else ""
-    return text if SAFE_ID.match(text) else uuid.uuid4().hex
+    for encoding in _headers_named(scope, b"content-encoding"):
+        if encoding.strip().lower() != b"identity":
+            raise HttpError(415, "compressed bodies are not read here", close=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -11,14 +9,13 @@ import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.service import Service
 from jitney.engine.types import EngineInfo, KernelProof, Slot
 
-#: What `/version` tells of a running engine.
-RUNNING = (
+#: Fields of EngineInfo that `/version` shows.
+_SHOWN = (
     "platform",
     "device",
     "tensor_parallel",
@@ -31,64 +28,56 @@ RUNNING = (
 )
 
 
-def ops_routes(service: Service) -> list[BaseRoute]:
-    """All GET routes."""
-    table: dict[str, Callable[..., Any]] = {
-        "/v1/models": models,
-        "/v1/models/{model:path}": model,
-        "/livez": livez,
-        "/readyz": readyz,
-        "/health": readyz,
-        "/startupz": startupz,
-        "/version": version_of,
-        "/metrics": metrics,
-        "/slots": slots,
-    }
-    return [
-        Route(path, partial(handler, service), methods=["GET"]) for path, handler in table.items()
-    ]
-
-
-async def models(service: Service, request: Request) -> Response:
+async def list_models(service: Service, request: Request) -> Response:
     return _json({"object": "list", "data": [_model(service)]})
 
 
-async def model(service: Service, request: Request) -> Response:
+async def show_model(service: Service, request: Request) -> Response:
     name = request.path_params["model"]
     if name != service.model_name:
         raise HttpError(404, f"no model {echo(name)}", code="model_not_found", param="model")
     return _json(_model(service))
 
 
+def _model(service: Service) -> dict[str, Any]:
+    info = service.client.info
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "jitney",
+        "max_model_len": info.context_length if info else None,
+    }
+
+
 async def livez(service: Service, request: Request) -> Response:
-    """This process answers."""
     return _json({"status": "ok"})
 
 
 async def readyz(service: Service, request: Request) -> Response:
-    """New requests would be served: the engine is up, shows signs of life, and we are not
-    draining.
-    """
-    if (reason := service.unready() or service.stalled()) is not None:
+    """The engine is up, shows signs of life, and we are not draining."""
+    reason = service.unready() or service.stalled()
+    if reason is not None:
         raise reason
     return _json({"status": "ready"})
 
 
 async def startupz(service: Service, request: Request) -> Response:
-    """The engine has been ready once."""
-    if service.client.info is None and (reason := service.unready()) is not None:
+    reason = service.unready()
+    if service.client.info is None and reason is not None:
         raise reason
     return _json({"status": "started"})
 
 
-async def version_of(service: Service, request: Request) -> Response:
+async def show_version(service: Service, request: Request) -> Response:
     """The version, and once the engine is ready, what it runs on and in which number formats."""
+    shown: dict[str, Any] = {"version": version("jitney")}
     info = service.client.info
-    if info is None:
-        return _json({"version": version("jitney")})
-    running = {name: getattr(info, name) for name in RUNNING}
-    proofs = [_proof(proof) for proof in info.proofs]
-    return _json({"version": version("jitney"), **running, "kernel_proofs": proofs})
+    if info is not None:
+        for name in _SHOWN:
+            shown[name] = getattr(info, name)
+        shown["kernel_proofs"] = [_proof(proof) for proof in info.proofs]
+    return _json(shown)
 
 
 def _proof(proof: KernelProof) -> dict[str, Any]:
@@ -102,14 +91,15 @@ def _proof(proof: KernelProof) -> dict[str, Any]:
     }
 
 
-async def metrics(service: Service, request: Request) -> Response:
+async def show_metrics(service: Service, request: Request) -> Response:
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-async def slots(service: Service, request: Request) -> Response:
+async def list_slots(service: Service, request: Request) -> Response:
     """The seats as a JSON list with llama.cpp's names where they exist; never any text."""
     info, _ = service.ready()
-    return _json([_slot(slot, info) for slot in (await service.client.slots()).slots])
+    report = await service.client.slots()
+    return _json([_slot(slot, info) for slot in report.slots])
 
 
 def _slot(slot: Slot, info: EngineInfo) -> dict[str, Any]:
@@ -125,17 +115,6 @@ def _slot(slot: Slot, info: EngineInfo) -> dict[str, Any]:
         "n_decoded": slot.n_output,
         "n_remain": max(0, slot.max_tokens - slot.n_output),
         "n_pages": slot.pages,
-    }
-
-
-def _model(service: Service) -> dict[str, Any]:
-    info = service.client.info
-    return {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "jitney",
-        "max_model_len": info.context_length if info else None,
     }
 
 

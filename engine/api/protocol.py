@@ -24,13 +24,13 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
     itself).
     """
 
-    class LimitedProtocol(BoundedProtocol):
+    class LimitedProtocol(_BoundedProtocol):
         header_timeout_s = settings.header_timeout_s
 
     return LimitedProtocol
 
 
-class BoundedProtocol(H11Protocol):
+class _BoundedProtocol(H11Protocol):
     """A connection whose request head must be complete within `header_timeout_s` of its start."""
 
     header_timeout_s = 10.0
@@ -55,24 +55,17 @@ class BoundedProtocol(H11Protocol):
         """uvicorn calls this while handling h11's error, which knows whether the head was too large
         (431).
         """
-        status = getattr(sys.exception(), "error_status_hint", 400)
-        self._refuse(
-            HttpError(
-                431 if status == 431 else 400,
-                "the request head is too large" if status == 431 else "not a valid HTTP request",
-                close=True,
-            )
-        )
+        if getattr(sys.exception(), "error_status_hint", 400) == 431:
+            self._refuse(HttpError(431, "the request head is too large", close=True))
+        else:
+            self._refuse(HttpError(400, "not a valid HTTP request", close=True))
 
     def _watch_head(self) -> None:
         """Start the timer while a head is awaited; stop it once one is there. Between requests
         uvicorn's own runs.
         """
-        if (
-            self._refused
-            or self.conn.their_state is not h11.IDLE
-            or self.timeout_keep_alive_task is not None
-        ):
+        is_awaited = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        if self._refused or not is_awaited:
             self._stop_timer()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(self.header_timeout_s, self._head_is_late)
@@ -84,13 +77,8 @@ class BoundedProtocol(H11Protocol):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        self._refuse(
-            HttpError(
-                408,
-                f"the request head did not arrive within {self.header_timeout_s:g} s",
-                close=True,
-            )
-        )
+        message = f"the request head did not arrive within {self.header_timeout_s:g} s"
+        self._refuse(HttpError(408, message, close=True))
 
     def _refuse(self, error: HttpError) -> None:
         """Answer, if nothing has been answered on this turn yet, and close.
@@ -100,17 +88,22 @@ class BoundedProtocol(H11Protocol):
         """
         self._refused = True
         self._stop_timer()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
-            request_id = uuid.uuid4().hex
-            response = error_response(error, request_id)
-            headers = [*response.raw_headers, (b"x-request-id", request_id.encode())]
-            for event in (
-                h11.Response(status_code=response.status_code, headers=headers),
-                h11.Data(data=bytes(response.body)),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
-            self.transport.write_eof()
-            self.loop.call_later(LINGER_S, self.transport.close)
-        else:
+        may_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
+        if not may_answer or self.transport.is_closing():
             self.transport.close()
+            return
+        self._write(error)
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _write(self, error: HttpError) -> None:
+        request_id = uuid.uuid4().hex
+        response = error_response(error, request_id)
+        headers = [*response.raw_headers, (b"x-request-id", request_id.encode())]
+        events = (
+            h11.Response(status_code=response.status_code, headers=headers),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")

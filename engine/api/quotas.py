@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 from jitney.engine.errors import RequestError
 
-MINUTE_S = 60.0
+_MINUTE_S = 60.0
 #: Seconds to advise to who has too many requests open: nobody knows when one of them will end.
-RETRY_S = 1.0
+_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
-class Usage:
-    """One key. open: requests under way. tokens: what is left to spend, below 0 after long answers;
-    as of `at`.
-    """
+class _Usage:
+    """What one key uses."""
 
+    #: Requests under way.
     open: int
+    #: Left to spend, below 0 after long answers; as of `at` (clock seconds).
     tokens: float
     at: float
 
@@ -42,12 +42,10 @@ class Quotas:
         tokens_per_minute: int,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.max_concurrent, self.tokens_per_minute, self.clock = (
-            max_concurrent,
-            tokens_per_minute,
-            clock,
-        )
-        self._usage: dict[str, Usage] = {}
+        self.max_concurrent = max_concurrent
+        self.tokens_per_minute = tokens_per_minute
+        self.clock = clock
+        self._usage: dict[str, _Usage] = {}
 
     @contextmanager
     def open(self, key: str) -> Iterator[None]:
@@ -59,7 +57,7 @@ class Quotas:
             raise RequestError(
                 f"at most {self.max_concurrent} requests of one client may be open at a time",
                 code="rate_limit",
-                retry_after=RETRY_S,
+                retry_after=_RETRY_S,
             )
         usage.open += 1
         try:
@@ -76,10 +74,10 @@ class Quotas:
         usage = self._of(key)
         missing = min(prompt_tokens, self.tokens_per_minute) - usage.tokens
         if missing > 0:
-            wait = missing * MINUTE_S / self.tokens_per_minute
+            wait = missing * _MINUTE_S / self.tokens_per_minute
             raise RequestError(
-                f"one client may use {self.tokens_per_minute} tokens a minute; retry in {wait:.1f} "
-                "s",
+                f"one client may use {self.tokens_per_minute} tokens a minute; "
+                f"retry in {wait:.1f} s",
                 code="rate_limit",
                 retry_after=wait,
             )
@@ -90,12 +88,12 @@ class Quotas:
         if self.tokens_per_minute:
             self._of(key).tokens -= tokens
 
-    def _of(self, key: str) -> Usage:
+    def _of(self, key: str) -> _Usage:
         """The key's usage as of now; keys are as many as were handed out, so none is forgotten."""
         now, full = self.clock(), float(self.tokens_per_minute)
         usage = self._usage.get(key)
         if usage is None:
-            usage = self._usage[key] = Usage(0, full, now)
-        usage.tokens = min(full, usage.tokens + (now - usage.at) * full / MINUTE_S)
+            usage = self._usage[key] = _Usage(0, full, now)
+        usage.tokens = min(full, usage.tokens + (now - usage.at) * full / _MINUTE_S)
         usage.at = now
         return usage

@@ -1,8 +1,9 @@
 """The request bodies of the two generation routes: which fields exist, and of which type.
 
-A field is implemented, or refused by name when it asks for something we do not do (`REFUSED`), or
-unknown and listed in `x-ignored-params`. null always means: not given. Ranges that the engine knows
-are checked by `SamplingParams.validate`; here stand types, sizes and combinations.
+A field is implemented, or refused by name when it asks for something we do not do (`_REFUSED`), or
+unknown and listed in `x-ignored-params`. null always means: not given. Ranges of sampling
+parameters are declared in `SamplingParams`, which checks them; here stand types, sizes and
+combinations. A new sampling parameter is one field of `GenerationBody` under its own name.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from jitney.engine.api.errors import echo
 from jitney.engine.errors import RequestError
-from jitney.engine.types import MAX_LOGPROBS, MAX_N
+from jitney.engine.types import Range, SamplingParams, declared
 
-MAX_STOPS = 4
-MAX_STOP_CHARS = 256
+_MAX_STOPS = 4
 #: Most characters of a field that only labels a request (user, names, ids).
-LABEL = 512
-MAX_PROMPTS = 128
-DAY_MS = 86_400_000
+_LABEL_CHARS = 512
+#: Most entries of stop_token_ids, before those that are named twice are dropped.
+_MAX_STOP_TOKENS = 512
+_MAX_PROMPTS = 128
+_DAY_MS = 86_400_000
 SAFE_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _SALT = r"^[A-Za-z0-9_-]{1,128}$"
+_TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 
 #: Known fields whose meaning we do not give -> the values that ask for nothing (null always does).
-REFUSED: dict[str, tuple[Any, ...]] = {
+_REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
@@ -75,11 +79,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 #: Fields of the sibling route, refused likewise.
-REFUSED_COMPLETION = {"max_completion_tokens": (), "messages": (), "top_logprobs": ()}
-REFUSED_CHAT = {"best_of": (1,), "echo": (False,), "prompt": ()}
+_REFUSED_COMPLETION = {"max_completion_tokens": (), "messages": (), "top_logprobs": ()}
+_REFUSED_CHAT = {"best_of": (1,), "echo": (False,), "prompt": ()}
 #: Kinds of content part that exist elsewhere; a text model cannot read them, and no URL is ever
 #: fetched.
-MEDIA_PARTS = frozenset(
+_MEDIA_PARTS = frozenset(
     {
         "image",
         "image_url",
@@ -101,55 +105,69 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
 
-class StreamOptions(Body):
+class _StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
+def _ranged(field: str) -> AfterValidator:
+    """Held to the range of a field of SamplingParams, under our field's name (RequestError)."""
+    [limits] = [item for item in declared(SamplingParams)[field] if isinstance(item, Range)]
+
+    def check(value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None:
+            limits.check(str(info.field_name), value)
+        return value
+
+    return AfterValidator(check)
+
+
 def _stops(value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(texts, list) or len(texts) > MAX_STOPS:
-        raise ValueError(f"must be a string or at most {MAX_STOPS} strings")
-    if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in texts):
-        raise ValueError(f"stop strings must have 1 to {MAX_STOP_CHARS} characters")
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or len(texts) > _MAX_STOPS:
+        raise ValueError(f"must be a string or at most {_MAX_STOPS} strings")
+    if not _all_of(str, texts):
+        raise ValueError("must be a string or a list of strings")
     return tuple(texts)
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if value is None:
         return {}
-    if not isinstance(value, dict) or len(value) > LABEL:
-        raise ValueError(f"must be an object of at most {LABEL} token ids")
-    if not all(
-        re.fullmatch(r"[0-9]{1,10}", token) and type(bias) in (int, float)
-        for token, bias in value.items()
-    ):
-        raise ValueError("must map token ids to numbers")
-    return {int(token): float(bias) for token, bias in value.items()}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        if not _TOKEN_ID.match(token) or type(bias) not in (int, float):
+            raise ValueError("must map token ids to numbers")
+        biases[int(token)] = float(bias)
+    return biases
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
     """The four forms of `prompt` as one list."""
-    items: list[Any] = value if isinstance(value, list) else [value]
-    if items is value and items and type(items[0]) is int:
-        items = [items]
-    if not 0 < len(items) <= MAX_PROMPTS:
-        raise ValueError(f"must hold 1 to {MAX_PROMPTS} prompts")
-    if not (
-        all(isinstance(item, str) for item in items) or all(_is_token_list(item) for item in items)
-    ):
+    items = [value] if not isinstance(value, list) or _is_token_list(value) else value
+    if not 0 < len(items) <= _MAX_PROMPTS:
+        raise ValueError(f"must hold 1 to {_MAX_PROMPTS} prompts")
+    if not _all_of(str, items) and not all(map(_is_token_list, items)):
         raise ValueError(
             "must be a string, a list of strings, a list of token ids or a list of such lists"
         )
-    if (
-        not all(items) and value != ""
-    ):  # "" is a prompt for a model that begins its texts with a token of its own
+    # "" alone is a prompt for a model that begins its texts with a token of its own.
+    if value != "" and not all(items):
         raise ValueError("a prompt is empty")
     return items
 
 
+def _all_of(kind: type, values: list[Any]) -> bool:
+    """Exact types: true is no integer."""
+    return all(type(value) is kind for value in values)
+
+
 def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
+    return isinstance(value, list) and _all_of(int, value)
 
 
 def _content(value: Any) -> str | None:
@@ -163,7 +181,7 @@ def _content(value: Any) -> str | None:
 
 def _text_part(index: int, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in MEDIA_PARTS:
+    if isinstance(kind, str) and kind in _MEDIA_PARTS:
         raise _unsupported(f"part {index}: this model reads text only")
     if kind != "text" or not isinstance(part.get("text"), str):
         raise ValueError(f'part {index} must be {{"type": "text", "text": string}}')
@@ -176,15 +194,15 @@ def _safe_id(value: str | None) -> str | None:
     return value
 
 
-Label = Annotated[str, Field(max_length=LABEL)]
-Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+_Label = Annotated[str, Field(max_length=_LABEL_CHARS)]
+_Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], _Label], Field(max_length=16)]
 
 
 class GenerationBody(Body):
     """Fields that both routes share."""
 
     model: Annotated[str, Field(min_length=1)]
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[int | None, _ranged("n")] = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -197,23 +215,23 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = {}
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
-    stop_token_ids: Annotated[list[int], Field(max_length=LABEL)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=_MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
     request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
-    timeout_ms: Annotated[int, Field(ge=1, le=DAY_MS)] | None = None
+    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    user: Label | None = None
-    safety_identifier: Label | None = None
-    metadata: Metadata | None = None
+    user: _Label | None = None
+    safety_identifier: _Label | None = None
+    metadata: _Metadata | None = None
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
@@ -228,33 +246,34 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    best_of: Annotated[int | None, _ranged("n")] = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int | None, _ranged("logprobs")] = None
 
     @model_validator(mode="after")
     def _completion_combinations(self) -> Self:
         n = self.n or 1
-        if self.best_of is not None and self.best_of < n:
+        best_of = self.best_of or n
+        if best_of < n:
             raise _at("best_of", "must not be less than n")
-        if self.best_of is not None and self.best_of > n and self.stream:
+        if best_of > n and self.stream:
             raise _at("best_of", "must equal n when streaming: the best are known only at the end")
         if self.max_tokens == 0 and not self.echo:
             raise _at("max_tokens", "may be 0 only with echo")
         return self
 
 
-class ToolFunction(Body):
-    name: Annotated[str, Field(min_length=1, max_length=LABEL)]
+class _ToolFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=_LABEL_CHARS)]
     arguments: str
 
 
-class ToolCall(Body):
+class _ToolCall(Body):
     """A call made earlier in the conversation; the chat template shows it to the model."""
 
-    id: Label
+    id: _Label
     type: Literal["function"] = "function"
-    function: ToolFunction
+    function: _ToolFunction
 
 
 class Message(Body):
@@ -264,9 +283,9 @@ class Message(Body):
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Annotated[str | None, PlainValidator(_content)] = None
-    name: Label | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
-    tool_call_id: Label | None = None
+    name: _Label | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: _Label | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -292,9 +311,9 @@ class ChatBody(GenerationBody):
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int | None, _ranged("max_tokens")] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int | None, _ranged("logprobs")] = None
 
     @model_validator(mode="after")
     def _chat_combinations(self) -> Self:
@@ -303,16 +322,15 @@ class ChatBody(GenerationBody):
         return self
 
 
-def parse[B: GenerationBody](
+def parse_body[B: GenerationBody](
     kind: type[B], raw: Mapping[str, Any], max_messages: int
 ) -> tuple[B, list[str]]:
     """The body, and the names of fields nobody knows. Raises RequestError naming the first field at
     fault.
     """
-    refused = REFUSED | (REFUSED_CHAT if kind is ChatBody else REFUSED_COMPLETION)
+    refused = _REFUSED | (_REFUSED_CHAT if kind is ChatBody else _REFUSED_COMPLETION)
     for name, neutral in refused.items():
-        value = raw.get(name)
-        if value is not None and not any(type(value) is type(ok) and value == ok for ok in neutral):
+        if not _asks_for_nothing(raw.get(name), neutral):
             raise RequestError(
                 f"{name} is not supported here", code="unsupported_parameter", param=name
             )
@@ -326,13 +344,18 @@ def parse[B: GenerationBody](
     return body, _unknown(raw, {*kind.model_fields, *refused})
 
 
-def _unknown(raw: Mapping[str, Any], known: set[str]) -> list[str]:
-    names = [name for name in raw if name not in known]
+def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Null, or one of the neutral values; 1 and true are not the same."""
+    return value is None or any(type(value) is type(ok) and value == ok for ok in neutral)
+
+
+def _unknown(raw: Mapping[str, Any], fields: set[str]) -> list[str]:
+    names = [name for name in raw if name not in fields]
     options = raw.get("stream_options")
     if isinstance(options, dict):
-        names += [
-            f"stream_options.{name}" for name in options if name not in StreamOptions.model_fields
-        ]
+        for name in options:
+            if name not in _StreamOptions.model_fields:
+                names.append(f"stream_options.{name}")
     return names
 
 
@@ -350,26 +373,25 @@ def _readable(error: ValidationError) -> RequestError:
     `param`.
     """
     entries = error.errors(include_url=False, include_input=False)[:10]
-    lines = [
-        f"{path}: {entry['msg'].removeprefix('Value error, ')}"
-        for entry in entries
-        for path in [_path(entry)]
-    ]
-    unsupported = entries[0]["type"] == "unsupported_parameter"
+    lines: list[str] = []
+    for entry in entries:
+        reason = entry["msg"].removeprefix("Value error, ")
+        lines.append(f"{_path(entry)}: {reason}")
+    is_unsupported = entries[0]["type"] == "unsupported_parameter"
     return RequestError(
         "; ".join(lines),
         param=_path(entries[0]),
-        code="unsupported_parameter" if unsupported else "invalid_value",
+        code="unsupported_parameter" if is_unsupported else "invalid_value",
     )
 
 
-def _path(entry: Any) -> str:
+def _path(entry: ErrorDetails) -> str:
     """`messages[0].content`; a branch of a union, which pydantic names after its type, is no part
     of it.
     """
     names = list(entry["loc"])
     if entry["type"] == "combination":
-        names.append(entry["ctx"]["field"])
+        names.append(entry.get("ctx", {})["field"])
     path = ""
     for depth, name in enumerate(names):
         if isinstance(name, int):

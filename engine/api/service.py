@@ -16,6 +16,7 @@ from starlette.types import Scope
 
 from jitney.engine.api.metrics import Metrics
 from jitney.engine.api.quotas import Quotas
+from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
@@ -27,19 +28,26 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Context:
-    """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney".
-
-    tenant: digest of the key it came with. started: time.monotonic(). prompt_tokens,
-    completion_tokens: for the log. left: the client went away before the answer was complete.
-    """
+    """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney"."""
 
     request_id: str
+    #: Its line in the table of routes; None if it has none.
+    route: HttpRoute | None = None
+    #: time.monotonic() of its arrival.
     started: float = field(default_factory=time.monotonic)
+    #: Digest of the key it came with.
     tenant: str = ""
+    #: Of the answer; 0 before it begins.
     status: int = 0
+    #: Written by the generation routes, for the log.
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    #: The client went away before the answer was complete.
     left: bool = False
+
+    @property
+    def elapsed_ms(self) -> float:
+        return (time.monotonic() - self.started) * 1000
 
 
 def context_of(scope: Scope) -> Context:
@@ -97,17 +105,18 @@ class Service:
 
     def unready(self) -> RequestError | None:
         """Why no request can be served now, or None."""
-        state = "draining" if self.draining else self.client.state
-        match state:
-            case "draining":
-                return RequestError("the server is shutting down", code="draining")
-            case "dead":
-                return RequestError("the engine is gone", code="engine_dead")
-            case "ready" if self.client.info is not None and self.tokenizer is not None:
-                return None
+        if self.draining or self.client.state == "draining":
+            return RequestError("the server is shutting down", code="draining")
+        if self.client.state == "dead":
+            return RequestError("the engine is gone", code="engine_dead")
+        is_loaded = self.client.info is not None and self.tokenizer is not None
+        if self.client.state == "ready" and is_loaded:
+            return None
+        message = "the model is still loading"
         progress = self.client.progress
-        news = f": {progress.stage} {progress.done} of {progress.total}" if progress else ""
-        return RequestError(f"the model is still loading{news}", code="loading")
+        if progress is not None:
+            message += f": {progress.stage} {progress.done} of {progress.total}"
+        return RequestError(message, code="loading")
 
     def stalled(self) -> RequestError | None:
         """An engine that is up but shows no sign of life."""
@@ -120,12 +129,12 @@ class Service:
 
     def ready(self) -> tuple[EngineInfo, Tokenizer]:
         """The running engine and its tokenizer. Raises RequestError when there is none."""
-        if (reason := self.unready()) is not None:
+        reason = self.unready()
+        if reason is not None:
             raise reason
-        assert (
-            self.client.info is not None and self.tokenizer is not None
-        )  # what `unready` has just checked
-        return self.client.info, self.tokenizer
+        info, tokenizer = self.client.info, self.tokenizer
+        assert info is not None and tokenizer is not None  # `unready` has just checked
+        return info, tokenizer
 
     async def off_loop[T](self, work: Callable[[], T]) -> T:
         """Run blocking text work on a thread, for at most `tokenize_timeout_s`."""

@@ -6,44 +6,45 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-#: Open without a key: an orchestrator's probes carry none, and they say nothing about requests.
-PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Limits and keys of the HTTP generation endpoint. Sizes are bytes, times seconds.
+    """Limits and keys of the HTTP generation endpoint. Sizes are bytes, times seconds."""
 
-    api_keys: `digest_key` of each accepted key; empty means no key is asked for. public_paths:
-    exact paths that need none; public_prefixes: paths below these look after keys themselves (the
-    page has its own sign-in). hosts: accepted Host names (without port), None for any.
-    max_chars_per_token times the context length is the longest text that is tokenised at all.
-    header_wait_s: how long a stream's status line waits for the engine's first word.
-    request_timeout_s: the deadline of a request that names none, and the longest it may name; 0 for
-    no limit. stall_s: an engine that shows no sign of life for so long is not ready.
-    key_max_concurrent, key_tokens_per_minute: open requests, and prompt and output tokens, of one
-    key (all who need none count as one); 0 for no limit.
-    """
-
+    #: `digest_key` of each accepted key; empty: no key is asked for.
     api_keys: tuple[str, ...] = ()
-    public_paths: frozenset[str] = PROBES
+    #: Of routes outside the table: exact paths that need no key, and beginnings of paths that look
+    #: after keys themselves (the page has its own sign-in).
+    public_paths: frozenset[str] = frozenset()
     public_prefixes: tuple[str, ...] = ()
+    #: Accepted Host names, without port; None for any.
     hosts: tuple[str, ...] | None = None
     body_limit: int = 1 << 20
+    #: How long the head and the body of a request may take to arrive.
     header_timeout_s: float = 10.0
     body_timeout_s: float = 10.0
+    #: Most levels of a JSON body.
     max_depth: int = 64
     max_messages: int = 4096
+    #: Most choices of one request, over all its prompts.
     max_choices: int = 128
+    #: Times the context length: the longest text that is tokenised at all.
     max_chars_per_token: int = 8
     tokenize_threads: int = 2
     tokenize_timeout_s: float = 10.0
+    #: Deadline of a request that names none, and the longest it may name; 0 for no limit.
     request_timeout_s: float = 0.0
+    #: How long a stream's status line waits for the engine's first output.
     header_wait_s: float = 10.0
+    #: Time without output after which a stream sends a comment.
     keep_alive_s: float = 15.0
+    #: An engine without a sign of life for so long is not ready.
     stall_s: float = 30.0
+    #: Open requests, and prompt and output tokens a minute, of one key (all who need none count as
+    #: one); 0 for no limit.
     key_max_concurrent: int = 0
     key_tokens_per_minute: int = 0
+    #: "vllm": metrics under vLLM's names too.
     metrics_compat: Literal["", "vllm"] = ""
 
 

@@ -191,7 +191,7 @@ def build_app(config: Config, settings: ServerSettings, client: EngineClient) ->
     settings = replace(
         settings,
         public_prefixes=(DASHBOARD + "/",),
-        public_paths=settings.public_paths | {DASHBOARD},
+        public_paths=frozenset({DASHBOARD}),
     )
     app = create_app(client, None, settings, config.model.id, extra_routes=routes)
     return app

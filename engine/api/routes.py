@@ -1,0 +1,35 @@
+"""The table of HTTP routes. A new route is a handler and its line here."""
+
+from __future__ import annotations
+
+import logging
+
+from jitney.engine.api import endpoints, ops
+from jitney.engine.api.routing import HttpRoute
+
+_GET = ("GET",)
+_POST = ("POST",)
+
+
+def _probe(path: str, handler, summary: str) -> HttpRoute:
+    """An orchestrator's probes carry no key, say nothing about requests, and come every second or
+    so, which would bury the rest of the log.
+    """
+    return HttpRoute(path, _GET, handler, summary, public=True, log_level=logging.DEBUG)
+
+
+ROUTES = (
+    HttpRoute("/v1/completions", _POST, endpoints.completions, "complete prompts", generates=True),
+    HttpRoute(
+        "/v1/chat/completions", _POST, endpoints.chat_completions, "answer a chat", generates=True
+    ),
+    HttpRoute("/v1/models", _GET, ops.list_models, "the served model, as a list"),
+    HttpRoute("/v1/models/{model:path}", _GET, ops.show_model, "the served model"),
+    _probe("/livez", ops.livez, "this process answers"),
+    _probe("/readyz", ops.readyz, "new requests would be served"),
+    _probe("/health", ops.readyz, "the same as /readyz"),
+    _probe("/startupz", ops.startupz, "the engine has been ready once"),
+    HttpRoute("/version", _GET, ops.show_version, "version, device, kernels and number formats"),
+    HttpRoute("/metrics", _GET, ops.show_metrics, "Prometheus metrics"),
+    HttpRoute("/slots", _GET, ops.list_slots, "the seats, as llama.cpp lists its slots"),
+)

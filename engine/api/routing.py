@@ -1,0 +1,80 @@
+"""What an HTTP route is: one line of data, read by everybody who treats routes differently."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.routing import compile_path
+from starlette.types import ASGIApp
+
+if TYPE_CHECKING:
+    from jitney.engine.api.service import Service
+
+#: Reads a request and returns what answers it; its exceptions become error answers.
+type Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRoute:
+    """One line of the table of routes."""
+
+    #: Template of the path, such as "/v1/models/{model:path}". Metrics and the log call the route
+    #: by it.
+    path: str
+    #: A route that takes GET takes HEAD too.
+    methods: tuple[str, ...]
+    handler: Handler
+    #: What it is for, as the documentation says it.
+    summary: str
+    #: True: no API key is asked for.
+    public: bool = False
+    #: True: it makes the engine work. Such a request counts against its key's limits, a drain waits
+    #: for it, and the client's leaving ends it.
+    generates: bool = False
+    #: Most bytes of a body; 0 for the server's own limit.
+    body_limit: int = 0
+    #: Level of its line in the access log.
+    log_level: int = logging.INFO
+
+
+class RouteTable:
+    """The lines of the table, found by path and method. Several lines may share a path."""
+
+    def __init__(self, routes: Sequence[HttpRoute]):
+        self.routes = tuple(routes)
+        self._patterns = [(_pattern(route.path), route) for route in routes]
+
+    def find(self, path: str, method: str) -> HttpRoute | None:
+        """The route of a request: of those with this path the one for the method, else the first
+        (whose answer is 405). None if no route has the path.
+        """
+        candidates = self._with_path(path)
+        for route in candidates:
+            if method in _allowed(route):
+                return route
+        return candidates[0] if candidates else None
+
+    def allowed(self, path: str) -> list[str]:
+        """The methods that the path's routes take, sorted."""
+        methods: set[str] = set()
+        for route in self._with_path(path):
+            methods |= _allowed(route)
+        return sorted(methods)
+
+    def _with_path(self, path: str) -> list[HttpRoute]:
+        return [route for pattern, route in self._patterns if pattern.fullmatch(path)]
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    pattern, _, _ = compile_path(path)
+    return pattern
+
+
+def _allowed(route: HttpRoute) -> set[str]:
+    methods = set(route.methods)
+    return methods | {"HEAD"} if "GET" in methods else methods
