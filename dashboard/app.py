@@ -173,18 +173,16 @@ class Dashboard(Front):
         return {name: await in_thread(None, decode, ids) for name, ids in parts.items()}
 
     async def report(self, request: Request) -> Response:
-        """The last minutes as a self-contained HTML file, see `report.report`."""
+        """The last minutes as a self-contained HTML file."""
         minutes = seconds(request, "minutes", 1.0)
         if not 0 < minutes <= KEEP_S / 60:
             raise RequestError(
                 f"minutes must be more than 0 and at most {KEEP_S / 60:g}", param="minutes"
             )
-        await asyncio.get_running_loop().run_in_executor(
-            None, report.plotly
-        )  # megabytes, read once
-        return HTMLResponse(
-            report.report(self.client, minutes, self.feed.notes, time.monotonic(), time.time())
-        )
+        now, wall = time.monotonic(), time.time()
+        snapshot = report.collect(self.client, minutes, self.feed.notes, now, wall)
+        loop = asyncio.get_running_loop()
+        return HTMLResponse(await loop.run_in_executor(None, report.render, snapshot))
 
     async def experiment(self, request: Request) -> Response:
         """The policy lab: how it stands (GET), a new experiment (POST `lab.Wish`), an end to it

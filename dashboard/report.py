@@ -6,95 +6,39 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterable, Sequence
-from functools import cache
-from importlib.resources import files
-from string import Template
-from typing import Any
-
-import msgspec
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitney.dashboard import latency, timeline
-from jitney.dashboard.assets import PLOTLY
 from jitney.dashboard.request_detail import Steps, causes
 from jitney.engine.process.client import EngineClient
+from jitney.engine.report.page import Section, Table, page
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
 BINS = 240
-#: Most stays drawn in the seat timeline, and requests in the table.
-MAX_DRAWN, SLOWEST = 4000, 20
-#: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008), taken in
-#: turn by sequences.
-HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7a6a00", "#5b6773")
-
-
-def report(
-    client: EngineClient, minutes: float, notes: Sequence[dict[str, Any]], now: float, wall: float
-) -> str:
-    """HTML of the last `minutes`; some tens of milliseconds of work, once `plotly` has been
-    called.
-    """
-    history = client.history
-    start, end = timeline.window(history, now - 60 * minutes, now, now)
-    shown = timeline.timeline(history, start, end, BINS, now)
-    charts = draw(shown)
-    info = client.info
-    model = info.model if info else "no model"
-    facts = (
-        f"{info.device}, {info.policy}, {info.kernels} kernels, {info.seats} seats"
-        if info
-        else "not ready"
-    )
-    if info and info.kernels_out:
-        facts += f"; kernels taken out because they were wrong here: {', '.join(info.kernels_out)}"
-    told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
-    return _template().substitute(
-        title=html.escape(f"Jitney: {model}"),
-        headline=html.escape(headline(client)),
-        subtitle=html.escape(f"{facts}. The {minutes:g} min before {told}; state {client.state}."),
-        figures=table(("", ""), figures(history, shown, start, end)),
-        charts="\n".join(
-            f'<h2>{title}</h2><p class="sub">{text}</p><div id="{name}"></div>'
-            for name, (title, text) in TITLES.items()
-        ),
-        slowest=table(
-            (
-                "request",
-                "prompt",
-                "output",
-                "queue s",
-                "first token s",
-                "all s",
-                "end",
-                "where it went",
-            ),
-            slowest(history, start, now),
-        ),
-        notes="<h2>Notes</h2>" + table(("", ""), ((n["level"], n["msg"]) for n in notes))
-        if notes
-        else "",
-        plotly=plotly(),
-        data=msgspec.json.encode(charts).decode().replace("</", "<\\/"),
-    )
-
-
-@cache
-def _template() -> Template:
-    return Template((files("jitney.dashboard") / "report.html").read_text(encoding="utf-8"))
-
-
-@cache
-def plotly() -> str:
-    """plotly.js as it can stand in a page."""
-    text = (files("plotly") / "package_data" / PLOTLY).read_text(encoding="utf-8")
-    return text.replace("</script", "<\\/script")
-
-
+#: Requests in the table of the slowest.
+_SLOWEST = 20
+_HEIGHT = 300
+_LATENCIES = {"wait": "wait for a seat", "ttft": "first token", "itl": "between tokens"}
+_REQUEST_HEADS = (
+    "request",
+    "prompt",
+    "output",
+    "queue s",
+    "first token s",
+    "all s",
+    "end",
+    "where it went",
+)
+#: Title and explanation of each chart.
 TITLES = {
     "seats": (
         "Seat timeline",
-        "Rows are seats; a change of colour is a change of passenger, blank is an idle seat. "
+        "Rows are seats; a change of colour is a change of request, blank is an idle seat. "
         "Hatched: the prompt is being read.",
     ),
     "rate": ("Tokens per second", "Rows computed for prompts and for answers."),
@@ -108,236 +52,283 @@ TITLES = {
 }
 
 
-def headline(client: EngineClient) -> str:
-    """Is it full, and does anybody wait?"""
+class Snapshot(NamedTuple):
+    """What the engine did, as of one moment; nothing of it changes any more."""
+
+    title: str
+    #: What runs on what, and when.
+    summary: list[str]
+    #: Before the charts, and after them.
+    above: list[Section]
+    below: list[Section]
+    #: From `timeline.timeline`.
+    shown: Mapping[str, Any]
+
+
+def collect(
+    client: EngineClient, minutes: float, notes: Sequence[dict[str, Any]], now: float, wall: float
+) -> Snapshot:
+    """What a report of the last `minutes` needs, in some 20 ms.
+
+    notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
+    """
     history = client.history
-    taken = sum(request is not None for request in history.seats)
-    waiting = history.n_waiting
-    return (
-        f"{taken} of {len(history.seats)} seats taken, "
-        f"{f'{waiting} waiting' if waiting else 'nobody waits'}"
+    start, end = timeline.window(history, now - 60 * minutes, now, now)
+    shown = timeline.timeline(history, start, end, BINS, now)
+    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
+    span = f"The {minutes:g} min before {made}; state {client.state}."
+    model = client.info.model if client.info else "no model"
+    figures = Table((), _figure_rows(history, shown, start, end), words=True)
+    return Snapshot(
+        title=f"Jitney: {model}",
+        summary=[_facts(client), span],
+        above=[Section("Figures", [_headline(client)], [figures])],
+        below=[_slowest(history, start, now), *_notes(notes)],
+        shown=shown,
     )
 
 
-def figures(
-    history: History, shown: dict[str, Any], start: float, end: float
+def render(snapshot: Snapshot) -> str:
+    """The HTML. Drawing takes 0.1 s, and 0.5 s at first: no work for an event loop."""
+    sections = [*snapshot.above, *_chart_sections(snapshot.shown), *snapshot.below]
+    return page(snapshot.title, snapshot.summary, sections)
+
+
+def _notes(notes: Sequence[dict[str, Any]]) -> list[Section]:
+    if not notes:
+        return []
+    rows = [(note["level"], note["msg"]) for note in notes]
+    return [Section("Notes", tables=[Table((), rows, words=True)])]
+
+
+def _facts(client: EngineClient) -> str:
+    """What runs on what."""
+    info = client.info
+    if info is None:
+        return "not ready"
+    facts = f"{info.device}, {info.policy}, {info.kernels} kernels, {info.seats} seats"
+    if info.kernels_out:
+        facts += f"; kernels taken out because they were wrong here: {', '.join(info.kernels_out)}"
+    return facts
+
+
+def _headline(client: EngineClient) -> str:
+    """Is it full, and does anybody wait?"""
+    history = client.history
+    taken = sum(request is not None for request in history.seats)
+    waiting = f"{history.n_waiting} waiting" if history.n_waiting else "nobody waits"
+    return f"{taken} of {len(history.seats)} seats taken, {waiting}"
+
+
+def _figure_rows(
+    history: History, shown: Mapping[str, Any], start: float, end: float
 ) -> list[tuple[str, str]]:
     """The main numbers in words."""
     bins, span = shown["bins"], end - start
     rows = {kind: sum(values) for kind, values in bins["rows"].items()}
-    total, steps = sum(rows.values()), sum(bins["steps"])
-    told = [
+    padding = f"{rows['padding'] / sum(rows.values()):.1%}" if any(rows.values()) else "–"
+    return [
         ("output tokens a second", f"{rows['decode'] / span:,.1f}"),
         ("prompt tokens a second", f"{rows['prefill'] / span:,.1f}"),
-        ("rows that were padding", f"{rows['padding'] / total:.1%}" if total else "–"),
-        (
-            "steps, mean time",
-            f"{steps:,}, {1000 * sum(bins['step_s']) / steps:.1f} ms" if steps else "none",
-        ),
+        ("rows that were padding", padding),
+        ("steps, mean time", _step_cell(sum(bins["steps"]), sum(bins["step_s"]))),
+        *_latency_rows(latency.summary(history, start, end)),
     ]
-    names = {"wait": "wait for a seat", "ttft": "first token", "itl": "between tokens"}
-    for name, spread in latency.summary(history, start, end).items():
+
+
+def _step_cell(steps: int, seconds: float) -> str:
+    if not steps:
+        return "none"
+    return f"{steps:,}, {1000 * seconds / steps:.1f} ms"
+
+
+def _latency_rows(
+    summary: Mapping[str, Mapping[str, float] | None],
+) -> Iterator[tuple[str, str]]:
+    for name, spread in summary.items():
         if spread is not None:
-            told.append(
-                (
-                    f"{names[name]}, p50 / p95 / p99",
-                    " / ".join(f"{1000 * value:,.0f} ms" for value in spread.values()),
-                )
-            )
-    return told
+            shown = " / ".join(f"{1000 * value:,.0f} ms" for value in spread.values())
+            yield f"{_LATENCIES[name]}, p50 / p95 / p99", shown
 
 
-def slowest(history: History, start: float, now: float) -> list[tuple[str, ...]]:
+def _slowest(history: History, start: float, now: float) -> Section:
     """The requests that took longest, and their three largest causes."""
-    ended = sorted(history.ended(start), key=lambda request: -(request.e2e_s or 0.0))[:SLOWEST]
+    ended = sorted(history.ended(start), key=lambda request: -(request.e2e_s or 0.0))
     rows = []
-    for request in ended:
+    for request in ended[:_SLOWEST]:
         why = causes(request, Steps(history, request, now), now)[:3]
-        rows.append(
-            (
-                f"{request.request_id} {request.index}",
-                str(request.n_prompt),
-                str(request.n_output),
-                _s(request.queue_s),
-                _s(request.ttft_s),
-                _s(request.e2e_s),
-                request.code or request.finish,
-                "; ".join(f"{cause['seconds']:.2f} s {cause['msg']}" for cause in why),
-            )
+        row = (
+            f"{request.request_id} {request.index}",
+            str(request.n_prompt),
+            str(request.n_output),
+            _seconds(request.queue_s),
+            _seconds(request.ttft_s),
+            _seconds(request.e2e_s),
+            request.code or request.finish,
+            "; ".join(f"{cause['seconds']:.2f} s {cause['msg']}" for cause in why),
         )
-    return rows
+        rows.append(row)
+    table = Table(_REQUEST_HEADS, rows, words=True)
+    notes = ["End to end, and where the time went."]
+    return Section("Slowest requests of this time", notes, [table])
 
 
-def _s(value: float | None) -> str:
+def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows of a table; every cell is text, whatever it holds."""
-    lines = (
-        ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
-        if any(head)
-        else []
-    )
-    lines += [
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    ]
-    return "".join(lines)
+def _chart_sections(shown: Mapping[str, Any]) -> Iterator[Section]:
+    """A section for each of `TITLES`."""
+    charts = {"seats": _seat_chart(shown)} | _charts(_Bins(shown))
+    for name, (title, text) in TITLES.items():
+        yield Section(title, [text], charts=[charts[name]])
 
 
-def draw(shown: dict[str, Any]) -> dict[str, Any]:
-    """Plotly figures by the id of their place; x is seconds before the end."""
-    bins, end = shown["bins"], shown["to"]
-    x = [round(t + bins["width"] / 2 - end, 3) for t in bins["t"]]
-    width = bins["width"]
+class _Bins:
+    """The columns of `timeline.binned`, as charts show them."""
 
-    def a_second(values: list[float]) -> list[float]:
-        return [round(value / width, 3) for value in values]
+    def __init__(self, shown: Mapping[str, Any]):
+        bins = shown["bins"]
+        self.columns = bins
+        self.width: float = bins["width"]
+        #: Middle of each bin, seconds before the end.
+        self.x = [round(t + self.width / 2 - shown["to"], 3) for t in bins["t"]]
 
-    def a_step(values: list[float]) -> list[float | None]:
-        return [
-            round(1000 * value / n, 3) if n else None
-            for value, n in zip(values, bins["steps"], strict=True)
-        ]
+    def rows_a_second(self, kind: str) -> list[float]:
+        """Rows of a kind."""
+        return [round(rows / self.width, 3) for rows in self.columns["rows"][kind]]
 
-    def ms(values: list[float | None]) -> list[float | None]:
-        return [None if value is None else round(1000 * value, 3) for value in values]
+    def ms_a_step(self, name: str) -> list[float | None]:
+        """Means of a sum of seconds; None where no step was."""
+        means = []
+        for seconds, steps in zip(self.columns[name], self.columns["steps"], strict=True):
+            means.append(round(1000 * seconds / steps, 3) if steps else None)
+        return means
 
+    def ms(self, name: str) -> list[float | None]:
+        """Seconds as milliseconds."""
+        return [None if value is None else round(1000 * value, 3) for value in self.columns[name]]
+
+
+def _charts(bins: _Bins) -> dict[str, go.Figure]:
+    """All charts but the seats'."""
+    from jitney.engine.report.figures import HUES, line
+
+    x, columns = bins.x, bins.columns
+    generated = line("generated", x, bins.rows_a_second("decode"), HUES[0])
+    prompt = line("prompt", x, bins.rows_a_second("prefill"), HUES[1], dash="dot")
+    busy = line("seats taken", x, columns["seats_busy"], HUES[0])
+    waiting = line("waiting", x, columns["waiting"], HUES[5], dash="dot")
+    mean = line("mean", x, bins.ms_a_step("step_s"), HUES[0])
+    longest = line("longest", x, bins.ms("worst_s"), HUES[5], dash="dot")
+    gap = line("gap", x, bins.ms_a_step("gap_s"), HUES[1], dash="dash")
+    seat = line("for a seat", x, bins.ms("wait_p95"), HUES[5], mode="markers")
+    first = line("for the first token", x, bins.ms("ttft_p95"), HUES[0], mode="markers")
+    between = line("between tokens", x, bins.ms("itl_p95"), HUES[2])
     return {
-        "seats": seat_figure(shown),
-        "rate": figure(
-            "tok/s",
-            line(x, a_second(bins["rows"]["decode"]), "generated", HUES[0]),
-            line(x, a_second(bins["rows"]["prefill"]), "prompt", HUES[1], "dot"),
-        ),
-        "queue": figure(
-            "sequences",
-            line(x, bins["seats_busy"], "seats taken", HUES[0]),
-            line(x, bins["waiting"], "waiting", HUES[5], "dot"),
-        ),
-        "step": figure(
-            "ms",
-            line(x, a_step(bins["step_s"]), "mean", HUES[0]),
-            line(x, ms(bins["worst_s"]), "longest", HUES[5], "dot"),
-            line(x, a_step(bins["gap_s"]), "gap", HUES[1], "dash"),
-        ),
-        "ledger": figure(
-            "rows/s",
-            *(
-                {
-                    "type": "bar",
-                    "x": x,
-                    "y": a_second(bins["rows"][kind.name]),
-                    "name": kind.label,
-                    "marker": {
-                        "color": kind.light,
-                        "pattern": {"shape": kind.pattern, "fgcolor": "#fff", "solidity": 0.3},
-                    },
-                }
-                for kind in ROW_KIND_TABLE.values()
-            ),
-            barmode="stack",
-            bargap=0,
-        ),
-        "wait": figure(
-            "ms",
-            line(x, ms(bins["wait_p95"]), "for a seat", HUES[5], mode="markers"),
-            line(x, ms(bins["ttft_p95"]), "for the first token", HUES[0], mode="markers"),
-            line(x, ms(bins["itl_p95"]), "between tokens", HUES[2]),
-            log=True,
-        ),
+        "rate": _chart("tok/s", [generated, prompt]),
+        "queue": _chart("sequences", [busy, waiting]),
+        "step": _chart("ms", [mean, longest, gap]),
+        "ledger": _chart("rows/s", _ledger_traces(bins), barmode="stack", bargap=0),
+        "wait": _chart("ms", [seat, first, between], yaxis_type="log"),
     }
 
 
-def seat_figure(shown: dict[str, Any]) -> dict[str, Any]:
-    """A bar for each phase of each stay."""
-    stays, end = shown["rides"], shown["to"]
-    rows = list(
-        zip(
-            *(stays[name] for name in ("seat", "request", "index", "from", "first_token", "to")),
-            strict=True,
-        )
+def _chart(unit: str, traces: Sequence[Any], **layout: Any) -> go.Figure:
+    from jitney.engine.report.figures import figure
+
+    settings = {"height": _HEIGHT, "margin_t": 30, "yaxis_rangemode": "tozero"} | layout
+    return figure(traces, "", "seconds before the end", unit, **settings)
+
+
+def _ledger_traces(bins: _Bins) -> list[go.Bar]:
+    import plotly.graph_objects as go
+
+    traces = []
+    for kind in ROW_KIND_TABLE.values():
+        marker = {"color": kind.light, "pattern": _pattern(kind.pattern)}
+        rows = bins.rows_a_second(kind.name)
+        traces.append(go.Bar(name=kind.label, x=bins.x, y=rows, marker=marker))
+    return traces
+
+
+def _pattern(shape: str) -> dict[str, Any]:
+    """White lines over the bar's own colour."""
+    return {"shape": shape, "fillmode": "overlay", "fgcolor": "#fff", "solidity": 0.3}
+
+
+class _Phase(NamedTuple):
+    """A phase of a stay in a seat."""
+
+    #: "prefill" or "decode".
+    kind: str
+    seat: int
+    #: Whose it is, as people see it.
+    request: str
+    #: Number of the request in the order of their coming; picks its colour.
+    number: int
+    #: Seconds before the end.
+    start: float
+    seconds: float
+
+
+def _seat_chart(shown: Mapping[str, Any]) -> go.Figure:
+    """A bar for each phase of each stay; one trace for each phase and colour."""
+    from jitney.engine.report.figures import HUES
+
+    traces: dict[tuple[str, str], list[_Phase]] = {}
+    for phase in _phases(shown):
+        hue = HUES[phase.number % len(HUES)]
+        traces.setdefault((phase.kind, hue), []).append(phase)
+    drawn = [_phase_bars(kind, hue, phases) for (kind, hue), phases in traces.items()]
+    return _chart(
+        "seat",
+        drawn,
+        barmode="overlay",
+        height=min(900, 90 + 18 * max(1, shown["seats"])),
+        showlegend=False,
+        xaxis_range=[shown["from"] - shown["to"], 0],
+        yaxis_autorange="reversed",
+        yaxis_rangemode="normal",
     )
-    hues: dict[tuple[str, int], int] = {}
-    traces: dict[tuple[str, int], dict[str, list[Any]]] = {}
-    for seat, request, index, begin, first, to in rows[-MAX_DRAWN:]:
-        hue = hues.setdefault((request, index), len(hues) % len(HUES))
-        start, last = max(begin, shown["from"]), end if to is None else min(to, end)
-        turn = last if first is None else min(max(first, start), last)
-        for phase, low, high in (("prefill", start, turn), ("decode", turn, last)):
+
+
+def _phases(shown: Mapping[str, Any]) -> Iterator[_Phase]:
+    """The phases of the newest stays that take any time within the window."""
+    from jitney.engine.report.figures import MOST_STAYS
+
+    begin, end = shown["from"], shown["to"]
+    rides = shown["rides"]
+    names = ("seat", "request", "index", "from", "first_token", "to")
+    stays = list(zip(*[rides[name] for name in names], strict=True))
+    numbers: dict[str, int] = {}
+    for seat, request, index, came, first_token, left in stays[-MOST_STAYS:]:
+        name = f"{request} {index}"
+        number = numbers.setdefault(name, len(numbers))
+        start = max(came, begin)
+        last = end if left is None else min(left, end)
+        turn = last if first_token is None else min(max(first_token, start), last)
+        for kind, low, high in (("prefill", start, turn), ("decode", turn, last)):
             if high > low:
-                trace = traces.setdefault(
-                    (phase, hue), {"y": [], "base": [], "x": [], "hovertext": []}
-                )
-                trace["y"].append(seat)
-                trace["base"].append(round(low - end, 4))
-                trace["x"].append(round(high - low, 4))
-                # Plotly reads tags in texts.
-                trace["hovertext"].append(
-                    html.escape(f"seat {seat}, {phase}, {request} {index}, {high - low:.2f} s")
-                )
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "width": 0.86,
-            "hoverinfo": "text",
-            "showlegend": False,
-            **trace,
-            "marker": {
-                "color": HUES[hue],
-                "line": {"width": 0},
-                "pattern": {
-                    "shape": "/" if phase == "prefill" else "",
-                    "fgcolor": "#fff",
-                    "solidity": 0.35,
-                },
-            },
-        }
-        for (phase, hue), trace in traces.items()
-    ]
-    told = figure(
-        "seat", *data, barmode="overlay", height=min(900, 90 + 18 * max(1, shown["seats"]))
+                yield _Phase(kind, seat, name, number, round(low - end, 4), round(high - low, 4))
+
+
+def _phase_bars(kind: str, hue: str, phases: Sequence[_Phase]) -> go.Bar:
+    import plotly.graph_objects as go
+
+    pattern = _pattern("/" if kind == "prefill" else "")
+    return go.Bar(
+        orientation="h",
+        width=0.86,
+        hoverinfo="text",
+        y=[phase.seat for phase in phases],
+        base=[phase.start for phase in phases],
+        x=[phase.seconds for phase in phases],
+        # Plotly reads tags in texts.
+        hovertext=[html.escape(_hover(phase)) for phase in phases],
+        marker={"color": hue, "line": {"width": 0}, "pattern": pattern},
     )
-    told["layout"]["yaxis"] |= {"autorange": "reversed", "rangemode": "normal"}
-    told["layout"]["xaxis"]["range"] = [shown["from"] - end, 0]
-    return told
 
 
-def line(
-    x: list[float],
-    y: Sequence[float | None],
-    name: str,
-    colour: str,
-    dash: str = "solid",
-    mode: str = "lines",
-) -> dict[str, Any]:
-    return {
-        "x": x,
-        "y": list(y),
-        "name": name,
-        "mode": mode,
-        "line": {"color": colour, "width": 2, "dash": dash},
-        "marker": {"color": colour, "size": 6},
-    }
-
-
-def figure(
-    unit: str, *data: dict[str, Any], height: int = 260, log: bool = False, **layout: Any
-) -> dict[str, Any]:
-    return {
-        "data": list(data),
-        "layout": {
-            "height": height,
-            "margin": {"l": 60, "r": 10, "t": 10, "b": 40},
-            "hovermode": "closest",
-            "legend": {"orientation": "h", "y": -0.2},
-            "xaxis": {"ticksuffix": " s"},
-            "yaxis": {
-                "title": {"text": unit},
-                "type": "log" if log else "linear",
-                "rangemode": "tozero",
-            },
-            **layout,
-        },
-    }
+def _hover(phase: _Phase) -> str:
+    return f"seat {phase.seat}, {phase.kind}, {phase.request}, {phase.seconds:.2f} s"

@@ -39,6 +39,7 @@ FLOORS = {
     "jitney.engine.build": 6,
     "jitney.engine.simulation": 6,
     "jitney.engine.process": 6,
+    "jitney.engine.report": 7,
     "jitney.engine.llm": 7,
     "jitney.engine.api": 7,
     "jitney.dashboard": 8,

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.bench import charts, tables
 from jitney.engine.bench.cases import case_lines
 from jitney.engine.bench.offline import Measured
-from jitney.engine.bench.report import Section, write_report
+from jitney.engine.report import figures, tables
+from jitney.engine.report.page import Section, write_page
 from jitney.engine.telemetry.cost import bill
 
 
-def write_page(
+def write_policies_page(
     path: str,
     report: Mapping[str, Any],
     runs: Mapping[str, Mapping[str, Measured]],
@@ -29,7 +29,7 @@ def write_page(
         sections += case_sections(case, found, runs[case], price_per_hour)
     if report["load_curve"]:
         sections.append(load_section(report))
-    write_report(
+    write_page(
         path, "Static, dynamic and continuous batching on the same requests", summary, sections
     )
 
@@ -41,7 +41,7 @@ def case_sections(
     until = max(run.seconds for run in runs.values())
     bills = {name: bill(run.records, run.seconds) for name, run in runs.items()}
     timelines = [
-        charts.seat_timeline(
+        figures.seat_timeline(
             name, run.rides, run.started, run.limits.max_seats, until, held=name != "continuous"
         )
         for name, run in runs.items()
@@ -52,12 +52,12 @@ def case_sections(
     }
     best = "continuous" if "continuous" in runs else next(iter(runs))
     shares, _ = runs[best].riders.bill(runs[best].records)
-    figures = [tables.figures_table(found["policies"])]
+    shown = [tables.figures_table(found["policies"])]
     if found["ratios"]:
-        figures.append(tables.ratio_table(found["ratios"]))
+        shown.append(tables.ratio_table(found["ratios"]))
     notes = [*case_lines(found), "Latencies count from the time a request should have come."]
     return [
-        Section(f"Figures: {case}", notes, figures),
+        Section(f"Figures: {case}", notes, shown),
         Section(
             f"Predicted from one another: {case}",
             [tables.CROSS_NOTE],
@@ -71,8 +71,8 @@ def case_sections(
         Section(
             f"Over time: {case}",
             charts=[
-                charts.tokens_over_time(ends),
-                *charts.latency_charts({name: run.times for name, run in runs.items()}),
+                figures.tokens_over_time(ends),
+                *figures.latency_charts({name: run.times for name, run in runs.items()}),
             ],
         ),
         Section(
@@ -82,7 +82,7 @@ def case_sections(
                 "padding included."
             ],
             [tables.ledgers_table(bills, price_per_hour)],
-            [charts.ledger_bars(bills)],
+            [figures.ledger_bars(bills)],
         ),
         Section(
             f"What each request took ({case}, {best})",
@@ -91,7 +91,7 @@ def case_sections(
                 "padding is nobody's and stands in the ledger."
             ],
             [tables.costliest_table(shares, price_per_hour)],
-            [charts.request_costs(shares, price_per_hour)],
+            [figures.request_costs(shares, price_per_hour)],
         ),
     ]
 
@@ -105,5 +105,5 @@ def load_section(report: Mapping[str, Any]) -> Section:
         "Waits over the load",
         [tables.CURVE_NOTE],
         shown,
-        [charts.load_curve(report["load_curve"], report["measured_loads"])],
+        [figures.load_curve(report["load_curve"], report["measured_loads"])],
     )

@@ -501,9 +501,9 @@ def deliver(
     known: argparse.Namespace, report: Mapping[str, Any], runs: Mapping[str, Mapping[str, Measured]]
 ) -> None:
     """Print the tables and write the files that were asked for."""
-    from jitney.engine.bench import tables
-    from jitney.engine.bench.policies_page import write_page
+    from jitney.engine.bench.policies_page import write_policies_page
     from jitney.engine.bench.saved import write_recording, write_records
+    from jitney.engine.report import tables
 
     everything = {
         policy if case == GIVEN else f"{case}.{policy}": run
@@ -515,7 +515,7 @@ def deliver(
     for name, measured in everything.items() if known.traces else ():
         write_recording(f"{known.traces}.{name}.jsonl", measured.times, measured.started)
     if known.html:
-        write_page(known.html, report, runs, summary(report), known.price_per_hour)
+        write_policies_page(known.html, report, runs, summary(report), known.price_per_hour)
     if known.json:
         write_json(known.json, report)
     if known.json == "-":
@@ -536,7 +536,7 @@ def print_case(
     case: str, found: Mapping[str, Any], runs: Mapping[str, Measured], price_per_hour: float | None
 ) -> None:
     """What was found of one case."""
-    from jitney.engine.bench import tables
+    from jitney.engine.report import tables
 
     print(f"\n{case}")
     for line in (*case_lines(found), *queue_lines(found["policies"])):

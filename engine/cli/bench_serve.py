@@ -36,7 +36,7 @@ from jitney.engine.telemetry.cost import as_json
 from jitney.engine.telemetry.summary import summarise
 
 if TYPE_CHECKING:
-    from jitney.engine.bench.report import Section
+    from jitney.engine.report.page import Section
 
 #: Where an API key may stand; a flag would show it to other users of the machine.
 KEY_VARIABLES = ("JITNEY_BENCH_KEY", "OPENAI_API_KEY")
@@ -209,12 +209,12 @@ def errors_of(online: Online) -> dict[str, dict[str, Any]]:
 def deliver(known: argparse.Namespace, report: Mapping[str, Any], online: Online) -> None:
     """Print the tables and write the files that were asked for."""
     from jitney.engine.bench.saved import write_recording
-    from jitney.engine.bench.tables import figures_table, ledger_table, print_table
+    from jitney.engine.report.tables import figures_table, ledger_table, print_table
 
     if known.trace_to:
         write_recording(known.trace_to, online.load.times, online.load.started)
     if known.html:
-        write_page(known, report, online)
+        _write_html(known, report, online)
     if known.json:
         write_json(known.json, report)
     if known.json == "-":
@@ -274,11 +274,11 @@ def few_line(figures: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def write_page(known: argparse.Namespace, report: Mapping[str, Any], online: Online) -> None:
+def _write_html(known: argparse.Namespace, report: Mapping[str, Any], online: Online) -> None:
     """The HTML report."""
-    from jitney.engine.bench.report import write_report
+    from jitney.engine.report.page import write_page
 
-    write_report(
+    write_page(
         known.html,
         f"Traffic for {report['model']}",
         summary(report),
@@ -288,8 +288,8 @@ def write_page(known: argparse.Namespace, report: Mapping[str, Any], online: Onl
 
 def sections(known: argparse.Namespace, report: Mapping[str, Any], online: Online) -> list[Section]:
     """The page's parts: figures, curves, and the server's ledger if it has one."""
-    from jitney.engine.bench import charts, tables
-    from jitney.engine.bench.report import Section
+    from jitney.engine.report import figures, tables
+    from jitney.engine.report.page import Section
 
     found = [
         Section(
@@ -297,7 +297,7 @@ def sections(known: argparse.Namespace, report: Mapping[str, Any], online: Onlin
             ["Latencies count from the time a request should have been sent."],
             [tables.figures_table({"measured": report["figures"]})],
         ),
-        Section("Distributions", charts=charts.latency_charts({"measured": online.load.times})),
+        Section("Distributions", charts=figures.latency_charts({"measured": online.load.times})),
     ]
     if online.bill is not None:
         found.append(
@@ -308,7 +308,7 @@ def sections(known: argparse.Namespace, report: Mapping[str, Any], online: Onlin
                     "its steps is split evenly over them."
                 ],
                 [tables.ledger_table(online.bill, known.price_per_hour)],
-                [charts.ledger_bars({"measured": online.bill})],
+                [figures.ledger_bars({"measured": online.bill})],
             )
         )
     return found

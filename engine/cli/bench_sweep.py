@@ -300,10 +300,10 @@ def points_of(
 
 def deliver(known: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:
     """Print the curve and write the files that were asked for."""
-    from jitney.engine.bench.tables import print_table
+    from jitney.engine.report.tables import print_table
 
     if known.html:
-        write_page(known, report, knee)
+        _write_html(known, report, knee)
     if known.json:
         write_json(known.json, report)
     if known.json == "-":
@@ -365,7 +365,7 @@ def grew(point: Mapping[str, Any]) -> bool:
 
 def curve_table(report: Mapping[str, Any], knee: int | None) -> Any:
     """The curve, the knee marked."""
-    from jitney.engine.bench import tables
+    from jitney.engine.report import tables
 
     axis = report["axis"]
     heads = ["open" if axis == "concurrency" else axis]
@@ -402,10 +402,10 @@ def curve_table(report: Mapping[str, Any], knee: int | None) -> Any:
     return tables.Table(heads, rows)
 
 
-def write_page(known: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:
+def _write_html(known: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:
     """The HTML report."""
-    from jitney.engine.bench.charts import curve, waits_over
-    from jitney.engine.bench.report import Section, write_report
+    from jitney.engine.report.figures import curve, waits_over
+    from jitney.engine.report.page import Section, write_page
 
     axis, points = report["axis"], report["points"]
     unit = UNITS[axis]
@@ -439,7 +439,7 @@ def write_page(known: argparse.Namespace, report: Mapping[str, Any], knee: int |
             "output tokens/s",
         ),
     ]
-    write_report(
+    write_page(
         known.html,
         f"Throughput and latency over {axis}",
         summary(report),

@@ -401,7 +401,7 @@ def show(report: Mapping[str, Any]) -> None:
     """
     from rich.console import Console
 
-    from jitney.engine.bench.tables import CROSS_TITLE, cross_table, print_table
+    from jitney.engine.report.tables import CROSS_TITLE, cross_table, print_table
 
     console, policies = Console(), report["policies"]
     console.print(f"step times: {report['source']}", highlight=False)

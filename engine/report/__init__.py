@@ -1,0 +1,1 @@
+"""Reports: figures, tables, and one page that needs no network."""

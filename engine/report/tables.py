@@ -1,0 +1,272 @@
+"""Figures as people read them: the same rows for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jitney.engine.report.page import Table
+from jitney.engine.telemetry.cost import IDLE, Line
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+
+_QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
+_LATENCIES = {
+    "ttft_s": "time to first token",
+    "itl_s": "between tokens",
+    "tpot_s": "per later token",
+    "e2e_s": "end to end",
+    "queue_s": "queue wait",
+}
+_RATES = {
+    "req_s": "requests/s",
+    "output_tok_s": "output tokens/s",
+    "total_tok_s": "total tokens/s",
+    "goodput_req_s": "goodput, requests/s",
+}
+_SHARES = {
+    "seat_fill": "seats in use, held ones aside",
+    "padding_share": "padding rows",
+    "kv_use": "KV pages in use",
+}
+#: What people call the lines of a bill, in the order in which they are shown.
+LEDGER_LABELS = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
+    IDLE: "no step running"
+}
+_NOTHING = Line(0, 0)
+#: Columns of text where no terminal says how many it has.
+_PIPED_WIDTH = 120
+
+CROSS_TITLE = "Error of the prediction: learned from -> predicted"
+CROSS_NOTE = (
+    "Step times are learned from the steps of one run, another is simulated with them, and the "
+    "error is that of the simulated figure beside the measured one."
+)
+CURVE_NOTE = (
+    "Load: times what continuous batching can serve. A wait in brackets is that of a queue that "
+    "grows without bound: it says how long the run was."
+)
+#: What the table of errors across policies shows: names among `accuracy.COMPARED`, and their heads.
+_CROSS_FIGURES = {
+    "output_tok_s": "output tok/s",
+    "itl_p50_s": "ITL p50",
+    "ttft_p50_s": "TTFT p50",
+    "ttft_p99_s": "TTFT p99",
+    "e2e_p50_s": "e2e p50",
+    "e2e_p99_s": "e2e p99",
+}
+
+
+def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One column for each run, from `summary.summarise`; a row that no run knows is left out."""
+    columns = [_figure_cells(run) for run in figures.values()]
+    rows = []
+    for label in columns[0]:
+        cells = [column[label] for column in columns]
+        if any(cells):
+            rows.append([label, *cells])
+    return Table(["", *figures], rows)
+
+
+def _figure_cells(run: Mapping[str, Any]) -> dict[str, str]:
+    """All cells of a run's column by their rows' names; empty where nothing is known."""
+    cells = {
+        "served / sent": f"{run['served']} / {run['requests']}",
+        "seconds": f"{run['seconds']:.2f}",
+    }
+    for name, label in _RATES.items():
+        cells[label] = number(run[name])
+    cells |= _latency_cells(run)
+    cells["queue"] = queue(run.get("backlog"))
+    for name, label in _SHARES.items():
+        cells[label] = share(run[name])
+    cells["cost per million output tokens"] = number(run["cost_per_million_tokens"])
+    return cells
+
+
+def _latency_cells(run: Mapping[str, Any]) -> dict[str, str]:
+    cells = {}
+    for name, label in _LATENCIES.items():
+        spread = run[name] or {}
+        for quantile, shown in _QUANTILES.items():
+            cells[f"{label} {shown}"] = duration(spread.get(quantile))
+    return cells
+
+
+def queue(backlog: Mapping[str, Any] | None, grew: str = "grew: p99 is the run's length") -> str:
+    """How the queue went, see `backlog.Backlog`; empty where nothing is known of it."""
+    if backlog is None:
+        return ""
+    return grew if backlog["grew"] else "did not grow"
+
+
+def ledger_table(lines: Mapping[str, Line], price_per_hour: float | None = None) -> Table:
+    """Rows, device time and money by kind, and their sum; kinds that did not occur are left out."""
+    heads = ["", "rows", "share of rows", "device time", "share of time"]
+    with_sum = _with_sum(lines)
+    rows = []
+    for kind, line in with_sum.items():
+        if line != _NOTHING:
+            cells = _ledger_cells(line, with_sum["all"])
+            rows.append([LEDGER_LABELS.get(kind, kind), *cells, *_cost(line, price_per_hour)])
+    return Table(heads + _cost_head(price_per_hour), rows)
+
+
+def _ledger_cells(line: Line, total: Line) -> list[str]:
+    return [
+        f"{line.rows:,}",
+        share(line.rows / max(1, total.rows)),
+        f"{line.seconds:.3f} s",
+        share(line.nanoseconds / max(1, total.nanoseconds)),
+    ]
+
+
+def ledgers_table(
+    bills: Mapping[str, Mapping[str, Line]], price_per_hour: float | None = None
+) -> Table:
+    """Rows and device time of several runs side by side."""
+    heads = [""]
+    for run in bills:
+        heads += [f"{run} rows", f"{run} time"]
+    columns = [_with_sum(lines) for lines in bills.values()]
+    rows = []
+    for kind in columns[0]:
+        lines = [column[kind] for column in columns]
+        if any(line != _NOTHING for line in lines):
+            rows.append(_kind_row(kind, lines))
+    if price_per_hour is not None:
+        rows.append(["cost"])
+        for column in columns:
+            rows[-1] += ["", *_cost(column["all"], price_per_hour)]
+    return Table(heads, rows)
+
+
+def _kind_row(kind: str, lines: Sequence[Line]) -> list[str]:
+    """Rows and time of each run."""
+    row = [LEDGER_LABELS.get(kind, kind)]
+    for line in lines:
+        row += [f"{line.rows:,}", f"{line.seconds:.2f} s"]
+    return row
+
+
+def _with_sum(lines: Mapping[str, Line]) -> dict[str, Line]:
+    """Lines in the order of `LEDGER_LABELS`, and "all", their sum."""
+    rows = sum(line.rows for line in lines.values())
+    total = Line(rows, sum(line.nanoseconds for line in lines.values()))
+    return {kind: lines[kind] for kind in LEDGER_LABELS} | {"all": total}
+
+
+def _cost_head(price_per_hour: float | None) -> list[str]:
+    return [] if price_per_hour is None else ["cost"]
+
+
+def _cost(line: Line, price_per_hour: float | None) -> list[str]:
+    """The line's cost as a cell, none without a price."""
+    if price_per_hour is None:
+        return []
+    return [f"{line.money(price_per_hour):.6f}"]
+
+
+def costliest_table(
+    lines: Mapping[str, Line], price_per_hour: float | None = None, most: int = 10
+) -> Table:
+    """The requests that took most of the device's time."""
+    ranked = sorted(lines.items(), key=lambda item: -item[1].nanoseconds)
+    rows = []
+    for name, line in ranked[:most]:
+        cells = [name, f"{line.rows:,}", f"{line.seconds:.4f} s"]
+        rows.append(cells + _cost(line, price_per_hour))
+    return Table(["request", "rows", "device time", *_cost_head(price_per_hour)], rows)
+
+
+def ratio_table(ratios: Mapping[str, Mapping[str, Any]]) -> Table:
+    """What continuous batching gains over the others, beside what is published: times the
+    throughput, and by what the waits are divided.
+    """
+    rows = []
+    for name, gains in ratios.items():
+        row = [f"over {name}", times(gains["output_tok_s"]), ""]
+        if gains["published_output_tok_s"]:
+            least, most = gains["published_output_tok_s"]
+            row[-1] = f"{least:g}x to {most:g}x"
+        for wait in ("ttft_s_p50", "ttft_s_p99", "e2e_s_p99"):
+            row.append(times(gains[wait]))
+        rows.append(row)
+    waits = ["TTFT p50 /", "TTFT p99 /", "e2e p99 /"]
+    return Table(["continuous", "output tokens/s", "published claims", *waits], rows)
+
+
+def cross_table(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
+    """One row for each pair of a run learned from and a run predicted."""
+    rows = []
+    for source, predicted in cross.items():
+        for name, errors in predicted.items():
+            row = [f"{source} -> {name}"]
+            for figure in _CROSS_FIGURES:
+                row.append(f"{errors[figure]:+.1%}" if figure in errors else "")
+            rows.append(row)
+    return Table(["", *_CROSS_FIGURES.values()], rows)
+
+
+def curve_table(points: Sequence[Mapping[str, Any]]) -> Table:
+    """p99 time to first token of each policy, one row a load."""
+    rows = []
+    for point in points:
+        cells = [_curve_cell(waits) for waits in point["policies"].values()]
+        rows.append([f"{point['load']:g}", f"{point['rate']:.3g}", *cells])
+    return Table(["load", "requests/s", *points[0]["policies"]], rows)
+
+
+def _curve_cell(waits: Mapping[str, float | None]) -> str:
+    """The wait, in brackets if its queue grows without bound."""
+    wait = duration(waits["ttft_p99_s"])
+    share_of_capacity = waits["share_of_capacity"]
+    if share_of_capacity is not None and share_of_capacity >= 1:
+        return f"({wait})"
+    return wait
+
+
+def print_table(table: Table, title: str = "") -> None:
+    """On standard output."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    padding = (0, 1, 0, 0)
+    shown = RichTable(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=padding)
+    for column, head in enumerate(table.heads):
+        shown.add_column(Text(head), justify="right" if column else "left")
+    for row in table.rows:
+        shown.add_row(*[Text(cell) for cell in row])
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPED_WIDTH)
+    console.print(shown)
+
+
+def number(value: float | None) -> str:
+    """With two digits after the point below a thousand."""
+    if value is None:
+        return ""
+    return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, or milliseconds below one."""
+    if seconds is None:
+        return ""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 0.1:
+        return f"{1e3 * seconds:.0f} ms"
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def share(value: float | None) -> str:
+    """As a percentage."""
+    return "" if value is None else f"{value:.1%}"
+
+
+def times(value: float | None) -> str:
+    """As a factor."""
+    return "" if value is None else f"{value:.2f}x"
