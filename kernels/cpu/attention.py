@@ -10,7 +10,9 @@ from jitney.kernels import reference
 from jitney.kernels.cpu import library
 from jitney.kernels.interface import AttentionMeta
 
+#: Numbers of a vector; a head is whole ones.
 LANES = 16
+#: Of queries and pools.
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -42,24 +44,18 @@ def attend(
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
-    """See `jitney.kernels.interface.Attend`: q and pool of one dtype, bfloat16 or float32, D a
-    multiple of 16.
+    """See `jitney.kernels.interface.Attend`; padding rows are zero.
 
-    Other shapes, quantised pools and soft caps are the reference's.
+    q and pool of one dtype, bfloat16 or float32, and D a multiple of 16; the rest is the
+    reference's.
     """
-    if softcap or q.shape[2] % LANES or q.dtype != kv.dtype or q.dtype not in DTYPES:
+    plain = q.dtype == kv.dtype and q.dtype in DTYPES
+    if not plain or q.shape[2] % LANES:
         return reference.attend(
-            q,
-            kv,
-            meta,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            kv_scales=kv_scales,
+            q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales
         )
-    call = jax.ffi.ffi_call(
-        library.load().target("attention"), jax.ShapeDtypeStruct(q.shape, q.dtype)
-    )
+    target = library.load().target("attention")
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, q.dtype))
     return call(
         q,
         kv,
@@ -68,5 +64,6 @@ def attend(
         meta.page_table,
         meta.counts,
         scale=np.float32(scale),
+        softcap=np.float32(softcap),
         window=np.int64(window),
     )

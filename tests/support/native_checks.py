@@ -34,11 +34,11 @@ EXACT = (0.0, 4e-6)
 
 @cache
 def attended(
-    heads: tuple[int, int, int], dtype: str, window: int, page: int
+    heads: tuple[int, int, int], dtype: str, window: int, page: int, softcap: float
 ) -> tuple[Batch, np.ndarray, np.ndarray]:
     """A batch, the pool after its step, and what each row ought to be."""
-    case = Case(heads, DECODE, PROMPTS, rows=112, seqs=12, window=window, page=page, pages=64)
-    batch = make(case)
+    sizes = {"rows": 112, "seqs": 12, "page": page, "pages": 64}
+    batch = make(Case(heads, DECODE, PROMPTS, window=window, softcap=softcap, **sizes))
     if dtype == "bfloat16":
         narrow = {
             name: jnp.asarray(getattr(batch, name), jnp.bfloat16) for name in ("q", "k", "v", "kv")
@@ -51,10 +51,14 @@ def attended(
 
 
 def check_attention(
-    heads: tuple[int, int, int], dtype: str, window: int = 0, page: int = 16
+    heads: tuple[int, int, int],
+    dtype: str,
+    window: int = 0,
+    page: int = 16,
+    softcap: float = 0.0,
 ) -> None:
     """Every head of every row, decoding and of prompts; padding rows are zero."""
-    batch, pool, expected = attended(heads, dtype, window, page)
+    batch, pool, expected = attended(heads, dtype, window, page, softcap)
     call = jax.jit(lambda *args: paged_attention(*args, **batch.options))
     o, after = call(batch.q, batch.k, batch.v, batch.kv, batch.meta)
     np.testing.assert_array_equal(np.asarray(after, np.float32), pool)
@@ -134,6 +138,7 @@ def check_all() -> None:
         for heads in LAYOUTS:
             check_attention(heads, dtype)
             check_attention(heads, dtype, window=24)
+            check_attention(heads, dtype, window=24, softcap=5.0)
         check_attention((9, 3, 64), dtype, page=8)
         check_attention((6, 2, 80), dtype, window=40, page=24)
         check_rest(dtype)

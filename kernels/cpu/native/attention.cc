@@ -16,13 +16,14 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr Index kSpan = 16;   // keys that a decoding row takes at a time
-constexpr Index kChunk = 96;  // keys per chunk of a prompt block
-constexpr Index kBlockRows = 96,
-                kScoreRows = 4;  // rows of a prompt block, all G heads counted, and of a score tile
-constexpr Index kSoftened = 4;   // rows that are softened at once
-constexpr float kHidden =
-    -1e30f;  // score of a key that a row must not see; finite, so that no row ends as NaN
+constexpr Index kSpan = 16;       // keys that a decoding row takes at a time
+constexpr Index kChunk = 96;      // keys per chunk of a prompt block
+constexpr Index kBlockRows = 96;  // rows of a prompt block, all G heads counted
+constexpr Index kScoreRows = 4;   // rows of a score tile
+constexpr Index kSoftened = 4;    // rows that are softened at once
+// Score of a key that a row must not see; finite, so that no row ends as NaN.
+constexpr float kHidden = -1e30f;
+constexpr float kLog2E = 1.44269504f;
 
 // One call.
 struct Call {
@@ -32,10 +33,19 @@ struct Call {
   const std::int32_t* cu_q;   // [S + 1] first row of each sequence
   const std::int32_t* table;  // [S, P] pages
   void* o;                    // [T, H, D]
-  Index decoding, present;    // sequences with one row, which come first, and sequences in all
-  Index heads, kv_heads, size, page, table_width, window;
-  float factor;  // of a score, in powers of 2
+  Index decoding;             // sequences with one row, which come first
+  Index present;              // sequences in all
+  Index heads;                // H
+  Index kv_heads;             // K
+  Index size;                 // D
+  Index page;                 // positions of a page
+  Index table_width;          // P
+  Index window;               // positions that a row sees, its own included; 0: all
+  float scale;                // of a product of query and key
+  float softcap;              // scores are softcap * tanh(score / softcap); 0: as they are
 
+  // Of what stands among the scores, in powers of 2: `cap` has scaled them already.
+  float factor() const { return softcap > 0 ? kLog2E : scale * kLog2E; }
   Index group() const { return heads / kv_heads; }
   Index width() const { return 2 * kv_heads * size; }  // elements of a position of the pool
   Index block() const { return std::max<Index>(4, kBlockRows / group()); }  // prompt rows of a task
@@ -63,6 +73,20 @@ const Number* position_of(const Call& call, const std::int32_t* pages, Index pos
 inline void hide(float* scores, Index first, Index last) {
   for (Index j = first; j < last; ++j) {
     scores[j] = kHidden;
+  }
+}
+
+// softcap * tanh(score * scale / softcap), over `count` products of queries and keys.
+inline void cap(const Call& call, float* scores, Index count) {
+  const Floats inner = splat(-2.0f * kLog2E * call.scale / call.softcap);
+  const Floats outer = splat(call.softcap);
+  for (Index i = 0; i < count; i += kLanes) {
+    const Floats score = load(scores + i);
+    const Ints sign = as_ints(score) & (1 << 31);
+    const Floats magnitude = as_floats(as_ints(score) ^ sign);
+    const Floats shrunk = exp2_of_negative(magnitude * inner);
+    const Floats capped = outer * (1.0f - shrunk) / (1.0f + shrunk);  // tanh, from exp(-2 |x|)
+    store(as_floats(as_ints(capped) | sign), scores + i);
   }
 }
 
@@ -160,62 +184,90 @@ struct Decoding {
   }
 };
 
+// Memory of one decoding row; R is H rounded up to whole kSoftened, heads that are not there.
+template <class Number>
+struct RowMemory {
+  Index rows;      // R
+  float* queries;  // [H, D], where they are widened
+  float* sums;     // [R, D]
+  float* scores;   // [R, kSpan]
+  State* states;   // [R]
+  Number* copy;    // [kSpan, 2K * D], where a span may lie in several pages
+
+  RowMemory(const Call& call, bool scattered) : rows(padded(call.heads, kSoftened)) {
+    const Index heads = call.heads, size = call.size;
+    const Index copied = scattered ? kSpan * call.width() * Index{sizeof(Number)} / 4 : 0;
+    queries = Scratch::mine().of(heads * size + rows * (size + kSpan + 2) + copied);
+    sums = queries + heads * size;
+    scores = sums + rows * size;
+    states = reinterpret_cast<State*>(scores + rows * kSpan);
+    copy = reinterpret_cast<Number*>(states + rows);
+    std::fill(states, states + rows, State{kHidden, 0.0f});
+    std::fill(scores + heads * kSpan, scores + rows * kSpan, kHidden);
+    std::fill(sums + heads * size, sums + rows * size, 0.0f);
+  }
+};
+
+// Positions [start, start + count) of a sequence, one after the other; the last one fills the span.
+template <class Number>
+void copy_span(const Call& call, const std::int32_t* pages, Index start, Index count, Number* to) {
+  const Index width = call.width();
+  for (Index j = 0; j < kSpan; ++j) {
+    const Number* from = position_of<Number>(call, pages, start + std::min(j, count - 1));
+    std::memcpy(to + j * width, from, width * sizeof(Number));
+  }
+}
+
 // All heads of one decoding row, keys `first` to n_keys of the sequence with these pages.
 template <class Number, class Keys>
 void decode_row(const Call& call, Index row, const std::int32_t* pages, Index first, Index n_keys) {
   using How = Decoding<Number, Keys>;
   using Query = typename How::Query;
-  const Index size = call.size, width = call.width();
-  const Index rows =
-      padded(call.heads, kSoftened);  // heads that are not there fill the last kSoftened
-  const bool scattered = call.page % kSpan != 0;  // a span may lie in several pages: it is copied
-  const Index copy_floats = scattered ? kSpan * width * Index{sizeof(Number)} / 4 : 0;
-  float* queries = Scratch::mine().of(call.heads * size + rows * (size + kSpan + 2) + copy_floats);
-  float* sums = queries + call.heads * size;
-  float* scores = sums + rows * size;
-  State* states = reinterpret_cast<State*>(scores + rows * kSpan);
-  Number* copy = reinterpret_cast<Number*>(states + rows);
-  const Number* q = static_cast<const Number*>(call.q) + row * call.heads * size;
-  const Query* asking = reinterpret_cast<const Query*>(q);
+  const Index size = call.size;
+  const Index row_size = call.heads * size;
+  const bool scattered = call.page % kSpan != 0;
+  const RowMemory<Number> memory(call, scattered);
+  const Number* q = static_cast<const Number*>(call.q) + row * row_size;
+  const Query* queries = reinterpret_cast<const Query*>(q);
   if constexpr (sizeof(Query) != sizeof(Number) && std::is_same_v<Query, float>) {
-    copy_row(q, queries, call.heads * size);
-    asking = queries;
+    copy_row(q, memory.queries, row_size);
+    queries = memory.queries;
   }
-  std::fill(states, states + rows, State{kHidden, 0.0f});
-  std::fill(scores + call.heads * kSpan, scores + rows * kSpan, kHidden);
-  std::fill(sums + call.heads * size, sums + rows * size, 0.0f);
   const Index begin = first - first % kSpan;
   if (!scattered) {
-    prefetch_second(position_of<Number>(call, pages, begin), kSpan * width * sizeof(Number));
+    const Number* soon = position_of<Number>(call, pages, begin);
+    prefetch_second(soon, kSpan * call.width() * sizeof(Number));
   }
   for (Index start = begin; start < n_keys; start += kSpan) {
-    const Index count = std::min(kSpan, n_keys - start), next = start + kSpan;
-    const Number *keys = copy, *later = nullptr;
+    const Index count = std::min(kSpan, n_keys - start);
+    const Index next = start + kSpan;
+    const Number* keys = memory.copy;
+    const Number* later = nullptr;
     if (scattered) {
-      for (Index j = 0; j < kSpan; ++j) {
-        const Number* from = position_of<Number>(call, pages, start + std::min(j, count - 1));
-        std::memcpy(copy + j * width, from, width * sizeof(Number));
-      }
+      copy_span(call, pages, start, count, memory.copy);
     } else {
       keys = position_of<Number>(call, pages, start);
       later = next < n_keys ? position_of<Number>(call, pages, next) : nullptr;
     }
-    How::score(call, asking, keys, scores, later);
+    How::score(call, queries, keys, memory.scores, later);
+    if (call.softcap > 0) {
+      cap(call, memory.scores, call.heads * kSpan);
+    }
     if (count < kSpan || start < first) {
       for (Index head = 0; head < call.heads; ++head) {
-        hide(scores + head * kSpan, count, kSpan);
-        hide(scores + head * kSpan, 0, first - start);
+        hide(memory.scores + head * kSpan, count, kSpan);
+        hide(memory.scores + head * kSpan, 0, first - start);
       }
     }
-    for (Index head = 0; head < rows; head += kSoftened) {
-      soften<float, kSpan>(scores + head * kSpan, states + head, sums + head * size, size,
-                           call.factor, start == begin);
+    for (Index head = 0; head < memory.rows; head += kSoftened) {
+      soften<float, kSpan>(memory.scores + head * kSpan, memory.states + head,
+                           memory.sums + head * size, size, call.factor(), start == begin);
     }
-    How::sum_values(call, scores, keys, sums, count, start > begin);
+    How::sum_values(call, memory.scores, keys, memory.sums, count, start > begin);
   }
-  Number* o = static_cast<Number*>(call.o) + row * call.heads * size;
+  Number* o = static_cast<Number*>(call.o) + row * row_size;
   for (Index head = 0; head < call.heads; ++head) {
-    copy_row(sums + head * size, o + head * size, size, 1.0f / states[head].sum);
+    copy_row(memory.sums + head * size, o + head * size, size, 1.0f / memory.states[head].sum);
   }
 }
 
@@ -286,58 +338,100 @@ struct Prompting {
   }
 };
 
-// `count` rows of a prompt from row `row` on, the first at `position`, the G heads of one key head.
+// A block of a prompt's rows, the G heads of one key head: count * G rows in a tile.
+struct Piece {
+  Index head;                 // key head
+  const std::int32_t* pages;  // of the sequence
+  Index row;                  // its first row
+  Index position;             // and that row's position
+  Index count;                // rows
+};
+
+// Memory of one such block; R is the most rows of a tile, rounded up to whole tiles.
+template <class Kind>
+struct BlockMemory {
+  Index tall;      // rows of a tile of sums
+  float* queries;  // [R, D]
+  float* sums;     // [R, D]
+  float* scores;   // [R, kChunk]
+  float* keys;     // [D, kChunk]
+  float* values;   // [kChunk, D]
+  State* states;   // [R]
+
+  explicit BlockMemory(const Call& call) {
+    const Index size = call.size;
+    tall = rows_for(vectors_for(1, size / kLanes));
+    const Index whole = padded(call.block() * call.group(), tall);
+    const Index rows = padded(whole, kScoreRows) + kMostRows;
+    queries = Scratch::mine().of(rows * (2 * size + kChunk + 2) + 2 * kChunk * size);
+    sums = queries + rows * size;
+    scores = sums + rows * size;
+    keys = scores + rows * kChunk;
+    values = keys + kChunk * size;
+    states = reinterpret_cast<State*>(values + kChunk * size);
+    std::fill(states, states + rows, State{kHidden, 0.0f});
+  }
+};
+
+// Give no weight to what the rows of a block do not see of the `seen` keys from `start` on.
+inline void hide_unseen(const Call& call, const Piece& piece, Index start, Index seen,
+                        float* scores) {
+  for (Index r = 0; r < piece.count * call.group(); ++r) {
+    const Index here = piece.position + r / call.group() - start;  // the row's own in the chunk
+    float* row = scores + r * kChunk;
+    hide(row, std::max<Index>(0, std::min(here + 1, seen)), kChunk);
+    if (call.window > 0) {
+      hide(row, 0, std::min(seen, here + 1 - call.window));
+    }
+  }
+}
+
+// The rows of one block of a prompt.
 template <class Number, class Kind>
-void prompt_block(const Call& call, Index head, const std::int32_t* pages, Index row,
-                  Index position, Index count) {
+void prompt_block(const Call& call, const Piece& piece) {
   using How = Prompting<Number, Kind>;
-  const Index group = call.group(), size = call.size, elements = size / How::kNumbers;
-  const Index tall = rows_for(vectors_for(1, size / kLanes));
-  const Index n_rows = count * group,
-              rows = padded(padded(call.block() * group, tall), kScoreRows) + kMostRows;
-  float* queries = Scratch::mine().of(rows * (2 * size + kChunk + 2) + 2 * kChunk * size);
-  float* sums = queries + rows * size;
-  float* scores = sums + rows * size;
-  float* keys = scores + rows * kChunk;
-  float* values = keys + kChunk * size;
-  State* states = reinterpret_cast<State*>(values + kChunk * size);
-  const Index at = (row * call.heads + head * group) * size, stride = call.heads * size;
-  for (Index t = 0; t < count; ++t) {
+  const Index group = call.group();
+  const Index size = call.size;
+  const Index elements = size / How::kNumbers;
+  const Index rows = piece.count * group;
+  const BlockMemory<Kind> memory(call);
+  const Index at = (piece.row * call.heads + piece.head * group) * size;
+  const Index stride = call.heads * size;
+  for (Index t = 0; t < piece.count; ++t) {
     const Number* q = static_cast<const Number*>(call.q) + at + t * stride;
     if constexpr (kPaired<Kind>) {
-      std::memcpy(queries + t * group * elements, q, group * size * sizeof(Number));
+      std::memcpy(memory.queries + t * group * elements, q, group * size * sizeof(Number));
     } else {
-      copy_row(q, queries + t * group * size, group * size);
+      copy_row(q, memory.queries + t * group * size, group * size);
     }
   }
-  std::fill(states, states + rows, State{kHidden, 0.0f});
   // Chunks begin at the same positions for every block, so that a row's sums are the same bits in
   // all of them.
-  const Index first =
-      call.window > 0 ? std::max<Index>(0, position + 1 - call.window) / kChunk * kChunk : 0;
-  for (Index start = first; start < position + count; start += kChunk) {
-    const Index seen = std::min(kChunk, position + count - start);
-    How::read(call, head, pages, start, seen, keys, values);
-    How::multiply(queries, elements, keys, kChunk, scores, kChunk, n_rows, kScoreRows, kChunk,
-                  elements, false);
-    for (Index r = 0; r < n_rows; ++r) {
-      const Index here = position + r / group - start;  // the row's own position within the chunk
-      hide(scores + r * kChunk, std::max<Index>(0, std::min(here + 1, seen)), kChunk);
-      if (call.window > 0) {
-        hide(scores + r * kChunk, 0, std::min(seen, here + 1 - call.window));
-      }
+  const Index oldest = call.window > 0 ? std::max<Index>(0, piece.position + 1 - call.window) : 0;
+  const Index first = oldest / kChunk * kChunk;
+  const Index end = piece.position + piece.count;
+  for (Index start = first; start < end; start += kChunk) {
+    const Index seen = std::min(kChunk, end - start);
+    How::read(call, piece.head, piece.pages, start, seen, memory.keys, memory.values);
+    How::multiply(memory.queries, elements, memory.keys, kChunk, memory.scores, kChunk, rows,
+                  kScoreRows, kChunk, elements, false);
+    if (call.softcap > 0) {
+      cap(call, memory.scores, rows * kChunk);
     }
-    for (Index r = 0; r < n_rows; r += kSoftened) {
-      soften<typename How::Weight, kChunk>(scores + r * kChunk, states + r, sums + r * size, size,
-                                           call.factor, start == first);
+    hide_unseen(call, piece, start, seen, memory.scores);
+    for (Index r = 0; r < rows; r += kSoftened) {
+      soften<typename How::Weight, kChunk>(memory.scores + r * kChunk, memory.states + r,
+                                           memory.sums + r * size, size, call.factor(),
+                                           start == first);
     }
-    How::multiply(scores, kChunk, values, size, sums, size, n_rows, tall, size,
-                  (seen + How::kNumbers - 1) / How::kNumbers, start > first);
+    const Index weighed = (seen + How::kNumbers - 1) / How::kNumbers;
+    How::multiply(memory.scores, kChunk, memory.values, size, memory.sums, size, rows, memory.tall,
+                  size, weighed, start > first);
   }
   Number* o = static_cast<Number*>(call.o) + at;
-  for (Index r = 0; r < n_rows; ++r) {
-    copy_row(sums + r * size, o + r / group * stride + r % group * size, size,
-             1.0f / states[r].sum);
+  for (Index r = 0; r < rows; ++r) {
+    copy_row(memory.sums + r * size, o + r / group * stride + r % group * size, size,
+             1.0f / memory.states[r].sum);
   }
 }
 
@@ -352,14 +446,17 @@ void run_ticket(const Call& call, Index ticket) {
     }
     const Index offset = ticket / call.kv_heads * call.block();
     const Index row = call.cu_q[sequence], end = call.cu_q[sequence + 1];
-    const Index position = call.lens[sequence] - (end - row) + offset;
-    prompt_block<Number, Kind>(call, ticket % call.kv_heads,
-                               call.table + sequence * call.table_width, row + offset, position,
-                               std::min(call.block(), end - row - offset));
+    Piece piece;
+    piece.head = ticket % call.kv_heads;
+    piece.pages = call.table + sequence * call.table_width;
+    piece.row = row + offset;
+    piece.position = call.lens[sequence] - (end - row) + offset;
+    piece.count = std::min(call.block(), end - row - offset);
+    prompt_block<Number, Kind>(call, piece);
     return;
   }
-  const Index n_keys = call.lens[ticket],
-              first = call.window > 0 ? std::max<Index>(0, n_keys - call.window) : 0;
+  const Index n_keys = call.lens[ticket];
+  const Index first = call.window > 0 ? std::max<Index>(0, n_keys - call.window) : 0;
   decode_row<Number, Keys>(call, call.cu_q[ticket], call.table + ticket * call.table_width, first,
                            n_keys);
 }
@@ -383,7 +480,8 @@ void run(ffi::ThreadPool& pool, const Call& call, Index rows, Index all_rows) {
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
                      ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> cu_q,
                      ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> counts,
-                     ffi::Result<ffi::AnyBuffer> o, float scale, std::int64_t window) {
+                     ffi::Result<ffi::AnyBuffer> o, float scale, float softcap,
+                     std::int64_t window) {
   const auto qs = q.dimensions(), ks = kv.dimensions(), ts = table.dimensions(),
              os = o->dimensions();
   if (qs.size() != 3 || ks.size() != 4 || ts.size() != 2 || os.size() != 3 || qs[2] != ks[3] ||
@@ -402,21 +500,23 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   if (count[0] < 0 || count[0] > count[1] || count[1] > seqs || count[2] < 0 || count[2] > qs[0]) {
     return refused("counts say more sequences or rows than there are");
   }
-  const Call call{q.untyped_data(),
-                  kv.untyped_data(),
-                  kv_lens.typed_data(),
-                  cu_q.typed_data(),
-                  table.typed_data(),
-                  o->untyped_data(),
-                  count[0],
-                  count[1],
-                  qs[1],
-                  ks[2] / 2,
-                  qs[2],
-                  ks[1],
-                  ts[1],
-                  window,
-                  scale * 1.44269504f};
+  Call call;
+  call.q = q.untyped_data();
+  call.kv = kv.untyped_data();
+  call.lens = kv_lens.typed_data();
+  call.cu_q = cu_q.typed_data();
+  call.table = table.typed_data();
+  call.o = o->untyped_data();
+  call.decoding = count[0];
+  call.present = count[1];
+  call.heads = qs[1];
+  call.kv_heads = ks[2] / 2;
+  call.size = qs[2];
+  call.page = ks[1];
+  call.table_width = ts[1];
+  call.window = window;
+  call.scale = scale;
+  call.softcap = softcap;
   const ffi::DataType dtype = q.element_type();
   if (kv.element_type() != dtype || o->element_type() != dtype) {
     return refused("q, the pool and the result of attention have one dtype");
@@ -452,5 +552,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_attention, jitney::attention,
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("scale")
+                                  .Attr<float>("softcap")
                                   .Attr<std::int64_t>("window"));
 #pragma GCC visibility pop

@@ -38,10 +38,14 @@ WINDOWED = ("decode, three query heads a key head", "mixed, chunks in the middle
 
 
 @pytest.mark.parametrize(
-    "case,window", [(case, 0) for case in CASES] + [(case, 24) for case in WINDOWED]
+    "case,window,softcap",
+    [(case, 0, 0.0) for case in CASES]
+    + [
+        (case, window, cap) for case in WINDOWED for window, cap in ((24, 0.0), (0, 5.0), (24, 5.0))
+    ],
 )
-def test_attention_matches_numpy(case: str, window: int):
-    batch = make(replace(CASES[case], window=window))
+def test_attention_matches_numpy(case: str, window: int, softcap: float):
+    batch = make(replace(CASES[case], window=window, softcap=softcap))
     o, after = jax.jit(lambda *args: paged_attention(*args, **batch.options))(
         batch.q, batch.k, batch.v, batch.kv, batch.meta
     )
@@ -74,7 +78,7 @@ def test_bfloat16_attention_rounds_its_weights_and_its_result():
     )  # those that decode
 
 
-@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"pool": "int8"}])
+@pytest.mark.parametrize("options", [{"pool": "int8"}, {"heads": (4, 4, 40)}])
 def test_what_it_does_not_serve_is_the_references(options: dict):
     batch = make(replace(CASES["decode, absent sequences"], **options))
     arguments = (batch.q, batch.k, batch.v, batch.kv, batch.meta)

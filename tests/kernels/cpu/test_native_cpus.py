@@ -98,6 +98,7 @@ def test_attention_of_every_level_matches_float64(shipped, monkeypatch, heads, d
     monkeypatch.setattr(library, "load", lambda: shipped)
     native_checks.check_attention(heads, dtype)
     native_checks.check_attention(heads, dtype, window=24)
+    native_checks.check_attention(heads, dtype, softcap=5.0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
