@@ -95,7 +95,7 @@ def build_engine(
     context = choose_context(config.model.context, source.config)
     buckets = buckets_for(settings, device.platform, kernels)
     page = StateSizes(settings.max_seats, 1, settings.page_size, context, kv_dtype)
-    progress(messages.Progress("proof", 0, 1, kernels.name))
+    progress(messages.Progress("proof", 0, 1, kernels.label))
     kernels, proofs = proven(
         kernels, served_by(model, own, page, buckets, dtype), named=settings.kernels != "auto"
     )
@@ -389,7 +389,7 @@ def describe(
         token_budget=buckets.token_budget,
         policy=settings.policy,
         order=settings.order,
-        kernels=kernels.name,
+        kernels=kernels.label,
         platform=device.platform,
         device=f"{count}{chip}",
         dtype=str(dtype),

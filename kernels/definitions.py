@@ -17,7 +17,8 @@ def attention(
     page_table: np.ndarray,
     *,
     scale: float,
-    window: int,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> np.ndarray:
     """softmax(q k) v over the keys that each row sees, one sequence at a time: [T, H, D].
 
@@ -25,30 +26,36 @@ def attention(
     0.
     """
     out = np.zeros(q.shape, np.float32)
-    n_heads, dim = q.shape[1:]
-    n_kv = kv.shape[2] // 2
     for s in np.flatnonzero(np.diff(cu_q)):
-        length = kv_lens[s]
-        pages = -(-length // kv.shape[1])
-        cells = kv[page_table[s, :pages]].astype(np.float32)
-        cells = cells.reshape(-1, 2 * n_kv, dim)[:length]
-        keys = cells[:, 0::2].transpose(1, 2, 0)  # [K, D, C]
-        values = cells[:, 1::2].transpose(1, 0, 2)  # [K, C, D]
-        rows = q[cu_q[s] : cu_q[s + 1]].astype(np.float32)
-        count = len(rows)
-        heads = rows.reshape(count, n_kv, n_heads // n_kv, dim).transpose(1, 2, 0, 3)
-        scores = heads @ keys[:, None] * np.float32(scale)  # [K, G, rows, C]
-        at = length - count + np.arange(count)[:, None]
-        key_at = np.arange(length)
-        seen = key_at <= at
-        if window:
-            seen &= key_at > at - window
-        scores = np.where(seen, scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        summed = weights @ values[:, None]  # [K, G, rows, D]
-        out[cu_q[s] : cu_q[s + 1]] = summed.transpose(2, 0, 1, 3).reshape(count, n_heads, dim)
+        pages = page_table[s, : -(-kv_lens[s] // kv.shape[1])]
+        cells = kv[pages].astype(np.float32).reshape(-1, *kv.shape[2:])[: kv_lens[s]]
+        rows = slice(cu_q[s], cu_q[s + 1])
+        out[rows] = _attend(q[rows].astype(np.float32), cells, scale, window, softcap)
     return out
+
+
+def _attend(
+    q: np.ndarray, cells: np.ndarray, scale: float, window: int, softcap: float
+) -> np.ndarray:
+    """A sequence's last rows q [R, H, D] over all its keys and values [C, 2K, D]: [R, H, D]."""
+    n_rows, n_heads, dim = q.shape
+    length, n_kv = len(cells), cells.shape[1] // 2
+    keys = cells[:, 0::2].transpose(1, 2, 0)  # [K, D, C]
+    values = cells[:, 1::2].transpose(1, 0, 2)  # [K, C, D]
+    heads = q.reshape(n_rows, n_kv, n_heads // n_kv, dim).transpose(1, 2, 0, 3)  # [K, G, R, D]
+    scores = heads @ keys[:, None] * np.float32(scale)  # [K, G, R, C]
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    position = length - n_rows + np.arange(n_rows)[:, None]  # of each row
+    key_position = np.arange(length)
+    seen = key_position <= position
+    if window:
+        seen &= key_position > position - window
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    summed = weights @ values[:, None]  # [K, G, R, D]
+    return summed.transpose(2, 0, 1, 3).reshape(n_rows, n_heads, dim)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

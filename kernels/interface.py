@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jitney.kernels.int4 import Int4Matmul
+from jitney.kernels.int4 import Int4Matmul, matmul_int4
 
 
 class AttentionMeta(NamedTuple):
@@ -136,7 +136,7 @@ class Matmul(Protocol):
         ...
 
 
-class RMSNorm(Protocol):
+class Norm(Protocol):
     """The norm of all models."""
 
     def __call__(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -192,7 +192,7 @@ class Kernels(Protocol):
     @property
     def threshold(self) -> Threshold | None: ...
     @property
-    def rms_norm(self) -> RMSNorm: ...
+    def rms_norm(self) -> Norm: ...
     @property
     def arrange(self) -> Arrange | None: ...
     @property
@@ -219,24 +219,31 @@ class KernelSet:
     and rotation to it, then calls `attend`.
     """
 
-    name: str
+    name: str  # as --kernels takes it
     paged_attention: PagedAttention
-    rotate_and_write: (
-        RotateAndWrite | None
-    )  # None: the model norms and rotates, and XLA fuses it well enough
+    #: None: the model norms and rotates, and XLA fuses it well enough.
+    rotate_and_write: RotateAndWrite | None
     attend: Attend
     matmul_int4: Int4Matmul
-    threshold: Threshold | None  # None: the sampler's own search does better on this platform
-    rms_norm: RMSNorm
-    arrange: Arrange | None  # None: weights stay [I, O]
+    #: None: the sampler's own search does better on this platform.
+    threshold: Threshold | None
+    rms_norm: Norm
+    #: None: weights stay [I, O].
+    arrange: Arrange | None
     matmul: Matmul
     gated: Gated
     project: Project
-    pool_shape: PoolShape | None = None  # None: [N, page, 2K, D]
+    #: None: [N, page, 2K, D].
+    pool_shape: PoolShape | None = None
+    #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
+    instructions: str = ""
 
     @property
-    def keeps_int4(self) -> bool:
-        """False where an int4 product writes the weights out as floats first."""
-        from jitney.kernels.int4 import matmul_int4
+    def label(self) -> str:
+        """The name with its instructions, as people read it: "native (avx512_bf16)"."""
+        return f"{self.name} ({self.instructions})" if self.instructions else self.name
 
+    @property
+    def multiplies_int4(self) -> bool:
+        """False where an int4 product writes the weights out as floats first."""
         return self.matmul_int4 is not matmul_int4

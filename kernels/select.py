@@ -15,30 +15,29 @@ log = logging.getLogger(__name__)
 
 def reference() -> KernelSet:
     """Plain jax.numpy; runs wherever XLA does."""
-    from jitney.kernels.int4 import matmul_int4
-    from jitney.kernels.reference import attend, gated, matmul, paged_attention, project, rms_norm
+    from jitney.kernels import int4
+    from jitney.kernels import reference as plain
 
     return KernelSet(
-        "reference",
-        paged_attention,
-        None,
-        attend,
-        matmul_int4,
-        None,
-        rms_norm,
-        None,
-        matmul,
-        gated,
-        project,
+        name="reference",
+        paged_attention=plain.paged_attention,
+        rotate_and_write=None,
+        attend=plain.attend,
+        matmul_int4=int4.matmul_int4,
+        threshold=None,
+        rms_norm=plain.rms_norm,
+        arrange=None,
+        matmul=plain.matmul,
+        gated=plain.gated,
+        project=plain.project,
     )
 
 
 def native() -> KernelSet:
     """Attention, norms and products, compiled from C++ for this CPU; the reference's for all else.
 
-    The name says for which instructions: `native (avx512_bf16)`. Raises KernelError with the reason
-    on another platform, on a CPU they are not for, and where they are not compiled and no compiler
-    is.
+    Raises KernelError with the reason on another platform, on a CPU they are not for, and where
+    they are not compiled and no compiler is.
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
@@ -50,7 +49,8 @@ def native() -> KernelSet:
         raise KernelError(f"kernels native cannot run here: {error}") from error
     return replace(
         reference(),
-        name=f"native ({level})",
+        name="native",
+        instructions=level,
         paged_attention=attention.paged_attention,
         attend=attention.attend,
         rms_norm=norms.rms_norm,

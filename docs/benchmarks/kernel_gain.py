@@ -58,7 +58,7 @@ def main() -> None:
     for _ in range(args.repeats):
         for name, kernels in sets.items():
             runs[name].append(measured(args.model, kernels))
-    print(f"{whole.name} kernels, {args.model} on {cpu_name()}")
+    print(f"{whole.label} kernels, {args.model} on {cpu_name()}")
     best = {
         work: median(run[work] for run in runs["all of them"]) for work in runs["all of them"][0]
     }

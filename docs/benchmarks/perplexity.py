@@ -119,7 +119,7 @@ def main() -> None:
                 "dtype": known.dtype,
                 "tokens": len(tokens),
                 "text": str(TEXT.relative_to(ROOT)),
-                "kernels": kernels.name,
+                "kernels": kernels.label,
                 "device": jax.devices()[0].device_kind,
                 "machine": platform.machine(),
                 "jax": jax.__version__,

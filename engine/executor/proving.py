@@ -15,13 +15,14 @@ from jitney.engine.models.llama import Llama
 from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.types import KernelProof
 from jitney.kernels.interface import KernelSet
-from jitney.kernels.proof import Matrix, Proof, Served, prove, without
+from jitney.kernels.proof import Proof, prove, without
+from jitney.kernels.proof_shapes import Matrix, ServedShapes
 
 log = logging.getLogger("jitney.core")
 
 
 def proven(
-    kernels: KernelSet, served: Served, *, named: bool
+    kernels: KernelSet, served: ServedShapes, *, named: bool
 ) -> tuple[KernelSet, list[KernelProof]]:
     """The set without the kernels that are wrong here, and what was found of each.
 
@@ -34,14 +35,14 @@ def proven(
         told = "; ".join(map(str, wrong))
         if named:
             raise ConfigError(
-                f"kernels {kernels.name} compute wrong numbers on this machine: {told}; use "
+                f"kernels {kernels.label} compute wrong numbers on this machine: {told}; use "
                 "--kernels auto, which leaves out what is wrong, or --kernels reference"
             )
         log.error(
             "KERNELS TAKEN OUT: %s of kernels %s; the slower reference serves in their place. "
             "Please report this with the output of `jitney doctor`.",
             told,
-            kernels.name,
+            kernels.label,
         )
         kernels = without(kernels, [proof.kernel for proof in wrong])
     return kernels, [as_told(proof) for proof in proofs]
@@ -54,12 +55,12 @@ def as_told(proof: Proof) -> KernelProof:
 
 def served_by(
     model: Llama, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: Any
-) -> Served:
+) -> ServedShapes:
     """What an engine will ask of its kernels.
 
     own: the model's configuration on one device. dtype: of the activations.
     """
-    return Served(
+    return ServedShapes(
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
         head_dim=own.head_dim,

@@ -61,7 +61,7 @@ def choose_weight_storage(weights: str, platform: str, kernels: KernelSet) -> We
     if platform == "cpu":
         return WeightStorage()
     schemes = {"int8", "fp8"}
-    if kernels.keeps_int4:
+    if kernels.multiplies_int4:
         schemes.add("int4")
     return WeightStorage("plain", frozenset(schemes))
 

@@ -16,11 +16,13 @@ from ragged import Case, attention, make
 from jitney.kernels import definitions, proof, reference
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
+from jitney.kernels.proof_products import narrowed
+from jitney.kernels.proof_shapes import Matrix, ServedShapes
 from jitney.kernels.select import reference as reference_set
 from jitney.kernels.select import select
 
 #: The default model's heads and page, fewer numbers elsewhere.
-SERVED = proof.Served(
+SERVED = ServedShapes(
     n_heads=9,
     n_kv_heads=3,
     head_dim=64,
@@ -34,7 +36,7 @@ SERVED = proof.Served(
     context=1024,
     dtype="float32",
     kv_dtype="float32",
-    matrices=(proof.Matrix(192, 288), proof.Matrix(192, 512, gated=True)),
+    matrices=(Matrix(192, 288), Matrix(192, 512, gated=True)),
     table=992,
     decode=(1, 4, 16),
     mixed=(64, 128),
@@ -52,18 +54,18 @@ def defined(q: Any, k: Any, v: Any, kv: Any, meta: Any, **options: Any) -> Any:
     return defined_attend(q, kv, meta, **options), kv
 
 
-def defined_attend(q: Any, kv: Any, meta: Any, *, scale: float, window: int) -> Any:
+def defined_attend(q: Any, kv: Any, meta: Any, **options: Any) -> Any:
     def call(q: np.ndarray, kv: np.ndarray, meta: Any) -> np.ndarray:
         q, kv, lens, cu_q, table = map(
             np.asarray, (q, kv, meta.kv_lens, meta.cu_q, meta.page_table)
         )
-        o = definitions.attention(q, kv, lens, cu_q, table, scale=scale, window=window)
+        o = definitions.attention(q, kv, lens, cu_q, table, **options)
         return o.astype(q.dtype)
 
     return jax.pure_callback(call, jax.ShapeDtypeStruct(q.shape, q.dtype), q, kv, meta)
 
 
-def errors(kernels: KernelSet, served: proof.Served = SERVED) -> dict[str, float]:
+def errors(kernels: KernelSet, served: ServedShapes = SERVED) -> dict[str, float]:
     """Kernel -> error, of those that fail."""
     return {found.kernel: found.error for found in proof.prove(kernels, served) if not found.ok}
 
@@ -99,10 +101,11 @@ def test_the_reference_needs_no_proof():
 
 def test_the_native_kernels_pass_here():
     kernels = select("cpu", "auto")
-    if not kernels.name.startswith("native"):
+    if kernels.name != "native":
         pytest.skip("native kernels do not run on this CPU")
     served = replace(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
     assert not errors(kernels, served)
+    assert not errors(kernels, replace(served, head_dim=256, windows=(0, 40), softcap=5.0))
     assert not errors(kernels, SERVED)
 
 
@@ -162,6 +165,15 @@ def test_an_ignored_window_is_found():
 
     served = replace(SERVED, windows=(24,))
     assert "attention" in errors(changed(paged_attention=paged_attention), served)
+
+
+def test_an_ignored_soft_cap_is_found():
+    def paged_attention(*args: Any, **options: Any) -> Any:
+        return defined(*args, **(options | {"softcap": 0.0}))
+
+    served = replace(SERVED, softcap=1.0, head_dim=256)
+    assert "attention" in errors(changed(paged_attention=paged_attention), served)
+    assert not errors(changed(paged_attention=defined), served)
 
 
 @pytest.mark.parametrize("break_it", ["rotation", "norm", "write"])
@@ -240,7 +252,7 @@ def test_numbers_that_are_not_finite_and_kernels_that_raise_are_found():
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_weights_of_eight_bits_are_proved_too(scheme: str):
-    served = replace(SERVED, matrices=(proof.Matrix(192, 288, scheme),))
+    served = replace(SERVED, matrices=(Matrix(192, 288, scheme),))
 
     def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
         return reference.matmul(x, w.at[3].set(0), dtype)
@@ -255,7 +267,7 @@ def test_weights_of_four_bits_are_proved_too():
     def no_zeros(x: jax.Array, weights: Any) -> jax.Array:
         return matmul_int4(x, weights._replace(zeros=None))
 
-    served = replace(SERVED, matrices=(proof.Matrix(192, 288, "int4", group=64),))
+    served = replace(SERVED, matrices=(Matrix(192, 288, "int4", group=64),))
     assert not errors(changed(matmul_int4=same(matmul_int4)), served)
     assert list(errors(changed(matmul_int4=no_zeros), served)) == ["int4 product"]
 
@@ -270,10 +282,10 @@ def test_the_cut_of_top_k_and_top_p_is_proved():
     assert list(errors(changed(threshold=ignores_p))) == ["sampling cut"]
 
 
-@pytest.mark.parametrize("window", [0, 20])
-def test_the_definition_of_attention_is_that_of_the_tests(window: int):
+@pytest.mark.parametrize("window,softcap", [(0, 0.0), (20, 0.0), (20, 2.0)])
+def test_the_definition_of_attention_is_that_of_the_tests(window: int, softcap: float):
     case = Case((6, 2, 16), decode=(1, 33), prompts=((40, 7), (16, 16)), window=window)
-    batch = make(case)
+    batch = make(replace(case, softcap=softcap))
     meta = batch.meta
     got = definitions.attention(
         np.asarray(batch.q),
@@ -283,13 +295,14 @@ def test_the_definition_of_attention_is_that_of_the_tests(window: int):
         np.asarray(meta.page_table),
         scale=batch.options["scale"],
         window=window,
+        softcap=softcap,
     )
     assert np.abs(got[: batch.n_rows] - attention(batch, batch.kv)).max() < 1e-5
 
 
 def test_narrowed_sizes_keep_their_divisors():
     for size in (576, 960, 1536, 3072, 28672, 49152, 151936):
-        small = proof.narrowed(size, 960)
+        small = narrowed(size, 960)
         assert small <= size and small < 1920
         assert [small // 16 % d == 0 for d in range(1, 7)] == [
             size // 16 % d == 0 for d in range(1, 7)

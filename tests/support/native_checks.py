@@ -37,8 +37,8 @@ def attended(
     heads: tuple[int, int, int], dtype: str, window: int, page: int, softcap: float
 ) -> tuple[Batch, np.ndarray, np.ndarray]:
     """A batch, the pool after its step, and what each row ought to be."""
-    sizes = {"rows": 112, "seqs": 12, "page": page, "pages": 64}
-    batch = make(Case(heads, DECODE, PROMPTS, window=window, softcap=softcap, **sizes))
+    case = Case(heads, DECODE, PROMPTS, rows=112, seqs=12, window=window, page=page, pages=64)
+    batch = make(replace(case, softcap=softcap))
     if dtype == "bfloat16":
         narrow = {
             name: jnp.asarray(getattr(batch, name), jnp.bfloat16) for name in ("q", "k", "v", "kv")

@@ -176,7 +176,7 @@ def attention(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
             yield Task(
                 name,
                 case,
-                kernels.name,
+                kernels.label,
                 partial(
                     attend_row,
                     job,
@@ -211,7 +211,7 @@ def attend_row(
         part=job.part,
         name=name,
         case=case,
-        by=kernels.name,
+        by=kernels.label,
         floor_s=floor_s,
         bound=bound,
         goal=goal,
@@ -259,7 +259,7 @@ def writes(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
             yield Task(
                 "rotate and write",
                 f"{rows} rows",
-                kernels.name,
+                kernels.label,
                 partial(write_row, job, kernels, dtype, rows),
             )
 
@@ -272,7 +272,7 @@ def write_row(job: Job, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[R
             part=job.part,
             name=name,
             case=case,
-            by=kernels.name,
+            by=kernels.label,
             note="not a kernel of its own in this set: XLA rotates, attention writes",
         )
         return
@@ -294,7 +294,7 @@ def write_row(job: Job, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[R
         part=job.part,
         name=name,
         case=case,
-        by=kernels.name,
+        by=kernels.label,
         floor_s=floor_s,
         bound=bound,
         error=write_error(kernels, write, given.kv, heads),

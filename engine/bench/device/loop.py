@@ -44,10 +44,12 @@ def closed_loop(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     yield Task(
         "batch of equal requests",
         f"{kept}, {n_prompt} + {n_output} tokens",
-        kernels.name,
-        partial(batch_rows, job, kernels.name, get, kept),
+        kernels.label,
+        partial(batch_rows, job, kernels.label, get, kept),
     )
-    yield Task("closed loop", kept, kernels.name, partial(loop_rows, job, kernels.name, get, kept))
+    yield Task(
+        "closed loop", kept, kernels.label, partial(loop_rows, job, kernels.label, get, kept)
+    )
 
 
 def loop_buckets(job: Job) -> Buckets:

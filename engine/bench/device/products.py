@@ -41,7 +41,7 @@ def products(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
                     yield Task(
                         f"{scheme} product",
                         case,
-                        kernels.name,
+                        kernels.label,
                         partial(product_row, job, kernels, dtype, scheme, case, shape, rows),
                     )
 
@@ -67,7 +67,7 @@ def product_row(
         part=job.part,
         name=f"{scheme} product",
         case=case,
-        by=kernels.name,
+        by=kernels.label,
         floor_s=floor_s,
         bound=bound,
         error=error,
@@ -106,7 +106,7 @@ def thresholds(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
             yield Task(
                 "top-p threshold",
                 case,
-                kernels.name,
+                kernels.label,
                 partial(threshold_row, job, kernels, rows, case),
             )
         yield Task(
@@ -116,7 +116,7 @@ def thresholds(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 
 def threshold_row(job: Job, kernels: KernelSet | None, rows: int, case: str) -> Iterator[Row]:
     """One search; kernels None: the sampler's own, which the others are checked against."""
-    name, by = "top-p threshold", kernels.name if kernels else "sampler"
+    name, by = "top-p threshold", kernels.label if kernels else "sampler"
     search = kernels.threshold if kernels else threshold
     if search is None:
         yield Row(

@@ -35,17 +35,16 @@ class Floors(msgspec.Struct, frozen=True):
         return (by_bytes, "bytes") if by_bytes >= by_operations else (by_operations, "operations")
 
 
-class About(msgspec.Struct, frozen=True):
-    """The device and the programs, as the first part found them. memory: bytes that jax may use, 0:
-    not known.
-    """
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """The device and the programs, as the first part found them."""
 
-    device: str
-    platform: str
-    kernels: str
-    dtype: str
-    memory: int
-    versions: dict[str, str]
+    device: str  # as jax names its kind
+    platform: str  # cpu, gpu or tpu
+    kernels: str  # the kernel set with its instructions, as people read it
+    kernel_set: str  # its name alone, as --kernels takes it
+    dtype: str  # of weights and activations
+    memory: int  # bytes that jax may use, 0: not known
+    versions: dict[str, str]  # of the packages that decide the figures
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

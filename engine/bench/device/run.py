@@ -97,9 +97,7 @@ class Measured:
         dtype, kernels = self.plan.dtype, self.plan.kernels
         if self.about:
             dtype = self.about.dtype
-            kernels = self.about.kernels.partition(" ")[
-                0
-            ]  # without the instructions: native (avx2)
+            kernels = self.about.kernel_set
         shape = self.plan.shape if part == "floors" else self.shape
         return Job(
             part=part,

@@ -279,14 +279,14 @@ def decode_tasks(
                 yield Task(
                     "decode step",
                     text,
-                    kernels.name,
+                    kernels.label,
                     partial(
                         step_row,
                         job,
                         get,
                         group,
                         "decode step",
-                        kernels.name,
+                        kernels.label,
                         Case(bucket, (context - 1,) * bucket.seats),
                         text,
                         goal,
@@ -311,14 +311,14 @@ def prefill_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
         yield Task(
             "prompt step",
             text,
-            kernels.name,
+            kernels.label,
             partial(
                 step_row,
                 job,
                 get,
                 [bucket],
                 "prompt step",
-                kernels.name,
+                kernels.label,
                 Case(bucket, (), ((0, rows),)),
                 text,
             ),

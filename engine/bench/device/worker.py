@@ -111,11 +111,16 @@ def floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[Line]:
 
     device = jax.devices()[0]
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
-    yield Line(
-        about=About(
-            device.device_kind, device.platform, sets[0].name, str(dtype), memory, versions()
-        )
+    about = About(
+        device=device.device_kind,
+        platform=device.platform,
+        kernels=sets[0].label,
+        kernel_set=sets[0].name,
+        dtype=str(dtype),
+        memory=memory,
+        versions=versions(),
     )
+    yield Line(about=about)
     yield Line(floors=measure_floors(SMALL if device.platform == "cpu" else LARGE, dtype))
 
 

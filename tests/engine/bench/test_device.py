@@ -26,8 +26,24 @@ from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference
 
 FLOORS = Floors(copy_bytes_s=1e9, product_flops_s=1e12, launch_s=1e-5)
-CPU = About("cpu", "cpu", "reference", "float32", 0, {"jax": "0"})
-GPU = About("A Card 80GB", "gpu", "triton", "bfloat16", 60 << 30, {"jax": "0"})
+CPU = About(
+    device="cpu",
+    platform="cpu",
+    kernels="native (avx2)",
+    kernel_set="native",
+    dtype="float32",
+    memory=0,
+    versions={"jax": "0"},
+)
+GPU = About(
+    device="A Card 80GB",
+    platform="gpu",
+    kernels="triton",
+    kernel_set="triton",
+    dtype="bfloat16",
+    memory=60 << 30,
+    versions={"jax": "0"},
+)
 
 
 def job(part: str, **changes: object) -> Job:
@@ -119,6 +135,7 @@ def test_goals_are_not_judged_on_the_tiny_shape():
     found = Measured(Plan(), CPU, FLOORS, [row(goal="decode", seconds=1.0, floor_s=2.0)])
     assert found.shape == "tiny" and all(g["met_first"] is None for g in goals(found))
     assert Measured(Plan(), GPU, FLOORS).shape == "llama-3.1-8b"
+    assert found.job("steps", 1.0).kernels == "native"  # without its instructions
 
 
 # All parts, in this process

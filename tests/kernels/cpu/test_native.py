@@ -277,10 +277,11 @@ def test_calls_from_many_threads_share_the_blocks():
 
 
 def test_selection(monkeypatch):
-    assert (
-        select("cpu").name.startswith("native (")
-        and select("cpu", "reference").matmul is reference.matmul
-    )
+    kernels = select("cpu")
+    assert kernels.name == "native"
+    assert kernels.label == f"native ({library.load().level})"
+    assert select("cpu", "reference").matmul is reference.matmul
+    assert select("cpu", "reference").label == "reference"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(KernelError, match="kernels native are for CPUs; jax runs on gpu"):
         select("gpu", "native")

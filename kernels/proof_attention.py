@@ -1,0 +1,264 @@
+"""Proof of attention, and of what norms, rotates and writes before it: made-up steps, compared with
+their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jitney.kernels import definitions
+from jitney.kernels.interface import AttentionMeta, KernelSet
+from jitney.kernels.proof_shapes import MOST_ROWS, ServedShapes, distance
+from jitney.kernels.scales import limit_of
+
+#: Most sequences of a step whose contexts are long; the others have a page or two.
+LONG = 8
+#: Random numbers of a quantised pool: so many times their spread fills its range.
+SPREADS = 8
+
+
+class StepArrays(NamedTuple):
+    """What a kernel is given of a step."""
+
+    q: Any  # [T, H, D]
+    k: Any  # [T, K, D]
+    v: Any  # [T, K, D]
+    kv: Any  # the pool before the step, [N, page, 2K, D]
+    meta: AttentionMeta
+    factors: dict[str, Any]  # kv_scales float32 [2K] of a pool of 8 bits, else empty
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """The attention's part of one step, in numpy."""
+
+    arrays: StepArrays
+    rows: int  # that are not padding, the first of the T
+    limit: float  # greatest number of a pool of 8 bits, else 0
+
+
+@dataclass
+class _Sequences:
+    """The metadata of a step in the making; axes as in `AttentionMeta`."""
+
+    kv_lens: np.ndarray
+    cu_q: np.ndarray
+    page_table: np.ndarray
+    write_rows: np.ndarray
+    positions: np.ndarray
+    free: np.ndarray  # pages that nobody has, in random order
+    page_size: int
+    count: int = 0  # sequences so far
+    rows: int = 0  # and their rows
+
+    def add(self, length: int, rows: int) -> None:
+        """A sequence of `length` tokens, the last `rows` of them new."""
+        page = self.page_size
+        used = -(-length // page)
+        pages, self.free = self.free[:used], self.free[used:]
+        at = np.arange(length - rows, length)
+        new = slice(self.rows, self.rows + rows)
+        self.page_table[self.count, :used] = pages
+        self.positions[new] = at
+        self.write_rows[new] = pages[at // page] * page + at % page
+        self.kv_lens[self.count] = length
+        self.count += 1
+        self.rows += rows
+        self.cu_q[self.count :] = self.rows
+
+
+def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Decode steps of the least and the most seats, and a step with prompts; for each window.
+
+    A set with `rotate_and_write` is asked for that and for `attend`, as models do.
+    """
+    sizes = sorted({shapes.decode[0], shapes.decode[-1]})
+    steps = [decode_step(shapes, seats) for seats in sizes]
+    steps.append(mixed_step(shapes))
+    writes = kernels.rotate_and_write is None
+    if not writes:
+        yield from rotation_errors(kernels, shapes, steps[-1])
+    scale = shapes.head_dim**-0.5
+
+    def call(given: StepArrays, window: int) -> tuple[jax.Array, jax.Array]:
+        q, k, v, kv, meta, factors = given
+        options: dict[str, Any] = {"scale": scale, "window": window, **factors}
+        if shapes.softcap:
+            options["softcap"] = shapes.softcap
+        if writes:
+            return kernels.paged_attention(q, k, v, kv, meta, **options)
+        return kernels.attend(q, kv, meta, **options), kv
+
+    def call_all(inputs: list[StepArrays]) -> list[tuple[jax.Array, jax.Array]]:
+        return [call(given, window) for window in shapes.windows for given in inputs]
+
+    results = iter(jax.jit(call_all)([step.arrays for step in steps]))
+    for window in shapes.windows:
+        for step in steps:
+            pool = _written(step, step.arrays.k, step.arrays.v) if writes else step.arrays.kv
+            wanted = _definition(shapes, step, pool, scale, window)
+            o, kv = next(results)
+            yield distance(np.asarray(o)[: step.rows], wanted[: step.rows])
+            yield distance(_in_floats(np.asarray(kv), step), _in_floats(pool, step))
+
+
+def _definition(
+    shapes: ServedShapes, step: AttentionStep, pool: np.ndarray, scale: float, window: int
+) -> np.ndarray:
+    """What the step's rows ought to be, [T, H, D], over this pool."""
+    meta = step.arrays.meta
+    return definitions.attention(
+        step.arrays.q,
+        _in_floats(pool, step),
+        np.asarray(meta.kv_lens),
+        np.asarray(meta.cu_q),
+        np.asarray(meta.page_table),
+        scale=scale,
+        window=window,
+        softcap=shapes.softcap,
+    )
+
+
+def rotation_errors(
+    kernels: KernelSet, shapes: ServedShapes, step: AttentionStep
+) -> Iterator[float]:
+    """Of the kernel that norms, rotates and writes, in a step with prompts."""
+    assert kernels.rotate_and_write is not None
+    given = step.arrays
+    q, k = given.q, given.k
+    rng = np.random.default_rng(3)
+    speeds = rng.random(shapes.head_dim // 2, np.float32)
+    angles = np.asarray(given.meta.positions, np.float32)[:, None, None] * speeds
+    rope = np.cos(angles), np.sin(angles)
+    options: dict[str, Any] = dict(given.factors)
+    if shapes.qk_norm:
+        weights = (rng.random((2, shapes.head_dim), np.float32) + 0.5).astype(q.dtype)
+        options["norms"] = weights[0], weights[1]
+        q = definitions.rms_norm(q, weights[0], shapes.eps)
+        k = definitions.rms_norm(k, weights[1], shapes.eps)
+
+    rotate = jax.jit(partial(kernels.rotate_and_write, eps=shapes.eps))
+    heads = np.concatenate([given.q, given.k, given.v], axis=1)
+    got_q, got_kv = rotate(heads, rope, given.kv, given.meta, **options)
+    yield distance(np.asarray(got_q)[: step.rows], definitions.rotate(q, *rope)[: step.rows])
+    pool = _written(step, definitions.rotate(k, *rope), given.v)
+    yield distance(_in_floats(np.asarray(got_kv), step), _in_floats(pool, step))
+
+
+def _written(step: AttentionStep, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """The step's pool with k and v [T, K, D] in it."""
+    given = step.arrays
+    kv = given.kv.copy()
+    rows = kv.reshape(-1, *kv.shape[2:])
+    new = np.stack([k, v], axis=2).reshape(len(k), -1, k.shape[2])
+    new = new[: step.rows].astype(np.float32)
+    if given.factors:
+        new = np.clip(new / given.factors["kv_scales"][:, None], -step.limit, step.limit)
+    if kv.dtype == np.int8:
+        new = np.floor(new + 0.5)
+    rows[np.asarray(given.meta.write_rows)[: step.rows]] = new.astype(kv.dtype)
+    return kv
+
+
+def _in_floats(kv: np.ndarray, step: AttentionStep) -> np.ndarray:
+    """The numbers that a pool [N, page, 2K, D] stands for, float32."""
+    wide = kv.astype(np.float32)
+    factors = step.arrays.factors
+    return wide * factors["kv_scales"][:, None] if factors else wide
+
+
+def _context_lengths(shapes: ServedShapes, count: int) -> list[int]:
+    """`count` lengths: one of 40 pages, some around the edges of pages, the others short."""
+    page = shapes.page_size
+    long = [40 * page + 7, 6 * page + 1, 5 * page + 3, 2 * page, page + 1, page, page - 1, 1]
+    short = [1 + 7 * i % (2 * page) for i in range(count)]
+    lengths = [*long[:LONG], *short][:count]
+    return [max(1, min(length, shapes.context)) for length in lengths]
+
+
+def decode_step(shapes: ServedShapes, seats: int) -> AttentionStep:
+    """A step of one row a seat; the last seat is empty where there is more than one."""
+    lengths = _context_lengths(shapes, max(1, seats - 1))
+    return _make_step(shapes, lengths, [], rows=seats, seqs=seats)
+
+
+def mixed_step(shapes: ServedShapes) -> AttentionStep:
+    """The smallest step with prompts: some rows decode, one prompt begins, others go on in the
+    middle of a page and of a context."""
+    rows, seqs = shapes.mixed[0], shapes.decode[-1]
+    decoding = _context_lengths(shapes, max(0, min(LONG, seqs - 3, rows // 2)))
+    starts = [0, shapes.page_size - 1, 3 * shapes.page_size + 5]
+    starts = starts[: max(1, seqs - len(decoding))]
+    left = min(rows - len(decoding) - 1, MOST_ROWS)  # a row of padding at the end
+    share = max(1, left // len(starts))
+    prompts = []
+    for start in starts:
+        count = min(share, shapes.context - start)
+        if count > 0:
+            prompts.append((start + count, count))
+    return _make_step(shapes, decoding, prompts, rows=rows, seqs=seqs)
+
+
+def _make_step(
+    shapes: ServedShapes,
+    decoding: list[int],
+    prompts: list[tuple[int, int]],
+    *,
+    rows: int,
+    seqs: int,
+) -> AttentionStep:
+    """Random numbers for rows that decode at these contexts, and prompts of (context, new rows).
+
+    Their pages are scattered over the pool; T rows and S sequences, so the rest is padding.
+    """
+    pieces = [(length, 1) for length in decoding] + prompts
+    page = shapes.page_size
+    rng = np.random.default_rng(len(pieces) + rows)
+    n_pages = 2 + sum(-(-length // page) for length, _ in pieces)
+    sequences = _Sequences(
+        kv_lens=np.zeros(seqs, np.int32),
+        cu_q=np.zeros(seqs + 1, np.int32),
+        page_table=np.zeros((seqs, shapes.pages), np.int32),
+        write_rows=np.full(rows, n_pages * page, np.int32),
+        positions=np.zeros(rows, np.int32),
+        free=rng.permutation(n_pages - 1) + 1,
+        page_size=page,
+    )
+    for length, count in pieces:
+        sequences.add(length, count)
+    meta = AttentionMeta(
+        kv_lens=jnp.asarray(sequences.kv_lens),
+        cu_q=jnp.asarray(sequences.cu_q),
+        page_table=jnp.asarray(sequences.page_table),
+        write_rows=jnp.asarray(sequences.write_rows),
+        positions=jnp.asarray(sequences.positions),
+        counts=jnp.array([len(decoding), len(pieces), sequences.rows], jnp.int32),
+    )
+    dtype = jnp.dtype(shapes.dtype)
+    q = rng.standard_normal((rows, shapes.n_heads, shapes.head_dim), np.float32).astype(dtype)
+    new_shape = (2, rows, shapes.n_kv_heads, shapes.head_dim)
+    k, v = rng.standard_normal(new_shape, np.float32).astype(dtype)
+    pool, factors, limit = _random_pool(rng, shapes, n_pages)
+    arrays = StepArrays(q, k, v, pool, meta, factors)
+    return AttentionStep(arrays, rows=sequences.rows, limit=limit)
+
+
+def _random_pool(
+    rng: np.random.Generator, shapes: ServedShapes, n_pages: int
+) -> tuple[np.ndarray, dict[str, np.ndarray], float]:
+    """(pool [N, page, 2K, D], its factors, the greatest number it holds; none and 0 for floats)."""
+    n_rows = 2 * shapes.n_kv_heads
+    shape = (n_pages, shapes.page_size, n_rows, shapes.head_dim)
+    kv = rng.standard_normal(shape, np.float32)
+    factors: dict[str, np.ndarray] = {}
+    limit = limit_of(jnp.zeros((), shapes.kv_dtype))
+    if limit:
+        kv = np.clip(kv * limit / SPREADS, -limit, limit)
+        factors["kv_scales"] = np.full(n_rows, SPREADS / limit, np.float32)
+    return kv.astype(jnp.dtype(shapes.kv_dtype)), factors, limit

@@ -1,0 +1,146 @@
+"""Proof of the norms, the products with weights, the output head and the sampling cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jitney.kernels import definitions
+from jitney.kernels.int4 import Int4, matmul_int4
+from jitney.kernels.interface import KernelSet
+from jitney.kernels.proof_shapes import Matrix, ServedShapes, distance
+
+#: Most columns of a matrix and rows of a table, but for a remainder (`narrowed`): sixty vectors of
+#: 16, since tiles are chosen by divisors of up to six.
+COLUMNS = 960
+#: (top-k, top-p) at which the cut is compared; a k beyond the vocabulary is all of it.
+CUTS = ((1, 1.0), (50, 1.0), (0, 0.9), (0, 0.1), (40, 0.8), (1 << 30, 0.5), (2000, 0.999))
+
+
+def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Rows of the hidden size at every row count, and heads where they are normed."""
+    cases = [(rows, shapes.hidden_size) for rows in shapes.product_rows]
+    if shapes.qk_norm:
+        cases.append((shapes.decode[-1] * shapes.n_heads, shapes.head_dim))
+    rng = np.random.default_rng(5)
+    inputs = []
+    for rows, size in cases:
+        x = _random_array(rng, (rows, size), shapes.dtype)
+        inputs.append((x, _random_array(rng, (size,), shapes.dtype)))
+
+    def call_all(inputs: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        return [kernels.rms_norm(x, weight, shapes.eps) for x, weight in inputs]
+
+    for got, (x, weight) in zip(jax.jit(call_all)(inputs), inputs, strict=True):
+        yield distance(got, definitions.rms_norm(x, weight, shapes.eps))
+
+
+def product_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Every matrix of a layer but those in 4 bits, at every row count."""
+    for matrix in shapes.matrices:
+        if matrix.scheme == "int4":
+            continue
+        x, w = _random_product(shapes, matrix)
+        products = jax.jit(partial(_products_of, kernels, shapes, matrix))(x, w)
+        define = definitions.gated if matrix.gated else definitions.matmul
+        wanted = define(x, w)
+        for got in products:
+            yield distance(got, wanted[: len(got)])
+
+
+def _products_of(
+    kernels: KernelSet, shapes: ServedShapes, matrix: Matrix, x: jax.Array, w: jax.Array
+) -> list[jax.Array]:
+    """The products of the first rows of x [T, I] with w [I, O], one for each row count."""
+    product = kernels.gated if matrix.gated else kernels.matmul
+    if kernels.arrange is not None and matrix.scheme == "plain":
+        w = kernels.arrange(w, 2 if matrix.gated else 1)
+    return [product(x[:rows], w) for rows in shapes.product_rows]
+
+
+def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """The head, where it is the embedding: at every row count."""
+    if not shapes.table:
+        return
+    rng = np.random.default_rng(11)
+    x = _random_array(rng, (shapes.product_rows[-1], shapes.hidden_size), shapes.dtype)
+    table = _random_array(rng, (narrowed(shapes.table, COLUMNS), shapes.hidden_size), shapes.dtype)
+
+    def call_all(x: jax.Array, table: jax.Array) -> list[jax.Array]:
+        return [kernels.project(x[:rows], table) for rows in shapes.product_rows]
+
+    wanted = definitions.matmul(x, table.T)
+    for got in jax.jit(call_all)(x, table):
+        yield distance(got, wanted[: len(got)])
+
+
+def int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Matrices in 4 bits, with zero points, at every row count; against the reference's product."""
+    rng = np.random.default_rng(13)
+
+    def call_all(x: jax.Array, weights: Int4) -> list[jax.Array]:
+        return [kernels.matmul_int4(x[:rows], weights) for rows in shapes.product_rows]
+
+    for matrix in shapes.matrices:
+        if matrix.scheme != "int4":
+            continue
+        weights = _random_int4(rng, matrix)
+        x = _random_array(rng, (shapes.product_rows[-1], matrix.size_in), shapes.dtype)
+        wanted = np.asarray(jax.jit(matmul_int4)(x, weights), np.float32)
+        for got in jax.jit(call_all)(x, weights):
+            yield distance(got, wanted[: len(got)])
+
+
+def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
+    """The matrix with at most some thousand outputs."""
+    size_out = narrowed(matrix.size_out, COLUMNS)
+    groups = matrix.size_in // matrix.group
+    packed = rng.integers(0, 256, (matrix.size_in // 2, size_out), np.uint8)
+    scales = (rng.random((groups, size_out), np.float32) + 0.5).astype(np.float16)
+    zeros = rng.integers(0, 16, (groups, size_out), np.uint8)
+    return Int4(jnp.asarray(packed), jnp.asarray(scales), jnp.asarray(zeros))
+
+
+def _random_product(shapes: ServedShapes, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
+    """x [rows, I] and a matrix [I, O] of that scheme, O at most some two thousand."""
+    rng = np.random.default_rng(matrix.size_in + matrix.size_out)
+    x = _random_array(rng, (shapes.product_rows[-1], matrix.size_in), shapes.dtype)
+    size_out = narrowed(matrix.size_out, COLUMNS * (2 if matrix.gated else 1))
+    match matrix.scheme:
+        case "int8":
+            return x, rng.integers(-127, 128, (matrix.size_in, size_out), np.int8)
+        case "fp8":
+            return x, _random_array(rng, (matrix.size_in, size_out), "float8_e4m3fn")
+    return x, _random_array(rng, (matrix.size_in, size_out), shapes.dtype)
+
+
+def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Numbers spread evenly over [-1, 1)."""
+    return (2 * rng.random(shape, np.float32) - 1).astype(jnp.dtype(dtype))
+
+
+def narrowed(size: int, columns: int) -> int:
+    """A size under twice `columns` with the same remainder, so that tiles are chosen alike."""
+    return min(size, columns + size % columns)
+
+
+def cut_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Top-k and top-p in several sizes: how much more or less probability is kept than should
+    be.
+    """
+    if kernels.threshold is None:
+        return
+    size = shapes.vocab_size
+    top_k = np.array([min(k, size) for k, _ in CUTS], np.int32)
+    top_p = np.array([p for _, p in CUTS], np.float32)
+    logits = 3 * np.random.default_rng(17).standard_normal((len(CUTS), size), np.float32)
+    logits -= logits.max(axis=-1, keepdims=True)
+    floors = np.asarray(jax.jit(kernels.threshold)(logits, top_k, top_p))
+    for row, k, p, floor in zip(logits, top_k, top_p, floors, strict=True):
+        weights = np.exp(row.astype(np.float64))
+        kept = weights[row >= floor].sum() / weights.sum()
+        yield abs(float(kept) - definitions.kept_mass(row, int(k), float(p)))

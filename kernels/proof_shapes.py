@@ -1,0 +1,64 @@
+"""What an engine will ask of its kernels: the shapes in which they are proved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+#: Most rows of a product, and of prompts in a step: more are more of the same tiles.
+MOST_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One weight matrix that a model multiplies with."""
+
+    size_in: int  # I
+    size_out: int  # O
+    scheme: str = "plain"  # how it is stored: plain, int8, fp8 or int4
+    gated: bool = False  # its product is `KernelSet.gated`
+    group: int = 0  # inputs per group of int4
+
+
+@dataclass(frozen=True)
+class ServedShapes:
+    """What an engine will ask of its kernels, on one device."""
+
+    n_heads: int  # H
+    n_kv_heads: int  # K
+    head_dim: int  # D
+    hidden_size: int  # E
+    vocab_size: int  # V
+    eps: float  # of the norms
+    qk_norm: bool  # heads are normed before they are rotated
+    windows: tuple[int, ...]  # the different ones of the layers, 0 for none
+    page_size: int
+    pages: int  # of a seat's table, P
+    context: int  # tokens a sequence may have
+    dtype: str  # of activations
+    kv_dtype: str  # of the pool
+    matrices: tuple[Matrix, ...]  # the different ones of the layers
+    table: int  # rows of the embedding where it is the head too, else 0
+    decode: tuple[int, ...]  # seats of the decode buckets, ascending
+    mixed: tuple[int, ...]  # rows of the mixed buckets, ascending; their seats are the largest
+    softcap: float = 0.0  # of attention's scores, 0 for none
+
+    @property
+    def product_rows(self) -> tuple[int, ...]:
+        """Row counts at which products are compared, ascending."""
+        counts = {min(rows, MOST_ROWS) for rows in (*self.decode, *self.mixed)}
+        return tuple(sorted(counts))
+
+
+def distance(got: jax.Array | np.ndarray, want: np.ndarray) -> float:
+    """The largest distance of arrays [..., n], in root mean squares of want's rows; NaN:
+    infinite.
+    """
+    wide = np.asarray(got).astype(np.float32)
+    spread = np.sqrt(np.mean(want * want, axis=-1, keepdims=True))
+    apart = np.abs(wide - want) / np.maximum(spread, 1e-6)
+    if not np.isfinite(apart).all():
+        return float("inf")
+    return float(np.max(apart, initial=0.0))
