@@ -8,6 +8,7 @@ count, so a step costs what its contexts need and never attends across sequences
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,15 +30,21 @@ HIDDEN = -1e30
 
 
 class Scoring(NamedTuple):
-    """What a call asks of every score; the arrays are per query head, [H] float32, or None for
-    1.
-    """
+    """What a call asks of every score."""
 
     scale: float
-    window: int
-    softcap: float
-    keys: jax.Array | None  # factor of the head's stored keys
+    window: int  # positions that a row sees, its own included; 0: all
+    softcap: float  # 0: none
+    keys: jax.Array | None  # float32 [H]: factor of each head's stored keys; None: 1
     values: jax.Array | None  # and of its values
+
+
+class Carry(NamedTuple):
+    """The running softmax of some rows, float32."""
+
+    top: jax.Array  # [..., rows] greatest score so far
+    total: jax.Array  # [..., rows] sum of the weights
+    acc: jax.Array  # [..., rows, width] weighted values
 
 
 def paged_attention(
@@ -74,13 +81,12 @@ def attend(
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     if n_rows == n_seqs:  # a decode-only bucket: row s is sequence s
         return attend_decode(q, kv, meta.page_table, meta.kv_lens, how)
-    decoding = jnp.arange(n_seqs) < meta.counts[0]
-    decode_lens = jnp.where(decoding, meta.kv_lens, 0)
+    decodes = jnp.arange(n_seqs) < meta.counts[0]
+    decode_lens = jnp.where(decodes, meta.kv_lens, 0)
     decoded = attend_decode(q[:n_seqs], kv, meta.page_table, decode_lens, how)
     o = attend_prefill(q, kv, meta, how)
-    return jax.lax.dynamic_update_slice_in_dim(
-        o, jnp.where(decoding[:, None, None], decoded, o[:n_seqs]), 0, axis=0
-    )
+    first = jnp.where(decodes[:, None, None], decoded, o[:n_seqs])
+    return jax.lax.dynamic_update_slice_in_dim(o, first, 0, axis=0)
 
 
 def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
@@ -177,9 +183,8 @@ def write_kv(
     NaN would carry one request's NaN to the next owner of the page. The request itself ends by its
     own logits.
     """
-    new = as_stored(
-        jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2]), kv, scales_of(kv, kv_scales)
-    )
+    pairs = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2K, D]
+    new = as_stored(pairs, kv, scales_of(kv, kv_scales))
     flat = kv.reshape(-1, *kv.shape[2:])
     return flat.at[rows].set(new, mode="drop", unique_indices=True).reshape(kv.shape)
 
@@ -198,13 +203,13 @@ def attend_decode(
     if n_seqs <= DECODE_GROUP or n_seqs % DECODE_GROUP:
         return attend_group(q, kv, page_table, kv_lens, how)
 
-    def group(g, o):
-        queries, tables, lens = (
-            jax.lax.dynamic_slice_in_dim(array, g * DECODE_GROUP, DECODE_GROUP)
-            for array in (q, page_table, kv_lens)
-        )
+    def group(g: jax.Array, o: jax.Array) -> jax.Array:
+        first = g * DECODE_GROUP
+        queries = jax.lax.dynamic_slice_in_dim(q, first, DECODE_GROUP)
+        tables = jax.lax.dynamic_slice_in_dim(page_table, first, DECODE_GROUP)
+        lens = jax.lax.dynamic_slice_in_dim(kv_lens, first, DECODE_GROUP)
         done = attend_group(queries, kv, tables, lens, how)
-        return jax.lax.dynamic_update_slice_in_dim(o, done, g * DECODE_GROUP, 0)
+        return jax.lax.dynamic_update_slice_in_dim(o, done, first, 0)
 
     return jax.lax.fori_loop(0, n_seqs // DECODE_GROUP, group, jnp.zeros_like(q))
 
@@ -214,50 +219,37 @@ def attend_group(
 ) -> jax.Array:
     """`attend_decode` for sequences that take the same number of rounds; same shapes.
 
-    The queries are spread over a row of the pool ([H, 2K * D], zero outside their own key head), so
-    that scores and values are one product per sequence over the pages as they lie: six times the
-    arithmetic, but no transposed copy of the keys. 25 ms against 38 ms for 30 layers of 32 rows
-    with 160 keys (2 Zen 5 cores, bfloat16).
+    The queries are spread over a row of the pool ([H, W], W = 2K * D, zero outside their own key
+    head), so that scores and values are one product per sequence over the pages as they lie: six
+    times the arithmetic, but no transposed copy of the keys. 25 ms against 38 ms for 30 layers of
+    32 rows with 160 keys (2 Zen 5 cores, bfloat16).
     """
     n_seqs, n_heads, dim = q.shape
     n_kv = kv.shape[2] // 2
-    wide = spread_queries(q, n_kv)
+    wide = spread_queries(q, n_kv)  # [S, H, W]
     pages = chunk_pages(kv, page_table, DECODE_KEYS)
-    n_keys = pages * kv.shape[1]
-    first_seen = jnp.maximum(kv_lens - how.window, 0) if how.window else jnp.zeros_like(kv_lens)
-    scale = how.scale if how.keys is None else how.scale * how.keys[:, None]
+    n_keys = pages * kv.shape[1]  # C
+    first_seen = jnp.zeros_like(kv_lens)
+    if how.window:
+        first_seen = jnp.maximum(kv_lens - how.window, 0)
 
-    def chunk(i, carry):
-        ids = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages, 1).reshape(-1)
-        rows = (
-            kv.reshape(kv.shape[0], -1)
-            .at[ids]
-            .get(mode="promise_in_bounds")
-            .reshape(n_seqs, n_keys, -1)
-        )
-        rows = rows.astype(q.dtype)
-        scores = jax.lax.dot_general(
-            wide, rows, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
-        )
-        at = i * n_keys + jnp.arange(n_keys)
-        seen = (at < kv_lens[:, None]) & (at >= first_seen[:, None])
-        scores = jnp.where(seen[:, None], cap(scores * scale, how.softcap), HIDDEN)
-        return merge(
-            carry,
-            scores,
-            lambda p: jax.lax.dot_general(
-                p.astype(rows.dtype),
-                rows,
-                (((2,), (1,)), ((0,), (0,))),
-                preferred_element_type=jnp.float32,
-            ),
-        )
+    def chunk(i: jax.Array, carry: Carry) -> Carry:
+        ids = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
+        rows = read_pages(kv, ids).reshape(n_seqs, n_keys, -1).astype(q.dtype)
+        scores = product("shw,scw->shc", wide, rows)
+        position = i * n_keys + jnp.arange(n_keys)
+        seen = (position < kv_lens[:, None]) & (position >= first_seen[:, None])
+        scores = finish_scores(scores, seen[:, None], how, how.keys)
+        return merge(carry, scores, lambda p: product("shc,scw->shw", p.astype(rows.dtype), rows))
 
-    start = jnp.min(jnp.where(kv_lens > 0, first_seen, jnp.max(first_seen))) // n_keys
-    stop = -(-jnp.max(kv_lens) // n_keys)
+    present = kv_lens > 0
+    start = jnp.min(jnp.where(present, first_seen, jnp.max(first_seen))) // n_keys
+    stop = rounds(jnp.max(kv_lens), n_keys)
     o = online_softmax(chunk, start, stop, (n_seqs, n_heads), 2 * n_kv * dim)
     o = gather_values(o, n_kv, dim)
-    return (o if how.values is None else o * how.values[:, None]).astype(q.dtype)
+    if how.values is not None:
+        o *= how.values[:, None]
+    return o.astype(q.dtype)
 
 
 def spread_queries(q: jax.Array, n_kv: int) -> jax.Array:
@@ -279,13 +271,11 @@ def spread_queries(q: jax.Array, n_kv: int) -> jax.Array:
 def gather_values(o: jax.Array, n_kv: int, dim: int) -> jax.Array:
     """o [S, H, 2K * D] -> [S, H, D]: each query head's own value columns."""
     group = o.shape[1] // n_kv
-    return jnp.concatenate(
-        [
-            o[:, h * group : (h + 1) * group, (2 * h + 1) * dim : (2 * h + 2) * dim]
-            for h in range(n_kv)
-        ],
-        axis=1,
-    )
+    own = []
+    for h in range(n_kv):
+        column = (2 * h + 1) * dim
+        own.append(o[:, h * group : (h + 1) * group, column : column + dim])
+    return jnp.concatenate(own, axis=1)
 
 
 def attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: Scoring) -> jax.Array:
@@ -302,7 +292,7 @@ def attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: Scorin
     last_block = jnp.cumsum(blocks)  # [S], exclusive end of each sequence's blocks
     q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
 
-    def block(b, o):
+    def block(b: jax.Array, o: jax.Array) -> jax.Array:
         seq = jnp.searchsorted(last_block, b, side="right")
         skip = (b - (last_block[seq] - blocks[seq])) * size
         row = meta.cu_q[seq] + skip
@@ -323,75 +313,101 @@ def attend_block(
     how: Scoring,
 ) -> jax.Array:
     """B consecutive rows of one sequence, the first at position `first`: q [B, H, D], pages_of [P]
-    -> [B, H, D].
+    -> [B, H, D]. The G heads of a key head are rows of one product: M = G * B.
     """
     n_rows, n_heads, dim = q.shape
     n_kv = kv.shape[2] // 2
     group = n_heads // n_kv
-    grouped = (
-        q.reshape(n_rows, n_kv, group, dim).transpose(1, 2, 0, 3).reshape(n_kv, group * n_rows, dim)
-    )
+    tall = by_key_head(q, n_kv)  # [K, M, D]
     pages = chunk_pages(kv, pages_of[None], PREFILL_KEYS)
-    n_keys = pages * kv.shape[1]
-    position = first + jnp.arange(n_rows)
+    n_keys = pages * kv.shape[1]  # C
+    position = first + jnp.arange(n_rows)[:, None]  # [B, 1]
+    key_factors = per_row(how.keys, n_kv, n_rows)
+    value_factors = per_row(how.values, n_kv, n_rows)
 
-    def per_row(heads: jax.Array) -> jax.Array:
-        """A number per query head [H] for each row of `grouped`: [K, G * B]."""
-        return jnp.repeat(heads.reshape(n_kv, group), n_rows, axis=1)
-
-    scale = how.scale if how.keys is None else how.scale * per_row(how.keys)[:, :, None]
-
-    def chunk(i, carry):
-        ids = jax.lax.dynamic_slice_in_dim(pages_of, i * pages, pages, 0)
-        rows = (
-            kv.reshape(kv.shape[0], -1)
-            .at[ids]
-            .get(mode="promise_in_bounds")
-            .reshape(n_keys, n_kv, 2, dim)
-        )
-        rows = rows.astype(q.dtype)
-        key, value = rows[:, :, 0].transpose(1, 0, 2), rows[:, :, 1].transpose(1, 0, 2)  # [K, C, D]
-        scores = jax.lax.dot_general(
-            grouped, key, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
-        )
-        at = i * n_keys + jnp.arange(n_keys)
-        seen = (at <= position[:, None]) & (at < kv_len)
+    def chunk(i: jax.Array, carry: Carry) -> Carry:
+        ids = jax.lax.dynamic_slice_in_dim(pages_of, i * pages, pages, axis=0)
+        rows = read_pages(kv, ids).reshape(n_keys, n_kv, 2, dim).astype(q.dtype)
+        keys = rows[:, :, 0].transpose(1, 0, 2)  # [K, C, D]
+        values = rows[:, :, 1].transpose(1, 0, 2)  # [K, C, D]
+        scores = product("kmd,kcd->kmc", tall, keys)
+        key_position = i * n_keys + jnp.arange(n_keys)
+        seen = (key_position <= position) & (key_position < kv_len)
         if how.window:
-            seen &= at > position[:, None] - how.window
-        scores = jnp.where(jnp.tile(seen, (group, 1)), cap(scores * scale, how.softcap), HIDDEN)
+            seen &= key_position > position - how.window
+        scores = finish_scores(scores, jnp.tile(seen, (group, 1)), how, key_factors)
         return merge(
-            carry,
-            scores,
-            lambda p: jax.lax.dot_general(
-                p.astype(value.dtype),
-                value,
-                (((2,), (1,)), ((0,), (0,))),
-                preferred_element_type=jnp.float32,
-            ),
+            carry, scores, lambda p: product("kmc,kcd->kmd", p.astype(values.dtype), values)
         )
 
     start = jnp.maximum(first - how.window + 1, 0) // n_keys if how.window else 0
-    stop = -(-jnp.minimum(first + n_rows, kv_len) // n_keys)
+    stop = rounds(jnp.minimum(first + n_rows, kv_len), n_keys)
     o = online_softmax(chunk, start, stop, (n_kv, group * n_rows), dim)
-    o = o if how.values is None else o * per_row(how.values)[:, :, None]
-    return (
-        o.reshape(n_kv, group, n_rows, dim)
-        .transpose(2, 0, 1, 3)
-        .reshape(n_rows, n_heads, dim)
-        .astype(q.dtype)
-    )
+    if value_factors is not None:
+        o *= value_factors[:, :, None]
+    by_row = o.reshape(n_kv, group, n_rows, dim).transpose(2, 0, 1, 3)
+    return by_row.reshape(n_rows, n_heads, dim).astype(q.dtype)
 
 
-def online_softmax(chunk, start, stop, shape: tuple[int, ...], width: int) -> jax.Array:
-    """Run chunk(i, carry) over [start, stop); carry = (running max, running sum, accumulator) ->
-    [*shape, width].
+def by_key_head(q: jax.Array, n_kv: int) -> jax.Array:
+    """q [B, H, D] -> [K, G * B, D]: the rows of one query head together."""
+    n_rows, n_heads, dim = q.shape
+    grouped = q.reshape(n_rows, n_kv, n_heads // n_kv, dim).transpose(1, 2, 0, 3)
+    return grouped.reshape(n_kv, -1, dim)
+
+
+def per_row(factors: jax.Array | None, n_kv: int, n_rows: int) -> jax.Array | None:
+    """A factor per query head [H] for each row of `by_key_head`: [K, G * B]; None stays."""
+    if factors is None:
+        return None
+    return jnp.repeat(factors.reshape(n_kv, -1), n_rows, axis=1)
+
+
+def product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """einsum, summed in float32."""
+    return jnp.einsum(axes, x, y, preferred_element_type=jnp.float32)
+
+
+def read_pages(kv: jax.Array, ids: jax.Array) -> jax.Array:
+    """Pages [...] of the pool, each as one row of all its numbers."""
+    return kv.reshape(kv.shape[0], -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
+
+
+def rounds(keys: jax.Array, n_keys: int) -> jax.Array:
+    """Chunks of n_keys that hold `keys` keys."""
+    return -(-keys // n_keys)
+
+
+def finish_scores(
+    scores: jax.Array, seen: jax.Array, how: Scoring, factors: jax.Array | None
+) -> jax.Array:
+    """Products of queries and keys [..., rows, C] scaled, capped, and HIDDEN where not `seen`.
+
+    factors [rows] or [..., rows]: of the stored keys; None: 1.
     """
-    carry = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    _, total, acc = jax.lax.fori_loop(start, stop, chunk, carry)
-    return acc / jnp.maximum(total, 1e-30)[..., None]
+    scale = how.scale if factors is None else how.scale * factors[..., None]
+    scores = scores * scale
+    if how.softcap:
+        scores = how.softcap * jnp.tanh(scores / how.softcap)
+    return jnp.where(seen, scores, HIDDEN)
 
 
-def merge(carry, scores: jax.Array, weigh):
+def online_softmax(
+    chunk: Callable[[jax.Array, Carry], Carry],
+    start: jax.Array | int,
+    stop: jax.Array,
+    shape: tuple[int, ...],
+    width: int,
+) -> jax.Array:
+    """Run `chunk` over the chunks [start, stop) -> sums of weighted values, float32 [*shape,
+    width].
+    """
+    empty = Carry(jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    done = jax.lax.fori_loop(start, stop, chunk, empty)
+    return done.acc / jnp.maximum(done.total, 1e-30)[..., None]
+
+
+def merge(carry: Carry, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Carry:
     """Add one chunk's scores [..., rows, C] to the running softmax; weigh(p) gives p's sum of
     values.
 
@@ -399,21 +415,19 @@ def merge(carry, scores: jax.Array, weigh):
     all that by exp(HIDDEN - top) = 0. A row that never sees a key (padding) ends as a finite mean
     that nobody reads.
     """
-    top, total, acc = carry
-    new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-    p = jnp.exp(scores - new_top[..., None])
-    keep = jnp.exp(top - new_top)
-    return new_top, total * keep + jnp.sum(p, axis=-1), acc * keep[..., None] + weigh(p)
-
-
-def cap(scores: jax.Array, softcap: float) -> jax.Array:
-    """softcap * tanh(scores / softcap), or the scores as they are when softcap is 0."""
-    return softcap * jnp.tanh(scores / softcap) if softcap else scores
+    top = jnp.maximum(carry.top, jnp.max(scores, axis=-1))
+    p = jnp.exp(scores - top[..., None])
+    keep = jnp.exp(carry.top - top)
+    total = carry.total * keep + jnp.sum(p, axis=-1)
+    return Carry(top, total, carry.acc * keep[..., None] + weigh(p))
 
 
 def chunk_pages(kv: jax.Array, page_table: jax.Array, keys: int) -> int:
     """Pages per chunk: about `keys` positions, a divisor of P so that the last chunk never runs off
     the table.
     """
-    wanted = max(1, min(keys // kv.shape[1], page_table.shape[1]))
-    return next(n for n in range(wanted, 0, -1) if page_table.shape[1] % n == 0)
+    n_pages = page_table.shape[1]
+    pages = max(1, min(keys // kv.shape[1], n_pages))
+    while n_pages % pages:
+        pages -= 1
+    return pages
