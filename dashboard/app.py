@@ -93,9 +93,9 @@ class Dashboard(Front):
         """Seats and pages as they are now, in the key frame's form. RequestError while there is no
         engine.
         """
-        slots = await self.client.slots()
-        cells = sse.pages(page_cells(slots.page_states)) if slots.page_states else None
-        return to_json({"t": time.monotonic(), "seats": sse.slots(slots.slots), "pages": cells})
+        seat_map = await self.client.seat_map()
+        cells = sse.pages(page_cells(seat_map.page_states)) if seat_map.page_states else None
+        return to_json({"t": time.monotonic(), "seats": sse.seats(seat_map.seats), "pages": cells})
 
     async def frames(self, request: Request) -> Response:
         """Step records after step `from` up to step `to` (default: all that are kept), at most

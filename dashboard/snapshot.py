@@ -119,7 +119,7 @@ def seat_columns(history: History) -> SeatColumns:
 
 
 def page_cells(page_states: bytes) -> PageCells:
-    """The page map of `wire.Slots.page_states`."""
+    """The page map of `engine.messages.SeatMap.page_states`."""
     states = np.frombuffer(page_states, np.uint8)[1:]
     counts = np.bincount(states, minlength=len(PAGE_STATES))
     per_cell = max(1, -(-len(states) // MAX_PAGE_CELLS))

@@ -25,7 +25,7 @@ from jitney.dashboard.snapshot import (
 from jitney.engine.messages import Life
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
-from jitney.engine.types import EngineInfo, Slot
+from jitney.engine.types import EngineInfo, Seat
 
 VERSION = 2
 #: Numbers of a seat as the key frame carries them, each a list with one entry a seat.
@@ -145,13 +145,13 @@ def columns(seats: SeatColumns, page_size: int) -> dict[str, Any]:
     }
 
 
-def slots(slots: list[Slot]) -> dict[str, Any]:
+def seats(seats: list[Seat]) -> dict[str, Any]:
     """The core's own answer, in the form of `columns`."""
-    states = bytes(_SEAT_CODES[slot.state] for slot in slots)
+    states = bytes(_SEAT_CODES[seat.state] for seat in seats)
     return {
         "state": base64.b64encode(states).decode(),
-        "request": [slot.request_id for slot in slots],
-        **{name: [getattr(slot, name) for slot in slots] for name in SEAT_COLUMNS},
+        "request": [seat.request_id for seat in seats],
+        **{name: [getattr(seat, name) for seat in seats] for name in SEAT_COLUMNS},
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.messages import AskSlots, Life, PromptRows, Slots, StepReport
+from jitney.engine.messages import AskSeatMap, Life, PromptRows, SeatMap, StepReport
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
@@ -66,8 +66,8 @@ class EngineCore:
         self.scheduler, self.runner, self.ledger, self.clock = scheduler, runner, ledger, clock
         self._flight: Flight | None = None
         self._rejected: list[SequenceOutput] = []
-        self._asked: list[AskSlots] = []
-        self._answers: list[Slots] = []
+        self._asked: list[AskSeatMap] = []
+        self._answers: list[SeatMap] = []
         self._ready: float | None = (
             None  # when the device finished the last step; None after a time without work
         )
@@ -115,10 +115,10 @@ class EngineCore:
         """
         self.scheduler.abort(request_id, index, reason)
 
-    def ask(self, question: AskSlots) -> None:
+    def ask(self, question: AskSeatMap) -> None:
         """Have the next step's report answer, as things stand after its plan: between a step's end
         and the next plan a seat that was just left looks free though somebody waits for it. Without
-        work, use `slots`."""
+        work, use `seat_map`."""
         self._asked.append(question)
 
     def step(self) -> StepReport:
@@ -160,14 +160,16 @@ class EngineCore:
 
     def _answer(self) -> None:
         asked, self._asked = self._asked, []
-        self._answers += [self.slots(question.ticket, seats=question.seats) for question in asked]
+        self._answers += [
+            self.seat_map(question.ticket, seats=question.seats) for question in asked
+        ]
 
     def _record(self, flight: Flight, waited: float, ready: float) -> bytes:
         """Account for one step; what the host waited for it is what the device took, unless the
         host was slower.
         """
         plan, before, began = flight.plan, self._ready, flight.launched
-        load, work = plan.load, plan.work
+        occupancy, work = plan.occupancy, plan.work
         if before is not None and before > began:
             began = before
         device, gap = ready - began, 0.0 if before is None else began - before
@@ -187,13 +189,13 @@ class EngineCore:
             recomputed=plan.recomputed,
             past_end=plan.past_end,
             cancelled=plan.cancelled,
-            seats_busy=load.seats_busy,
+            seats_busy=occupancy.seats_busy,
             seats=self.scheduler.limits.max_seats,
-            pages_used=load.pages_used,
-            pages_cached=load.pages_cached,
+            pages_used=occupancy.pages_used,
+            pages_cached=occupancy.pages_cached,
             pages=self.scheduler.pool.capacity,
-            waiting=load.waiting,
-            waiting_tokens=load.waiting_tokens,
+            waiting=occupancy.waiting,
+            waiting_tokens=occupancy.waiting_tokens,
             boarded=len(plan.boarded),
             finished=plan.finished,
             preempted=len(plan.preempted),
@@ -222,12 +224,14 @@ class EngineCore:
             outputs += self.step().outputs
         raise RuntimeError(f"still busy after {max_steps} steps")
 
-    def slots(self, ticket: int = 0, *, seats: bool = True) -> Slots:
+    def seat_map(self, ticket: int = 0, *, seats: bool = True) -> SeatMap:
         """Every seat (unless `seats` is false) and the state of every page, for whoever asked with
         this ticket.
         """
-        return Slots(
-            ticket, self.scheduler.slots() if seats else [], self.scheduler.pool.states().tobytes()
+        return SeatMap(
+            ticket,
+            self.scheduler.seat_map() if seats else [],
+            self.scheduler.pool.states().tobytes(),
         )
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from jitney.engine.errors import ErrorInfo
-from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput, Slot
+from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, Seat, SequenceOutput
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
@@ -26,9 +26,9 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
     reason: FinishReason = "abort"
 
 
-class AskSlots(msgspec.Struct, tag="slots", frozen=True):
-    """Ask for a `Slots` answer carrying the same ticket. seats False: the pages alone, which costs
-    next to nothing.
+class AskSeatMap(msgspec.Struct, tag="ask_seat_map", frozen=True):
+    """Ask for a `SeatMap` with the same ticket. seats False: the pages alone, which costs next to
+    nothing.
     """
 
     ticket: int
@@ -100,15 +100,15 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
 
     chunks: the prompt chunks of that step. life: who boarded and who was preempted for the step
     launched meanwhile, in that order of happening: after the ends in `outputs`. answers: to whoever
-    asked for slots since the last report. canary: of the sequences that were computed again since
-    the last report.
+    asked for a seat map since the last report. canary: of the sequences that were computed again
+    since the last report.
     """
 
     outputs: list[SequenceOutput]
     record: bytes = b""
     life: list[Life] = []
     chunks: list[PromptRows] = []
-    answers: list[Slots] = []
+    answers: list[SeatMap] = []
     canary: list[CanaryFinding] = []
 
 
@@ -118,13 +118,13 @@ class Tick(msgspec.Struct, tag="tick", frozen=True):
     waiting: int
 
 
-class Slots(msgspec.Struct, tag="slots_are", frozen=True):
-    """slots: empty if only the pages were asked for. page_states: uint8[N]: 0 free, 1 held, 2
+class SeatMap(msgspec.Struct, tag="seat_map", frozen=True):
+    """seats: empty if only the pages were asked for. page_states: uint8[N]: 0 free, 1 held, 2
     shared, 3 cached.
     """
 
     ticket: int
-    slots: list[Slot]
+    seats: list[Seat]
     page_states: bytes
 
 
@@ -134,8 +134,8 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     error: ErrorInfo
 
 
-ToCore = Add | Abort | AskSlots | Shutdown
-FromCore = Progress | Ready | StepReport | Tick | Slots | Fatal
+ToCore = Add | Abort | AskSeatMap | Shutdown
+FromCore = Progress | Ready | StepReport | Tick | SeatMap | Fatal
 
 encode = msgspec.msgpack.encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

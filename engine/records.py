@@ -16,7 +16,7 @@ import numpy as np
 #: (prompt tokens found in pages) are what that plan did; finished: sequences that ended since the
 #: record before. device_s: until the step's tokens were on the host, since its launch or since the
 #: step before was ready, whichever is later; gap_s: how long the device had nothing to do before
-#: it. keys, longest, pairs: what its attention read, see `engine.scheduler.plan.Work`.
+#: it. keys, longest, pairs: what its attention read, see `engine.scheduler.plan.StepWork`.
 STEP_DTYPE = np.dtype(
     [
         ("step", "i8"),

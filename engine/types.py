@@ -384,7 +384,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return [proof.kernel for proof in self.proofs if not proof.ok]
 
 
-class Slot(msgspec.Struct, frozen=True, kw_only=True):
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
     """One seat as `/slots` and the page show it.
 
     state: free | prefill | decode | held: the batch keeps the seat though its sequence, the one

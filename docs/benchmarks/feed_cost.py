@@ -110,7 +110,7 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
     for number in range(steps):
         if number % round(0.5 / STEP_S) == 0:
             core.ask(
-                messages.AskSlots(number, seats=False)
+                messages.AskSeatMap(number, seats=False)
             )  # the feed asks for the pages twice a second
         report = step()
         encode_news(messages.StepReport([], b"", report.life, report.chunks))

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.service import Service
-from jitney.engine.types import EngineInfo, KernelProof, Slot
+from jitney.engine.types import EngineInfo, KernelProof, Seat
 
 #: Fields of EngineInfo that `/version` shows.
 _SHOWN = (
@@ -98,23 +98,23 @@ async def show_metrics(service: Service, request: Request) -> Response:
 async def list_slots(service: Service, request: Request) -> Response:
     """The seats as a JSON list with llama.cpp's names where they exist; never any text."""
     info, _ = service.ready()
-    report = await service.client.slots()
-    return _json([_slot(slot, info) for slot in report.slots])
+    report = await service.client.seat_map()
+    return _json([_seat(seat, info) for seat in report.seats])
 
 
-def _slot(slot: Slot, info: EngineInfo) -> dict[str, Any]:
+def _seat(seat: Seat, info: EngineInfo) -> dict[str, Any]:
     return {
-        "id": slot.seat,
-        "is_processing": slot.state != "free",
-        "state": slot.state,
+        "id": seat.seat,
+        "is_processing": seat.state != "free",
+        "state": seat.state,
         "n_ctx": info.context_length,
-        "request_id": slot.request_id,
-        "index": slot.index,
-        "n_prompt_tokens": slot.n_prompt,
-        "n_prompt_tokens_processed": min(slot.n_computed, slot.n_prompt),
-        "n_decoded": slot.n_output,
-        "n_remain": max(0, slot.max_tokens - slot.n_output),
-        "n_pages": slot.pages,
+        "request_id": seat.request_id,
+        "index": seat.index,
+        "n_prompt_tokens": seat.n_prompt,
+        "n_prompt_tokens_processed": min(seat.n_computed, seat.n_prompt),
+        "n_decoded": seat.n_output,
+        "n_remain": max(0, seat.max_tokens - seat.n_output),
+        "n_pages": seat.pages,
     }
 
 

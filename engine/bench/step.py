@@ -23,7 +23,7 @@ import numpy as np
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket, Buckets
-from jitney.engine.scheduler.plan import Chunk, Plan, Work, work_of
+from jitney.engine.scheduler.plan import Chunk, Plan, StepWork, work_of
 from jitney.engine.scheduler.sequence import Sequence as Seq
 from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.roofline import Assumptions, ModelCost, Roofline
@@ -80,7 +80,7 @@ class Timing:
     """A case and its repeats, in seconds."""
 
     case: Case
-    work: Work
+    work: StepWork
     seconds: list[float]
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jitney.engine.messages import CanaryFinding, Progress, Slots
+from jitney.engine.messages import CanaryFinding, Progress, SeatMap
 from jitney.engine.records import ROW_KINDS
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
@@ -148,15 +148,15 @@ class EngineClient(Protocol):
         """End one request, or one of its sequences; unknown or finished ones are ignored."""
         ...
 
-    async def slots(self) -> Slots:
+    async def seat_map(self) -> SeatMap:
         """The seats and page states as they are now. Raises RequestError when the core does not
         answer.
         """
         ...
 
     async def page_states(self) -> bytes:
-        """The page states alone (see `wire.Slots`), which cost the core next to nothing. Raises as
-        `slots`.
+        """The page states alone (see `engine.messages.SeatMap`), which cost the core
+        next to nothing. Raises as `seat_map`.
         """
         ...
 

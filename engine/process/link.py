@@ -38,7 +38,7 @@ class Link:
     process: asyncio.subprocess.Process
     ready: bool = False
     fatal: ErrorInfo | None = None
-    tickets: dict[int, asyncio.Future[messages.Slots]] = field(default_factory=dict)
+    tickets: dict[int, asyncio.Future[messages.SeatMap]] = field(default_factory=dict)
 
     def send(self, message: messages.ToCore) -> None:
         """Queue a message; one to a dead core is dropped, since its death ends every request
@@ -51,10 +51,10 @@ class Link:
         """The next message."""
         return messages.decode_from_core(await self.from_core.recv())
 
-    def answer(self, slots: messages.Slots) -> None:
+    def answer(self, seat_map: messages.SeatMap) -> None:
         """Wake whoever asked with this ticket, unless it has given up."""
-        if (waiter := self.tickets.pop(slots.ticket, None)) and not waiter.done():
-            waiter.set_result(slots)
+        if (waiter := self.tickets.pop(seat_map.ticket, None)) and not waiter.done():
+            waiter.set_result(seat_map)
 
     def kill(self) -> None:
         if self.process.returncode is None:

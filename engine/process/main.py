@@ -197,11 +197,11 @@ def handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> No
             core.add(request)
         case messages.Abort(request_id=request_id, index=index, reason=reason):
             core.abort(request_id, index, reason)
-        case messages.AskSlots(ticket=ticket, seats=seats):
+        case messages.AskSeatMap(ticket=ticket, seats=seats):
             if core.has_work:
                 core.ask(message)  # answered after the next plan
             else:
-                outbox.send(messages.encode(core.slots(ticket, seats=seats)))
+                outbox.send(messages.encode(core.seat_map(ticket, seats=seats)))
         case messages.Shutdown():
             pass
 

@@ -30,9 +30,9 @@ log = logging.getLogger("jitney.process")
 #: second number.
 RESTART_WINDOW_S = 600.0
 BACKOFF_S = (0.5, 30.0)
-#: Seconds to wait for a Slots answer, for the last words of a dead core, and for a core to leave
+#: Seconds to wait for a SeatMap answer, for the last words of a dead core, and for a core to leave
 #: when asked.
-SLOTS_S = 2.0
+SEAT_MAP_S = 2.0
 LAST_WORDS_S = 0.1
 SHUTDOWN_S = 5.0
 REFUSALS = {
@@ -229,7 +229,7 @@ class ProcessClient:
                 self.history.core_ready(info)
                 if self.state == "loading":
                     self._set_state("ready")
-            case messages.Slots():
+            case messages.SeatMap():
                 link.answer(message)
             case messages.Fatal(error=error):
                 link.fatal = error
@@ -296,18 +296,18 @@ class ProcessClient:
             del self._streams[stream.id]
 
     async def page_states(self) -> bytes:
-        """The state of every page now. Raises RequestError if no core answers within SLOTS_S."""
-        return (await self.slots(seats=False)).page_states
+        """The state of every page now. Raises RequestError if no core answers within SEAT_MAP_S."""
+        return (await self.seat_map(seats=False)).page_states
 
-    async def slots(self, *, seats: bool = True) -> messages.Slots:
-        """Who sits where now. Raises RequestError if no core answers within SLOTS_S."""
+    async def seat_map(self, *, seats: bool = True) -> messages.SeatMap:
+        """Who sits where now. Raises RequestError if no core answers within SEAT_MAP_S."""
         if (link := self._link) is None or not link.ready:
             raise RequestError(REFUSALS["loading"], code="loading", retry_after=1.0)
         ticket = next(self._tickets)
         waiter = link.tickets[ticket] = asyncio.get_running_loop().create_future()
-        link.send(messages.AskSlots(ticket, seats))
+        link.send(messages.AskSeatMap(ticket, seats))
         try:
-            return await asyncio.wait_for(waiter, SLOTS_S)
+            return await asyncio.wait_for(waiter, SEAT_MAP_S)
         except TimeoutError:
             raise RequestError(
                 "the engine is busy and did not answer in time", code="internal_error"

@@ -73,7 +73,7 @@ class Slope:
         return max(0.0, self._pairs_seconds / self._pairs_pairs)
 
 
-class Pace:
+class StepTimeEstimate:
     """Step times in seconds, by bucket and by what its prompt rows attend to.
 
     Steps are taken in when somebody asks, many at a time: running streams alone ask nothing.
@@ -181,7 +181,7 @@ class Pace:
         )
 
 
-class PromptRows:
+class PrefillBudget:
     """The most prompt rows of a step. share: of the token budget, while others decode;
     target_itl_s: 0 for none.
 
@@ -196,8 +196,8 @@ class PromptRows:
     and no weights are read for a few rows at a time.
     """
 
-    def __init__(self, pace: Pace, share: Share, target_itl_s: float):
-        self.pace, self.share, self.target_itl_s = pace, share, target_itl_s
+    def __init__(self, step_times: StepTimeEstimate, share: Share, target_itl_s: float):
+        self.step_times, self.share, self.target_itl_s = step_times, share, target_itl_s
         self._denied = 0
         self._wanted: dict[tuple[int, float], tuple[int, Bucket]] = {}  # by (decoding, share)
 
@@ -217,14 +217,14 @@ class PromptRows:
         start: position of the first row, which tells what they attend to. prompts: how many prompts
         want rows now.
         """
-        buckets = self.pace.buckets
+        buckets = self.step_times.buckets
         if not decoding:
             return buckets.token_budget
         share = self.share_beside(decoding, prompts)
         if (decoding, share) not in self._wanted:
             self._wanted[decoding, share] = self._most_wanted(decoding, share)
         rows, bucket = self._wanted[decoding, share]
-        usual = self.pace.mixed(bucket)
+        usual = self.step_times.mixed(bucket)
         if usual is None:
             return min(rows, buckets.mixed[0].tokens - decoding) if self.target_itl_s else rows
         limit = self._longest(usual, share)
@@ -233,7 +233,7 @@ class PromptRows:
         ):  # as nearly always: no need to ask the others
             return rows
         timely = max(
-            self._timely(other, decoding, start, limit - (self.pace.mixed(other) or 0.0))
+            self._timely(other, decoding, start, limit - (self.step_times.mixed(other) or 0.0))
             for other in buckets.mixed
         )
         if timely < 1 and self.target_itl_s:
@@ -244,7 +244,7 @@ class PromptRows:
     def _most_wanted(self, decoding: int, share: float) -> tuple[int, Bucket]:
         """The share of prompt rows, and the bucket of the step; or as many rows as fill the next
         smaller bucket if that is at least half as many: no padding then."""
-        buckets = self.pace.buckets
+        buckets = self.step_times.buckets
         rows = min(buckets.token_budget - decoding, max(1, int(share * buckets.token_budget)))
         lower = max(
             (
@@ -273,7 +273,7 @@ class PromptRows:
         """
         if left < 0:
             return 0
-        slope = self.pace.per_pair
+        slope = self.step_times.per_pair
         rows = math.sqrt(start * start + 2 * left / slope) - start if slope else math.inf
         return int(min(rows, bucket.tokens - decoding))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jitney.engine.scheduler.sequence import Sequence
 
 
-class Work(msgspec.Struct, frozen=True, gc=False):
+class StepWork(msgspec.Struct, frozen=True, gc=False):
     """The rows of one step. decode, prompt: rows of each kind, padding excluded.
 
     keys: KV positions that the decode rows attend to, summed. longest: most that one of them
@@ -32,11 +32,11 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     pairs: int = 0
 
 
-def work_of(chunks: list[Chunk]) -> Work:
+def work_of(chunks: list[Chunk]) -> StepWork:
     """The work of some chunks, for plans made by hand; the scheduler counts while it plans."""
     ends = [chunk.end for chunk in chunks if chunk.decode]
     prompts = [chunk for chunk in chunks if not chunk.decode]
-    return Work(
+    return StepWork(
         len(ends),
         sum(chunk.count for chunk in prompts),
         sum(ends),
@@ -73,7 +73,7 @@ class Chunk(msgspec.Struct, gc=False):
         return int(self.sample)
 
 
-class Load(msgspec.Struct, frozen=True, gc=False):
+class Occupancy(msgspec.Struct, frozen=True, gc=False):
     """How full the engine is while a step runs.
 
     seats_busy have a sequence in them: those that a batch only holds are not among them. pages_used
@@ -88,14 +88,14 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     waiting_tokens: int
 
 
-NO_LOAD = Load(0, 0, 0, 0, 0)
+EMPTY = Occupancy(0, 0, 0, 0, 0)
 
 
 class Draft(msgspec.Struct):
     """A plan in the making. rows: taken so far; tokens_left, rows_left: prompt and logit rows it
     can still take.
 
-    keys, longest, pairs: see `engine.scheduler.plan.Work`; counted here, where each chunk is at
+    keys, longest, pairs: see `engine.scheduler.plan.StepWork`; counted here, where each chunk is at
     hand anyway.
     """
 
@@ -134,14 +134,14 @@ class Plan(msgspec.Struct):
     chunks: list[Chunk]
     bucket: Bucket
     plain: bool
-    work: Work
+    work: StepWork
     boarded: list[Sequence] = []
     fed: list[Sequence] = []
     dropped: list[Sequence] = []
     preempted: list[Sequence] = []
     cached_tokens: int = 0
     reserved: int = 0
-    load: Load = NO_LOAD
+    occupancy: Occupancy = EMPTY
     prefill: int = 0
     decode: int = 0
     recomputed: int = 0

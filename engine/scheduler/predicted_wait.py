@@ -6,17 +6,17 @@ from __future__ import annotations
 
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.admission import SchedulerLimits
-from jitney.engine.scheduler.estimates import Pace, PromptRows
+from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool, shareable_keys
 from jitney.engine.scheduler.queues import advised
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.scheduler.state import Roster
+from jitney.engine.scheduler.state import SchedulerState
 
 #: A deadline is given up only if it would be missed even with this share of the predicted wait.
 HOPE = 0.5
 
 
-class Forecast:
+class PredictedWait:
     """Refuses what would wait too long; before a step was measured it refuses nothing.
 
     Steps until a newcomer boards are counted, each taken to last as long as recent ones did, prompt
@@ -26,14 +26,19 @@ class Forecast:
     def __init__(
         self,
         limits: SchedulerLimits,
-        roster: Roster,
-        prompt_rows: PromptRows,
+        state: SchedulerState,
+        prefill_budget: PrefillBudget,
         pool: PagePool,
         *,
         batch: int = 0,
     ):
-        self.limits, self.roster, self.prompt_rows, self.pool = limits, roster, prompt_rows, pool
-        self.pace: Pace = prompt_rows.pace
+        self.limits, self.state, self.prefill_budget, self.pool = (
+            limits,
+            state,
+            prefill_budget,
+            pool,
+        )
+        self.step_times: StepTimeEstimate = prefill_budget.step_times
         self.batch = (
             batch  # sequences per batch where seats are held; 0 where they are refilled at once
         )
@@ -66,11 +71,11 @@ class Forecast:
 
     def wait(self, newcomer: Sequence) -> float:
         """Seconds it should wait for a seat; 0 before anything was measured."""
-        if self.pace.step is None:
+        if self.step_times.step is None:
             return 0.0
-        ahead = self.roster.n_ahead(newcomer)
+        ahead = self.state.n_ahead(newcomer)
         steps = self._batch_steps(ahead) if self.batch else self._seat_steps(ahead)
-        return self.pace.step * max(steps, self._prompt_steps(ahead)) if steps else 0.0
+        return self.step_times.step * max(steps, self._prompt_steps(ahead)) if steps else 0.0
 
     def _seat_steps(self, ahead: int) -> float:
         """Steps until so many who are ahead, and then the newcomer, have found a seat.
@@ -80,7 +85,7 @@ class Forecast:
         run on at that time.
         """
         left = self._rests()
-        wanted = ahead + 1 - len(self.roster.free_seats)
+        wanted = ahead + 1 - len(self.state.free_seats)
         if wanted <= 0:
             return 0.0
         if wanted <= len(left):
@@ -94,29 +99,27 @@ class Forecast:
 
     def _rests(self) -> list[int]:
         """Output tokens that each seated sequence is still expected to generate."""
-        roster = self.roster
-        return [
-            max(1, seq.expected - seq.n_output) for seq in (*roster.prefilling, *roster.decoding)
-        ]
+        state = self.state
+        return [max(1, seq.expected - seq.n_output) for seq in (*state.prefilling, *state.decoding)]
 
     def _mean_expected(self) -> float:
-        queue = self.roster.queue
+        queue = self.state.queue
         return queue.expected / len(queue) if queue else 1.0
 
     def _prompt_steps(self, ahead: int) -> float:
         """Steps that the prompts ahead take, at the most rows that they may have beside running
         streams.
         """
-        roster = self.roster
+        state = self.state
         waiting = min(ahead + 1, self.limits.max_seats)
         rows = (
-            self.prompt_rows.share_beside(len(roster.decoding), waiting)
-            * self.pace.buckets.token_budget
+            self.prefill_budget.share_beside(len(state.decoding), waiting)
+            * self.step_times.buckets.token_budget
         )
-        share = min(1.0, ahead / max(1, self.roster.n_waiting))
-        return share * self.roster.backlog.tokens / max(1.0, rows)
+        share = min(1.0, ahead / max(1, self.state.n_waiting))
+        return share * self.state.backlog.tokens / max(1.0, rows)
 
     def _prefill(self, leader: Sequence) -> float:
         """The least seconds for the rows of the prompt that are not found in pages now."""
         found = self.pool.count(shareable_keys(leader, self.pool.page_size)) * self.pool.page_size
-        return self.pace.fastest_prefill(leader.n_prompt - found)
+        return self.step_times.fastest_prefill(leader.n_prompt - found)

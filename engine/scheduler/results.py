@@ -12,7 +12,7 @@ from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Chunk, Plan, StepResult
 from jitney.engine.scheduler.prompt_scores import PromptScores
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.scheduler.state import Roster
+from jitney.engine.scheduler.state import SchedulerState
 from jitney.engine.types import FinishReason, SequenceOutput, TokenLogprobs
 
 log = logging.getLogger("jitney.core")
@@ -20,13 +20,13 @@ log = logging.getLogger("jitney.core")
 NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this request")
 
 
-class Committer:
+class Results:
     """The second half of the scheduler: `commit` a step's result to the sequences it was planned
     for.
     """
 
-    def __init__(self, roster: Roster, pool: PagePool, scores: PromptScores):
-        self.roster, self.pool, self.scores, self.counts = roster, pool, scores, roster.queue.counts
+    def __init__(self, state: SchedulerState, pool: PagePool, scores: PromptScores):
+        self.state, self.pool, self.scores, self.counts = state, pool, scores, state.queue.counts
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Give each chunk its logit rows; an exception over one sequence ends that sequence
@@ -101,7 +101,7 @@ class Committer:
             "request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index
         )
         if seq.finish is None:
-            self.roster.end(seq, "error")
+            self.state.end(seq, "error")
 
     @staticmethod
     def _count_dropped(plan: Plan, chunk: Chunk) -> None:
@@ -148,16 +148,16 @@ class Committer:
             output.logprobs = [trimmed(logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
         if self.counts:
-            self.roster.queue.charge(seq, 1)
+            self.state.queue.charge(seq, 1)
         if seq.first_token_at is None:
             self._first_token(seq, output, now)
         if len(tokens) >= seq.limit or token in seq.stop_ids:
             finish = end_of(seq, token)
             if finish is not None:
-                self.roster.close(seq, finish)
+                self.state.close(seq, finish)
                 output.finish = finish
                 output.stop_token = token if finish == "stop" else None
-        self.roster.outputs.append(output)
+        self.state.outputs.append(output)
 
     @staticmethod
     def _first_token(seq: Sequence, output: SequenceOutput, now: float) -> None:
@@ -178,7 +178,7 @@ class Committer:
         """
         self._withdraw(seq)
         if seq.finish is None:
-            self.roster.end(seq, "error", NAN)
+            self.state.end(seq, "error", NAN)
 
     def _withdraw(self, seq: Sequence) -> None:
         """Let nobody find any page that may hold, or have caused, a row that was not finite.

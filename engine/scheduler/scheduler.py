@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterable
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.scheduler.admission import Admission, SchedulerLimits
 from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.scheduler.estimates import Pace, PromptRows
+from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool, publish, shareable_keys
 from jitney.engine.scheduler.page_demand import PageDemand
-from jitney.engine.scheduler.plan import Chunk, Draft, Load, Plan, StepResult, Work
+from jitney.engine.scheduler.plan import Chunk, Draft, Occupancy, Plan, StepResult, StepWork
 from jitney.engine.scheduler.policies import Situation, make_order, make_policy
-from jitney.engine.scheduler.predicted_wait import Forecast
+from jitney.engine.scheduler.predicted_wait import PredictedWait
 from jitney.engine.scheduler.prompt_scores import PromptScores
-from jitney.engine.scheduler.results import Committer
+from jitney.engine.scheduler.results import Results
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.scheduler.state import Roster
-from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slot
+from jitney.engine.scheduler.state import SchedulerState
+from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -38,7 +38,7 @@ TURN_S, TURN_TOKENS = 1.0, 16
 
 
 class Scheduler:
-    """Plans steps for the sequences of its roster. clock: seconds, for admission; plan and commit
+    """Plans steps for the sequences of its state. clock: seconds, for admission; plan and commit
     are told the time.
 
     window: positions that the model sees at most, if all its layers have a window, else 0.
@@ -60,39 +60,43 @@ class Scheduler:
                 f"{limits.max_seats} seats"
             )
         self.limits, self.buckets, self.pool, self.clock = limits, buckets, pool, clock
-        self.pace = Pace(buckets)
+        self.step_times = StepTimeEstimate(buckets)
         self._policy = make_policy(limits.policy, limits.batches)
         #: Whether anybody can still come before somebody who is here has ended; written by whoever
         #: knows.
         self.more_to_come = True
         order = make_order(limits.order)
-        self.roster = Roster(limits, pool, order.queue(), holds=self._policy.holds, window=window)
-        self._admission = Admission(
-            limits, pool, eos_ids, vocab_size, order.key, self.roster.lengths
+        self.state = SchedulerState(
+            limits, pool, order.queue(), holds=self._policy.holds, window=window
         )
-        self._prompt_rows = PromptRows(self.pace, limits.prefill_share, limits.target_itl_ms / 1000)
-        self._forecast = Forecast(
+        self._admission = Admission(
+            limits, pool, eos_ids, vocab_size, order.key, self.state.lengths
+        )
+        self._prefill_budget = PrefillBudget(
+            self.step_times, limits.prefill_share, limits.target_itl_ms / 1000
+        )
+        self._predicted_wait = PredictedWait(
             limits,
-            self.roster,
-            self._prompt_rows,
+            self.state,
+            self._prefill_budget,
             pool,
             batch=limits.batch if self._policy.holds else 0,
         )
-        self._demand = PageDemand(pool, self.roster.lengths)
+        self._demand = PageDemand(pool, self.state.lengths)
         if window:
-            self._demand.most_each = self.roster.window_pages
+            self._demand.most_each = self.state.window_pages
         self._turned_away: tuple[Sequence | None, int] = (
             None,
             0,
         )  # for lack of pages: whom, after how many departures
         self._scores = PromptScores(pool.page_size)
-        self._committer = Committer(self.roster, pool, self._scores)
+        self._results = Results(self.state, pool, self._scores)
         self._arrivals = self._steps = 0
 
     @property
     def has_open(self) -> bool:
         """True while any sequence lacks its terminal output."""
-        return bool(self.roster.groups)
+        return bool(self.state.groups)
 
     @property
     def steps(self) -> int:
@@ -102,17 +106,17 @@ class Scheduler:
     @property
     def has_outputs(self) -> bool:
         """True while `drain` has something to hand out."""
-        return self.roster.has_outputs
+        return self.state.has_outputs
 
     def add(self, request: EngineRequest) -> None:
         """Let a request wait; raises RequestError (nothing is registered then) if it can or may
         not.
         """
-        self.roster.refuse_duplicate(request)
+        self.state.refuse_duplicate(request)
         self._arrivals += 1
         sequences, now = self._admission.sequences(request, self._arrivals), self.clock()
-        self._forecast.admit(sequences[0], now)
-        self.roster.add(request, sequences, now)
+        self._predicted_wait.admit(sequences[0], now)
+        self.state.add(request, sequences, now)
 
     def check_request(self, request: EngineRequest) -> None:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
@@ -124,10 +128,10 @@ class Scheduler:
         """Whether a request that can run here may wait now."""
         leader = self._admission.sequences(request, self._arrivals + 1)[0]
         try:
-            self._forecast.admit(leader, self.clock())
+            self._predicted_wait.admit(leader, self.clock())
         except RequestError:
             return False
-        return max(self.roster.backlog.excess(leader.n_prompt, len(self.roster.free_seats))) <= 0
+        return max(self.state.backlog.excess(leader.n_prompt, len(self.state.free_seats))) <= 0
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
@@ -135,13 +139,13 @@ class Scheduler:
         """End a request (index None) or one of its sequences now; unknown ids have ended already
         and are no error.
         """
-        self.roster.abort(request_id, index, reason)
+        self.state.abort(request_id, index, reason)
 
     def plan(self, now: float) -> Plan | None:
         """The next step, or None if there is nothing to compute; ends whoever is past its deadline
         first.
         """
-        self.roster.expire(now)
+        self.state.expire(now)
         draft = self._plan_batch(now) if self._policy.holds else self._plan_in_flight(now)
         if not draft.chunks:
             return None
@@ -155,55 +159,55 @@ class Scheduler:
 
         Returns all outputs since the last call, those of aborts and deadlines included.
         """
-        self._committer.commit(plan, result, now)
-        plan.finished, self.roster.finished = self.roster.finished, 0
+        self._results.commit(plan, result, now)
+        plan.finished, self.state.finished = self.state.finished, 0
         return self.drain()
 
     def drain(self) -> list[SequenceOutput]:
         """Outputs that have not been handed out yet."""
-        return self.roster.drain()
+        return self.state.drain()
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """A planned step took so long on the device; what is foreseen and promised rests on
         this.
         """
-        self.pace.observe(plan.bucket, seconds, plan.work.pairs)
+        self.step_times.observe(plan.bucket, seconds, plan.work.pairs)
 
     def pause(self, now: float) -> float:
         """Seconds in which no plan can come of who is here, because the policy lets everybody wait;
         0 if one can.
         """
-        if self.roster.n_seated or not self.roster.queue:
+        if self.state.n_seated or not self.state.queue:
             return 0.0
-        wakes = min(self._policy.boards_at(self._situation(now)), self.roster.next_deadline)
+        wakes = min(self._policy.boards_at(self._situation(now)), self.state.next_deadline)
         return max(0.0, wakes - now)
 
     def take_released(self) -> list[int]:
         """Seats that a batch had kept and that have become free since the last call."""
-        released, self.roster.released = self.roster.released, []
+        released, self.state.released = self.state.released, []
         return released
 
-    def slots(self) -> list[Slot]:
+    def seat_map(self) -> list[Seat]:
         """Every seat, in order, with who sits in it."""
-        return self.roster.slots()
+        return self.state.seat_map()
 
     def check(self) -> None:
         """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for
         exactly once.
         """
-        self.roster.check()
+        self.state.check()
 
     def _plan_in_flight(self, now: float) -> Draft:
         """Whoever decodes, then the prompts that have boarded, then whoever may board."""
-        relieved = self._relieve(now) if self.roster.stalled else []
+        relieved = self._relieve(now) if self.state.stalled else []
         claimant, displaced = self._make_way(now)
         draft = self._plan_decode(now)
         draft.preempted += relieved + displaced
         if claimant is not None:
             self._seat_claimant(claimant, draft, now)
-        if self.roster.prefilling or self.roster.queue:
-            first = next(iter(self.roster.prefilling), None)
-            draft.tokens_left = self._prompt_rows.most(
+        if self.state.prefilling or self.state.queue:
+            first = next(iter(self.state.prefilling), None)
+            draft.tokens_left = self._prefill_budget.most(
                 draft.n_decode, first.scheduled if first else 0, self._prompts()
             )
             self._plan_prefill(draft)
@@ -214,22 +218,22 @@ class Scheduler:
         """Prompts that want rows in the next step: of those who sit, and of those for whom there is
         a seat.
         """
-        roster = self.roster
-        return len(roster.prefilling) + min(len(roster.queue), len(roster.free_seats))
+        state = self.state
+        return len(state.prefilling) + min(len(state.queue), len(state.free_seats))
 
     def _plan_batch(self, now: float) -> Draft:
         """One batch after the other: all board, all prompts are computed, all decode until the last
         is done.
         """
-        roster = self.roster
-        if roster.prefilling:
+        state = self.state
+        if state.prefilling:
             draft = Draft(self.buckets.token_budget, self.limits.max_seats)
         else:
             draft = self._plan_decode(now)
-            draft.reserved = max(0, roster.batch - draft.rows) if draft.rows else 0
-        if not roster.n_seated:
+            draft.reserved = max(0, state.batch - draft.rows) if draft.rows else 0
+        if not state.n_seated:
             self._seat_batch(draft, now)
-        if roster.prefilling:
+        if state.prefilling:
             self._plan_columns(draft)
         return draft
 
@@ -275,7 +279,7 @@ class Scheduler:
         """
         page_size = self.pool.page_size
         rows, needy, done = [], [], []
-        for seq in self.roster.longest_first():
+        for seq in self.state.longest_first():
             start = seq.scheduled
             if start + 1 >= seq.limit:
                 done.append(seq)
@@ -286,10 +290,8 @@ class Scheduler:
             ):  # its pages are full: those of the prompt, and one for as many tokens since
                 needy.append(seq)
         for seq in done:
-            self.roster.leave_early(seq)
-        dropped = (
-            [seq for seq in needy if self.roster.drop_behind(seq)] if self.roster.window else []
-        )
+            self.state.leave_early(seq)
+        dropped = [seq for seq in needy if self.state.drop_behind(seq)] if self.state.window else []
         preempted = self._make_room(needy, now)
         if preempted:
             rows, needy, dropped = (
@@ -308,10 +310,10 @@ class Scheduler:
         """
         preempted: list[Sequence] = []
         if len(needy) > self.pool.available:
-            ranked = sorted((*self.roster.decoding, *self.roster.prefilling), key=sacrifice)
+            ranked = sorted((*self.state.decoding, *self.state.prefilling), key=sacrifice)
             while sum(seq.seat >= 0 for seq in needy) > self.pool.available:
                 preempted.append(ranked.pop())
-                self.roster.preempt(preempted[-1], now)
+                self.state.preempt(preempted[-1], now)
         return preempted
 
     def _relieve(self, now: float) -> list[Sequence]:
@@ -320,21 +322,21 @@ class Scheduler:
         In a pool full of answers that all have far to go nobody may leave for seconds: then they
         take turns.
         """
-        head, roster = self.roster.queue.head(), self.roster
+        head, state = self.state.queue.head(), self.state
         if head is None or not too_long_stalled(head, now):
             return []
-        missing = self.pool.pages_for(len(head.tokens)) + roster.n_seated - self.pool.available
+        missing = self.pool.pages_for(len(head.tokens)) + state.n_seated - self.pool.available
         if missing <= 0:
             return []
         ready = [
             seq
-            for seq in (*roster.decoding, *roster.prefilling)
+            for seq in (*state.decoding, *state.prefilling)
             if had_its_turn(seq, now) and seq.n_pages >= missing and seq.rank[0] >= head.rank[0]
         ]
         if not ready:
             return []
         other = min(ready, key=lambda seq: seq.n_pages)
-        roster.preempt(other, now)
+        state.preempt(other, now)
         return [other]
 
     def _make_way(self, now: float) -> tuple[Sequence | None, list[Sequence]]:
@@ -343,17 +345,17 @@ class Scheduler:
         Streams that have begun keep their seats before those that have not; then whoever has most
         to compute again. Each gives way once at most, and boards again before anybody new.
         """
-        roster, seats = self.roster, self.limits.max_seats
-        if roster.free_seats or not roster.queue:
+        state, seats = self.state, self.limits.max_seats
+        if state.free_seats or not state.queue:
             return None, []
-        seq = roster.queue.claimant(seats)
+        seq = state.queue.claimant(seats)
         if seq is None or seq.in_flight:
             return None, []
-        missing = self.pool.pages_for(len(seq.tokens)) + roster.n_seated - self.pool.available
-        crowding = roster.queue.crowding(seats)
+        missing = self.pool.pages_for(len(seq.tokens)) + state.n_seated - self.pool.available
+        crowding = state.queue.crowding(seats)
         ready = [
             other
-            for other in (*roster.prefilling, *roster.decoding)
+            for other in (*state.prefilling, *state.decoding)
             if other.request.account in crowding
             and not other.preemptions
             and other.n_pages >= missing
@@ -361,25 +363,25 @@ class Scheduler:
         if not ready:
             return None, []
         other = max(ready, key=sacrifice)
-        roster.preempt(other, now)
+        state.preempt(other, now)
         return seq, [other]
 
     def _seat_claimant(self, seq: Sequence, draft: Draft, now: float) -> None:
         """Take the seat that was made free; it stays free if too few pages are."""
         if self._take_pages(seq, draft, now, instead=True):
-            self.roster.seat(seq, now)
+            self.state.seat(seq, now)
             draft.boarded.append(seq)
 
     def _plan_prefill(self, draft: Draft) -> None:
         """Go on with the prompts that have boarded, in that order."""
-        for seq in list(self.roster.prefilling):
+        for seq in list(self.state.prefilling):
             if not draft.tokens_left:
                 return
             self._add_chunk(seq, draft, self._thrifty(seq, draft))
 
     def _plan_boarding(self, draft: Draft, now: float) -> None:
         """Fill free seats from the queue, as long as the step can take prompt rows."""
-        may_board = self._policy.boarders(self._situation(now)) if self.roster.queue else 0
+        may_board = self._policy.boarders(self._situation(now)) if self.state.queue else 0
         while may_board > 0 and draft.tokens_left and draft.rows_left:
             seq = self._seat_next(draft, now)
             if seq is None:
@@ -389,18 +391,16 @@ class Scheduler:
 
     def _seat_batch(self, draft: Draft, now: float) -> None:
         """Let a whole batch board, or as many of it as find pages."""
-        may_board = self._policy.boarders(self._situation(now)) if self.roster.queue else 0
+        may_board = self._policy.boarders(self._situation(now)) if self.state.queue else 0
         while may_board > 0 and self._seat_next(draft, now) is not None:
             may_board -= 1
 
     def _situation(self, now: float) -> Situation:
-        roster = self.roster
-        arrivals = (seq.request.arrival for seq in roster.queue.members())
+        state = self.state
+        arrivals = (seq.request.arrival for seq in state.queue.members())
         # Who is about to end may be followed by somebody: a closed loop's next request comes then.
-        more = self.more_to_come or bool(roster.leaving)
-        return Situation(
-            now, len(roster.free_seats), roster.batch, len(roster.queue), arrivals, more
-        )
+        more = self.more_to_come or bool(state.leaving)
+        return Situation(now, len(state.free_seats), state.batch, len(state.queue), arrivals, more)
 
     def _seat_next(self, draft: Draft, now: float) -> Sequence | None:
         """The head of the queue takes a seat; None if it cannot yet, and then it holds up those
@@ -409,11 +409,11 @@ class Scheduler:
         Nor does one board whose token is in flight since its preemption: it would be sampled a
         second time.
         """
-        roster = self.roster
-        seq = roster.queue.head()
+        state = self.state
+        seq = state.queue.head()
         if seq is None or seq.in_flight or not self._take_pages(seq, draft, now):
             return None
-        roster.seat(seq, now)
+        state.seat(seq, now)
         draft.boarded.append(seq)
         return seq
 
@@ -424,13 +424,13 @@ class Scheduler:
         Whoever has more rows left than the others goes first, alone; the rows that the others would
         compute meanwhile are padding.
         """
-        members = list(self.roster.prefilling)
+        members = list(self.state.prefilling)
         longest = max(len(seq.tokens) - seq.scheduled for seq in members)
-        width = min(longest, self.buckets.token_budget // self.roster.batch)
+        width = min(longest, self.buckets.token_budget // self.state.batch)
         for seq in members:
             self._add_chunk(seq, draft, width - longest + len(seq.tokens) - seq.scheduled)
         computed = longest - max(len(seq.tokens) - seq.scheduled for seq in members)
-        draft.reserved = max(0, self.roster.batch * computed - draft.rows)
+        draft.reserved = max(0, self.state.batch * computed - draft.rows)
 
     def _take_pages(
         self, seq: Sequence, draft: Draft, now: float, *, instead: bool = False
@@ -450,7 +450,7 @@ class Scheduler:
             keys = keys[: seq.scored // pool.page_size]
         shared = pool.match(keys)
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
-        enough = fresh + self.roster.n_seated <= pool.available
+        enough = fresh + self.state.n_seated <= pool.available
         if not enough or not (instead or self._pages_last(seq, fresh, now)):
             pool.release(shared)
             return False
@@ -470,18 +470,18 @@ class Scheduler:
         was turned away is not looked at again before somebody has left: those who go on only come
         to need more.
         """
-        roster = self.roster
-        if not roster.n_seated or roster.most_pages + roster.most_of(seq) <= self.pool.capacity:
+        state = self.state
+        if not state.n_seated or state.most_pages + state.most_of(seq) <= self.pool.capacity:
             return True
         if too_long_stalled(seq, now):
             return True
-        if self._turned_away == (seq, roster.departures):
+        if self._turned_away == (seq, state.departures):
             return False
-        if self.pace.pays(roster.n_seated) and self._demand.fits(
-            (*roster.prefilling, *roster.decoding), seq, fresh
+        if self.step_times.pays(state.n_seated) and self._demand.fits(
+            (*state.prefilling, *state.decoding), seq, fresh
         ):
             return True
-        self._turned_away = seq, roster.departures
+        self._turned_away = seq, state.departures
         return False
 
     def _find_scores(self, seq: Sequence, keys: list[bytes]) -> None:
@@ -500,7 +500,7 @@ class Scheduler:
         """At most `most` of the next known tokens, as the step can take them; the last one's logits
         are sampled.
         """
-        if self.roster.window and self.roster.drop_behind(seq):
+        if self.state.window and self.state.drop_behind(seq):
             draft.dropped.append(seq)
         start, known = seq.scheduled, len(seq.tokens)
         count = min(known - start, most, draft.tokens_left)
@@ -522,7 +522,7 @@ class Scheduler:
         seq.scheduled = end
         if chunk.sample:
             seq.in_flight += 1
-            self.roster.start_decoding(seq)
+            self.state.start_decoding(seq)
 
     def _thrifty(self, seq: Sequence, draft: Draft) -> int:
         """Rows of a prompt that are worth computing in this step rather than in the next."""
@@ -533,9 +533,9 @@ class Scheduler:
 
     def _is_last(self, seq: Sequence) -> bool:
         """True when no other prompt can use the rows that this one leaves in the step."""
-        roster = self.roster
-        return next(reversed(roster.prefilling)) is seq and not (
-            roster.free_seats and len(roster.queue)
+        state = self.state
+        return next(reversed(state.prefilling)) is seq and not (
+            state.free_seats and len(state.queue)
         )
 
     def _share_prompts(self, draft: Draft) -> None:
@@ -545,25 +545,25 @@ class Scheduler:
         for chunk in draft.chunks[draft.n_decode :]:
             publish(chunk.seq, self.pool)
             if chunk.end >= chunk.seq.n_prompt:
-                self.roster.release_siblings(chunk.seq)
+                self.state.release_siblings(chunk.seq)
 
     def _plan_of(self, draft: Draft) -> Plan:
         self._steps += 1
-        roster = self.roster
+        state = self.state
         bucket = self.buckets.choose(
             tokens=draft.rows + draft.reserved,
             sequences=len(draft.chunks),
             decode_only=draft.rows == draft.n_decode,
             logit_rows=self.limits.max_seats - draft.rows_left,
         )
-        load = Load(
-            roster.n_seated,
+        occupancy = Occupancy(
+            state.n_seated,
             self.pool.used,
             self.pool.n_cached,
-            roster.n_waiting,
-            roster.backlog.tokens,
+            state.n_waiting,
+            state.backlog.tokens,
         )
-        work = Work(
+        work = StepWork(
             draft.n_decode, draft.rows - draft.n_decode, draft.keys, draft.longest, draft.pairs
         )
         return Plan(
@@ -578,7 +578,7 @@ class Scheduler:
             draft.preempted,
             draft.cached_tokens,
             draft.reserved,
-            load,
+            occupancy,
         )
 
 

@@ -14,7 +14,7 @@ from jitney.engine.scheduler.estimates import OutputLengths
 from jitney.engine.scheduler.kv_pages import PagePool, publish
 from jitney.engine.scheduler.queues import SLACK, Backlog, WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput, Slot
+from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
 
 #: What an output says when a sequence ends for this reason and no better error is known.
 ERRORS = {
@@ -39,7 +39,7 @@ class Group:
     boarded: bool = False
 
 
-class Roster:
+class SchedulerState:
     """Moves sequences between their places; each gets exactly one terminal output, when it is
     closed.
 
@@ -323,13 +323,13 @@ class Roster:
             self._n_held -= len(group.held)
             group.held = []
 
-    def slots(self) -> list[Slot]:
+    def seat_map(self) -> list[Seat]:
         """Every seat, in order, with who sits in it."""
-        slots = {seat: Slot(seat=seat, state="free") for seat in range(self.limits.max_seats)}
-        slots |= {seat: slot_of(seq, seat, "held") for seat, seq in self.kept.items()}
-        slots |= {seq.seat: slot_of(seq, seq.seat, "prefill") for seq in self.prefilling}
-        slots |= {seq.seat: slot_of(seq, seq.seat, "decode") for seq in self.decoding}
-        return list(slots.values())
+        seats = {seat: Seat(seat=seat, state="free") for seat in range(self.limits.max_seats)}
+        seats |= {seat: seat_of(seq, seat, "held") for seat, seq in self.kept.items()}
+        seats |= {seq.seat: seat_of(seq, seq.seat, "prefill") for seq in self.prefilling}
+        seats |= {seq.seat: seat_of(seq, seq.seat, "decode") for seq in self.decoding}
+        return list(seats.values())
 
     def check(self) -> None:
         """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for
@@ -381,9 +381,9 @@ class Roster:
             raise RuntimeError("not true any more: " + "; ".join(broken))
 
 
-def slot_of(seq: Sequence, seat: int, state: str) -> Slot:
+def seat_of(seq: Sequence, seat: int, state: str) -> Seat:
     """A seat and who sits in it, or sat in it last."""
-    return Slot(
+    return Seat(
         seat=seat,
         state=state,
         request_id=seq.request.id,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket, powers_of_two
-from jitney.engine.scheduler.plan import Work
+from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import Roofline
 
 #: Share of the greatest throughput that a service is loaded with.
@@ -178,7 +178,7 @@ def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
     decoding = min(seats, demand.token_budget / (1 + demand.prompt_rows))
     prompt = decoding * demand.prompt_rows
     bucket = Bucket(math.ceil(decoding + prompt), max(1, math.ceil(decoding)))
-    work = Work(
+    work = StepWork(
         math.ceil(decoding),
         round(prompt),
         round(decoding * demand.mean_context),

@@ -17,7 +17,7 @@ from pathlib import Path
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import Work
+from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.step_table import HostTimes
 
@@ -181,14 +181,14 @@ class ModelCost:
         c = self.config
         return c.n_layers * 2 * c.n_kv_heads * c.head_dim * BYTES[self.kv]
 
-    def read_bytes(self, rows: int, work: Work) -> tuple[float, float]:
+    def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
         """(weights read, KV read and written) in a step; of the embedding only the rows are read,
         which is nothing.
         """
         positions = work.keys + work.pairs / QUERY_BLOCK + rows
         return self.layer_weights * BYTES[self.weights] + self.head_bytes, positions * self.kv_bytes
 
-    def operations(self, rows: int, logit_rows: int, work: Work) -> tuple[float, float]:
+    def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step."""
         c = self.config
         attention = 4.0 * c.n_layers * c.n_heads * c.head_dim * (work.keys + work.pairs)
@@ -212,7 +212,7 @@ class Roofline:
     host: HostTimes = ASSUMED_HOST
     noise: dict[str, list[float]] = field(default_factory=dict)
 
-    def seconds(self, bucket: Bucket, work: Work) -> float:
+    def seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Expected device seconds of a step."""
         return (
             max(self.memory_seconds(bucket, work), self.compute_seconds(bucket, work))
@@ -220,13 +220,13 @@ class Roofline:
             + self.assumed.overhead_s
         )
 
-    def memory_seconds(self, bucket: Bucket, work: Work) -> float:
+    def memory_seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Time to read weights and KV once."""
         weights, kv = self.cost.read_bytes(bucket.tokens, work)
         per_chip = weights / self.count + kv / self.kv_split
         return per_chip / (self.device.bandwidth * self.assumed.bandwidth)
 
-    def compute_seconds(self, bucket: Bucket, work: Work) -> float:
+    def compute_seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Time of the arithmetic; attention runs in bfloat16 whatever the weights' format."""
         layers, rest = self.cost.operations(bucket.tokens, bucket.seats, work)
         unit = UNITS[self.cost.weights]

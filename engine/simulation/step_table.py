@@ -5,8 +5,8 @@ A step of bucket b takes
 
     fixed_b + per_key * keys + per_longest * longest + per_prompt * prompt rows + per_pair * pairs
 
-(`engine.scheduler.plan.Work` says what these are). All buckets of a kind (decode-only, mixed) are
-fitted together first, each with its own fixed part; then each bucket on its own, pulled towards the
+(see `engine.scheduler.plan.StepWork`). All buckets of a kind (decode-only, mixed) are fitted
+together first, each with its own fixed part; then each bucket on its own, pulled towards the
 common slopes as strongly as PULL of its own points would, so that a bucket seen in few situations
 does not claim slopes it has no evidence for. A bucket that was never seen takes its fixed part from
 its neighbours by linear interpolation over the rows, and the slopes of the nearest.
@@ -23,7 +23,7 @@ import numpy as np
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import Work
+from jitney.engine.scheduler.plan import StepWork
 
 #: Points of its own that the common slopes weigh as much as.
 PULL = 8.0
@@ -40,7 +40,7 @@ class Point(NamedTuple):
     """One measured step."""
 
     bucket: Bucket
-    work: Work
+    work: StepWork
     seconds: float
 
 
@@ -62,7 +62,7 @@ class Curve(msgspec.Struct, frozen=True):
     def decode_only(self) -> bool:
         return self.tokens == self.seats
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         return (
             self.fixed
             + self.per_key * work.keys
@@ -107,7 +107,7 @@ class StepTimes(Protocol):
         """
         ...
 
-    def seconds(self, bucket: Bucket, work: Work) -> float:
+    def seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Expected device seconds of a step."""
         ...
 
@@ -131,7 +131,7 @@ class StepTable:
         self.noise, self.errors = noise or {}, errors or {}
         self._by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
 
-    def seconds(self, bucket: Bucket, work: Work) -> float:
+    def seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Expected device seconds of a step."""
         shape = bucket.tokens, bucket.seats
         if shape not in self._by_shape:
@@ -243,7 +243,7 @@ def points_of(records: np.ndarray) -> list[Point]:
         records["device_s"],
     )
     return [
-        Point(Bucket(tokens, seats), Work(*work), seconds)
+        Point(Bucket(tokens, seats), StepWork(*work), seconds)
         for tokens, seats, *work, seconds in zip(
             *(column.tolist() for column in columns), strict=True
         )

@@ -14,9 +14,9 @@ import pytest
 from api_fakes import FakeClient
 from page_browser import ARGUMENTS, CHROMIUM, watched
 
-from jitney.engine.messages import Life, PromptRows, Slots, StepReport
+from jitney.engine.messages import Life, PromptRows, SeatMap, StepReport
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, Slot
+from jitney.engine.types import EngineRequest, SamplingParams, Seat, SequenceOutput
 
 #: A request id that would be seen at once if it were taken for markup.
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -33,34 +33,34 @@ class StageClient(FakeClient):
     def __init__(self, **info: Any):
         super().__init__(**({"seats": 4, "pages": 10, "model": "scripted"} | info))
         self._seats = [
-            Slot(seat=seat, state="free") for seat in range(self.info.seats if self.info else 4)
+            Seat(seat=seat, state="free") for seat in range(self.info.seats if self.info else 4)
         ]
         self.states = bytes(11)
         self.kept: list[np.void] = []
         self.asked = 0
 
-    async def slots(self) -> Slots:
+    async def seat_map(self) -> SeatMap:
         self.asked += 1
-        return Slots(0, self.seats, self.states)
+        return SeatMap(0, self.seats, self.states)
 
     @property
-    def seats(self) -> list[Slot]:
+    def seats(self) -> list[Seat]:
         return self._seats
 
     @seats.setter
-    def seats(self, slots: list[Slot]) -> None:
-        self._seats = list(slots)
-        for slot in slots:
-            self._tell(slot)
+    def seats(self, seats: list[Seat]) -> None:
+        self._seats = list(seats)
+        for seat in seats:
+            self._tell(seat)
 
     def seat(self, number: int, state: str, request_id: str, **numbers: int) -> None:
-        self._seats[number] = Slot(seat=number, state=state, request_id=request_id, **numbers)
+        self._seats[number] = Seat(seat=number, state=state, request_id=request_id, **numbers)
         self._tell(self._seats[number])
 
-    def _tell(self, slot: Slot) -> None:
-        """Have the history's seat be as the slot says."""
-        there, now = self.history.seats[slot.seat], time.monotonic()
-        if there is not None and (there.request_id, there.index) != (slot.request_id, slot.index):
+    def _tell(self, seat: Seat) -> None:
+        """Have the history's seat be as the seat says."""
+        there, now = self.history.seats[seat.seat], time.monotonic()
+        if there is not None and (there.request_id, there.index) != (seat.request_id, seat.index):
             self.history.take(
                 StepReport(
                     [
@@ -70,27 +70,27 @@ class StageClient(FakeClient):
                     ]
                 )
             )
-        if slot.request_id is None:
+        if seat.request_id is None:
             return
-        request = self.history.find(slot.request_id, slot.index)
+        request = self.history.find(seat.request_id, seat.index)
         if request is None:
-            sampling = SamplingParams(max_tokens=slot.max_tokens or 16, n=slot.index + 1)
+            sampling = SamplingParams(max_tokens=seat.max_tokens or 16, n=seat.index + 1)
             self.history.submit(
                 EngineRequest(
-                    id=slot.request_id, prompt=[1] * slot.n_prompt, sampling=sampling, arrival=now
+                    id=seat.request_id, prompt=[1] * seat.n_prompt, sampling=sampling, arrival=now
                 )
             )
-            request = self.history.find(slot.request_id, slot.index)
+            request = self.history.find(seat.request_id, seat.index)
         assert request is not None
         life = (
             []
-            if request.seat == slot.seat
+            if request.seat == seat.seat
             else [
                 Life(
                     "seated",
-                    slot.request_id,
-                    slot.index,
-                    slot.seat,
+                    seat.request_id,
+                    seat.index,
+                    seat.seat,
                     self.history.records.last_step,
                     now,
                     0,
@@ -100,13 +100,13 @@ class StageClient(FakeClient):
         )
         self.history.take(StepReport([], life=life))
         rows = (
-            [PromptRows(slot.request_id, slot.index, 0, slot.n_computed, 0)]
-            if slot.state == "prefill"
+            [PromptRows(seat.request_id, seat.index, 0, seat.n_computed, 0)]
+            if seat.state == "prefill"
             else []
         )
-        tokens = [1] * (slot.n_output - request.n_output)
+        tokens = [1] * (seat.n_output - request.n_output)
         outputs = (
-            [SequenceOutput(request_id=slot.request_id, index=slot.index, tokens=tokens)]
+            [SequenceOutput(request_id=seat.request_id, index=seat.index, tokens=tokens)]
             if tokens
             else []
         )

@@ -263,7 +263,7 @@ def test_loading_is_an_error_in_the_endpoints_form(client):
     async def loading():
         raise RequestError("the model is still loading", code="loading")
 
-    client.slots = loading
+    client.seat_map = loading
     answer = get(page(client), "/slots")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
 

@@ -12,7 +12,7 @@ from jitney.engine.api import ServerSettings
 from jitney.engine.api.settings import digest_key
 from jitney.engine.messages import CanaryFinding, Progress
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
-from jitney.engine.types import KernelProof, Slot
+from jitney.engine.types import KernelProof, Seat
 
 MARKUP = "<img src=x onerror=alert(1)>"
 
@@ -124,7 +124,7 @@ def test_a_scripted_trip_is_shown_look_by_look(client, open_page):
         table_is(page, "seat-table", [["0"], ["1"], ["2", "prefill", "two", "0", "32", "64"]])
         says(page, "headline", "Full: all 4 seats taken, 2 waiting, continuous")
         table_is(page, "time-table", [["two", "0", "2"], ["one", "0", "2"]])
-        client.seats = [Slot(seat=seat, state="free") for seat in range(4)]
+        client.seats = [Seat(seat=seat, state="free") for seat in range(4)]
         client.step(waiting=0, seats_busy=0, pages_used=0)
         says(page, "headline", "Idle: all 4 seats free, continuous")
         table_is(page, "seat-table", [[str(seat), "free"] for seat in range(4)])

@@ -19,7 +19,7 @@ from jitney.dashboard.viewers import QUEUE, TooManyViewers, Viewer
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import Progress
 from jitney.engine.records import ROW_KINDS
-from jitney.engine.types import Slot
+from jitney.engine.types import Seat
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +59,10 @@ def test_a_key_frame_is_the_engines_own_arrays(client):
         name == "key" and key["step"] == 2 and key["state"] == "ready" and key["progress"] is None
     )
     states = [hello["states"][code] for code in base64.b64decode(key["seats"]["state"])]
-    assert states == [slot.state for slot in client.seats]
-    assert key["seats"]["request"] == [slot.request_id for slot in client.seats]
+    assert states == [seat.state for seat in client.seats]
+    assert key["seats"]["request"] == [seat.request_id for seat in client.seats]
     for name in hello["seat_columns"]:
-        assert key["seats"][name] == [getattr(slot, name) for slot in client.seats]
+        assert key["seats"][name] == [getattr(seat, name) for seat in client.seats]
     assert base64.b64decode(key["pages"]["cells"]) == client.states[1:]  # page 0 is nobody's
     assert key["pages"]["counts"] == {"free": 1, "held": 4, "shared": 2, "cached": 3}
     assert key["s"]["rows"] == {
@@ -187,7 +187,7 @@ def test_an_engine_that_does_not_answer_leaves_the_pages_out(client):
     async def no_answer():
         raise RequestError("busy", code="internal_error")
 
-    client.slots = no_answer
+    client.seat_map = no_answer
     key = watch(Feed(client), 2)[1][1]
     assert (
         key["pages"] is None and key["seats"]["request"][0] == "req-a" and key["s"]["waiting"] == 2
@@ -370,4 +370,4 @@ def test_a_held_seat_is_told(client):
     client.history.held.add(3)
     key = watch(Feed(client), 2)[1][1]
     assert list(base64.b64decode(key["seats"]["state"])) == [2, 1, 0, 3]
-    assert Slot(seat=0, state="held").state in sse.SEAT_STATES
+    assert Seat(seat=0, state="held").state in sse.SEAT_STATES

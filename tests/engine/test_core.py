@@ -67,7 +67,7 @@ def test_10000_random_events_lose_nothing(retain: bool, policy: str, order: str,
     )
     requests, outputs = random_events(core, clock, rng, 10_000)
     assert core.scheduler.pool.used == 0 and not any(
-        slot.state != "free" for slot in core.slots().slots
+        seat.state != "free" for seat in core.seat_map().seats
     )
     assert_solo_tokens(requests, outputs)
     records = core.ledger.since(0)
@@ -329,7 +329,7 @@ def test_a_nan_that_comes_after_the_end_leaves_no_page(way: str, kind: str):
     elif way == "deadline":
         clock.now = 2.0
     elif way == "preempted":
-        core.scheduler.roster.preempt(next(iter(core.scheduler.roster.decoding)), clock.now)
+        core.scheduler.state.preempt(next(iter(core.scheduler.state.decoding)), clock.now)
     outputs = core.run_until_idle()
     ends = ends_of(outputs)["bad", 0]
     assert ends.finish == (way if way in ("abort", "deadline", "stop") else "error")
@@ -441,15 +441,15 @@ def test_slots_show_who_sits_where():
     core = make_core(seats=2, pages=9, page_size=4, budget=6, eos=())
     core.add(make_request("a", [1] * 10, max_tokens=4))
     core.step()
-    answer = core.slots(7)
+    answer = core.seat_map(7)
     assert answer.ticket == 7
     assert [
-        (slot.seat, slot.state, slot.request_id, slot.n_computed, slot.pages)
-        for slot in answer.slots
+        (seat.seat, seat.state, seat.request_id, seat.n_computed, seat.pages)
+        for seat in answer.seats
     ] == [(0, "prefill", "a", 6, 3), (1, "free", None, 0, 0)]
     assert list(answer.page_states) == [0, 1, 1, 1, 0, 0, 0, 0, 0]
     core.step()
-    assert core.slots().slots[0].state == "decode"
+    assert core.seat_map().seats[0].state == "decode"
 
 
 def test_the_eos_is_what_the_fakes_say():

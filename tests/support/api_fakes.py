@@ -20,15 +20,15 @@ import uvicorn
 from jitney.engine.api import ServerSettings, create_app
 from jitney.engine.api.protocol import http_protocol
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.messages import Progress, Slots
+from jitney.engine.messages import Progress, SeatMap
 from jitney.engine.process.client import EngineCounters, EngineState
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import (
     EngineInfo,
     EngineRequest,
     FinishReason,
+    Seat,
     SequenceOutput,
-    Slot,
     TokenLogprobs,
 )
 
@@ -217,8 +217,8 @@ class FakeClient:
     ) -> None:
         self.aborts.append((request_id, index, reason))
 
-    async def slots(self) -> Slots:
-        busy = Slot(
+    async def seat_map(self) -> SeatMap:
+        busy = Seat(
             seat=0,
             state="decode",
             request_id="r",
@@ -228,10 +228,10 @@ class FakeClient:
             max_tokens=9,
             pages=1,
         )
-        return Slots(0, [busy, Slot(seat=1, state="free")], b"")
+        return SeatMap(0, [busy, Seat(seat=1, state="free")], b"")
 
     async def page_states(self) -> bytes:
-        return (await self.slots()).page_states
+        return (await self.seat_map()).page_states
 
     def records(self, after_step: int) -> np.ndarray:
         return self.history.records.since(after_step)

@@ -30,7 +30,7 @@ from jitney.engine.models.llama import abstract_model
 from jitney.engine.models.quantization import KV_TYPES
 from jitney.engine.models.sharding import make_mesh
 from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import Work
+from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.devices import DEVICES, Accelerator
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
 from jitney.kernels.interface import KernelSet
@@ -210,7 +210,7 @@ def told(step: Step, load: Load, made: Account) -> dict[str, Any]:
     floor, chip = step.floor(load), step.chip
     kept = "bf16" if step.spec.weights == "plain" else step.spec.weights
     cost = ModelCost(step.whole, kept, "bf16" if step.spec.kv == "auto" else step.spec.kv)
-    work = Work(load.decode, load.prompt, load.decode * load.context, load.context, load.pairs)
+    work = StepWork(load.decode, load.prompt, load.decode * load.context, load.context, load.pairs)
     return {
         "context": load.context,
         "bytes": made.bytes,

@@ -63,9 +63,9 @@ class Watched:
 
     def agree(self) -> None:
         """What the history says of the seats is what the scheduler knows."""
-        roster = self.core.scheduler.roster
-        seated = {seq.seat: seq for seq in (*roster.prefilling, *roster.decoding)}
-        assert self.history.held == set(roster.kept)
+        state = self.core.scheduler.state
+        seated = {seq.seat: seq for seq in (*state.prefilling, *state.decoding)}
+        assert self.history.held == set(state.kept)
         for seat, request in enumerate(self.history.seats):
             if seat in self.history.held:
                 continue
@@ -81,7 +81,7 @@ class Watched:
                 assert (
                     request.state in ("prefill", "decode") and request.n_computed <= seq.scheduled
                 )
-        assert self.history.n_waiting == roster.n_waiting
+        assert self.history.n_waiting == state.n_waiting
 
 
 def random_run(seed: int, **core: Any) -> Watched:

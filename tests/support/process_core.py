@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jitney.engine.errors import ModelError
-from jitney.engine.messages import AskSlots, Progress, Slots, StepReport
+from jitney.engine.messages import AskSeatMap, Progress, SeatMap, StepReport
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput, Slot
+from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, Seat, SequenceOutput
 
 RAISE, DIE, PAUSE = 900, 901, 902
 INFO = EngineInfo(
@@ -53,7 +53,7 @@ class Core:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.ended: list[SequenceOutput] = []
-        self.asked: list[AskSlots] = []
+        self.asked: list[AskSeatMap] = []
         self.steps = 0
 
     @property
@@ -101,16 +101,16 @@ class Core:
             record[name] = value
         asked, self.asked = self.asked, []
         return StepReport(
-            outputs, record.tobytes(), answers=[self.slots(one.ticket) for one in asked]
+            outputs, record.tobytes(), answers=[self.seat_map(one.ticket) for one in asked]
         )
 
-    def ask(self, question: AskSlots) -> None:
+    def ask(self, question: AskSeatMap) -> None:
         self.asked.append(question)
 
-    def slots(self, ticket: int, *, seats: bool = True) -> Slots:
-        return Slots(
+    def seat_map(self, ticket: int, *, seats: bool = True) -> SeatMap:
+        return SeatMap(
             ticket,
-            [Slot(seat=0, state="decode", request_id=row.request.id) for row in self.rows],
+            [Seat(seat=0, state="decode", request_id=row.request.id) for row in self.rows],
             b"",
         )
 

@@ -24,7 +24,7 @@ from jitney.engine.records import Ledger
 from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import Bucket, Buckets, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
-from jitney.engine.scheduler.plan import Work
+from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.workload import Arrival
 from jitney.kernels.interface import KernelSet
@@ -153,7 +153,7 @@ def floors_of(job: Job, bench: Bench, records: np.ndarray) -> Iterator[float]:
     """The floor of each recorded step."""
     names = ("bucket_tokens", "bucket_seats", "decode", "prefill", "keys", "longest", "pairs")
     for tokens, seats, *work in zip(*(records[name].tolist() for name in names), strict=True):
-        done = Work(*work)
+        done = StepWork(*work)
         yield job.measured.of(
             bench.floor_bytes(done), bench.operations(Bucket(tokens, seats), done)
         )[0]

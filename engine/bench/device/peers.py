@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from jitney.engine.bench.device.rows import Job, Row, Task, Tasks
-from jitney.engine.scheduler.plan import Work
+from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
 
 REPEATS = 7
@@ -238,7 +238,7 @@ def compiled_row(
 
     spent = samples(run, job.sizes.sample_s)
     cost = ModelCost(job.config, *(("f32",) * 2 if job.dtype == "float32" else ("bf16",) * 2))
-    work = Work(decode=seqs, keys=seqs * context, longest=context)
+    work = StepWork(decode=seqs, keys=seqs * context, longest=context)
     floor_s, bound = job.measured.of(
         sum(cost.read_bytes(seqs, work)), sum(cost.operations(seqs, seqs, work))
     )

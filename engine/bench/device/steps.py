@@ -29,7 +29,7 @@ from jitney.engine.executor.program import allocate, compile_step
 from jitney.engine.executor.runner import Runner, Ticket
 from jitney.engine.models.llama import Llama, abstract_model
 from jitney.engine.scheduler.buckets import Bucket, Buckets
-from jitney.engine.scheduler.plan import Work
+from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
 from jitney.kernels.interface import KernelSet
 
@@ -57,12 +57,12 @@ class Bench:
     positions: int
     page_size: int
 
-    def floor_bytes(self, work: Work) -> float:
+    def floor_bytes(self, work: StepWork) -> float:
         """Least bytes of a step."""
         rows = work.decode + work.prompt
         return self.weight_bytes + rows * self.embed_bytes + (work.keys + rows) * self.row_bytes
 
-    def operations(self, bucket: Bucket, work: Work) -> float:
+    def operations(self, bucket: Bucket, work: StepWork) -> float:
         """Least operations: of its rows, not of its padding."""
         return sum(
             self.cost.operations(
@@ -167,7 +167,7 @@ def compile_buckets(bench: Bench, buckets: Sequence[Bucket]) -> None:
             runner.executables[key] = done.result()
 
 
-def time_step(bench: Bench, case: Case, sample_s: float) -> tuple[list[float], Work]:
+def time_step(bench: Bench, case: Case, sample_s: float) -> tuple[list[float], StepWork]:
     """Seconds of a made-up step, many in flight, its upload included. RuntimeError if its logits
     are not finite.
     """

@@ -17,7 +17,7 @@ from jitney.engine.bench.step import Case, Timing, cases, measured_floor, plan_o
 from jitney.engine.checkpoints.model_config import tiny_config
 from jitney.engine.cli.bench_step import show
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
-from jitney.engine.scheduler.plan import Work
+from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.step_table import HostTimes, StepTable
 
 
@@ -47,14 +47,14 @@ def test_every_case_is_a_step_the_engine_could_plan(
 def test_the_work_of_a_case_by_hand():
     plan = plan_of(Case(Bucket(64, 8), (100, 20), ((0, 10), (30, 4))), 0, 16)
     # pairs: 1 + 2 + ... + 10, and 31 + 32 + 33 + 34
-    assert plan.work == Work(decode=2, prompt=14, keys=101 + 21, longest=101, pairs=55 + 130)
+    assert plan.work == StepWork(decode=2, prompt=14, keys=101 + 21, longest=101, pairs=55 + 130)
     assert [len(chunk.seq.pages) for chunk in plan.chunks] == [7, 2, 1, 3]
 
 
 def test_the_table_goes_through_the_medians():
     bucket = Bucket(4, 4)
     timings = [
-        Timing(Case(bucket, (length,) * 4), Work(4, 0, 4 * length, length), [0.9 * t, t, 5 * t])
+        Timing(Case(bucket, (length,) * 4), StepWork(4, 0, 4 * length, length), [0.9 * t, t, 5 * t])
         for length in (10, 100, 1000)
         for t in [0.01 + 1e-5 * length]
     ]
@@ -68,10 +68,10 @@ def test_the_floor_counts_bytes_and_operations():
     floor = measured_floor(tiny_config(), "float32", 1e9, 1e12)
     config = tiny_config()
     layers = 2 * (64 * config.qkv_size + 64 * 64 + 3 * 64 * 128)
-    assert floor.memory_seconds(Bucket(4, 4), Work(decode=4, keys=40)) == pytest.approx(
+    assert floor.memory_seconds(Bucket(4, 4), StepWork(decode=4, keys=40)) == pytest.approx(
         (4 * (layers + 512 * 64) + 44 * 2 * 2 * 2 * 16 * 4) / 1e9
     )
-    assert floor.compute_seconds(Bucket(4, 4), Work()) == pytest.approx(
+    assert floor.compute_seconds(Bucket(4, 4), StepWork()) == pytest.approx(
         2 * 4 * (layers + 512 * 64) / 1e12
     )
     assert floor.link_seconds(4) == floor.assumed.overhead_s == 0
@@ -106,7 +106,9 @@ def test_what_is_written_is_what_a_simulation_reads(report: dict, tmp_path: Path
     (file := tmp_path / "t.json").write_text(json.dumps(report))
     table = StepTable.load(file)
     for case in report["cases"]:
-        work = Work(case["decode"], case["prompt"], case["keys"], case["longest"], case["pairs"])
+        work = StepWork(
+            case["decode"], case["prompt"], case["keys"], case["longest"], case["pairs"]
+        )
         fitted = table.seconds(Bucket(case["tokens"], case["seats"]), work)
         assert case["repeats"] == 3 and 0 < case["least_s"] <= case["median_s"] <= case["most_s"]
         assert fitted == pytest.approx(case["fitted_s"]) and 0 < fitted < 1

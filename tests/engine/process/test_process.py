@@ -180,7 +180,7 @@ def test_a_listener_that_leaves_frees_the_seat(how: str):
             await client.wait_ready()
             stream = client.submit(request("a", PAUSE, tokens=1000))
             await anext(stream)
-            assert [slot.request_id for slot in (await client.slots()).slots] == ["a"]
+            assert [seat.request_id for seat in (await client.seat_map()).seats] == ["a"]
             if how == "aclose":
                 await stream.aclose()
             else:
@@ -188,7 +188,7 @@ def test_a_listener_that_leaves_frees_the_seat(how: str):
                 await asyncio.sleep(0.05)
                 task.cancel()
             await asyncio.sleep(0.2)
-            assert (await client.slots()).slots == []
+            assert (await client.seat_map()).seats == []
 
     run(test)
 

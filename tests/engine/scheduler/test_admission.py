@@ -24,8 +24,8 @@ from jitney.engine.scheduler.estimates import (
     KEPT,
     PATIENCE,
     OutputLengths,
-    Pace,
-    PromptRows,
+    PrefillBudget,
+    StepTimeEstimate,
     kind_of,
 )
 from jitney.engine.scheduler.plan import StepResult
@@ -35,39 +35,39 @@ from jitney.engine.scheduler.queues import LONGEST_RETRY
 BUCKETS = make_buckets(max_seats=16, token_budget=256)  # mixed: 32, 64, 128, 256 rows
 
 
-def pace_of(**seconds: float) -> Pace:
-    """A pace that has seen mixed buckets of these sizes: m64=0.1."""
-    pace = Pace(BUCKETS)
+def step_times_of(**seconds: float) -> StepTimeEstimate:
+    """An estimate that has seen mixed buckets of these sizes: m64=0.1."""
+    step_times = StepTimeEstimate(BUCKETS)
     for name, value in seconds.items():
-        pace.observe(Bucket(int(name[1:]), 16), value)
-    return pace
+        step_times.observe(Bucket(int(name[1:]), 16), value)
+    return step_times
 
 
 def test_a_disturbed_step_does_not_change_the_pace():
-    pace = pace_of(m64=0.1)
+    step_times = step_times_of(m64=0.1)
     for _ in range(4):
-        pace.observe(Bucket(64, 16), 0.11)
-    pace.observe(Bucket(64, 16), 9.0)
-    assert pace.mixed(Bucket(64, 16)) == pytest.approx(0.11)
+        step_times.observe(Bucket(64, 16), 0.11)
+    step_times.observe(Bucket(64, 16), 9.0)
+    assert step_times.mixed(Bucket(64, 16)) == pytest.approx(0.11)
     for _ in range(KEPT):
-        pace.observe(Bucket(64, 16), 0.2)
-    assert pace.mixed(Bucket(64, 16)) == 0.2, "what is long ago is forgotten"
+        step_times.observe(Bucket(64, 16), 0.2)
+    assert step_times.mixed(Bucket(64, 16)) == 0.2, "what is long ago is forgotten"
 
 
 def test_a_bucket_that_was_not_seen_is_judged_by_its_neighbour():
-    pace = pace_of(m64=0.1, m256=0.6)
-    assert pace.mixed(Bucket(32, 16)) == pytest.approx(0.05) and pace.mixed(
+    step_times = step_times_of(m64=0.1, m256=0.6)
+    assert step_times.mixed(Bucket(32, 16)) == pytest.approx(0.05) and step_times.mixed(
         Bucket(128, 16)
     ) == pytest.approx(0.2)
-    assert Pace(BUCKETS).mixed(Bucket(64, 16)) is None
+    assert StepTimeEstimate(BUCKETS).mixed(Bucket(64, 16)) is None
 
 
 def test_the_least_time_of_a_prompt_is_never_more_than_was_measured():
-    pace = pace_of(m64=0.1, m256=0.4)
+    step_times = step_times_of(m64=0.1, m256=0.4)
     assert [
-        round(pace.fastest_prefill(rows), 3) for rows in (0, 20, 40, 128, 200, 256, 300, 600)
+        round(step_times.fastest_prefill(rows), 3) for rows in (0, 20, 40, 128, 200, 256, 300, 600)
     ] == [0, 0, 0.1, 0.1, 0.4, 0.4, 0.5, 0.9]
-    assert Pace(BUCKETS).fastest_prefill(500) == 0.0
+    assert StepTimeEstimate(BUCKETS).fastest_prefill(500) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -88,40 +88,44 @@ def test_the_share_of_prompts_beside_running_streams(share: int, decoding: int, 
     """As many as fill a bucket, if that is at least half of what the share allows: 64 rows of 256
     beside 4 are 60.
     """
-    assert PromptRows(Pace(BUCKETS), share, 0.0).most(decoding) == rows
+    assert PrefillBudget(StepTimeEstimate(BUCKETS), share, 0.0).most(decoding) == rows
 
 
 def test_the_chunk_follows_the_target():
-    pace = pace_of(m32=0.04, m64=0.05, m128=0.08, m256=0.16)
-    assert [PromptRows(pace, 1.0, target).most(8) for target in (0.04, 0.07, 0.1, 1.0)] == [
+    step_times = step_times_of(m32=0.04, m64=0.05, m128=0.08, m256=0.16)
+    assert [
+        PrefillBudget(step_times, 1.0, target).most(8) for target in (0.04, 0.07, 0.1, 1.0)
+    ] == [
         24,
         56,
         120,
         248,
     ]
-    assert PromptRows(pace, 0.25, 1.0).most(8) == 56, "the share still holds"
-    assert PromptRows(pace, 1.0, 0.07).most(0) == 256, "nobody decodes"
+    assert PrefillBudget(step_times, 0.25, 1.0).most(8) == 56, "the share still holds"
+    assert PrefillBudget(step_times, 1.0, 0.07).most(0) == 256, "nobody decodes"
 
 
 def test_before_any_mixed_step_the_target_takes_the_smallest():
-    assert PromptRows(Pace(BUCKETS), 1.0, 0.05).most(8) == 24
+    assert PrefillBudget(StepTimeEstimate(BUCKETS), 1.0, 0.05).most(8) == 24
 
 
 def test_a_target_that_cannot_be_kept_does_not_starve_prompts():
-    rows = PromptRows(pace_of(m32=0.2), 1.0, 0.05)
+    rows = PrefillBudget(step_times_of(m32=0.2), 1.0, 0.05)
     assert [rows.most(8) for _ in range(2 * PATIENCE)] == ([0] * (PATIENCE - 1) + [24]) * 2
 
 
-def learnt(per_pair: float, noise: float = 0.0, rounds: int = 40) -> Pace:
-    """A pace after steps of 128 and 64 rows: 52 and 38 ms and so much per pair, and up to `noise`
-    of it at random.
+def learnt(per_pair: float, noise: float = 0.0, rounds: int = 40) -> StepTimeEstimate:
+    """What is learnt from steps of 128 and 64 rows: 52 and 38 ms and so much per pair, and up to
+    `noise` of it at random.
     """
-    rng, pace = random.Random(3), Pace(BUCKETS)
+    rng, step_times = random.Random(3), StepTimeEstimate(BUCKETS)
     for number in range(rounds):
         for bucket, base in ((Bucket(128, 16), 0.052), (Bucket(64, 16), 0.038)):
             pairs = bucket.tokens * 100 * number
-            pace.observe(bucket, (base + per_pair * pairs) * (1 + rng.uniform(0, noise)), pairs)
-    return pace
+            step_times.observe(
+                bucket, (base + per_pair * pairs) * (1 + rng.uniform(0, noise)), pairs
+            )
+    return step_times
 
 
 def test_what_a_pair_costs_is_learnt_from_prompts_of_different_lengths():
@@ -130,25 +134,25 @@ def test_what_a_pair_costs_is_learnt_from_prompts_of_different_lengths():
     ) == (pytest.approx(0.052, rel=0.05))
     assert learnt(3e-7, noise=0.5).per_pair == pytest.approx(3.75e-7, rel=0.25)
     assert learnt(0.0, noise=0.5).per_pair < 3e-8
-    pace, rng = Pace(BUCKETS), random.Random(1)
+    step_times, rng = StepTimeEstimate(BUCKETS), random.Random(1)
     for _ in range(
         100
     ):  # short prompts alone, and steps of random times: nothing is concluded from these
-        pace.observe(Bucket(64, 16), rng.uniform(0.03, 0.09), rng.randint(500, 2500))
-    assert pace.per_pair < 2e-7
+        step_times.observe(Bucket(64, 16), rng.uniform(0.03, 0.09), rng.randint(500, 2500))
+    assert step_times.per_pair < 2e-7
 
 
 def test_rows_deep_in_a_long_prompt_are_fewer():
     """48 rows of the 64-row bucket at its start; far into it only as many as keep 1.15 times its 38
     ms.
     """
-    rows = PromptRows(learnt(3e-7), 0.25, 0.0)
+    rows = PrefillBudget(learnt(3e-7), 0.25, 0.0)
     at = [rows.most(16, start) for start in (0, 200, 1000, 40_000)]
     assert at[0] == 48 and at == sorted(at, reverse=True)
     assert at[2] == pytest.approx(0.15 * 0.038 / 3e-7 / 1000, abs=2)
     assert at[3] == 32 // 8, "but never fewer than these"
-    assert PromptRows(learnt(3e-7), 1.0, 0.0).most(16, 4000) == 240, "share 1 is no limit"
-    timely = PromptRows(learnt(3e-7), 1.0, 0.08).most(16, 1000)
+    assert PrefillBudget(learnt(3e-7), 1.0, 0.0).most(16, 4000) == 240, "share 1 is no limit"
+    timely = PrefillBudget(learnt(3e-7), 1.0, 0.08).most(16, 1000)
     assert 0.078 < 0.052 + 3e-7 * timely * (1000 + timely / 2) < 0.081
 
 
@@ -181,7 +185,7 @@ def worst_gap(target_itl_ms: float) -> float:
         if any(out.request_id == "s0" for out in core.step().outputs):
             worst = max(worst, clock.now - last) if step > 40 else 0.0
             last = clock.now
-    assert len(core.scheduler.roster.prefilling) == 0 and core.scheduler.roster.n_waiting == 0
+    assert len(core.scheduler.state.prefilling) == 0 and core.scheduler.state.n_waiting == 0
     return worst
 
 
@@ -224,7 +228,7 @@ def run_at(core: EngineCore, clock: FakeClock, seconds: float, steps: int) -> No
 def test_steps_are_measured_by_the_core_and_compiled_ones_are_not():
     clock = FakeClock()
     core = make_core(clock=clock, eos=())
-    assert core.scheduler.pace.step is None
+    assert core.scheduler.step_times.step is None
     core.add(make_request("a", [1], max_tokens=8))
     launch = core.runner.launch
 
@@ -236,7 +240,7 @@ def test_steps_are_measured_by_the_core_and_compiled_ones_are_not():
     run_at(core, clock, 5.0, 2)
     core.runner.launch = launch
     run_at(core, clock, 0.5, 4)
-    assert core.scheduler.pace.step == 0.5
+    assert core.scheduler.step_times.step == 0.5
 
 
 def test_answers_are_expected_as_long_as_those_before_them():
@@ -268,7 +272,7 @@ def busy_core(clock: FakeClock, **limits) -> EngineCore:
     for name in ("a", "b"):
         core.add(make_request(name, [1], max_tokens=22))
     run_at(core, clock, 1.0, 3)
-    assert core.scheduler.pace.step == 1.0
+    assert core.scheduler.step_times.step == 1.0
     return core
 
 
@@ -277,7 +281,7 @@ def foreseen(core: EngineCore, **request) -> float:
     newcomer = core.scheduler._admission.sequences(make_request("newcomer", [1], **request), 10**6)[
         0
     ]
-    return core.scheduler._forecast.wait(newcomer)
+    return core.scheduler._predicted_wait.wait(newcomer)
 
 
 def test_the_wait_is_foreseen_from_rests_and_expectations():
@@ -300,7 +304,7 @@ def test_a_foreseen_wait_is_right_about_a_real_queue():
     run_at(core, clock, 0.1, 12)
     predicted, started = foreseen(core), clock.now
     core.add(make_request("newcomer", [1], arrival=clock.now, max_tokens=1))
-    newcomer = core.scheduler.roster.groups["newcomer"].leader
+    newcomer = core.scheduler.state.groups["newcomer"].leader
     while newcomer.boarded_at is None:
         run_at(core, clock, 0.1, 1)
     assert newcomer.boarded_at - started == pytest.approx(predicted, rel=0.15)
@@ -337,14 +341,14 @@ def test_too_long_a_wait_is_refused_with_the_seconds():
         core.scheduler.add(make_request("c", [1]))
     assert (refusal.value.info.code, refusal.value.info.retry_after) == ("queue_full", 5.0)
     core.check()
-    assert "c" not in core.scheduler.roster.groups
+    assert "c" not in core.scheduler.state.groups
 
 
 def test_nothing_is_refused_by_prediction_before_a_step_was_measured():
     core = make_core(seats=1, eos=(), max_predicted_wait_s=0.001)
     for i in range(20):
         core.add(make_request(f"r{i}", [1] * 9, deadline=0.001))
-    assert core.scheduler.roster.n_waiting == 20
+    assert core.scheduler.state.n_waiting == 20
 
 
 @pytest.mark.parametrize(("deadline", "refused"), [(9.0, True), (11.0, False)])
@@ -456,7 +460,7 @@ def calls(seats: int, order: str) -> float:
         counted += event in ("call", "c_call")
 
     for step in range(30):
-        while scheduler.roster.n_waiting < seats:
+        while scheduler.state.n_waiting < seats:
             number = next(numbers)
             scheduler.add(
                 make_request(

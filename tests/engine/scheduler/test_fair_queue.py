@@ -133,7 +133,7 @@ def test_one_tenant_cannot_fill_the_queue_for_the_others():
         except RequestError as error:
             assert error.info.code == "queue_full"
             refused[user] += 1
-    assert refused == {"a": 91, "b": 2, "c": 2} and core.scheduler.roster.n_waiting == 9 + 2 + 2
+    assert refused == {"a": 91, "b": 2, "c": 2} and core.scheduler.state.n_waiting == 9 + 2 + 2
     core.check()
 
 
@@ -141,7 +141,7 @@ def test_new_names_do_not_make_room_without_end():
     core = make_core(seats=1, order="fair", max_requests=8)
     for number in range(1000):
         core.add(make_request(f"r{number}", [1], user=str(number)))
-    assert core.scheduler.roster.n_waiting <= 2 * 8 + 1
+    assert core.scheduler.state.n_waiting <= 2 * 8 + 1
 
 
 def test_tenants_are_forgotten_when_they_are_no_better_off_for_it():
@@ -330,7 +330,7 @@ def boardings(order: str, seed: int) -> tuple[list[str], dict[str, tuple[int, fl
             number,
             clock.now,
             request.priority,
-            core.scheduler.roster.groups[name].leader.expected,
+            core.scheduler.state.groups[name].leader.expected,
         )
         core.step()
     for _ in range(8000):

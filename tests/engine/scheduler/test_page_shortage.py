@@ -18,7 +18,7 @@ from jitney.engine.scheduler.estimates import (
     HALVE_AT,
     MOST_CLASSES,
     OutputLengths,
-    Pace,
+    StepTimeEstimate,
     bucket_of,
     kind_of,
 )
@@ -233,12 +233,12 @@ def test_times_ahead_hold_everybodys_end():
 
 
 def test_a_larger_bucket_for_one_more_must_pay():
-    pace = Pace(make_buckets(max_seats=16, token_budget=64))
-    assert pace.pays(8), "nothing is known yet"
-    pace.observe(Bucket(8, 8), 0.010)
-    assert pace.pays(8)
-    pace.observe(Bucket(16, 16), 0.012)
-    assert not pace.pays(8) and pace.pays(9) and pace.pays(7)
+    step_times = StepTimeEstimate(make_buckets(max_seats=16, token_budget=64))
+    assert step_times.pays(8), "nothing is known yet"
+    step_times.observe(Bucket(8, 8), 0.010)
+    assert step_times.pays(8)
+    step_times.observe(Bucket(16, 16), 0.012)
+    assert not step_times.pays(8) and step_times.pays(9) and step_times.pays(7)
     for _ in range(20):
-        pace.observe(Bucket(16, 16), 0.011)
-    assert pace.pays(8)
+        step_times.observe(Bucket(16, 16), 0.011)
+    assert step_times.pays(8)

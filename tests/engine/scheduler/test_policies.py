@@ -49,7 +49,7 @@ def run_on(
 
 def states(core: EngineCore) -> str:
     """One letter a seat: . free, p prefill, d decode, h held."""
-    return "".join({"free": "."}.get(slot.state, slot.state[0]) for slot in core.slots().slots)
+    return "".join({"free": "."}.get(seat.state, seat.state[0]) for seat in core.seat_map().seats)
 
 
 def test_the_names_stand_in_one_place():

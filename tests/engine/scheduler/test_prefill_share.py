@@ -13,7 +13,7 @@ from jitney.engine.config.schema import AUTO, Config, Share
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
-from jitney.engine.scheduler.estimates import LEAST_SHARE, Pace, PromptRows
+from jitney.engine.scheduler.estimates import LEAST_SHARE, PrefillBudget, StepTimeEstimate
 from jitney.engine.simulation.simulator import EngineShape, Run, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import Arrival, Closed, Fixed, Lengths, LogNormal, synthesise
@@ -69,7 +69,7 @@ def test_streams_stay_in_rhythm_beside_a_long_prompt():
 
 def test_the_share_by_hand():
     """Of 512 rows: who waits for prompts over who waits for tokens, in sixteenths."""
-    rows = PromptRows(Pace(make_buckets(max_seats=32, token_budget=512)), AUTO, 0.0)
+    rows = PrefillBudget(StepTimeEstimate(make_buckets(max_seats=32, token_budget=512)), AUTO, 0.0)
     shares = [
         rows.share_beside(decoding, prompts)
         for decoding, prompts in (
@@ -86,15 +86,15 @@ def test_the_share_by_hand():
     ]
     assert shares == [LEAST_SHARE, LEAST_SHARE, 0.25, 0.5, 9 / 16, 1.0, 1.0, 1.0, 10 / 16]
     assert rows.most(16, 0, 1) == 112 and rows.most(16, 0, 16) == 496 and rows.most(0, 0, 1) == 512
-    fixed = PromptRows(rows.pace, 0.5, 0.0)
+    fixed = PrefillBudget(rows.step_times, 0.5, 0.0)
     assert fixed.share_beside(31, 1) == fixed.share_beside(1, 31) == 0.5
 
 
 def test_a_target_still_bounds_the_step():
-    pace = Pace(make_buckets(max_seats=32, token_budget=512))
-    for bucket in pace.buckets.mixed:
-        pace.observe(bucket, bucket.tokens / 1000)
-    assert PromptRows(pace, AUTO, 0.15).most(4, 0, 28) == 128 - 4
+    step_times = StepTimeEstimate(make_buckets(max_seats=32, token_budget=512))
+    for bucket in step_times.buckets.mixed:
+        step_times.observe(bucket, bucket.tokens / 1000)
+    assert PrefillBudget(step_times, AUTO, 0.15).most(4, 0, 28) == 128 - 4
 
 
 def test_auto_and_numbers_in_every_layer(tmp_path, capsys: pytest.CaptureFixture[str]):

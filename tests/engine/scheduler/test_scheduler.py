@@ -316,7 +316,7 @@ def test_deadline_in_any_phase(phase: str, steps: int):
     core.add(make_request("late", [2] * 20, max_tokens=40, deadline=10.0))
     for _ in range(steps):
         core.step()
-    state = core.slots().slots[0]
+    state = core.seat_map().seats[0]
     assert (state.request_id == "late", state.state) == (
         phase != "waiting",
         phase.replace("waiting", "decode"),
@@ -327,7 +327,7 @@ def test_deadline_in_any_phase(phase: str, steps: int):
     clock.now = 10.0
     end = ends_of(core.step().outputs)["late", 0]
     assert (end.finish, code_of(end)) == ("deadline", "deadline_exceeded")
-    assert "late" not in {slot.request_id for slot in core.slots().slots}
+    assert "late" not in {seat.request_id for seat in core.seat_map().seats}
     core.run_until_idle()
     core.check()
 
@@ -636,7 +636,7 @@ def test_seeds():
     for seed in (None, None, 7):
         core = make_core()
         core.add(make_request("a", [1], n=3, seed=seed))
-        group = core.scheduler.roster.groups["a"]
+        group = core.scheduler.state.groups["a"]
         admitted.append([seq.seed for seq in group.open])
     assert admitted[2] == [7, sibling_seed(7, 1), sibling_seed(7, 2)]
     assert len(set(itertools.chain(*admitted))) == 9
@@ -652,7 +652,7 @@ def test_what_has_ended_is_forgotten():
         core.add(make_request(f"r{i}", [1], deadline=1e9))
         core.abort(f"r{i}")
     assert (
-        len(core.scheduler.roster._deadlines) < 150 and len(core.scheduler.roster.queue._heap) < 150
+        len(core.scheduler.state._deadlines) < 150 and len(core.scheduler.state.queue._heap) < 150
     )
     assert len(ends_of(core.step().outputs)) == 1000
 

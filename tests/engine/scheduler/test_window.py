@@ -59,9 +59,9 @@ def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -
             core.add(coming.pop(0))
         outputs += core.step().outputs
         core.check()
-        for seq in core.scheduler.roster.decoding:
+        for seq in core.scheduler.state.decoding:
             if seq.scheduled - seq.sat_with > PAGE:  # from its first full page on
-                assert seq.n_pages <= core.scheduler.roster.window_pages
+                assert seq.n_pages <= core.scheduler.state.window_pages
     return outputs
 
 
@@ -120,7 +120,7 @@ def test_pages_by_hand():
     held = {}
     while core.has_work:
         core.step()
-        for seq in core.scheduler.roster.decoding:
+        for seq in core.scheduler.state.decoding:
             held[seq.scheduled - 1] = [index for index, page in enumerate(seq.pages) if page]
     # Position -> pages; one is given back when the next one is needed.
     assert [held[at] for at in (3, 4, 8, 11, 12, 16, 20)] == [
@@ -133,7 +133,7 @@ def test_pages_by_hand():
         [3, 4, 5],
     ]
     assert (
-        max(plan.load.pages_used for plan in plans) == 3
+        max(plan.occupancy.pages_used for plan in plans) == 3
         and sum(len(plan.dropped) for plan in plans) == 5
     )
 
@@ -145,7 +145,7 @@ def test_a_prompt_gives_back_pages_while_it_is_read():
     plans = watch(core)
     core.add(make_request("long", [1] * 64, max_tokens=1))
     core.run_until_idle()
-    assert [plan.load.pages_used for plan in plans] == [16, 16, 14, 12, 10, 8, 6, 4]
+    assert [plan.occupancy.pages_used for plan in plans] == [16, 16, 14, 12, 10, 8, 6, 4]
 
 
 def test_dropped_pages_are_cached_and_found_again():
@@ -183,7 +183,10 @@ def test_many_long_answers_fit_a_pool_for_one_whole_one():
         core.add(request)
     outputs = core.run_until_idle()
     assert all(tokens_of(outputs, request.id) == solo(request) for request in requests)
-    assert max(plan.load.seats_busy for plan in plans) == 4 and core.ledger.totals["preempted"] == 0
+    assert (
+        max(plan.occupancy.seats_busy for plan in plans) == 4
+        and core.ledger.totals["preempted"] == 0
+    )
 
 
 def test_the_packed_table_has_the_trash_page_there():
@@ -242,7 +245,9 @@ def test_a_windowed_model_serves_the_same_tokens_on_fewer_pages():
             first, second = np.sort(logprobs[at])[::-1][:2]
             assert token == logprobs[at].argmax() or first - second < 1e-4
     llm.core.check()
-    decoding = [plan.load.pages_used for plan in plans if plan.n_decode == 4 == len(plan.chunks)]
+    decoding = [
+        plan.occupancy.pages_used for plan in plans if plan.n_decode == 4 == len(plan.chunks)
+    ]
     assert decoding and max(decoding[8:]) <= 4 * (32 // 8 + 2), (
         "all of them: 4 * (61 + 100) positions are 88 pages"
     )

@@ -13,7 +13,7 @@ from jitney.engine.checkpoints.model_config import tiny_config
 from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import Work
+from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.devices import DEVICES, find_device
 from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
 from jitney.engine.simulation.step_table import (
@@ -35,11 +35,11 @@ TRUE = {
 }
 
 
-def random_work(rng: np.random.Generator, bucket: Bucket) -> Work:
+def random_work(rng: np.random.Generator, bucket: Bucket) -> StepWork:
     decode = int(rng.integers(1, bucket.seats))
     prompt = 0 if bucket.decode_only else int(rng.integers(1, bucket.tokens - decode + 1))
     longest = int(rng.integers(50, 2000))
-    return Work(
+    return StepWork(
         decode,
         prompt,
         int(longest * decode * rng.uniform(0.3, 1)),
@@ -113,7 +113,7 @@ def test_coefficients_are_never_negative():
 
 def test_few_points_keep_the_common_slope():
     """A bucket seen once, at one context, says nothing about how it grows with the context."""
-    lonely = Work(decode=20, keys=20_000, longest=1000)
+    lonely = StepWork(decode=20, keys=20_000, longest=1000)
     table = StepTable.from_points(
         [*points(40, buckets=(D8,)), Point(D32, lonely, TRUE[D32].seconds(lonely))]
     )
@@ -131,13 +131,13 @@ def test_unseen_buckets_lie_between_their_neighbours():
             Curve(128, 32, 0.2),
         ]
     )
-    assert table.seconds(Bucket(16, 16), Work()) == pytest.approx(0.010 + 0.024 / 3)
-    assert table.seconds(Bucket(24, 24), Work(keys=1000)) == pytest.approx(0.026 + 0.001)
-    assert table.seconds(Bucket(4, 4), Work()) == pytest.approx(0.010)
-    assert table.seconds(Bucket(256, 32), Work()) == pytest.approx(
+    assert table.seconds(Bucket(16, 16), StepWork()) == pytest.approx(0.010 + 0.024 / 3)
+    assert table.seconds(Bucket(24, 24), StepWork(keys=1000)) == pytest.approx(0.026 + 0.001)
+    assert table.seconds(Bucket(4, 4), StepWork()) == pytest.approx(0.010)
+    assert table.seconds(Bucket(256, 32), StepWork()) == pytest.approx(
         0.4
     )  # as steep as between the last two
-    assert table.seconds(Bucket(96, 32), Work()) == pytest.approx(0.15)
+    assert table.seconds(Bucket(96, 32), StepWork()) == pytest.approx(0.15)
 
 
 def records_of(many: list[Point]) -> np.ndarray:
@@ -244,7 +244,7 @@ def test_a_decode_step_on_one_chip_by_hand():
     positions.
     """
     roofline = Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"], assumed=IDEAL)
-    work = Work(decode=100, keys=100_000)
+    work = StepWork(decode=100, keys=100_000)
     weights = 2 * (6_979_321_856 + 525_336_576)
     assert roofline.seconds(Bucket(100, 100), work) == pytest.approx(
         (weights + 100_100 * 131072) / 3.35e12
@@ -257,7 +257,7 @@ def test_a_prompt_step_is_bound_by_arithmetic_and_efficiencies_divide():
     cost, bucket, work = (
         ModelCost(SHAPES["llama-3.1-8b"]),
         Bucket(4096, 8),
-        Work(prompt=4096, pairs=4096 * 2048),
+        StepWork(prompt=4096, pairs=4096 * 2048),
     )
     ideal = Roofline(cost, DEVICES["h100"], assumed=IDEAL).seconds(bucket, work)
     flops = 2 * (6_979_321_856 * 4096 + 525_336_576 * 8) + 4 * 32 * 4096 * 4096 * 2048
@@ -269,7 +269,7 @@ def test_a_prompt_step_is_bound_by_arithmetic_and_efficiencies_divide():
 
 
 def test_formats_choose_bytes_and_units():
-    h100, work = DEVICES["h100"], Work(prompt=8192)
+    h100, work = DEVICES["h100"], StepWork(prompt=8192)
     layers = {
         name: Roofline(
             ModelCost(SHAPES["llama-3.1-8b"], name), h100, assumed=IDEAL
@@ -295,7 +295,7 @@ def test_two_chips_share_weights_and_talk():
     cost, bucket, work = (
         ModelCost(SHAPES["llama-3.1-8b"]),
         Bucket(64, 64),
-        Work(decode=64, keys=64_000),
+        StepWork(decode=64, keys=64_000),
     )
     one, two = (Roofline(cost, DEVICES["h100"], n, Assumptions(1, 1, 0, 1e-5)) for n in (1, 2))
     assert two.memory_seconds(bucket, work) == pytest.approx(one.memory_seconds(bucket, work) / 2)

@@ -171,20 +171,21 @@ def test_slots_are_answered_after_the_plan():
         watched.add(f"r{number}", [1, 2], max_tokens=3, ignore_eos=True)
     looks = []
     while watched.core.has_work:
-        waiting = watched.core.scheduler.roster.n_waiting
-        watched.core.ask(messages.AskSlots(7))
+        waiting = watched.core.scheduler.state.n_waiting
+        watched.core.ask(messages.AskSeatMap(7))
         report = watched.core.step()
         (answer,) = report.answers
         assert answer.ticket == 7
         if waiting > 2:
-            looks.append([slot.state for slot in answer.slots])
+            looks.append([seat.state for seat in answer.seats])
     assert len(looks) > 2 and all("free" not in look for look in looks)
 
 
 def test_pages_alone_are_answered_without_the_seats():
     core: EngineCore = make_core()
     assert (
-        core.slots(1, seats=False).slots == [] and len(core.slots(1, seats=False).page_states) == 33
+        core.seat_map(1, seats=False).seats == []
+        and len(core.seat_map(1, seats=False).page_states) == 33
     )
     assert device_of(core).page_size == 4
 
