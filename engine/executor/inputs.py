@@ -1,17 +1,22 @@
 """From a plan to the one packed int32 array that a step uploads, and back to named arrays inside
 jit.
 
-Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, M seats of
-the engine.
+`FIELDS` says what an upload is made of and `SAMPLING` what it says of each seat's sampling
+parameters; packing, slicing and the sampler read both by name.
+
+Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, W words of
+a seat's sampling parameters, M seats of the engine.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from dataclasses import dataclass
+from collections import namedtuple
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,151 +24,256 @@ import numpy as np
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import Chunk, Plan
 from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.types import SamplingParams, Uploaded, declared
 
-#: Per logit row, float32: temperature, top_p, min_p, repetition, presence and frequency penalty.
-FLOATS = 6
-#: Per logit row, int32: top_k, seed (low, high word), LOOKS bits.
-INTS = 4
-#: Both as a seat keeps them.
-FLOATS_STRUCT, INTS_STRUCT = struct.Struct(f"<{FLOATS}f"), struct.Struct("<iQi")
-#: Bits of the last int: which optional parts of the sampler this row needs.
+#: Optional parts of the sampler, as bits of the parameter `parts`.
 PENALISED, BIASED, SCORED = 1, 2, 4
 
 
-class StepInputs(NamedTuple):
-    """One step's upload, int32 unless said otherwise.
+class _SeatField(NamedTuple):
+    """One number of a seat that the sampler reads."""
 
-    floats and ints are None in a step without the sampler, the score fields also in one without
-    prompt rows.
+    name: str
+    dtype: Literal["float32", "int32"]
+    value: Callable[[SamplingParams], float]
+
+
+class SamplingUpload:
+    """What the sampler reads of each seat: the parameters that `params` declares as uploaded,
+    `parts` (the optional parts of the sampler that the seat needs), and the sequence's seed.
     """
 
-    tokens: Any  # [T] token ids; -1: read last_token of token_seats on the device
-    token_seats: Any  # [T] seat each row belongs to
-    positions: Any  # [T]
-    write_rows: Any  # [T] flat KV row; N * page = drop
-    kv_lens: Any  # [S]
-    cu_q: Any  # [S + 1]
-    counts: Any  # [3] sequences that decode, sequences, token rows
-    logit_rows: Any  # [S] which token row each logit row reads
-    seats: Any  # [S] seat whose last_token a logit row sets; M = none
-    page_table: Any  # [S, P]
-    floats: Any = None  # [S, FLOATS] float32 bits
-    ints: Any = None  # [S, INTS]
-    score_count: Any = None  # [1] rows that bring prompt log-probabilities
-    score_rows: Any = None  # [T] which token rows those are; only the first score_count count
-    score_tokens: Any = None  # [T] the token that each of them is scored against
+    def __init__(self, params: type[SamplingParams]):
+        self.fields = [*_uploaded(params), _SeatField("parts", "int32", _parts)]
+        formats = {"float32": "f", "int32": "i"}
+        numbers = "".join([formats[field.dtype] for field in self.fields])
+        self._struct = struct.Struct(f"<{numbers}q")
+        self.words = self._struct.size // 4
+
+    def pack(self, params: SamplingParams, seed: int) -> bytes:
+        """A seat's parameters; seed: int64."""
+        return self._struct.pack(*[field.value(params) for field in self.fields], seed)
+
+    def columns(self, words: Any) -> dict[str, Any]:
+        """int32 [S, W], numpy or traced -> an array [S] for each parameter; the seed's is int32
+        [S, 2], the low word first.
+        """
+        columns = {
+            field.name: words[:, number].view(np.dtype(field.dtype))
+            for number, field in enumerate(self.fields)
+        }
+        return columns | {"seed": words[:, len(self.fields) :]}
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where each field of StepInputs lies in the packed array of one executable."""
+def _uploaded(params: type[SamplingParams]) -> list[_SeatField]:
+    """The parameters that are declared as `Uploaded`."""
+    fields = []
+    for name, items in declared(params).items():
+        for item in items:
+            if isinstance(item, Uploaded):
+                fields.append(_SeatField(name, item.dtype, item.value or attrgetter(name)))
+    return fields
 
-    bucket: Bucket
-    pages: int
-    plain: bool
+
+def _parts(params: SamplingParams) -> int:
+    scored = params.logprobs is not None
+    return PENALISED * params.penalised | BIASED * params.biased | SCORED * scored
+
+
+SAMPLING = SamplingUpload(SamplingParams)
+
+
+class _Field(NamedTuple):
+    """One field of a step's upload, int32."""
+
+    name: str
+    shape: tuple[str, ...]  #: its axes, by their names in UploadLayout
+    #: rows: gathered anew for each step. sampling: the sampler's, copied from the seats. scores: of
+    #: rows that bring prompt log-probabilities. pages: copied from the seats' page tables.
+    part: Literal["rows", "sampling", "scores", "pages"]
+    #: What stands behind the step's own values.
+    padding: Callable[[BatchBuilder], int] = lambda builder: 0
+
+
+#: All fields of a step's upload. An executable takes those whose part it has (`UploadLayout`).
+FIELDS = (
+    # Token ids; -1: read last_token of token_seats on the device.
+    _Field("tokens", ("T",), "rows"),
+    # The seat that each row belongs to.
+    _Field("token_seats", ("T",), "rows"),
+    _Field("positions", ("T",), "rows"),
+    # Flat KV rows; behind the pool: not written.
+    _Field("write_rows", ("T",), "rows", padding=attrgetter("pool_rows")),
+    _Field("kv_lens", ("S",), "rows"),
+    _Field("cu_q", ("S + 1",), "rows"),
+    # Sequences that decode, sequences, token rows.
+    _Field("counts", ("3",), "rows"),
+    # The token row that each logit row reads.
+    _Field("logit_rows", ("S",), "rows"),
+    # The seat whose last_token a logit row sets; M: none.
+    _Field("seats", ("S",), "rows", padding=attrgetter("seats")),
+    # See SamplingUpload.
+    _Field("sampling", ("S", "W"), "sampling"),
+    # How many rows bring prompt log-probabilities.
+    _Field("score_count", ("1",), "scores"),
+    # Which token rows those are, and the tokens that they are scored against; what stands behind
+    # the first score_count is of former steps.
+    _Field("score_rows", ("T",), "scores"),
+    _Field("score_tokens", ("T",), "scores"),
+    _Field("page_table", ("S", "P"), "pages"),
+)
+#: Parts in the order of packing: what each step writes anew, then what may stay.
+_PARTS = ("rows", "sampling", "scores", "pages")
+#: One step's upload as named arrays; None for what its executable does not take.
+StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
+    "StepInputs", [field.name for field in FIELDS], defaults=[None] * len(FIELDS)
+)
+
+
+class UploadLayout:
+    """Where each field lies in the packed array of one executable.
+
+    pages: P. plain: of the executable without a sampler.
+    """
+
+    def __init__(self, bucket: Bucket, pages: int, plain: bool):
+        self.bucket = bucket
+        self.plain = plain
+        self.sampling = SAMPLING
+        self._axes = {
+            "1": 1,
+            "3": 3,
+            "T": bucket.tokens,
+            "S": bucket.seats,
+            "S + 1": bucket.seats + 1,
+            "P": pages,
+            "W": self.sampling.words,
+        }
 
     @property
     def scores(self) -> bool:
         """True where prompt rows can bring log-probabilities."""
         return not self.plain and not self.bucket.decode_only
 
+    @property
+    def _parts(self) -> list[str]:
+        """The parts of an upload that this executable takes, in order of packing."""
+        absent = set()
+        if self.plain:
+            absent.add("sampling")
+        if not self.scores:
+            absent.add("scores")
+        return [part for part in _PARTS if part not in absent]
+
+    @cached_property
+    def fields(self) -> list[_Field]:
+        """The fields that this executable takes, in order of packing."""
+        return [field for part in self._parts for field in FIELDS if field.part == part]
+
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Field name -> shape, in packing order: what each step writes anew, then what may stay
-        from step to step.
-        """
-        rows, seqs = self.bucket.tokens, self.bucket.seats
-        shapes = {
-            "tokens": (rows,),
-            "token_seats": (rows,),
-            "positions": (rows,),
-            "write_rows": (rows,),
-            "kv_lens": (seqs,),
-            "cu_q": (seqs + 1,),
-            "counts": (3,),
-            "logit_rows": (seqs,),
-            "seats": (seqs,),
-        }
-        if not self.plain:
-            shapes |= {"floats": (seqs, FLOATS), "ints": (seqs, INTS)}
-        if self.scores:
-            shapes |= {"score_count": (1,), "score_rows": (rows,), "score_tokens": (rows,)}
-        return shapes | {"page_table": (seqs, self.pages)}
+        """Field name -> shape, in order of packing."""
+        shapes = {}
+        for field in self.fields:
+            shapes[field.name] = tuple([self._axes[axis] for axis in field.shape])
+        return shapes
 
     @cached_property
     def slices(self) -> dict[str, slice]:
         """Field name -> its half-open range in the packed array."""
-        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes.values()]).tolist()
-        return {
-            name: slice(start, end)
-            for name, start, end in zip(self.shapes, [0, *ends[:-1]], ends, strict=True)
-        }
+        slices = {}
+        start = 0
+        for name, shape in self.shapes.items():
+            end = start + int(np.prod(shape))
+            slices[name] = slice(start, end)
+            start = end
+        return slices
 
-    @cached_property
-    def fresh(self) -> struct.Struct:
-        """Packs the fields before the sampling parameters and the page table, which are copied from
-        the seats'.
-        """
-        return struct.Struct(f"{self.slices['page_table' if self.plain else 'floats'].start}i")
+    def length(self, name: str) -> int:
+        """Words of a field."""
+        return self.slices[name].stop - self.slices[name].start
 
     @property
     def size(self) -> int:
         """int32 words of the packed array."""
         return list(self.slices.values())[-1].stop
 
-    def split(self, packed: Any) -> StepInputs:
-        """Views of the packed array, numpy or traced."""
-        return StepInputs(
-            **{name: packed[at].reshape(self.shapes[name]) for name, at in self.slices.items()}
-        )
+    def split(self, packed: Any) -> Any:
+        """`StepInputs` of views of the packed array, numpy or traced."""
+        arrays = {}
+        for name, where in self.slices.items():
+            arrays[name] = packed[where].reshape(self.shapes[name])
+        return StepInputs(**arrays)
 
 
-class Rows(msgspec.Struct):
-    """Rows of a step while they are gathered, padding excluded; see StepInputs.
-
-    tokens: -1 for decode rows: the host need not know yet what their seats sampled last. ends:
-    cu_q. prompt_lens: kv_lens of the prompts. logit_rows, seats: of the prompts' logit rows.
-    score_rows, score_tokens: of all scored rows.
+class _StepRows(msgspec.Struct):
+    """What a step writes anew, under the names of FIELDS, padding excluded; and `owners`, the seat
+    of each sequence.
     """
 
-    tokens: list[int]
-    token_seats: list[int]
-    positions: list[int]
-    write_rows: list[int]
-    prompt_lens: list[int]
-    ends: list[int]
-    logit_rows: list[int]
-    seats: list[int]
-    score_rows: list[int]
-    score_tokens: list[int]
+    owners: list[int] = []
+    tokens: list[int] = []
+    token_seats: list[int] = []
+    positions: list[int] = []
+    write_rows: list[int] = []
+    kv_lens: list[int] = []
+    cu_q: list[int] = []
+    counts: list[int] = []
+    logit_rows: list[int] = []
+    seats: list[int] = []
+    score_rows: list[int] = []
+    score_tokens: list[int] = []
 
 
-class Upload:
-    """A packed array of one executable, and what the rows of its page table are copies of.
+class _Upload:
+    """A packed array of one executable, and what the rows of its page table are copies of."""
 
-    words: all of it. floats, ints: their bytes. table: the page table, flat. stamps: of each of its
-    rows, the stamp of the seat's table that it holds; None: zeros. used: rows that may hold a
-    table.
-    """
-
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: UploadLayout, builder: BatchBuilder):
         self.packed = np.zeros(layout.size, np.int32)
-        self.words, self.pack_into = memoryview(self.packed), layout.fresh.pack_into
-        self.table = self.words[layout.slices["page_table"]]
-        if not layout.plain:
-            self.floats, self.ints = (
-                self.words[layout.slices[name]].cast("B") for name in ("floats", "ints")
-            )
-        if layout.scores:
-            self.inputs = layout.split(self.packed)
+        self.inputs = layout.split(self.packed)
+        self._words = memoryview(self.packed)
+        fresh = [field for field in layout.fields if field.part == "rows"]
+        #: (name, length, padding) of each field that is written anew.
+        self._fresh = [(f.name, layout.length(f.name), f.padding(builder)) for f in fresh]
+        self._pack_into = struct.Struct(f"{sum([f[1] for f in self._fresh])}i").pack_into
+        #: The page table, flat.
+        self.table = self._words[layout.slices["page_table"]]
+        #: Of each of its rows, the stamp of the seat's table that it holds; None: zeros.
         self.stamps: list[object] = [None] * layout.bucket.seats
+        #: Rows that may hold a table.
         self.used = 0
+        if not layout.plain:
+            self._sampling = self._words[layout.slices["sampling"]].cast("B")
+
+    def pack(self, rows: _StepRows) -> None:
+        """Write what is new in a step."""
+        words = []
+        end = 0
+        for name, length, padding in self._fresh:
+            words += getattr(rows, name)
+            end += length
+            words += [padding] * (end - len(words))
+        self._pack_into(self._words, 0, *words)
+
+    def pack_sampling(self, seats: list[bytes]) -> None:
+        """Write the sampling parameters of the seats of the logit rows."""
+        known = b"".join(seats)
+        self._sampling[: len(known)] = known
+        self._sampling[len(known) :] = bytes(len(self._sampling) - len(known))
+
+    def pack_scores(self, rows: _StepRows) -> None:
+        """Write which rows bring prompt log-probabilities."""
+        count = len(rows.score_rows)
+        self.inputs.score_count[0] = count
+        if count:
+            self.inputs.score_rows[:count] = rows.score_rows
+            self.inputs.score_tokens[:count] = rows.score_tokens
 
 
 class BatchBuilder:
-    """Packs plans. Each seat's page table and sampling row stay between steps, and so do the packed
-    arrays with the tables in them: what a step costs does not grow with the longest context that
-    there may be.
+    """Packs plans. Each seat's page table and sampling parameters stay between steps, and so do the
+    packed arrays with the tables in them: what a step costs does not grow with the longest context
+    that there may be.
 
     Each executable has two arrays in turn, because the device may still read the one of the step
     before, and of no other: a step is packed after the tokens of the last but one were read. What
@@ -174,28 +284,34 @@ class BatchBuilder:
     """
 
     def __init__(self, *, seats: int, pages_per_seat: int, page_size: int, pool_rows: int):
-        self.seats, self.pages, self.page_size, self.pool_rows = (
-            seats,
-            pages_per_seat,
-            page_size,
-            pool_rows,
-        )
-        self.no_pages = array("i", [0]) * pages_per_seat
-        self.tables = self.no_pages * seats  # each seat's page table
-        self.known = [0] * seats  # pages of each seat in `tables`
-        self.stamps = [
-            object() for _ in range(seats)
-        ]  # another one whenever the seat's table changes
-        self.floats, self.ints = [b""] * seats, [b""] * seats  # each seat's sampling parameters
-        self.layouts: dict[tuple[Bucket, bool], Layout] = {}
-        self.uploads: dict[tuple[Bucket, bool], list[Upload]] = {}
+        self.seats = seats
+        self.pages = pages_per_seat
+        self.page_size = page_size
+        self.pool_rows = pool_rows
+        self._no_pages = array("i", [0]) * pages_per_seat
+        #: Each seat's page table, flat.
+        self._tables = self._no_pages * seats
+        #: Pages of each seat in `_tables`.
+        self._page_counts = [0] * seats
+        #: Another object whenever the seat's table changes.
+        self._stamps = [object() for _ in range(seats)]
+        #: Each seat's sampling parameters.
+        self._sampling = [b""] * seats
+        self._layouts: dict[tuple[Bucket, bool], UploadLayout] = {}
+        self._uploads: dict[tuple[Bucket, bool], list[_Upload]] = {}
 
-    def layout(self, bucket: Bucket, plain: bool) -> Layout:
+    def layout(self, bucket: Bucket, plain: bool) -> UploadLayout:
         """The layout of one executable."""
         key = bucket, plain
-        if key not in self.layouts:
-            self.layouts[key] = Layout(bucket, self.pages, plain)
-        return self.layouts[key]
+        if key not in self._layouts:
+            self._layouts[key] = UploadLayout(bucket, self.pages, plain)
+        return self._layouts[key]
+
+    def empty(self, bucket: Bucket, plain: bool) -> np.ndarray:
+        """The upload of a step without a row."""
+        upload = _Upload(self.layout(bucket, plain), self)
+        upload.pack(_StepRows())
+        return upload.packed
 
     def build(self, plan: Plan, plain: bool) -> np.ndarray:
         """Plan -> packed int32 array, which stays as it is until the next but one of its executable
@@ -203,168 +319,129 @@ class BatchBuilder:
 
         plain: for the executable without a sampler, which takes no sampling parameters.
         """
-        upload = self.next_upload(plan.bucket, plain)
         for seq in plan.boarded:
-            self.board(seq)
+            self._board(seq)
         for seq in plan.fed:
-            self.feed(seq)
+            self._feed(seq)
         for seq in plan.dropped:
-            self.drop(seq)
-        self.fill(plan, upload, plain)
+            self._drop(seq)
+        upload = self._next_upload(plan.bucket, plain)
+        rows = self._gather(plan)
+        upload.pack(rows)
+        if not plain:
+            upload.pack_sampling([self._sampling[seat] for seat in rows.seats])
+            if not plan.bucket.decode_only:
+                upload.pack_scores(rows)
+        self._copy_tables(rows.owners, upload)
         return upload.packed
 
-    def next_upload(self, bucket: Bucket, plain: bool) -> Upload:
+    def _next_upload(self, bucket: Bucket, plain: bool) -> _Upload:
         """The one of an executable's two arrays that was used before the other."""
         key = bucket, plain
-        both = self.uploads.get(key)
+        both = self._uploads.get(key)
         if both is None:
             layout = self.layout(bucket, plain)
-            both = self.uploads[key] = [Upload(layout), Upload(layout)]
+            both = self._uploads[key] = [_Upload(layout, self), _Upload(layout, self)]
         both.reverse()
         return both[0]
 
-    def board(self, seq: Sequence) -> None:
+    def _board(self, seq: Sequence) -> None:
         """A sequence took a seat: note its pages instead of the last owner's, and its sampling
         parameters.
         """
         first = seq.seat * self.pages
-        self.tables[first : first + len(seq.pages)] = array("i", seq.pages)
-        self.known[seq.seat] = len(seq.pages)
-        self.stamps[seq.seat] = object()
-        params = seq.request.sampling
-        self.floats[seq.seat] = FLOATS_STRUCT.pack(
-            0.0 if params.greedy else params.temperature,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
-        looks = (
-            PENALISED * params.penalised
-            | BIASED * params.biased
-            | SCORED * (params.logprobs is not None)
-        )
-        self.ints[seq.seat] = INTS_STRUCT.pack(
-            max(params.top_k, 0), seq.seed & 0xFFFFFFFFFFFFFFFF, looks
-        )
+        self._tables[first : first + len(seq.pages)] = array("i", seq.pages)
+        self._page_counts[seq.seat] = len(seq.pages)
+        self._stamps[seq.seat] = object()
+        self._sampling[seq.seat] = SAMPLING.pack(seq.request.sampling, seq.seed)
 
-    def feed(self, seq: Sequence) -> None:
+    def _feed(self, seq: Sequence) -> None:
         """A seated sequence got one more page."""
         seat = seq.seat
-        self.tables[seat * self.pages + self.known[seat]] = seq.pages[-1]
-        self.known[seat] += 1
-        self.stamps[seat] = object()
+        self._tables[seat * self.pages + self._page_counts[seat]] = seq.pages[-1]
+        self._page_counts[seat] += 1
+        self._stamps[seat] = object()
 
-    def drop(self, seq: Sequence) -> None:
+    def _drop(self, seq: Sequence) -> None:
         """A seated sequence gave back its first pages: no kernel is to read what others write
         there.
         """
         first = seq.seat * self.pages
-        self.tables[first : first + seq.dropped] = self.no_pages[: seq.dropped]
-        self.stamps[seq.seat] = object()
+        self._tables[first : first + seq.dropped] = self._no_pages[: seq.dropped]
+        self._stamps[seq.seat] = object()
 
-    def fill(self, plan: Plan, upload: Upload, plain: bool) -> None:
-        """Tokens, positions, page tables, KV rows and logit rows of every chunk, and how to sample,
-        padded.
+    def _gather(self, plan: Plan) -> _StepRows:
+        """Tokens, positions, KV rows and logit rows of every chunk.
+
+        The host need not know yet what the seats of decode rows sampled last.
         """
-        n_decode, page, width, tables = plan.n_decode, self.page_size, self.pages, self.tables
-        rows = Rows([-1] * n_decode, [], [], [], [], list(range(n_decode + 1)), [], [], [], [])
+        n_decode, page, width, tables = plan.n_decode, self.page_size, self.pages, self._tables
+        rows = _StepRows()
         token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
-        stamps, held = self.stamps, upload.stamps
-        for number, chunk in enumerate(plan.chunks):
+        for chunk in plan.chunks[:n_decode]:
             seat, start = chunk.seq.seat, chunk.start
-            if held[number] is not stamps[seat]:
-                self.copy_table(upload, number, seat)
-            if number < n_decode:
-                token_seats.append(seat)
-                positions.append(start)
-                write_rows.append(tables[seat * width + start // page] * page + start % page)
-            else:
-                self.add_prompt(rows, chunk)
-        n_rows, n_seqs = len(rows.tokens), len(plan.chunks)
-        for number in range(n_seqs, upload.used):
-            upload.table[number * width : (number + 1) * width] = self.no_pages
-            held[number] = None
-        upload.used = n_seqs
-        padding, absent = plan.bucket.tokens - n_rows, plan.bucket.seats - n_seqs
-        no_logits = plan.bucket.seats - n_decode - len(rows.seats)
-        words = [
-            *rows.tokens,
-            *[0] * padding,
-            *token_seats,
-            *[0] * padding,
-            *positions,
-            *[0] * padding,
-            *write_rows,
-            *[self.pool_rows] * padding,
-            *[start + 1 for start in positions[:n_decode]],
-            *rows.prompt_lens,
-            *[0] * absent,
-            *rows.ends,
-            *[n_rows] * absent,
-            n_decode,
-            n_seqs,
-            n_rows,
-            *range(n_decode),
-            *rows.logit_rows,
-            *[0] * no_logits,
-            *token_seats[:n_decode],
-            *rows.seats,
-            *[self.seats] * no_logits,
-        ]
-        upload.pack_into(upload.words, 0, *words)
-        if plain:
-            return
-        if not plan.bucket.decode_only:
-            self.fill_scores(rows, upload)
-        owners = token_seats[:n_decode] + rows.seats
-        upload.floats[:] = b"".join([self.floats[seat] for seat in owners]) + bytes(
-            4 * FLOATS * no_logits
-        )
-        upload.ints[:] = b"".join([self.ints[seat] for seat in owners]) + bytes(
-            4 * INTS * no_logits
-        )
+            token_seats.append(seat)
+            positions.append(start)
+            write_rows.append(tables[seat * width + start // page] * page + start % page)
+        rows.tokens = [-1] * n_decode
+        rows.kv_lens = [start + 1 for start in rows.positions]
+        rows.cu_q = list(range(n_decode + 1))
+        rows.logit_rows = rows.cu_q[:-1]
+        rows.seats = rows.token_seats[:]
+        rows.owners = rows.token_seats[:]
+        for chunk in plan.chunks[n_decode:]:
+            self._add_prompt(rows, chunk)
+        n_seqs, n_rows = len(rows.owners), len(rows.tokens)
+        rows.cu_q += [n_rows] * (plan.bucket.seats - n_seqs)
+        rows.counts = [n_decode, n_seqs, n_rows]
+        return rows
 
-    def add_prompt(self, rows: Rows, chunk: Chunk) -> None:
+    def _add_prompt(self, rows: _StepRows, chunk: Chunk) -> None:
         """The rows of a prompt chunk."""
-        seq, start, end, page = chunk.seq, chunk.start, chunk.end, self.page_size
+        seq = chunk.seq
         first = len(rows.tokens)
-        rows.tokens += seq.tokens[start:end]
+        rows.tokens += seq.tokens[chunk.start : chunk.end]
+        rows.owners.append(seq.seat)
         rows.token_seats += [seq.seat] * chunk.count
-        rows.positions += range(start, end)
-        for at in range(start - start % page, end, page):
-            low, high, in_pool = (
-                max(at, start),
-                min(at + page, end),
-                seq.pages[at // page] * page - at,
-            )
-            rows.write_rows += range(in_pool + low, in_pool + high)
-        rows.prompt_lens.append(end)
-        rows.ends.append(first + chunk.count)
+        rows.positions += range(chunk.start, chunk.end)
+        self._add_write_rows(rows.write_rows, chunk)
+        rows.kv_lens.append(chunk.end)
+        rows.cu_q.append(first + chunk.count)
         if chunk.scored:
-            row, target = first + chunk.score_start - start, chunk.score_start + 1
+            row = first + chunk.score_start - chunk.start
+            target = chunk.score_start + 1
             rows.score_rows += range(row, row + chunk.scored)
             rows.score_tokens += seq.tokens[target : target + chunk.scored]
         if chunk.sample:
             rows.logit_rows.append(first + chunk.count - 1)
             rows.seats.append(seq.seat)
 
-    @staticmethod
-    def fill_scores(rows: Rows, upload: Upload) -> None:
-        """Which rows bring prompt log-probabilities; numbers behind them are of former steps and
-        mean nothing.
-        """
-        count = len(rows.score_rows)
-        upload.inputs.score_count[0] = count
-        if count:
-            upload.inputs.score_rows[:count] = rows.score_rows
-            upload.inputs.score_tokens[:count] = rows.score_tokens
+    def _add_write_rows(self, write_rows: list[int], chunk: Chunk) -> None:
+        """Where in the pool a prompt chunk's rows are written, page by page."""
+        page, start, end = self.page_size, chunk.start, chunk.end
+        for begin in range(start - start % page, end, page):
+            offset = chunk.seq.pages[begin // page] * page - begin
+            low = max(begin, start)
+            high = min(begin + page, end)
+            write_rows += range(offset + low, offset + high)
 
-    def copy_table(self, upload: Upload, number: int, seat: int) -> None:
+    def _copy_tables(self, owners: list[int], upload: _Upload) -> None:
+        """Bring the rows of the upload's page table up to date with the tables of their seats."""
+        stamps, copied, width = self._stamps, upload.stamps, self.pages
+        for number, seat in enumerate(owners):
+            if copied[number] is not stamps[seat]:
+                self._copy_table(upload, number, seat)
+        for number in range(len(owners), upload.used):
+            upload.table[number * width : (number + 1) * width] = self._no_pages
+            copied[number] = None
+        upload.used = len(owners)
+
+    def _copy_table(self, upload: _Upload, number: int, seat: int) -> None:
         """Copy a seat's pages into a row of the upload; numbers behind them, of former owners,
         belong to no key.
         """
-        to, of, pages = number * self.pages, seat * self.pages, self.known[seat]
-        upload.table[to : to + pages] = self.tables[of : of + pages]
-        upload.stamps[number] = self.stamps[seat]
+        target = number * self.pages
+        source = seat * self.pages
+        pages = self._page_counts[seat]
+        upload.table[target : target + pages] = self._tables[source : source + pages]
+        upload.stamps[number] = self._stamps[seat]

@@ -19,9 +19,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.executor.inputs import BatchBuilder, Layout
+from jitney.engine.executor.inputs import BatchBuilder, UploadLayout
 from jitney.engine.executor.sampling import (
-    Rows,
+    SamplingRows,
     SeatState,
     empty_state,
     greedy,
@@ -196,7 +196,7 @@ class Program:
 
         return logits_of, hidden, kv
 
-    def plain(self, layout: Layout, leaves, kv, last_token, packed):
+    def plain(self, layout: UploadLayout, leaves, kv, last_token, packed):
         """The all-greedy step: no sampler in it."""
         inputs = layout.split(packed)
         logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
@@ -207,7 +207,7 @@ class Program:
         broken = None if layout.bucket.decode_only else broken_sequences(hidden, inputs.cu_q)
         return kv, last_token.at[inputs.seats].set(tokens, mode="drop"), StepOutput(tokens, broken)
 
-    def full(self, layout: Layout, leaves, kv, last_token, seats: SeatState, packed):
+    def full(self, layout: UploadLayout, leaves, kv, last_token, seats: SeatState, packed):
         """The step with every sampling option; split, every device samples from all logits, and
         alike.
         """
@@ -217,10 +217,8 @@ class Program:
         def whole_logits_of(rows: jax.Array) -> jax.Array:
             return gather(logits_of(rows)) if self.split else logits_of(rows)
 
-        floats = jax.lax.bitcast_convert_type(inputs.floats, jnp.float32)
-        rows = Rows(
-            *floats.T,
-            *inputs.ints.T,
+        rows = SamplingRows(
+            params=layout.sampling.columns(inputs.sampling),
             position=inputs.positions[inputs.logit_rows],
             seats=inputs.seats,
         )
@@ -240,7 +238,9 @@ class Program:
             StepOutput(sampled, broken_sequences(hidden, inputs.cu_q), scores),
         )
 
-    def lower(self, layout: Layout, leaves: list[Any], state: DeviceState) -> jax.stages.Lowered:
+    def lower(
+        self, layout: UploadLayout, leaves: list[Any], state: DeviceState
+    ) -> jax.stages.Lowered:
         """The step of one executable, for weights and state as arrays or shapes; all of the state
         is donated, so addresses stay the same from step to step."""
         packed = shape_on(self.mesh, (layout.size,), jnp.int32, WHOLE)

@@ -182,11 +182,7 @@ class Runner:
     def warm_up(self) -> None:
         """Run every executable on an empty batch: first calls set up thread pools and buffers."""
         for bucket, plain in self.executables:
-            layout = self.builder.layout(bucket, plain)
-            packed = np.zeros(layout.size, np.int32)
-            inputs = layout.split(packed)
-            inputs.write_rows[:] = self.builder.pool_rows
-            inputs.seats[:] = self.builder.seats
+            packed = self.builder.empty(bucket, plain)
             jax.block_until_ready(self.run(bucket, plain, packed))
 
     def count_compile(self, event: str, duration_secs: float, **_: Any) -> None:

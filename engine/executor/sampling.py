@@ -100,38 +100,31 @@ def greedy(logits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(top[:, 0]), first, -1)
 
 
-class Rows(NamedTuple):
-    """The parameters of the logit rows, one array [S] each: float32, from top_k on int32, as in
-    `engine.executor.inputs`.
-    """
+class SamplingRows(NamedTuple):
+    """The logit rows of a step, as the sampler sees them."""
 
-    temperature: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    top_k: jax.Array
-    seed_low: jax.Array
-    seed_high: jax.Array
-    looks: jax.Array  # PENALISED, BIASED and SCORED bits
-    position: jax.Array  # of the row; the sampled token's own is one more
-    seats: jax.Array  # M: none
+    #: One array [S] for each parameter that `SamplingParams` declares as uploaded, by its name;
+    #: `parts` int32 [S], bits of PENALISED, BIASED and SCORED; `seed` int32 [S, 2], low word first.
+    params: dict[str, jax.Array]
+    #: int32 [S]: of the row; the sampled token's own is one more.
+    position: jax.Array
+    #: int32 [S]; M: none.
+    seats: jax.Array
 
-    def looking(self, bit: int) -> jax.Array:
+    def need(self, part: int) -> jax.Array:
         """bool [S]: rows that need this part of the sampler."""
-        return (self.looks & bit) > 0
+        return (self.params["parts"] & part) > 0
 
 
 def sample(
-    logits: jax.Array, rows: Rows, state: SeatState, cut: Threshold | None = None
+    logits: jax.Array, rows: SamplingRows, state: SeatState, cut: Threshold | None = None
 ) -> tuple[Sampled, SeatState]:
     """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where
     it has one.
     """
     shaped = shape_logits(logits, rows, state)
     chosen = greedy(shaped)
-    by_chance = (rows.temperature > 0) & (chosen >= 0)
+    by_chance = (rows.params["temperature"] > 0) & (chosen >= 0)
     cut = cut or threshold
     tokens = jax.lax.cond(
         jnp.any(by_chance),
@@ -139,24 +132,24 @@ def sample(
         lambda: chosen,
     )
     scores = jax.lax.cond(
-        jnp.any(rows.looking(SCORED)), lambda: score(logits, tokens), lambda: no_scores(tokens)
+        jnp.any(rows.need(SCORED)), lambda: score(logits, tokens), lambda: no_scores(tokens)
     )
     return Sampled(tokens, *scores), count_tokens(state, rows, tokens)
 
 
-def shape_logits(logits: jax.Array, rows: Rows, state: SeatState) -> jax.Array:
+def shape_logits(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
     """Logits [S, V] after penalties and biases, for the rows that have any."""
     logits = jax.lax.cond(
-        jnp.any(rows.looking(PENALISED)), lambda: penalise(logits, rows, state), lambda: logits
+        jnp.any(rows.need(PENALISED)), lambda: penalise(logits, rows, state), lambda: logits
     )
     return jax.lax.cond(
-        jnp.any(rows.looking(BIASED)), lambda: add_bias(logits, rows, state), lambda: logits
+        jnp.any(rows.need(BIASED)), lambda: add_bias(logits, rows, state), lambda: logits
     )
 
 
-def count_tokens(state: SeatState, rows: Rows, tokens: jax.Array) -> SeatState:
+def count_tokens(state: SeatState, rows: SamplingRows, tokens: jax.Array) -> SeatState:
     """Count the sampled tokens [S] of penalised seats."""
-    counted = rows.looking(PENALISED) & (tokens >= 0)
+    counted = rows.need(PENALISED) & (tokens >= 0)
     seats = jnp.where(counted, rows.seats, state.counts.shape[0])  # M: dropped
     counts = jax.lax.cond(
         jnp.any(counted),
@@ -167,57 +160,59 @@ def count_tokens(state: SeatState, rows: Rows, tokens: jax.Array) -> SeatState:
     return state._replace(counts=counts)
 
 
-def penalise(logits: jax.Array, rows: Rows, state: SeatState) -> jax.Array:
+def penalise(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
     """Repetition (arXiv 1909.05858: divide positive, multiply negative logits of seen tokens),
     presence, frequency.
     """
-    counts = jnp.where(rows.looking(PENALISED)[:, None], state.counts[rows.seats], 0)
+    counts = jnp.where(rows.need(PENALISED)[:, None], state.counts[rows.seats], 0)
     in_output = (counts & (IN_PROMPT - 1)).astype(jnp.float32)
-    factor = jnp.where(counts != 0, rows.repetition[:, None], 1.0)
+    factor = jnp.where(counts != 0, rows.params["repetition_penalty"][:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
-    return logits - rows.frequency[:, None] * in_output - rows.presence[:, None] * (in_output > 0)
+    return (
+        logits
+        - rows.params["frequency_penalty"][:, None] * in_output
+        - rows.params["presence_penalty"][:, None] * (in_output > 0)
+    )
 
 
-def add_bias(logits: jax.Array, rows: Rows, state: SeatState) -> jax.Array:
+def add_bias(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
     """Add each seat's entries that are still in force at the position the sampled token will
     have.
     """
-    live = rows.looking(BIASED)[:, None] & (
-        rows.position[:, None] + 1 < state.bias_until[rows.seats]
-    )
+    live = rows.need(BIASED)[:, None] & (rows.position[:, None] + 1 < state.bias_until[rows.seats])
     values = jnp.where(live, state.bias_values[rows.seats], 0.0)
     at = jnp.arange(logits.shape[0])[:, None]
     return logits.at[at, state.bias_ids[rows.seats]].add(values, mode="drop")
 
 
-def uniform(rows: Rows) -> jax.Array:
+def uniform(rows: SamplingRows) -> jax.Array:
     """One number in [0, 1) per row from seed and position alone: Threefry keyed by the seed, folded
     with position.
     """
 
-    def one(low: jax.Array, high: jax.Array, at: jax.Array) -> jax.Array:
-        words = jax.lax.bitcast_convert_type(jnp.stack([high, low]), jnp.uint32)
+    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+        words = jax.lax.bitcast_convert_type(seed[::-1], jnp.uint32)
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, at))
+        return jax.random.uniform(jax.random.fold_in(key, position))
 
-    return jax.vmap(one)(rows.seed_low, rows.seed_high, rows.position)
+    return jax.vmap(one)(rows.params["seed"], rows.position)
 
 
-def draw(logits: jax.Array, rows: Rows, cut: Threshold) -> jax.Array:
+def draw(logits: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
     """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p ->
     int32 [S].
 
     Tokens that tie with the last one kept are kept too.
     """
-    scaled = logits / jnp.maximum(rows.temperature, 1e-5)[:, None]
+    scaled = logits / jnp.maximum(rows.params["temperature"], 1e-5)[:, None]
     scaled -= jnp.max(scaled, axis=-1, keepdims=True)
-    limited = (rows.top_k > 0) | (rows.top_p < 1.0)
+    limited = (rows.params["top_k"] > 0) | (rows.params["top_p"] < 1.0)
     floor = jax.lax.cond(
         jnp.any(limited),
-        lambda: cut(scaled, rows.top_k, rows.top_p),
-        lambda: jnp.full_like(rows.top_p, -jnp.inf),
+        lambda: cut(scaled, rows.params["top_k"], rows.params["top_p"]),
+        lambda: jnp.full_like(rows.params["top_p"], -jnp.inf),
     )
-    least = jnp.where(rows.min_p > 0, jnp.log(rows.min_p), -jnp.inf)
+    least = jnp.where(rows.params["min_p"] > 0, jnp.log(rows.params["min_p"]), -jnp.inf)
     floor = jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
     return invert(jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0), uniform(rows))
 

@@ -285,16 +285,24 @@ def sampled_tokens() -> dict[str, Any]:
     """Rows that draw another token when the kernel finds top-k and top-p instead of the sampler's
     own search.
     """
-    from jitney.engine.executor.sampling import Rows, empty_state, sample
+    from jitney.engine.executor.inputs import SAMPLING
+    from jitney.engine.executor.sampling import SamplingRows, empty_state, sample
+    from jitney.engine.types import SamplingParams
 
     rng = np.random.default_rng(11)
     n, vocab = 24, 700
-    none = np.zeros(n)
-    floats = rng.uniform(0.5, 2.0, n), rng.choice([1.0, 0.95, 0.6], n), none, none, none, none
-    ints = rng.choice([0, 3, 40, 400], n), np.arange(n), none, none, none, np.full(n, 4)
-    rows = Rows(
-        *(jnp.asarray(column, jnp.float32) for column in floats),
-        *(jnp.asarray(column, jnp.int32) for column in ints),
+    temperatures = rng.uniform(0.5, 2.0, n).tolist()
+    top_ps = rng.choice([1.0, 0.95, 0.6], n).tolist()
+    top_ks = rng.choice([0, 3, 40, 400], n).tolist()
+    packed = []
+    for seed in range(n):
+        params = SamplingParams(
+            temperature=temperatures[seed], top_p=top_ps[seed], top_k=top_ks[seed]
+        )
+        packed.append(SAMPLING.pack(params, seed))
+    words = np.frombuffer(b"".join(packed), np.int32).reshape(n, SAMPLING.words)
+    rows = SamplingRows(
+        SAMPLING.columns(jnp.asarray(words)), jnp.zeros(n, jnp.int32), jnp.full(n, 4, jnp.int32)
     )
     logits = rng.standard_normal((n, vocab), np.float32) * 2
     found = [

@@ -14,16 +14,25 @@ from fakes import FakeClock, FakeRunner, make_core, next_token, score
 
 from jitney.engine.executor.inputs import (
     BIASED,
-    FLOATS,
-    INTS,
     PENALISED,
+    SAMPLING,
     SCORED,
     BatchBuilder,
-    Layout,
+    UploadLayout,
 )
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.types import SamplingParams
+
+#: The sampler's parameters that are no whole numbers.
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 class PackedRunner(FakeRunner):
@@ -53,7 +62,10 @@ class PackedRunner(FakeRunner):
         return self.run(layout, packed, wanted)
 
     def run(
-        self, layout: Layout, packed: np.ndarray, wanted: list[tuple[int, bool, SamplingParams]]
+        self,
+        layout: UploadLayout,
+        packed: np.ndarray,
+        wanted: list[tuple[int, bool, SamplingParams]],
     ) -> StepResult:
         x, page = layout.split(packed), self.page_size
         n_decode, n_seqs, n_rows = x.counts
@@ -76,27 +88,25 @@ class PackedRunner(FakeRunner):
             self.tokens[flat] = np.where(x.tokens[rows] < 0, self.last_token[seat], x.tokens[rows])
             self.positions[flat] = positions
         n = len(params)
-        assert not any(field[n:].any() for field in (x.ints, x.floats))
+        assert not x.sampling[n:].any()
+        sampling = SAMPLING.columns(x.sampling[:n])
         assert (x.seats[n:] == len(self.seeds)).all()
         np.testing.assert_array_equal(
-            x.floats[:n].view(np.float32),
+            [sampling[name] for name in FLOATS],
             np.array(
                 [
-                    (
-                        0 if p.greedy else p.temperature,
-                        p.top_p,
-                        p.min_p,
-                        p.repetition_penalty,
-                        p.presence_penalty,
-                        p.frequency_penalty,
-                    )
-                    for p in params
+                    [0 if p.greedy else p.temperature for p in params],
+                    [p.top_p for p in params],
+                    [p.min_p for p in params],
+                    [p.repetition_penalty for p in params],
+                    [p.presence_penalty for p in params],
+                    [p.frequency_penalty for p in params],
                 ],
                 np.float32,
-            ).reshape(n, FLOATS),
+            ),
         )
-        assert x.ints[:n, 0].tolist() == [max(p.top_k, 0) for p in params]
-        assert x.ints[:n, 3].tolist() == [
+        assert sampling["top_k"].tolist() == [max(p.top_k, 0) for p in params]
+        assert sampling["parts"].tolist() == [
             PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None)
             for p in params
         ]
@@ -116,7 +126,7 @@ class PackedRunner(FakeRunner):
         entries = []
         for i, row in enumerate(x.logit_rows[:n].tolist()):
             history = history_of(row)
-            token = next_token(history, int(x.ints[i, 1:3].copy().view(np.int64)[0]))
+            token = next_token(history, int(sampling["seed"][i].copy().view(np.int64)[0]))
             self.last_token[samplers[i]] = token
             tokens.append(token)
             entries.append(score(history, token))
@@ -162,12 +172,12 @@ def test_whoever_reads_the_array_alone_gets_everybodys_tokens(policy: str, seed:
 def test_fields_follow_one_another_without_a_gap():
     """The page table is last: what a step writes anew lies in one piece before it."""
     for plain in (True, False):
-        layout = Layout(Bucket(64, 8), 12, plain)
+        layout = UploadLayout(Bucket(64, 8), 12, plain)
         slices = list(layout.slices.values())
         assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])] and slices[
             -1
         ].stop == layout.size
         assert list(layout.slices)[-1] == "page_table" and layout.size == (
-            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if plain else 8 * (FLOATS + INTS) + 1 + 2 * 64)
+            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if plain else 8 * 10 + 1 + 2 * 64)
         )
-    assert not Layout(Bucket(8, 8), 12, False).scores, "a decode step has no prompt to score"
+    assert not UploadLayout(Bucket(8, 8), 12, False).scores, "a decode step has no prompt to score"

@@ -5,6 +5,7 @@ from shapes alone.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,17 @@ import pytest
 
 from jitney.engine.bench.step import Case, plan_of
 from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.core import EngineCore
+from jitney.engine.executor import inputs, program
 from jitney.engine.executor.program import StateSizes, lower_step
 from jitney.engine.executor.runner import Runner
+from jitney.engine.executor.sampling import SamplingRows, SeatState, sample
 from jitney.engine.models.llama import abstract_model, random_model
+from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from jitney.engine.types import EngineRequest, Range, SamplingParams, Uploaded
 from jitney.kernels.select import select
 
 KERNELS = select("cpu", "reference")
@@ -108,3 +116,41 @@ def test_a_program_from_shapes_alone_is_the_engines_own(
 ):
     lowered = lower_step(abstract_model(tiny_config()), bucket, plain, KERNELS, SIZES)
     assert lowered.as_text() == runner.lower(bucket, plain).as_text()
+
+
+class FavouringParams(SamplingParams, frozen=True, kw_only=True):
+    """Sampling parameters with one that nobody else has."""
+
+    #: The token that is likelier than all others.
+    favourite: Annotated[int, Range(0, 511), Uploaded("int32")] = 0
+
+
+def favouring_sample(
+    logits: jax.Array, rows: SamplingRows, state: SeatState, cut: Any
+) -> tuple[Any, SeatState]:
+    """The sampler with that parameter's line."""
+    favoured = jnp.arange(logits.shape[-1]) == rows.params["favourite"][:, None]
+    return sample(jnp.where(favoured, 1e9, logits), rows, state, cut)
+
+
+def test_a_made_up_sampling_parameter_reaches_the_sampler(monkeypatch: pytest.MonkeyPatch):
+    """Its declaration and its line are all that a parameter takes: range, upload and the name
+    inside jit follow.
+    """
+    monkeypatch.setattr(inputs, "SAMPLING", inputs.SamplingUpload(FavouringParams))
+    monkeypatch.setattr(program, "sample", favouring_sample)
+    runner = make_runner()
+    runner.compile()
+    scheduler = Scheduler(
+        SchedulerLimits(4, SIZES.context_length), BUCKETS, PagePool(16, 16), vocab_size=512
+    )
+    core = EngineCore(scheduler, runner, Ledger())
+    for favourite in (7, 300, 512):
+        params = FavouringParams(favourite=favourite, max_tokens=3)
+        core.add(EngineRequest(id=str(favourite), prompt=[1, 2], sampling=params, arrival=0.0))
+    tokens: dict[str, list[int]] = {}
+    for output in core.run_until_idle():
+        tokens.setdefault(output.request_id, []).extend(output.tokens)
+        if output.request_id == "512":
+            assert output.error is not None and output.error.param == "favourite"
+    assert tokens == {"7": [7] * 3, "300": [300] * 3, "512": []}

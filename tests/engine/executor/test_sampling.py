@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jitney.engine.executor.inputs import BIASED, PENALISED, SCORED
+from jitney.engine.executor.inputs import SAMPLING
 from jitney.engine.executor.sampling import (
     IN_PROMPT,
-    Rows,
+    SamplingRows,
     SeatState,
     empty_state,
     greedy,
@@ -34,33 +34,15 @@ run = jax.jit(sample)
 
 def rows_of(
     params: list[SamplingParams], seats: Sequence[int], *, seeds=None, positions=None
-) -> Rows:
+) -> SamplingRows:
     """One row per entry, of these seats (SEATS: none)."""
     n = len(params)
-    floats = [
-        (
-            0 if p.greedy else p.temperature,
-            p.top_p,
-            p.min_p,
-            p.repetition_penalty,
-            p.presence_penalty,
-            p.frequency_penalty,
-        )
-        for p in params
-    ]
-    looks = [
-        PENALISED * p.penalised | BIASED * p.biased | SCORED * (p.logprobs is not None)
-        for p in params
-    ]
-    ints = [
-        [p.top_k for p in params],
-        seeds or [0] * n,
-        [0] * n,
-        looks,
-        positions or [0] * n,
-        seats,
-    ]
-    return Rows(*jnp.asarray(floats, jnp.float32).T, *jnp.asarray(ints, jnp.int32))
+    packed = [SAMPLING.pack(p, seed) for p, seed in zip(params, seeds or [0] * n, strict=True)]
+    words = np.frombuffer(b"".join(packed), np.int32).reshape(n, SAMPLING.words)
+    columns = SAMPLING.columns(jnp.asarray(words))
+    return SamplingRows(
+        columns, jnp.asarray(positions or [0] * n, jnp.int32), jnp.asarray(seats, jnp.int32)
+    )
 
 
 def draw_many(logits: np.ndarray, params: SamplingParams, n: int = 4096) -> np.ndarray:
