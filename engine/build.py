@@ -10,13 +10,13 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -56,13 +56,55 @@ from jitney.kernels.select import reference, select
 log = logging.getLogger("jitney.core")
 
 #: Parameters of mallopt(3).
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 #: A pool of at least this share of what fits is not worth compiling the largest step a second time
 #: for.
-ENOUGH = 0.97
+_ENOUGH = 0.97
 #: Most rows of a step of the canary's core: more would hold up the steps that serve.
-CANARY_ROWS = 64
+_CANARY_ROWS = 64
 Report = Callable[[messages.Progress], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """What is decided before the weights are loaded."""
+
+    config: Config
+    source: ModelSource
+    #: jax's, as many as tensor_parallel says.
+    devices: list[Any]
+    #: Of them; None if there is but one.
+    mesh: Mesh | None
+    #: jnp dtype of weights and activations.
+    dtype: Any
+    #: jnp dtype of stored keys and values.
+    kv_dtype: Any
+    #: Tokens a sequence may have.
+    context: int
+
+    @property
+    def settings(self) -> EngineSection:
+        return self.config.engine
+
+    @property
+    def device(self) -> Any:
+        """The first device; the others are like it."""
+        return self.devices[0]
+
+    @property
+    def local(self) -> ModelConfig:
+        """The model that one device runs."""
+        return self.source.config.local(len(self.devices))
+
+    def sizes(self, n_pages: int = 1) -> StateSizes:
+        """What the engine's arrays are sized by."""
+        return StateSizes(
+            seats=self.settings.max_seats,
+            n_pages=n_pages,
+            page_size=self.settings.page_size,
+            context_length=self.context,
+            kv_dtype=self.kv_dtype,
+        )
 
 
 def build_engine(
@@ -71,140 +113,152 @@ def build_engine(
     """Load, size, compile and warm up; reports weights and compile stages. Raises JitneyError in
     one line.
     """
-    settings = config.engine
     defaults = sampling_defaults(config.sampling, source)
+    setup = _set_up(config, source)
+    kernels = choose_kernels(setup.device.platform, config.engine.kernels)
+    model = _load(setup, kernels, progress)
+    progress(messages.Progress("proof", 0, 1, kernels.label))
+    kernels, proofs = _prove(setup, model, kernels)
+    alone = _core_alone(setup, model) if config.engine.canary_every else None
+    if setup.mesh is None:
+        model.arrange(kernels)
+    runner = _make_runner(setup, model, kernels)
+    _compile(runner, progress)
+    if setup.device.platform == "cpu":
+        _keep_freed_memory()
+    info = _describe(setup, model, kernels, runner, proofs, defaults)
+    return _make_core(setup, runner, alone), info
+
+
+def _set_up(config: Config, source: ModelSource) -> _Setup:
     devices = start_jax(config)
-    device, mesh = devices[0], make_mesh(devices) if len(devices) > 1 else None
-    own = source.config.local(len(devices))
-    dtype = choose_dtype(config.model.dtype, device.platform)
-    kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
-    kernels = choose_kernels(device.platform, settings.kernels)
+    dtype = choose_dtype(config.model.dtype, devices[0].platform)
+    return _Setup(
+        config=config,
+        source=source,
+        devices=devices,
+        mesh=make_mesh(devices) if len(devices) > 1 else None,
+        dtype=dtype,
+        kv_dtype=choose_kv_dtype(config.engine.kv_dtype, dtype, devices[0]),
+        context=_choose_context(config.model.context, source.config),
+    )
+
+
+def _load(setup: _Setup, kernels: KernelSet, progress: Report) -> Llama:
+    """The model with its weights on the devices."""
+
+    def report(stage: str, done: int, total: int, detail: str) -> None:
+        progress(messages.Progress(stage, done, total, detail))
+
+    weights = setup.config.model.weights
     with in_one_line("loading weights"):
         model = load_model(
-            source,
-            source.config,
-            dtype,
-            lambda stage, done, total, detail: progress(
-                messages.Progress(stage, done, total, detail)
-            ),
-            mesh=mesh,
-            storage=choose_weight_storage(config.model.weights, device.platform, kernels),
+            setup.source,
+            setup.source.config,
+            setup.dtype,
+            report,
+            mesh=setup.mesh,
+            storage=choose_weight_storage(weights, setup.device.platform, kernels),
         )
-    if settings.kv_dtype != "auto":
-        load_kv_scales(model, source, kv_dtype, mesh)
-    context = choose_context(config.model.context, source.config)
-    buckets = buckets_for(settings, device.platform, kernels)
-    page = StateSizes(settings.max_seats, 1, settings.page_size, context, kv_dtype)
-    progress(messages.Progress("proof", 0, 1, kernels.label))
-    kernels, proofs = proven(
-        kernels, served_by(model, own, page, buckets, dtype), named=settings.kernels != "auto"
-    )
-    buckets = buckets_for(settings, device.platform, kernels)
-    alone = None
-    if settings.canary_every:
-        alone = core_alone(config, model, context, kv_dtype, mesh)
-    if mesh is None:
-        model.arrange(kernels)
-    end_ids = tuple(source.config.eos_ids)
-
-    def make_runner(n_pages: int) -> Runner:
-        return Runner(
-            model,
-            buckets,
-            kernels,
-            n_pages=n_pages,
-            page_size=settings.page_size,
-            context_length=context,
-            kv_dtype=kv_dtype,
-            end_ids=end_ids,
-            mesh=mesh,
-            plain_mixed=device.platform in ("gpu", "cuda"),
-        )
-
-    runner = sized_runner(
-        config, own, context, devices, buckets, page.pool_bytes(own, kernels), make_runner
-    )
-    with in_one_line("making the KV pool"):
-        runner.compile(
-            lambda done, total, what: progress(messages.Progress("compile", done, total, what))
-        )
-    if device.platform == "cpu":
-        keep_freed_memory()
-    pool = PagePool(runner.n_pages, settings.page_size, retain=settings.prefix_cache)
-    limits = SchedulerLimits.of(settings, context_length=context)
-    scheduler = Scheduler(
-        limits,
-        buckets,
-        pool,
-        eos_ids=end_ids,
-        vocab_size=source.config.vocab_size,
-        window=source.config.window,
-    )
-    info = describe(
-        config,
-        source,
-        device,
-        kernels,
-        context,
-        dtype,
-        kv_dtype,
-        describe_weights(model, source),
-        runner,
-        buckets,
-        proofs,
-    )
-    info = msgspec.structs.replace(info, sampling_defaults=defaults)
-    if alone is None:
-        return EngineCore(scheduler, runner, Ledger()), info
-    limit = LIMITS[jnp.dtype(dtype).name]
-    return CanaryCore(
-        scheduler, runner, Ledger(), alone=alone, every=settings.canary_every, limit=limit
-    ), info
+    if setup.settings.kv_dtype != "auto":
+        load_kv_scales(model, setup.source, setup.kv_dtype, setup.mesh)
+    return model
 
 
-def core_alone(
-    config: Config, model: Llama, context: int, kv_dtype: Any, mesh: Mesh | None
-) -> EngineCore:
-    """A core of one seat with the reference kernels and the weights as loaded, for the canary."""
-    own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are arranged
-    longest = min(context, MOST_TOKENS)
-    page_size = config.engine.page_size
-    n_pages = -(-longest // page_size) + 2  # the trash page, and one to grow into
-    buckets = make_buckets(max_seats=1, token_budget=CANARY_ROWS, token_sizes=(CANARY_ROWS,))
-    end_ids = tuple(model.config.eos_ids)
-    runner = Runner(
-        own,
-        buckets,
-        reference(),
-        n_pages=n_pages,
-        page_size=page_size,
-        context_length=longest,
-        kv_dtype=kv_dtype,
-        end_ids=end_ids,
-        mesh=mesh,
-    )
-    runner.compile()
-    limits = SchedulerLimits(max_seats=1, context_length=longest)
-    pool = PagePool(n_pages, page_size, retain=False)
-    scheduler = Scheduler(
-        limits, buckets, pool, eos_ids=end_ids, vocab_size=model.config.vocab_size
-    )
-    return EngineCore(scheduler, runner, Ledger())
+def _prove(setup: _Setup, model: Llama, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:
+    """The kernels that prove right in the sizes they will serve."""
+    buckets = _make_buckets(setup, kernels)
+    served = served_by(model, setup.local, setup.sizes(), buckets, setup.dtype)
+    return proven(kernels, served, named=setup.settings.kernels != "auto")
 
 
-def buckets_for(settings: EngineSection, platform_name: str, kernels: KernelSet) -> Buckets:
+def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
     """The sizes to compile for. XLA:CPU's own product is ten times slower at one row than at
     four.
     """
+    settings = setup.settings
     xla_multiplies = kernels.matmul is reference().matmul
     return make_buckets(
         max_seats=settings.max_seats,
         token_budget=settings.token_budget,
         seat_sizes=settings.seat_buckets,
         token_sizes=settings.token_buckets,
-        on_device=platform_name != "cpu",
+        on_device=setup.device.platform != "cpu",
         smallest=4 if xla_multiplies else 1,
     )
+
+
+def _make_runner(setup: _Setup, model: Llama, kernels: KernelSet) -> Runner:
+    """A runner with as many pages as are configured, or fit."""
+    buckets = _make_buckets(setup, kernels)
+
+    def make(n_pages: int) -> Runner:
+        return Runner(
+            model,
+            buckets,
+            kernels,
+            setup.sizes(n_pages),
+            end_ids=tuple(setup.source.config.eos_ids),
+            mesh=setup.mesh,
+            plain_mixed=setup.device.platform in ("gpu", "cuda"),
+        )
+
+    return sized_runner(
+        setup.settings,
+        setup.sizes(),
+        setup.devices,
+        page_bytes=setup.sizes().pool_bytes(setup.local, kernels),
+        temp_bytes=likely_temp_bytes(setup.local, buckets),
+        make=make,
+    )
+
+
+def _compile(runner: Runner, progress: Report) -> None:
+    def report(done: int, total: int, what: str) -> None:
+        progress(messages.Progress("compile", done, total, what))
+
+    with in_one_line("making the KV pool"):
+        runner.compile(report)
+
+
+def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> EngineCore:
+    """The engine; alone: the core that checks it, if one does."""
+    settings, model = setup.settings, setup.source.config
+    scheduler = Scheduler(
+        SchedulerLimits.of(settings, context_length=setup.context),
+        runner.buckets,
+        PagePool(runner.n_pages, settings.page_size, retain=settings.prefix_cache),
+        eos_ids=model.eos_ids,
+        vocab_size=model.vocab_size,
+        window=model.window,
+    )
+    if alone is None:
+        return EngineCore(scheduler, runner, Ledger())
+    limit = LIMITS[jnp.dtype(setup.dtype).name]
+    return CanaryCore(
+        scheduler, runner, Ledger(), alone=alone, every=settings.canary_every, limit=limit
+    )
+
+
+def _core_alone(setup: _Setup, model: Llama) -> EngineCore:
+    """A core of one seat with the reference kernels and the weights as loaded, for the canary."""
+    own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are arranged
+    longest = min(setup.context, MOST_TOKENS)
+    page_size = setup.settings.page_size
+    n_pages = -(-longest // page_size) + 2  # the trash page, and one to grow into
+    sizes = replace(setup.sizes(n_pages), seats=1, context_length=longest)
+    buckets = make_buckets(max_seats=1, token_budget=_CANARY_ROWS, token_sizes=(_CANARY_ROWS,))
+    end_ids = tuple(model.config.eos_ids)
+    runner = Runner(own, buckets, reference(), sizes, end_ids=end_ids, mesh=setup.mesh)
+    runner.compile()
+    scheduler = Scheduler(
+        SchedulerLimits(max_seats=1, context_length=longest),
+        buckets,
+        PagePool(n_pages, page_size, retain=False),
+        eos_ids=end_ids,
+        vocab_size=model.config.vocab_size,
+    )
+    return EngineCore(scheduler, runner, Ledger())
 
 
 def start_jax(config: Config) -> list[Any]:
@@ -216,11 +270,10 @@ def start_jax(config: Config) -> list[Any]:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     claim_memory(os.environ)
-    libc = glibc()
+    libc = _glibc()
     if libc:
-        libc.mallopt(
-            M_ARENA_MAX, 2
-        )  # every thread's own arena would keep its own freed temporaries
+        # Every thread's own arena would keep its own freed temporaries.
+        libc.mallopt(_M_ARENA_MAX, 2)
     devices = devices_of(config.engine.platform)
     wanted = config.engine.tensor_parallel
     if len(devices) < wanted:
@@ -242,38 +295,35 @@ def devices_of(name: str) -> list[Any]:
         devices = jax.devices()
     except RuntimeError as error:
         raise ConfigError(f"platform {name}: {str(error).splitlines()[0]}") from error
-    found = devices[0].platform
-    if name != "auto" and found not in DEVICE_PLATFORMS[name]:
+    actual = devices[0].platform
+    if name != "auto" and actual not in DEVICE_PLATFORMS[name]:
         how = f": {INSTALL[name]}" if name in INSTALL else ""
         raise ConfigError(
-            f"platform {name}: jax runs on {found} here; see what jitney doctor says, and install "
-            "what "
-            f"the platform needs{how}"
+            f"platform {name}: jax runs on {actual} here; see what jitney doctor says, and install "
+            f"what the platform needs{how}"
         )
     return devices
 
 
-def keep_freed_memory() -> None:
+def _keep_freed_memory() -> None:
     """Give what loading and compiling left behind back to the kernel, and from then on keep what
     steps free.
 
     XLA:CPU allocates temporaries anew in every step; unmapping and faulting them in again costs 5
     to 7 % of it.
     """
-    libc = glibc()
+    libc = _glibc()
     if libc:
         libc.malloc_trim(0)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def glibc() -> ctypes.CDLL | None:
+def _glibc() -> ctypes.CDLL | None:
     """The C library, where it is the one whose allocator can be tuned."""
-    return (
-        ctypes.CDLL("libc.so.6")
-        if sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
-        else None
-    )
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        return ctypes.CDLL("libc.so.6")
+    return None
 
 
 def choose_kernels(platform_name: str, name: str) -> KernelSet:
@@ -288,12 +338,13 @@ def choose_dtype(name: str, platform_name: str) -> Any:
     """jnp dtype of weights, activations and KV; auto: bfloat16 where the device multiplies it
     natively.
     """
-    if name == "auto":
-        name = "bfloat16" if platform_name != "cpu" or cpu_multiplies_bfloat16() else "float32"
-    return jnp.dtype(name)
+    if name != "auto":
+        return jnp.dtype(name)
+    fast = platform_name != "cpu" or _cpu_multiplies_bfloat16()
+    return jnp.dtype("bfloat16" if fast else "float32")
 
 
-def cpu_multiplies_bfloat16() -> bool:
+def _cpu_multiplies_bfloat16() -> bool:
     """True on x86 with avx512_bf16 or amx_bf16, and on Arm with bf16 (/proc/cpuinfo)."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())
@@ -302,7 +353,7 @@ def cpu_multiplies_bfloat16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def choose_context(wanted: int, model: ModelConfig) -> int:
+def _choose_context(wanted: int, model: ModelConfig) -> int:
     """Tokens a sequence may have; more than the model was trained for is refused."""
     if wanted > model.context_length:
         raise ConfigError(f"context {wanted} is more than the model's {model.context_length}")
@@ -310,79 +361,82 @@ def choose_context(wanted: int, model: ModelConfig) -> int:
 
 
 def sized_runner(
-    config: Config,
-    own: ModelConfig,
-    context: int,
+    settings: EngineSection,
+    sizes: StateSizes,
     devices: Sequence[Any],
-    buckets: Buckets,
+    *,
     page_bytes: int,
-    make_runner: Callable[[int], Runner],
+    temp_bytes: int,
+    make: Callable[[int], Runner],
 ) -> Runner:
     """A runner with as many KV pages as are configured, or as the free memory holds; logs what that
     is.
 
-    own: the model of one device. page_bytes: of a page of all layers, on one device.
+    page_bytes: of a page of all layers, on one device. temp_bytes: what the temporaries of the
+    largest step should take. make: from a number of pages to a runner.
     """
-    settings, on_cpu = config.engine, devices[0].platform == "cpu"
-    per_seat = -(-context // settings.page_size)
+    on_cpu = devices[0].platform == "cpu"
+    most = sizes.seats * sizes.pages_per_seat + 1 if on_cpu else sys.maxsize
 
     def pages(temp_bytes: int) -> int:
-        limit = int(settings.memory_gib * GIB)
-        if not limit and not settings.pages:
-            limit = min(free_bytes(device, temp_bytes) for device in devices)
+        limit = _pool_limit(settings, devices, temp_bytes)
         return page_count(
-            wanted=settings.pages,
-            limit_bytes=limit,
-            page_bytes=page_bytes,
-            useful=settings.max_seats * per_seat + 1 if on_cpu else sys.maxsize,
+            wanted=settings.pages, limit_bytes=limit, page_bytes=page_bytes, useful=most
         )
 
-    runner = make_runner(pages(0 if on_cpu else likely_temp_bytes(own, buckets)))
+    runner = make(pages(0 if on_cpu else temp_bytes))
     if not (on_cpu or settings.pages or settings.memory_gib):
         # A step's temporaries are known once it is compiled, and it is compiled for one size of
         # pool: the likely one.
         fit = pages(runner.largest_temp_bytes())
-        if not ENOUGH * fit <= runner.n_pages <= fit:
-            runner = make_runner(fit)
-    tokens = (runner.n_pages - 1) * settings.page_size
-    log.info(
-        "KV pool: %d pages of %d tokens = %d tokens in %.2f GiB%s; %d sequences of the whole "
-        "context (%d), or %d "
-        "tokens for each of %d seats",
-        runner.n_pages - 1,
-        settings.page_size,
-        tokens,
-        runner.n_pages * page_bytes / GIB,
-        f" on each of {len(devices)} devices" if len(devices) > 1 else "",
-        tokens // context,
-        context,
-        tokens // settings.max_seats,
-        settings.max_seats,
-    )
+        if not _ENOUGH * fit <= runner.n_pages <= fit:
+            runner = make(fit)
+    _log_pool(runner.n_pages, sizes, page_bytes, len(devices))
     return runner
 
 
-def describe(
-    config: Config,
-    source: ModelSource,
-    device: Any,
+def _pool_limit(settings: EngineSection, devices: Sequence[Any], temp_bytes: int) -> int:
+    """Bytes that the pool may take on each device; 0 where its pages are counted."""
+    if settings.pages:
+        return 0
+    if settings.memory_gib:
+        return int(settings.memory_gib * GIB)
+    return min([free_bytes(device, temp_bytes) for device in devices])
+
+
+def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) -> None:
+    tokens = (n_pages - 1) * sizes.page_size
+    log.info(
+        "KV pool: %d pages of %d tokens = %d tokens in %.2f GiB%s; %d sequences of the whole "
+        "context (%d), or %d tokens for each of %d seats",
+        n_pages - 1,
+        sizes.page_size,
+        tokens,
+        n_pages * page_bytes / GIB,
+        f" on each of {n_devices} devices" if n_devices > 1 else "",
+        tokens // sizes.context_length,
+        sizes.context_length,
+        tokens // sizes.seats,
+        sizes.seats,
+    )
+
+
+def _describe(
+    setup: _Setup,
+    model: Llama,
     kernels: KernelSet,
-    context: int,
-    dtype: Any,
-    kv_dtype: Any,
-    weights: str,
     runner: Runner,
-    buckets: Buckets,
     proofs: list[KernelProof],
+    defaults: dict[str, int | float],
 ) -> EngineInfo:
     """What the API, the page and `doctor` show of a running engine."""
-    settings = config.engine
+    settings, device, buckets = setup.settings, setup.device, runner.buckets
     count = f"{settings.tensor_parallel} x " if settings.tensor_parallel > 1 else ""
     chip = cpu_name() if device.platform == "cpu" else device.device_kind
     return EngineInfo(
-        model=source.name,
-        context_length=context,
-        vocab_size=source.config.vocab_size,
+        model=setup.source.name,
+        context_length=setup.context,
+        vocab_size=setup.source.config.vocab_size,
         seats=settings.max_seats,
         pages=runner.n_pages - 1,
         page_size=settings.page_size,
@@ -392,17 +446,18 @@ def describe(
         kernels=kernels.label,
         platform=device.platform,
         device=f"{count}{chip}",
-        dtype=str(dtype),
-        weights=weights,
-        kv_dtype=str(kv_dtype),
+        dtype=str(setup.dtype),
+        weights=describe_weights(model, setup.source),
+        kv_dtype=str(setup.kv_dtype),
         prefix_cache=settings.prefix_cache,
         version=version("jitney"),
         max_waiting_requests=settings.max_waiting_requests,
         executables=len(runner.executables),
         compile_seconds=runner.compile_seconds,
         tensor_parallel=settings.tensor_parallel,
+        sampling_defaults=defaults,
         proofs=proofs,
         canary_every=settings.canary_every,
-        seat_buckets=tuple(bucket.seats for bucket in buckets.decode),
-        token_buckets=tuple(bucket.tokens for bucket in buckets.mixed),
+        seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
+        token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),
     )

@@ -36,7 +36,7 @@ from jitney.kernels.interface import AttentionMeta, Kernels
 
 #: Page table rows are padded to a multiple of this, so that kernels that read chunks of pages never
 #: run off them.
-PAGE_CHUNK = 16
+_PAGE_CHUNK = 16
 #: Platform -> what XLA is told when it compiles a step. Once arguments fill 80 % of a GPU's memory,
 #: as a pool is meant to, XLA would compute products twice, the output head among them, to save
 #: temporaries: a decode step of 32 rows of an 8B model would touch 1.13 times the bytes that it
@@ -52,31 +52,33 @@ type LogitsOf = Callable[[jax.Array], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass
 class DeviceState:
-    """Everything a step replaces: KV pools, one a layer; last_token int32 [M]; per-seat
-    sampling.
-    """
+    """Everything a step replaces: arrays, or their shapes."""
 
-    kv: list[Any]
-    last_token: Any
+    kv: list[Any]  #: pools, one a layer
+    last_token: Any  #: int32 [M]
     seats: SeatState
 
 
 @dataclass(frozen=True)
 class StateSizes:
-    """What the arrays of `DeviceState` are sized by. seats: of the engine, M."""
+    """What the arrays of `DeviceState` are sized by."""
 
     seats: int
-    n_pages: int
-    page_size: int
-    context_length: int
+    n_pages: int  #: of the pool, the trash page included
+    page_size: int  #: positions
+    context_length: int  #: tokens a sequence may have
     kv_dtype: Any
+
+    @property
+    def pages_per_seat(self) -> int:
+        """Pages of a sequence of the whole context."""
+        return -(-self.context_length // self.page_size)
 
     def builder(self) -> BatchBuilder:
         """Packs the uploads of an engine of this size."""
-        pages = -(-self.context_length // self.page_size)
         return BatchBuilder(
             seats=self.seats,
-            pages_per_seat=-(-pages // PAGE_CHUNK) * PAGE_CHUNK,
+            pages_per_seat=-(-self.pages_per_seat // _PAGE_CHUNK) * _PAGE_CHUNK,
             page_size=self.page_size,
             pool_rows=self.n_pages * self.page_size,
         )
@@ -91,11 +93,8 @@ class StateSizes:
 
     def pool_bytes(self, config: ModelConfig, kernels: Kernels) -> int:
         """Of all layers, on one device."""
-        return (
-            config.n_layers
-            * math.prod(self.pool(config, kernels))
-            * jnp.dtype(self.kv_dtype).itemsize
-        )
+        layer = math.prod(self.pool(config, kernels)) * jnp.dtype(self.kv_dtype).itemsize
+        return config.n_layers * layer
 
     def shapes(self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None) -> DeviceState:
         """The state as shapes, placed on the mesh; config: of one device."""
@@ -113,43 +112,46 @@ def shape_on(
     mesh: Mesh | None, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec
 ) -> jax.ShapeDtypeStruct:
     """A shape on the mesh, or on the default device."""
-    return jax.ShapeDtypeStruct(
-        shape, dtype, sharding=None if mesh is None else NamedSharding(mesh, spec)
-    )
+    sharding = None if mesh is None else NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
     """The state of seats nobody sits in, each array where its shape says."""
+
+    def zeros(shape: Any) -> jax.Array:
+        return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+    def place(column: jax.Array, shape: Any) -> jax.Array:
+        return column if shape.sharding is None else jax.device_put(column, shape.sharding)
+
     seats = empty_state(shapes.last_token.shape[0], config.vocab_size)
     return DeviceState(
-        kv=[jnp.zeros(pool.shape, pool.dtype, device=pool.sharding) for pool in shapes.kv],
-        last_token=jnp.zeros(shapes.last_token.shape, jnp.int32, device=shapes.last_token.sharding),
-        seats=SeatState(
-            *(
-                column if shape.sharding is None else jax.device_put(column, shape.sharding)
-                for column, shape in zip(seats, shapes.seats, strict=True)
-            )
-        ),
+        kv=jax.tree.map(zeros, shapes.kv),
+        last_token=zeros(shapes.last_token),
+        seats=jax.tree.map(place, seats, shapes.seats),
     )
 
 
 class StepOutput(NamedTuple):
     """What a step brings to the host, beside the state that it replaces."""
 
-    sampled: Any  # int32 [S] of an all-greedy step, else `Sampled`
-    # bool [S]: sequences with a row that is not finite; None without prompt rows: tokens tell
+    #: int32 [S] of an all-greedy step, else `Sampled`.
+    sampled: Any
+    #: bool [S]: sequences with a row that is not finite; None without prompt rows: tokens tell.
     broken: Any = None
-    scores: Any = None  # `Scores` of the scored prompt rows; None where there can be none
+    #: `Scores` of the scored prompt rows; None where there can be none.
+    scores: Any = None
 
 
-def broken_sequences(hidden: jax.Array, cu_q: jax.Array) -> jax.Array:
+def _broken_sequences(hidden: jax.Array, cu_q: jax.Array) -> jax.Array:
     """Sequences any of whose rows is not finite: hidden [T, E], cu_q int32 [S + 1] -> bool [S]."""
     bad = ~jnp.all(jnp.isfinite(hidden), axis=-1)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad.astype(jnp.int32))])
     return before[cu_q[1:]] > before[cu_q[:-1]]
 
 
-def meta_of(inputs: Any) -> AttentionMeta:
+def _meta_of(inputs: Any) -> AttentionMeta:
     """The attention's part of a step's upload."""
     return AttentionMeta(
         kv_lens=inputs.kv_lens,
@@ -166,15 +168,13 @@ class Program:
     """The step as a pure function of flat weights, for any bucket; these fields are its only
     constants.
 
-    mesh: the devices it runs on, None for the default one. On more than one, `graph` is that of the
-    model that each of them runs, and the functions here run on each with its share of `leaves` and
-    `kv`.
+    On several devices, the functions here run on each with its share of `leaves` and `kv`.
     """
 
-    graph: Any
-    treedef: Any
+    graph: Any  #: of the model, as `nnx.split` makes it; on several devices, of each one's share
+    treedef: Any  #: of its weights
     kernels: Kernels
-    mesh: Mesh | None = None
+    mesh: Mesh | None = None  #: the devices it runs on; None: the default one
 
     @property
     def split(self) -> bool:
@@ -187,9 +187,9 @@ class Program:
         """-> (from row numbers int32 [R] to their logits, float32 [R, V], this device's columns of
         them if split; hidden [T, E]; kv)."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
-        known = inputs.tokens >= 0
-        tokens = jnp.where(known, inputs.tokens, jnp.maximum(last_token[inputs.token_seats], 0))
-        hidden, kv = model(tokens, kv, meta_of(inputs), self.kernels)
+        sampled_last = jnp.maximum(last_token[inputs.token_seats], 0)
+        tokens = jnp.where(inputs.tokens >= 0, inputs.tokens, sampled_last)
+        hidden, kv = model(tokens, kv, _meta_of(inputs), self.kernels)
 
         def logits_of(rows: jax.Array) -> jax.Array:
             return model.logits(hidden[rows], self.kernels)
@@ -204,8 +204,10 @@ class Program:
         tokens = greedy(logits)
         if self.split:
             tokens = first_best(jnp.max(logits, axis=-1), tokens, logits.shape[-1])
-        broken = None if layout.bucket.decode_only else broken_sequences(hidden, inputs.cu_q)
-        return kv, last_token.at[inputs.seats].set(tokens, mode="drop"), StepOutput(tokens, broken)
+        last_token = last_token.at[inputs.seats].set(tokens, mode="drop")
+        if layout.bucket.decode_only:
+            return kv, last_token, StepOutput(tokens)
+        return kv, last_token, StepOutput(tokens, _broken_sequences(hidden, inputs.cu_q))
 
     def full(self, layout: UploadLayout, leaves, kv, last_token, seats: SeatState, packed):
         """The step with every sampling option; split, every device samples from all logits, and
@@ -225,18 +227,18 @@ class Program:
         logits = whole_logits_of(inputs.logit_rows)
         sampled, seats = sample(logits, rows, seats, self.kernels.threshold)
         last_token = last_token.at[inputs.seats].set(sampled.tokens, mode="drop")
-        if not layout.scores:
-            return kv, last_token, seats, StepOutput(sampled)
-        block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
-        scores = score_prompt(
-            whole_logits_of, inputs.score_rows, inputs.score_tokens, inputs.score_count[0], block
-        )
-        return (
-            kv,
-            last_token,
-            seats,
-            StepOutput(sampled, broken_sequences(hidden, inputs.cu_q), scores),
-        )
+        output = StepOutput(sampled)
+        if layout.scores:
+            block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
+            scores = score_prompt(
+                whole_logits_of,
+                inputs.score_rows,
+                inputs.score_tokens,
+                inputs.score_count[0],
+                block,
+            )
+            output = StepOutput(sampled, _broken_sequences(hidden, inputs.cu_q), scores)
+        return kv, last_token, seats, output
 
     def lower(
         self, layout: UploadLayout, leaves: list[Any], state: DeviceState
@@ -245,14 +247,13 @@ class Program:
         is donated, so addresses stay the same from step to step."""
         packed = shape_on(self.mesh, (layout.size,), jnp.int32, WHOLE)
         if layout.plain:
-            step, args = partial(self.plain, layout), (leaves, state.kv, state.last_token, packed)
-            results: tuple[PartitionSpec, ...] = (POOL, WHOLE, WHOLE)
+            step = partial(self.plain, layout)
+            args = leaves, state.kv, state.last_token, packed
+            results = POOL, WHOLE, WHOLE
         else:
-            step, args = (
-                partial(self.full, layout),
-                (leaves, state.kv, state.last_token, state.seats, packed),
-            )
-            results = (POOL, WHOLE, WHOLE, WHOLE)
+            step = partial(self.full, layout)
+            args = leaves, state.kv, state.last_token, state.seats, packed
+            results = POOL, WHOLE, WHOLE, WHOLE
         if self.split:
             # Unchecked: kernels are opaque to the analysis that would prove the results alike on
             # all devices.

@@ -36,11 +36,14 @@ from jitney.engine.models.llama import Llama
 from jitney.engine.models.sharding import WHOLE
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.plan import Plan, StepResult
+from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import TokenLogprobs
 from jitney.kernels.interface import Kernels
 
-Progress = Callable[[int, int, str], None]
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+Report = Callable[[int, int, str], None]
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+#: Threads that compile: XLA does it outside the interpreter lock.
+_COMPILERS = 2
 
 
 class Batch(msgspec.Struct):
@@ -50,17 +53,22 @@ class Batch(msgspec.Struct):
     packed: np.ndarray
 
 
-class Ticket(msgspec.Struct):
-    """A launched step; `sampled` fills in on the device."""
+class LaunchedStep(msgspec.Struct):
+    """A step on the device; `output` fills in there."""
 
     plan: Plan
     output: StepOutput
-    scored: int  # rows that bring prompt log-probabilities
+    scored: int  #: rows that bring prompt log-probabilities
 
 
-def board_seat(state: SeatState, seat: jax.Array, *row: jax.Array) -> SeatState:
+def _board_seat(state: SeatState, seat: jax.Array, *row: jax.Array) -> SeatState:
     """Give a seat the sampling state of the sequence that boards it."""
-    return SeatState(*(column.at[seat].set(new) for column, new in zip(state, row, strict=True)))
+    columns = zip(state, row, strict=True)
+    return SeatState(*[column.at[seat].set(new) for column, new in columns])
+
+
+def _report_nothing(done: int, total: int, what: str) -> None:
+    pass
 
 
 class Runner:
@@ -68,7 +76,8 @@ class Runner:
     it nothing compiles any more.
 
     model: with its weights; on a mesh, each in shares as `sharding.Shares` places them, its
-    configuration that of one device. plain_mixed: see `is_plain`.
+    configuration that of one device. sizes: of as many seats as the buckets. end_ids: tokens that
+    end a sequence. plain_mixed: see `is_plain`.
     """
 
     def __init__(
@@ -76,72 +85,67 @@ class Runner:
         model: Llama,
         buckets: Buckets,
         kernels: Kernels,
+        sizes: StateSizes,
         *,
-        n_pages: int,
-        page_size: int,
-        context_length: int,
-        kv_dtype: Any,
         end_ids: tuple[int, ...],
         mesh: Mesh | None = None,
         plain_mixed: bool = False,
     ):
-        self.config, self.buckets, self.end_ids, self.plain_mixed = (
-            model.config,
-            buckets,
-            end_ids,
-            plain_mixed,
-        )
         graph, weights = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(weights)
         self.program = Program(graph, treedef, kernels, mesh)
-        sizes = StateSizes(buckets.seats, n_pages, page_size, context_length, kv_dtype)
-        self.n_pages, self.builder = n_pages, sizes.builder()
+        self.config = model.config
+        self.buckets = buckets
+        self.end_ids = end_ids
+        self.plain_mixed = plain_mixed
+        self.n_pages = sizes.n_pages
+        self.builder = sizes.builder()
         self.shapes = sizes.shapes(model.config, kernels, mesh)
-        self.state: DeviceState = (
-            self.shapes
-        )  # until `compile` allocates it: compiling needs no arrays
+        #: Shapes until `compile` allocates it: compiling needs no arrays.
+        self.state: DeviceState = self.shapes
         self.executables: dict[tuple[Bucket, bool], Any] = {}
-        self.board: Any = None
+        #: Compilations since `compile`; should stay 0.
         self.compiles = 0
+        #: Seconds that compiling took.
         self.compile_seconds = 0.0
+        self._board: Any = None
 
-    def compile(
-        self, progress: Progress = lambda done, total, what: None, threads: int = 2
-    ) -> None:
+    def compile(self, report: Report = _report_nothing) -> None:
         """Lower and compile every executable, the largest first, and allocate the state; then run
-        each once and start counting compiles."""
+        each once and start counting compiles.
+
+        report: called with the executables done, all of them, and the name of the last one.
+        """
         started = time.perf_counter()
-        keys = [
-            (bucket, plain)
-            for bucket in reversed(self.buckets.all())
-            for plain in (True, False)
-            if self.is_plain(bucket, plain) == plain
-        ]
-        done = 0
-        progress(0, len(keys), "")
-        with (
-            no_collection(),
-            ThreadPoolExecutor(threads) as pool,
-        ):  # XLA compiles outside the interpreter lock
-            jobs = [
-                (
-                    key,
-                    None
-                    if key in self.executables
-                    else pool.submit(compile_step, self.lower(*key)),
-                )
-                for key in keys
-            ]
-            for key, job in jobs:
-                if job is not None:
-                    self.executables[key] = job.result()
-                done += 1
-                progress(done, len(keys), f"{key[0]}{'' if key[1] else ' sampling'}")
-        self.compile_board()
+        self._compile_steps(report)
+        self._compile_board()
         self.state = allocate(self.shapes, self.config)
         self.warm_up()
         self.compile_seconds += time.perf_counter() - started
-        jax.monitoring.register_event_duration_secs_listener(self.count_compile)
+        jax.monitoring.register_event_duration_secs_listener(self._count_compile)
+
+    def _kinds(self) -> list[tuple[Bucket, bool]]:
+        """(bucket, plain) of every executable, the largest first."""
+        kinds = []
+        for bucket in reversed(self.buckets.all()):
+            if self.is_plain(bucket, True):
+                kinds.append((bucket, True))
+            kinds.append((bucket, False))
+        return kinds
+
+    def _compile_steps(self, report: Report) -> None:
+        kinds = self._kinds()
+        report(0, len(kinds), "")
+        with _no_collection(), ThreadPoolExecutor(_COMPILERS) as pool:
+            compiling = {}
+            for kind in kinds:
+                if kind not in self.executables:
+                    compiling[kind] = pool.submit(compile_step, self.lower(*kind))
+            for done, kind in enumerate(kinds, start=1):
+                if kind in compiling:
+                    self.executables[kind] = compiling[kind].result()
+                bucket, plain = kind
+                report(done, len(kinds), f"{bucket}" if plain else f"{bucket} sampling")
 
     def largest_temp_bytes(self) -> int:
         """Temporaries of the largest executable on each device, for sizing the pool, whose size
@@ -149,10 +153,12 @@ class Runner:
 
         `compile` will not compile that executable again.
         """
-        started, key = time.perf_counter(), (self.buckets.mixed[-1], False)
-        self.executables[key] = compile_step(self.lower(*key))
+        started = time.perf_counter()
+        largest = self.buckets.mixed[-1]
+        executable: Any = compile_step(self.lower(largest, False))
+        self.executables[largest, False] = executable
         self.compile_seconds += time.perf_counter() - started
-        return self.executables[key].memory_analysis().temp_size_in_bytes
+        return executable.memory_analysis().temp_size_in_bytes
 
     def is_plain(self, bucket: Bucket, plain: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
@@ -168,16 +174,16 @@ class Runner:
         """The lowered step of one bucket."""
         return self.program.lower(self.builder.layout(bucket, plain), self.leaves, self.shapes)
 
-    def compile_board(self) -> None:
+    def _compile_board(self) -> None:
         """The small program that installs a boarding sequence's sampling state."""
         mesh, seats = self.program.mesh, self.shapes.seats
         row = [shape_on(mesh, column.shape[1:], column.dtype, WHOLE) for column in seats]
         board = jax.jit(
-            board_seat,
+            _board_seat,
             donate_argnums=0,
             out_shardings=jax.tree.map(lambda column: column.sharding, seats),
         )
-        self.board = board.lower(seats, shape_on(mesh, (), jnp.int32, WHOLE), *row).compile()
+        self._board = board.lower(seats, shape_on(mesh, (), jnp.int32, WHOLE), *row).compile()
 
     def warm_up(self) -> None:
         """Run every executable on an empty batch: first calls set up thread pools and buffers."""
@@ -185,32 +191,34 @@ class Runner:
             packed = self.builder.empty(bucket, plain)
             jax.block_until_ready(self.run(bucket, plain, packed))
 
-    def count_compile(self, event: str, duration_secs: float, **_: Any) -> None:
+    def _count_compile(self, event: str, duration_secs: float, **_: Any) -> None:
         """jax.monitoring listener: a compilation after ready is a bug worth showing."""
-        if event == COMPILE_EVENT:
+        if event == _COMPILE_EVENT:
             self.compiles += 1
 
     def batch(self, plan: Plan) -> Batch:
         """Pack the plan; numpy only."""
         return Batch(plan, self.builder.build(plan, self.is_plain(plan.bucket, plan.plain)))
 
-    def launch(self, batch: Batch) -> Ticket:
+    def launch(self, batch: Batch) -> LaunchedStep:
         """Dispatch one step and start the copy of its tokens to the host; returns before it is
         done.
         """
         plan = batch.plan
         for seq in plan.boarded:
-            params = seq.request.sampling
-            if params.penalised or params.biased:
-                row = seat_row(
-                    params, seq.tokens, seq.n_prompt, self.config.vocab_size, self.end_ids
-                )
-                self.state.seats = self.board(self.state.seats, np.int32(seq.seat), *row)
+            self._install(seq)
         output = self.run(plan.bucket, self.is_plain(plan.bucket, plan.plain), batch.packed)
         scored = plan.scored_rows
         for array in jax.tree.leaves(output if scored else output[:2]):
             array.copy_to_host_async()
-        return Ticket(plan, output, scored)
+        return LaunchedStep(plan, output, scored)
+
+    def _install(self, seq: Sequence) -> None:
+        """Give the seat of a boarding sequence its counts and biases, if it needs any."""
+        params = seq.request.sampling
+        if params.penalised or params.biased:
+            row = seat_row(params, seq.tokens, seq.n_prompt, self.config.vocab_size, self.end_ids)
+            self.state.seats = self._board(self.state.seats, np.int32(seq.seat), *row)
 
     def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> StepOutput:
         """One call of an executable; replaces the donated state."""
@@ -225,26 +233,31 @@ class Runner:
             )
         return output
 
-    def fetch(self, ticket: Ticket) -> StepResult:
+    def fetch(self, ticket: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""
         plan, (sampled, broken, scores) = ticket.plan, ticket.output
         rows = plan.logit_rows
         if isinstance(sampled, Sampled):
             result = StepResult(tokens=np.asarray(sampled.tokens)[:rows].tolist())
-            if any([chunk.sample and chunk.seq.logprobs is not None for chunk in plan.chunks]):
-                result.logprobs = entries(sampled[1:], rows)
+            if _wants_logprobs(plan):
+                result.logprobs = _entries(sampled[1:], rows)
         else:
             result = StepResult(tokens=np.asarray(sampled)[:rows].tolist())
         if broken is not None:
-            found = np.asarray(broken)[: len(plan.chunks)]
-            if found.any():
-                result.broken = found.tolist()
+            chunks_broken = np.asarray(broken)[: len(plan.chunks)]
+            if chunks_broken.any():
+                result.broken = chunks_broken.tolist()
         if ticket.scored:
-            result.prompt_logprobs = entries(scores, ticket.scored)
+            result.prompt_logprobs = _entries(scores, ticket.scored)
         return result
 
 
-def entries(columns: Iterable[jax.Array], rows: int) -> list[TokenLogprobs]:
+def _wants_logprobs(plan: Plan) -> bool:
+    """Whether a row of the plan is sampled with log-probabilities."""
+    return any([chunk.sample and chunk.seq.logprobs is not None for chunk in plan.chunks])
+
+
+def _entries(columns: Iterable[jax.Array], rows: int) -> list[TokenLogprobs]:
     """The first `rows` entries of log-probabilities, most likely ids and theirs, each an array [R,
     ...].
     """
@@ -253,7 +266,7 @@ def entries(columns: Iterable[jax.Array], rows: int) -> list[TokenLogprobs]:
 
 
 @contextlib.contextmanager
-def no_collection() -> Iterator[None]:
+def _no_collection() -> Iterator[None]:
     """No garbage collection inside: tracing makes millions of small objects and hardly a cycle."""
     gc.disable()
     try:

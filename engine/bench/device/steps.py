@@ -25,8 +25,8 @@ from jitney.engine.bench.device.timing import REPEATS, repeated
 from jitney.engine.bench.step import Case, plan_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import GIB
-from jitney.engine.executor.program import allocate, compile_step
-from jitney.engine.executor.runner import Runner, Ticket
+from jitney.engine.executor.program import StateSizes, allocate, compile_step
+from jitney.engine.executor.runner import LaunchedStep, Runner
 from jitney.engine.models.llama import Llama, abstract_model
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.plan import StepWork
@@ -126,17 +126,8 @@ def make_bench(
     pages = positions // job.page_size
     if pages < 2:
         raise ConfigError(f"{held / GIB:.1f} GiB of weights leave no room for keys and values")
-    runner = Runner(
-        model,
-        buckets,
-        kernels,
-        n_pages=pages,
-        page_size=job.page_size,
-        context_length=context,
-        kv_dtype=dtype,
-        end_ids=(),
-        plain_mixed=True,
-    )
+    sizes = StateSizes(buckets.seats, pages, job.page_size, context, dtype)
+    runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
     runner.state = allocate(runner.shapes, runner.config)
     return Bench(
         runner,
@@ -174,7 +165,7 @@ def time_step(bench: Bench, case: Case, sample_s: float) -> tuple[list[float], S
     runner = bench.runner
     plan = plan_of(case, 0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.is_plain(case.bucket, True)
-    if min(runner.fetch(Ticket(plan, runner.run(case.bucket, plain, packed), 0)).tokens) < 0:
+    if min(runner.fetch(LaunchedStep(plan, runner.run(case.bucket, plain, packed), 0)).tokens) < 0:
         raise RuntimeError("the step's logits are not finite")
     samples = repeated(lambda _: runner.run(case.bucket, plain, packed), None, sample_s)
     return samples, plan.work

@@ -36,17 +36,8 @@ DECODE, MIXED = Bucket(4, 4), Bucket(32, 4)
 
 
 def make_runner(*, plain_mixed: bool = False) -> Runner:
-    return Runner(
-        random_model(tiny_config()),
-        BUCKETS,
-        KERNELS,
-        n_pages=SIZES.n_pages,
-        page_size=SIZES.page_size,
-        context_length=SIZES.context_length,
-        kv_dtype=SIZES.kv_dtype,
-        end_ids=(),
-        plain_mixed=plain_mixed,
-    )
+    model = random_model(tiny_config())
+    return Runner(model, BUCKETS, KERNELS, SIZES, end_ids=(), plain_mixed=plain_mixed)
 
 
 @pytest.fixture(scope="module")

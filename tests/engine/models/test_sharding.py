@@ -32,6 +32,7 @@ from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import platform_environment
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import likely_temp_bytes
+from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.sampling import greedy
 from jitney.engine.models.sharding import AXIS, Shares, first_best, lookup
 from jitney.engine.scheduler.buckets import make_buckets
@@ -385,7 +386,15 @@ def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: i
         return runners[-1]
 
     page_bytes = 4096
-    runner = sized_runner(config, own, 256, chips, buckets, page_bytes, make_runner)  # type: ignore[arg-type]
+    sizes = StateSizes(4, 1, config.engine.page_size, 256, jnp.dtype("float32"))
+    runner = sized_runner(
+        config.engine,
+        sizes,
+        chips,
+        page_bytes=page_bytes,
+        temp_bytes=likely,
+        make=make_runner,  # type: ignore[arg-type]
+    )
     room = limit - likely // 2 - int(0.04 * limit) - needed
     assert len(runners) == made
     assert 0.97 * room - page_bytes <= runner.n_pages * page_bytes <= room
