@@ -4,70 +4,62 @@ package.
 
 from __future__ import annotations
 
-import asyncio
 import gzip
-import hashlib
-from dataclasses import dataclass
-from functools import partial
+import os
+from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
-TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+_STATIC = Path(str(files("jitney.dashboard"))) / "static"
 PLOTLY = "plotly.min.js"
+_PLOTLY_FILE = Path(str(files("plotly"))) / "package_data" / PLOTLY
 #: Smaller files travel as they are.
-GZIP_FROM = 1024
+_GZIP_FROM = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Asset:
-    """A file as it is sent. zipped: empty when that would not pay."""
-
-    body: bytes
-    zipped: bytes
-    etag: str
-    media_type: str
-
-
-class Assets:
-    """Files by name, read and compressed at their first use and kept."""
+class PageFiles(StaticFiles):
+    """Files by name; compressed at their first use and kept. A browser asks each time whether it
+    has the newest version.
+    """
 
     def __init__(self) -> None:
-        self._ours = {file.name: file for file in (files("jitney.dashboard") / "static").iterdir()}
-        self._kept: dict[str, Asset] = {}
-        self._reading = asyncio.Lock()
+        super().__init__(directory=_STATIC)
 
-    async def respond(self, name: str, request: Request, status: int = 200) -> Response:
-        """The file, or 304 when the browser has this very version. Raises HTTPException 404."""
-        asset = await self._asset(name)
-        zipped = bool(asset.zipped) and "gzip" in request.headers.get("accept-encoding", "")
-        headers = {"etag": asset.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
-        if status == 200 and request.headers.get("if-none-match") == asset.etag:
-            return Response(status_code=304, headers=headers)
-        headers |= {"content-encoding": "gzip"} if zipped else {}
-        return Response(asset.zipped if zipped else asset.body, status, headers, asset.media_type)
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        if path == PLOTLY:
+            return str(_PLOTLY_FILE), _PLOTLY_FILE.stat()
+        return super().lookup_path(path)
 
-    async def _asset(self, name: str) -> Asset:
-        if name != PLOTLY and (name not in self._ours or name.rpartition(".")[2] not in TYPES):
-            raise HTTPException(404)
-        async with self._reading:  # so that two pages do not compress the same megabytes at once
-            if name not in self._kept:
-                self._kept[name] = await asyncio.get_running_loop().run_in_executor(
-                    None, partial(self._read, name)
-                )
-        return self._kept[name]
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers["cache-control"] = "no-cache"
+        response.headers["vary"] = "accept-encoding"
+        accepted = Headers(scope=scope).get("accept-encoding", "")
+        is_large = int(response.headers.get("content-length", 0)) >= _GZIP_FROM
+        if not isinstance(response, FileResponse) or not is_large or "gzip" not in accepted:
+            return response
+        etag = response.headers["etag"]
+        body = await run_in_threadpool(_compressed, str(response.path), etag)
+        headers = {
+            "etag": etag,
+            "cache-control": "no-cache",
+            "vary": "accept-encoding",
+            "content-encoding": "gzip",
+        }
+        return Response(body, 200, headers, response.media_type)
 
-    def _read(self, name: str) -> Asset:
-        """Blocking: plotly.js takes about 0.2 s to compress."""
-        file = files("plotly") / "package_data" / PLOTLY if name == PLOTLY else self._ours[name]
-        body = file.read_bytes()
-        zipped = gzip.compress(body, 5, mtime=0) if len(body) >= GZIP_FROM else b""
-        etag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
-        return Asset(body, zipped, etag, TYPES[name.rpartition(".")[2]])
+    def sign_in_page(self) -> Response:
+        """The form, for whom may not look."""
+        return FileResponse(_STATIC / "sign-in.html", 401, {"cache-control": "no-cache"})
+
+
+@cache
+def _compressed(path: str, etag: str) -> bytes:
+    """Blocking: plotly.js takes about 0.2 s. etag: another version of the file, another answer."""
+    return gzip.compress(Path(path).read_bytes(), 5, mtime=0)

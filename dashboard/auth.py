@@ -31,23 +31,22 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
+_REPORT = "/report"
 #: A report is one file with its scripts in it, so it runs apart from the page: in a sandbox, with
 #: no session.
-REPORT, REPORT_POLICY = (
-    "/report",
-    (
-        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
-        "blob:; "
-        "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; sandbox allow-scripts "
-        "allow-downloads"
-    ),
+REPORT_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
+    "blob:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; sandbox allow-scripts "
+    "allow-downloads"
 )
 #: All else is data: the page itself turns into the sign-in form, and assets hold none.
-OPEN_PATHS, OPEN_PREFIX = frozenset({"/", "", "/sign-in"}), "/assets/"
+_OPEN_PATHS = frozenset({"/", "", "/sign-in"})
+_OPEN_PREFIX = "/assets/"
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class AuthMiddleware:
     """Security headers for all, data for those who may look."""
 
     app: ASGIApp
@@ -55,30 +54,37 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-
+            await self.app(scope, receive, send)
+            return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
 
-        async def guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
-                if path.endswith(REPORT):
-                    headers["content-security-policy"] = REPORT_POLICY
-                headers.setdefault("cache-control", "no-store")
+                _add_headers(message, path)
             await send(message)
 
-        is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
-        if not is_open and not self.sessions.admits(Request(scope).cookies.get(COOKIE)):
-            refusal = error_response(
-                HttpError(401, "sign in on the page first", code="not_signed_in"), "none"
-            )
-            return await refusal(scope, receive, guarded)
-        await self.app(scope, receive, guarded)
+        if self._admits(scope, path):
+            await self.app(scope, receive, send_with_headers)
+            return
+        error = HttpError(401, "sign in on the page first", code="not_signed_in")
+        refusal = error_response(error, "none")
+        await refusal(scope, receive, send_with_headers)
+
+    def _admits(self, scope: Scope, path: str) -> bool:
+        if path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX):
+            return True
+        return self.sessions.admits(Request(scope).cookies.get(COOKIE))
 
 
-class Watchable(Protocol):
+def _add_headers(message: Message, path: str) -> None:
+    headers = MutableHeaders(scope=message)
+    headers.update(HEADERS)
+    if path.endswith(_REPORT):
+        headers["content-security-policy"] = REPORT_POLICY
+    headers.setdefault("cache-control", "no-store")
+
+
+class FeedSource(Protocol):
     """A feed, of an engine here or elsewhere."""
 
     @property
@@ -87,16 +93,21 @@ class Watchable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LiveFeed:
+class FeedEndpoint:
     """The feed as an endless response. It ends with the engine, or when the client leaves, which is
     waited for at the same time: a viewer that is gone frees its place at once."""
 
-    feed: Watchable
+    feed: FeedSource
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        last_id = Request(scope).headers.get("last-event-id", "")
         try:
-            with self.feed.viewer(Request(scope).headers.get("last-event-id", "")) as viewer:
-                await self._stream(viewer if scope["method"] != "HEAD" else None, receive, send)
+            with self.feed.viewer(last_id) as viewer:
+                await _start(send)
+                if scope["method"] != "HEAD":
+                    await _stream(viewer, receive, send)
+                with contextlib.suppress(OSError):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TooManyViewers:
             raise HttpError(
                 503,
@@ -105,34 +116,34 @@ class LiveFeed:
                 headers={"retry-after": "5"},
             ) from None
 
-    async def _stream(self, viewer: Viewer | None, receive: Receive, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")],
-            }
-        )
-        if viewer is not None:
-            leaving = asyncio.create_task(_left(receive))
-            sending = asyncio.create_task(_send_all(viewer, send))
-            try:
-                await asyncio.wait((leaving, sending), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (leaving, sending):
-                    task.cancel()
-                await asyncio.gather(leaving, sending, return_exceptions=True)
-            if not sending.cancelled() and (error := sending.exception()):
-                raise error
-        with contextlib.suppress(OSError):
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+async def _start(send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _stream(viewer: Viewer, receive: Receive, send: Send) -> None:
+    """Send what comes until the feed ends or the client has left."""
+    leaving = asyncio.create_task(_client_left(receive))
+    sending = asyncio.create_task(_send_all(viewer, send))
+    try:
+        await asyncio.wait((leaving, sending), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (leaving, sending):
+            task.cancel()
+        await asyncio.gather(leaving, sending, return_exceptions=True)
+    error = None if sending.cancelled() else sending.exception()
+    if error is not None:
+        raise error
 
 
-async def _send_all(events: Viewer, send: Send) -> None:
-    async for event in events:
+async def _client_left(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+async def _send_all(viewer: Viewer, send: Send) -> None:
+    async for event in viewer:
         await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -13,6 +13,7 @@ import io
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,13 +30,16 @@ from jitney.engine.scheduler.policies import POLICIES
 from jitney.engine.simulation.replay import Engine, Job, Served
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.history import KEEP_S, History
-from jitney.engine.telemetry.request_record import RequestRecord
+from jitney.engine.telemetry.request_record import SERVED, RequestRecord, Stay
 from jitney.engine.telemetry.summary import seated
+from jitney.engine.types import EngineInfo
 
 #: Seconds that all policies of one experiment may take together.
-LIMIT_S = 120.0
-#: Step records the times are learned from: the newest.
-MOST_RECORDS = 20_000
+_LIMIT_S = 120.0
+#: Step records the times are learned from, and stays that are shown: the newest.
+_MOST_RECORDS = 20_000
+#: Most bytes of one line of the worker's answer.
+_MOST_BYTES = 1 << 26
 #: Settings that an experiment may change.
 SETTINGS = (
     "max_seats",
@@ -51,21 +55,41 @@ SETTINGS = (
     "max_waiting_requests",
     "max_waiting_tokens",
 )
-SERVED = ("stop", "length")
+EXPERIMENT_FORM = (
+    "an experiment is JSON with minutes (a number), policies (a list of names), settings (an "
+    "object) and speed (a number)"
+)
 
 
-class Wish(msgspec.Struct, forbid_unknown_fields=True):
-    """An experiment. minutes: of traffic, back from now. settings: of SETTINGS. speed: 2.0 is twice
-    the traffic.
+class Experiment(msgspec.Struct, forbid_unknown_fields=True):
+    """The same traffic once more."""
 
-    price_per_hour: of the device, in any currency; None leaves cost out of the figures.
-    """
-
+    #: Of traffic, back from now.
     minutes: float = 5.0
+    #: Names of policies, each of which gets the traffic.
     policies: list[str] = msgspec.field(default_factory=lambda: list(POLICIES))
+    #: Of SETTINGS, those that are other than the engine's own.
     settings: dict[str, Any] = {}
+    #: 2.0 is twice the traffic.
     speed: float = 1.0
+    #: Of the device, in any currency; None leaves cost out of the figures.
     price_per_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """What was recorded of an experiment's minutes."""
+
+    #: All requests that came, however they ended, by their arrival.
+    requests: list[RequestRecord]
+    #: Who sat where in this time.
+    stays: list[tuple[RequestRecord, Stay]]
+    #: When the first came, and when the last ended or the record does.
+    first: float
+    last: float
+    #: The newest step records of all, to learn step times from; and those of this time.
+    records: np.ndarray
+    window: np.ndarray
 
 
 class Lab:
@@ -74,20 +98,30 @@ class Lab:
     """
 
     def __init__(
-        self, client: EngineClient, settings: EngineSection | None, limit_s: float = LIMIT_S
+        self, client: EngineClient, settings: EngineSection | None, limit_s: float = _LIMIT_S
     ):
-        self.client, self.settings, self.limit_s = client, settings, limit_s
+        self.client = client
+        self.settings = settings
+        self.limit_s = limit_s
+        #: Of the newest experiment: its number, how it stands ("idle", "running", "done" or
+        #: "failed"), why it failed, the share that is done, when it began, what came out.
         self._number = 0
-        self._state, self._error = "idle", ""
+        self._state = "idle"
+        self._error = ""
         self._progress: float | None = None
         self._started: float | None = None
         self._result: dict[str, Any] | None = None
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def _running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
     def status(self) -> dict[str, Any]:
         """Where the newest experiment stands, and what the next one could use."""
-        requests = self.client.history.ended(time.monotonic() - KEEP_S)
-        first = min((request.arrival for request in requests), default=0.0)
+        now = time.monotonic()
+        requests = self.client.history.ended(now - KEEP_S)
+        first = min((request.arrival for request in requests), default=now)
         return {
             "state": self._state,
             "id": self._number,
@@ -96,228 +130,260 @@ class Lab:
             "error": self._error,
             "result": self._result,
             "policies": list(POLICIES),
-            "settings": self._current(),
+            "settings": self._current_settings(),
             "arrivals": len(requests),
-            "minutes": round((time.monotonic() - first) / 60, 2) if requests else 0,
+            "minutes": round((now - first) / 60, 2),
         }
 
-    def _current(self) -> dict[str, Any]:
+    def _current_settings(self) -> dict[str, Any]:
         if self.settings is None:
             return {}
-        info = self.client.info
-        told = {name: getattr(self.settings, name) for name in SETTINGS}
-        told["static_timeout_ms"] = (
-            None  # off, unless asked for: it is there for the tail of a server's traffic
-        )
-        return told | ({"pages": info.pages} if info else {})
+        current = {name: getattr(self.settings, name) for name in SETTINGS}
+        # Off, unless asked for: it is there for the tail of a server's traffic.
+        current["static_timeout_ms"] = None
+        if self.client.info is not None:
+            current["pages"] = self.client.info.pages
+        return current
 
-    def start(self, wish: Wish) -> None:
+    def start(self, experiment: Experiment) -> None:
         """Begin an experiment. Raises HttpError 409 while one runs, RequestError if it makes no
         sense.
         """
-        if self._task is not None and not self._task.done():
+        if self._running:
             raise HttpError(
                 409, "an experiment is running; wait for it, or stop it", code="lab_busy"
             )
-        job, frame = self._job(wish)
+        job, basis = self._prepare(experiment)
         self._number += 1
-        self._state, self._error, self._progress, self._result = "running", "", 0.0, None
+        self._state = "running"
+        self._error = ""
+        self._progress = 0.0
+        self._result = None
         self._started = round(time.monotonic(), 4)
-        self._task = asyncio.create_task(self._run(job, frame))
+        self._task = asyncio.create_task(self._run(job, basis))
 
-    async def stop(self) -> None:
-        """End the running experiment, if there is one."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._state, self._progress = "idle", None
-
-    def _job(self, wish: Wish) -> tuple[Job, dict[str, Any]]:
+    def _prepare(self, experiment: Experiment) -> tuple[Job, dict[str, Any]]:
         """What the worker needs, and what is put around its answer."""
-        info, history, now = self.client.info, self.client.history, time.monotonic()
+        info = self.client.info
         if self.settings is None or info is None:
             raise RequestError(
                 "the engine is not ready, so there is nothing to simulate", code="loading"
             )
-        check(wish, self.settings)
-        start = max(now - 60 * wish.minutes, history.kept_from)
-        requests = sorted(
-            (
-                request
-                for request in [*history.ended(start), *history.open()]
-                if request.arrival >= start
-            ),
-            key=lambda request: request.arrival,
-        )
-        records = history.records.since(-1)[-MOST_RECORDS:]
-        if not any(
-            request.finished is not None and request.stays for request in requests
-        ) or not len(records):
-            raise RequestError(
-                "no request of that time has ended yet: there is no traffic to replay",
-                param="minutes",
-            )
-        first = requests[0].arrival
-        last = max(now if request.finished is None else request.finished for request in requests)
-        window, _ = history.records.between(first, last)
-        stays = history.stays(first, last)
-        engine = Engine(
-            self.settings.model_dump(mode="json"),
-            info.context_length,
-            info.pages,
-            info.seat_buckets,
-            info.token_buckets,
-            on_device=info.platform != "cpu",
-        )
-        job = Job(
-            arrivals=arrivals(requests, first),
-            engine=engine,
-            changes=wish.settings,
-            policies=wish.policies,
-            records=npy(records),
-            times=[served(request, last) for request in requests],
-            seconds=last - first,
-            window=npy(window),
-            seats=info.seats,
-            seated_s=seated((stay for _, stay in stays), first, last),
-            recorded=info.policy,
-            speed=wish.speed,
-            price_per_hour=wish.price_per_hour,
-        )
-        frame = {
-            "minutes": wish.minutes,
-            "from": round(first, 4),
-            "to": round(last, 4),
-            "requests": len(requests),
-            "counted": counted(requests),
-            "on_board_before": len({t.number for t, _ in stays if t.arrival < first}),
-            "speed": wish.speed,
-            "settings": wish.settings,
-            "cached_tokens": sum(request.cached_tokens for request in requests),
-            "measured": {
-                "policy": info.policy,
-                "seats": info.seats,
-                "rides": measured_stays(history, first, last),
-            },
-        }
-        return job, frame
+        check(experiment, self.settings)
+        traffic = _recorded(self.client.history, experiment.minutes)
+        job = _job(experiment, traffic, info, self.settings)
+        return job, _basis(experiment, traffic, info)
 
-    async def _run(self, job: Job, frame: dict[str, Any]) -> None:
+    async def stop(self) -> None:
+        """End the running experiment, if there is one."""
+        if self._task is not None and self._running:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._state = "idle"
+            self._progress = None
+
+    async def _run(self, job: Job, basis: dict[str, Any]) -> None:
         try:
             async with asyncio.timeout(self.limit_s):
-                found = await self._simulate(job)
-            frame["measured"]["figures"] = found.pop("measured")
-            self._result, self._state = frame | found, "done"
+                result = await self._simulate(job)
+            basis["measured"]["figures"] = result.pop("measured")
+            self._result = basis | result
+            self._state = "done"
         except TimeoutError:
             self._fail(
                 f"it took longer than {self.limit_s:g} s: try fewer minutes or fewer policies"
             )
-        except Failed as error:
+        except _Failed as error:
             self._fail(str(error))
         self._progress = None
 
-    def _fail(self, why: str) -> None:
-        self._state, self._error = "failed", why
+    def _fail(self, error: str) -> None:
+        self._state = "failed"
+        self._error = error
 
     async def _simulate(self, job: Job) -> dict[str, Any]:
-        """The worker's result. Raises Failed; leaving early ends the process."""
-        environ = {
-            name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE
-        }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "jitney.engine.simulation.replay",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=environ,
-            limit=1 << 26,
-        )
-        assert process.stdin is not None and process.stdout is not None  # asked for above
+        """The worker's result. Raises _Failed; leaving early ends the process."""
+        process = await _start_worker()
+        assert process.stdin is not None and process.stdout is not None  # asked for
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 process.stdin.write(msgspec.msgpack.encode(job))
                 await process.stdin.drain()
                 process.stdin.close()
             async for line in process.stdout:
-                news = msgspec.json.decode(line)
-                if "result" in news:
-                    return news["result"]
-                if "error" in news:
-                    raise Failed(news["error"])
-                self._progress = news["progress"]
-            raise Failed("the simulation ended without a result; the server's log says why")
+                message = msgspec.json.decode(line)
+                if "result" in message:
+                    return message["result"]
+                if "error" in message:
+                    raise _Failed(message["error"])
+                self._progress = message["progress"]
+            raise _Failed("the simulation ended without a result; the server's log says why")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
 
 
-class Failed(Exception):
+class _Failed(Exception):
     """An experiment that brought nothing."""
 
 
-def check(wish: Wish, settings: EngineSection) -> None:
-    """Raise RequestError naming the field unless the wish makes sense, beside the engine's own
-    settings.
-    """
-    if not 0 < wish.minutes <= KEEP_S / 60:
+async def _start_worker() -> asyncio.subprocess.Process:
+    environment = dict(os.environ)
+    for name in NOT_FOR_THE_CORE:
+        environment.pop(name, None)
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "jitney.engine.simulation.replay",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=environment,
+        limit=_MOST_BYTES,
+    )
+
+
+def _recorded(history: History, minutes: float) -> _Traffic:
+    """The traffic of the last minutes. Raises RequestError if nothing has ended in them."""
+    now = time.monotonic()
+    start = max(now - 60 * minutes, history.kept_from)
+    known = [*history.ended(start), *history.open()]
+    requests = [request for request in known if request.arrival >= start]
+    requests.sort(key=lambda request: request.arrival)
+    records = history.records.since(-1)[-_MOST_RECORDS:]
+    served = [request for request in requests if request.finished is not None and request.stays]
+    if not served or not len(records):
         raise RequestError(
-            f"minutes must be more than 0 and at most {KEEP_S / 60:g}", param="minutes"
+            "no request of that time has ended yet: there is no traffic to replay",
+            param="minutes",
         )
-    if not 0.1 <= wish.speed <= 10:
+    first = requests[0].arrival
+    last = max(now if request.finished is None else request.finished for request in requests)
+    window, _ = history.records.between(first, last)
+    return _Traffic(
+        requests=requests,
+        stays=history.stays(first, last),
+        first=first,
+        last=last,
+        records=records,
+        window=window,
+    )
+
+
+def _job(
+    experiment: Experiment, traffic: _Traffic, info: EngineInfo, settings: EngineSection
+) -> Job:
+    """What the worker needs."""
+    engine = Engine(
+        settings.model_dump(mode="json"),
+        info.context_length,
+        info.pages,
+        info.seat_buckets,
+        info.token_buckets,
+        on_device=info.platform != "cpu",
+    )
+    stays = [stay for _, stay in traffic.stays]
+    return Job(
+        arrivals=arrivals(traffic.requests, traffic.first),
+        engine=engine,
+        changes=experiment.settings,
+        policies=experiment.policies,
+        records=npy(traffic.records),
+        times=[served(request, traffic.last) for request in traffic.requests],
+        seconds=traffic.last - traffic.first,
+        window=npy(traffic.window),
+        seats=info.seats,
+        seated_s=seated(stays, traffic.first, traffic.last),
+        recorded=info.policy,
+        speed=experiment.speed,
+        price_per_hour=experiment.price_per_hour,
+    )
+
+
+def _basis(experiment: Experiment, traffic: _Traffic, info: EngineInfo) -> dict[str, Any]:
+    """What an experiment rests on, for the page."""
+    before = {request.number for request, _ in traffic.stays if request.arrival < traffic.first}
+    return {
+        "minutes": experiment.minutes,
+        "from": round(traffic.first, 4),
+        "to": round(traffic.last, 4),
+        "requests": len(traffic.requests),
+        "counted": counted(traffic.requests),
+        "on_board_before": len(before),
+        "speed": experiment.speed,
+        "settings": experiment.settings,
+        "cached_tokens": sum(request.cached_tokens for request in traffic.requests),
+        "measured": {
+            "policy": info.policy,
+            "seats": info.seats,
+            "stays": _measured_stays(traffic),
+        },
+    }
+
+
+def check(experiment: Experiment, settings: EngineSection) -> None:
+    """Raise RequestError naming the field unless the experiment makes sense, beside the engine's
+    own settings.
+    """
+    check_minutes(experiment.minutes)
+    if not 0.1 <= experiment.speed <= 10:
         raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
-    if wish.price_per_hour is not None and not 0 < wish.price_per_hour < 1e6:
+    price = experiment.price_per_hour
+    if price is not None and not 0 < price < 1e6:
         raise RequestError(
             "price_per_hour must be more than 0 and less than a million, or null",
             param="price_per_hour",
         )
-    if (
-        not wish.policies
-        or len(set(wish.policies)) < len(wish.policies)
-        or set(wish.policies) - set(POLICIES)
-    ):
+    policies = set(experiment.policies)
+    each_once = len(policies) == len(experiment.policies)
+    if not policies or not each_once or not policies <= set(POLICIES):
         raise RequestError(
             f"policies must name some of: {', '.join(POLICIES)}, each once", param="policies"
         )
-    for name in wish.settings:
+    _check_settings(experiment.settings, settings)
+
+
+def check_minutes(minutes: float) -> None:
+    """Raise RequestError unless so many minutes can be known."""
+    most = KEEP_S / 60
+    if not 0 < minutes <= most:
+        raise RequestError(f"minutes must be more than 0 and at most {most:g}", param="minutes")
+
+
+def _check_settings(changes: dict[str, Any], settings: EngineSection) -> None:
+    for name in changes:
         if name not in SETTINGS:
             raise RequestError(
                 f"{name[:40]} cannot be changed here; known: {', '.join(SETTINGS)}",
                 param="settings",
             )
-    plain = settings.model_dump(mode="python") | wish.settings
     try:
-        EngineSection.model_validate(plain)
+        EngineSection.model_validate(settings.model_dump(mode="python") | changes)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "settings"
-        raise RequestError(
-            f"{name}: {first['msg'].removeprefix('Value error, ')}", param=name
-        ) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise RequestError(f"{name}: {message}", param=name) from None
 
 
 def arrivals(requests: list[RequestRecord], first: float) -> list[Arrival]:
     """The requests as traffic, in seconds since `first`; all of them, however they ended."""
     tenants: dict[str, str] = {}
-    lengths = np.array(
-        sorted(request.n_output for request in requests if request.finish in SERVED), np.int64
-    )
-    found = []
+    lengths = [request.n_output for request in requests if request.finish in SERVED]
+    ascending = np.array(sorted(lengths), np.int64)
+    traffic = []
     for request in requests:
-        tenant = tenants.setdefault(request.tenant, str(len(tenants)))
-        found.append(
-            Arrival(
-                at=request.arrival - first,
-                n_prompt=request.n_prompt,
-                n_output=wanted(request, lengths),
-                tenant=tenant,
-                priority=request.priority,
-                n_cached=request.cached_tokens,
-            )
+        arrival = Arrival(
+            at=request.arrival - first,
+            n_prompt=request.n_prompt,
+            n_output=wanted(request, ascending),
+            tenant=tenants.setdefault(request.tenant, str(len(tenants))),
+            priority=request.priority,
+            n_cached=request.cached_tokens,
         )
-    return found
+        traffic.append(arrival)
+    return traffic
 
 
 def wanted(request: RequestRecord, lengths: np.ndarray) -> int:
@@ -331,28 +397,31 @@ def wanted(request: RequestRecord, lengths: np.ndarray) -> int:
     if request.finished is not None and request.stays:
         return max(1, request.n_output)
     longer = lengths[np.searchsorted(lengths, request.n_output, "right") :]
-    most = request.max_tokens or max(request.n_output + 1, int(lengths[-1]) if len(lengths) else 1)
+    longest = int(lengths[-1]) if len(lengths) else 1
+    most = request.max_tokens or max(request.n_output + 1, longest)
     if not len(longer):
         return max(1, min(most, request.n_output + 1))
-    draw = np.random.default_rng(request.number).integers(
-        len(longer)
-    )  # the same request asks for the same every time
+    # The same request asks for the same every time.
+    draw = np.random.default_rng(request.number).integers(len(longer))
     return max(1, min(most, int(longer[draw])))
 
 
 def counted(requests: list[RequestRecord]) -> dict[str, int]:
-    """How many of the requests are in which state in the end. left: ended in the queue,
-    but not refused.
+    """How many of the requests are in which state in the end. left: ended in the queue, but not
+    refused.
     """
-    states: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
+    counts: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
     for request in requests:
-        if request.finished is None:
-            states["waiting" if request.stay is None else "running"] += 1
-        elif request.stays:
-            states["ended"] += 1
-        else:
-            states["refused" if request.finish == "error" else "left"] += 1
-    return states
+        counts[_state_in_the_end(request)] += 1
+    return counts
+
+
+def _state_in_the_end(request: RequestRecord) -> str:
+    if request.finished is None:
+        return "waiting" if request.stay is None else "running"
+    if request.stays:
+        return "ended"
+    return "refused" if request.finish == "error" else "left"
 
 
 def served(request: RequestRecord, end: float) -> Served:
@@ -372,15 +441,17 @@ def served(request: RequestRecord, end: float) -> Served:
     )
 
 
-def measured_stays(history: History, first: float, last: float) -> dict[str, list[Any]]:
+def _measured_stays(traffic: _Traffic) -> dict[str, list[Any]]:
     """The stays of that time as they were, in seconds from its beginning."""
-    columns = stay_columns(history.stays(first, last)[-MOST_RECORDS:])
+    columns = stay_columns(traffic.stays[-_MOST_RECORDS:])
     for name in ("from", "first_token", "to"):
-        columns[name] = [None if t is None else round(t - first, 4) for t in columns[name]]
+        times = columns[name]
+        columns[name] = [None if t is None else round(t - traffic.first, 4) for t in times]
     return columns
 
 
 def npy(records: np.ndarray) -> bytes:
+    """The bytes of a .npy file."""
     file = io.BytesIO()
     np.save(file, records, allow_pickle=False)
     return file.getvalue()

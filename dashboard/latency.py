@@ -12,16 +12,16 @@ import numpy as np
 from jitney.engine.telemetry.history import History
 
 #: Upper bounds in seconds of the histograms.
-LONG_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
-ITL_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+_LONG_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+_ITL_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
-
+#: When, how many seconds, how often: three arrays of one length, by time.
 type Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def samples(history: History, start: float, end: float) -> dict[str, Samples]:
-    """wait, ttft, itl -> (when, seconds, how often) of what happened at start < t <= end, by time.
+    """wait, ttft and itl of what happened at start < t <= end.
 
     Every sequence that decodes has one token from each step, so the time between two tokens is the
     time between two steps' results, as often as the later one had decode rows.
@@ -35,8 +35,8 @@ def samples(history: History, start: float, end: float) -> dict[str, Samples]:
 
 
 def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> Samples:
-    found = np.array([pair for pair in values if start < pair[0] <= end]).reshape(-1, 2)
-    return found[:, 0], found[:, 1], np.ones(len(found), np.int64)
+    pairs = np.array([pair for pair in values if start < pair[0] <= end]).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1], np.ones(len(pairs), np.int64)
 
 
 def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | None:
@@ -46,25 +46,27 @@ def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | N
         return None
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order])
-    return {
-        name: round(float(values[order][np.searchsorted(reached, p * total)]), 6)
-        for name, p in PERCENTILES.items()
-    }
+    result = {}
+    for name, p in _PERCENTILES.items():
+        place = np.searchsorted(reached, p * total)
+        result[name] = round(float(values[order][place]), 6)
+    return result
 
 
 def summary(history: History, start: float, end: float) -> dict[str, Any]:
     """Percentiles of wait, ttft and itl, seconds or None."""
-    return {
-        name: percentiles(values, weights)
-        for name, (_, values, weights) in samples(history, start, end).items()
-    }
+    result = {}
+    for name, (_, values, weights) in samples(history, start, end).items():
+        result[name] = percentiles(values, weights)
+    return result
 
 
 def histograms(history: History, start: float, end: float) -> dict[str, Any]:
     """Counts per upper bound, and one more for what is longer."""
-    found = {}
+    result = {}
     for name, (_, values, weights) in samples(history, start, end).items():
-        bounds = ITL_BOUNDS if name == "itl" else LONG_BOUNDS
-        counts = np.bincount(np.searchsorted(bounds, values), weights, minlength=len(bounds) + 1)
-        found[name] = {"bounds": bounds, "counts": counts.astype(int).tolist()}
-    return found
+        bounds = _ITL_BOUNDS if name == "itl" else _LONG_BOUNDS
+        places = np.searchsorted(bounds, values)
+        counts = np.bincount(places, weights, minlength=len(bounds) + 1)
+        result[name] = {"bounds": bounds, "counts": counts.astype(int).tolist()}
+    return result

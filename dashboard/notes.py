@@ -1,125 +1,115 @@
-"""Things a person should be told of, found by comparing one look at the engine with those before
-it.
-"""
+"""Things that a person should know of, found by comparing a snapshot with those before it."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import numpy as np
 
-from jitney.dashboard.snapshot import Look
+from jitney.dashboard.snapshot import Snapshot
+from jitney.dashboard.sse import Note
 
-#: Preemptions and refusals are counted over so many seconds, and told of again after so many.
-WINDOW_S, QUIET_S = 5.0, 30.0
+#: Preemptions and refusals are counted over so many seconds.
+_WINDOW_S = 5.0
+#: Seconds until the same burst is worth another note.
+_QUIET_S = 30.0
 #: Refusals within the window that are worth a note.
-MANY_REFUSALS = 10
-KEPT = 20
+_MANY_REFUSALS = 10
+#: Notes that are kept.
+_KEPT = 20
 
 
 class Notes:
-    """The newest notes, oldest first (`kept`): {"level", "code", "msg", "t"}."""
+    """Finds notes, and keeps the newest, oldest first (`kept`)."""
 
     def __init__(self) -> None:
-        self.kept: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self._before: Look | None = None
-        self._counts: dict[str, deque[tuple[float, int]]] = {}
-        self._told: dict[str, float] = {}
+        self.kept: deque[Note] = deque(maxlen=_KEPT)
+        self._before: Snapshot | None = None
+        #: By note code: (t, total) of the snapshots within the window.
+        self._totals: dict[str, deque[tuple[float, int]]] = {}
+        #: By note code: when its last note was written.
+        self._noted: dict[str, float] = {}
 
-    def compare(self, look: Look, records: np.ndarray) -> list[dict[str, Any]]:
-        """New notes. records: the steps since the look before."""
-        before, self._before = self._before, look
+    def compare(self, now: Snapshot, records: np.ndarray) -> list[Note]:
+        """New notes. records: the steps since the snapshot before."""
+        before = self._before
+        self._before = now
+        bursts = self._bursts(now)  # the first time it is what the counting starts from
         if before is None:
-            self._bursts(look)  # what the counting starts from
             return []
-        new = [*self._steps(look, records), *self._totals(before, look), *self._bursts(look)]
+        new = [*_compiles(now, records), *_accidents(before, now), *bursts]
         self.kept.extend(new)
         return new
 
-    def _steps(self, look: Look, records: np.ndarray) -> list[dict[str, Any]]:
-        return [
-            _note(
-                look,
-                "warn",
-                "compile",
-                f"step {record['step']} had to compile a program for "
-                f"{record['bucket_tokens']} rows and took "
-                f"{record['device_s'] + record['launch_s']:.1f} s",
+    def _bursts(self, now: Snapshot) -> list[Note]:
+        n_seats = 0 if now.seats is None else len(now.seats.state)
+        refused = sum(now.metrics["rejected"].values())
+        notes = []
+        if self._bursts_of(
+            "preemption_storm", now, now.metrics["preemptions"], max(4, n_seats // 4)
+        ):
+            message = (
+                "sequences lose their seats for lack of KV pages: fewer seats, shorter contexts or "
+                "more pages would compute less twice"
             )
-            for record in records[records["compiled"] > 0]
-        ]
+            notes.append(_note(now, "warn", "preemption_storm", message))
+        if self._bursts_of("rejections", now, refused, _MANY_REFUSALS):
+            message = "requests are being refused because too many wait"
+            notes.append(_note(now, "warn", "rejections", message))
+        return notes
 
-    def _totals(self, before: Look, look: Look) -> list[dict[str, Any]]:
-        new = []
-        if look.scalars["restarts"] > before.scalars["restarts"]:
-            new.append(
-                _note(
-                    look,
-                    "error",
-                    "restart",
-                    "the engine process died and is started again; open requests "
-                    "have ended with an error",
-                )
-            )
-        if (rows := look.scalars["nan_rows"] - before.scalars["nan_rows"]) > 0:
-            new.append(
-                _note(
-                    look,
-                    "error",
-                    "nan",
-                    f"logits were not finite in {rows} rows; their requests have ended",
-                )
-            )
-        wrong = look.scalars["canary"][1] - before.scalars["canary"][1]
-        if wrong > 0:
-            new.append(
-                _note(
-                    look,
-                    "error",
-                    "canary",
-                    "computed again with the reference kernels, so many "
-                    f"answers came out otherwise: {wrong}. `jitney doctor` compares every kernel",
-                )
-            )
-        if look.state == "dead" != before.state:
-            new.append(_note(look, "error", "dead", "the engine is dead and is not started again"))
-        return new
-
-    def _bursts(self, look: Look) -> list[dict[str, Any]]:
-        new = []
-        many = max(4, len(look.seats.state) // 4) if look.seats is not None else 4
-        if self._burst("preemption_storm", look, look.scalars["preemptions"], many):
-            new.append(
-                _note(
-                    look,
-                    "warn",
-                    "preemption_storm",
-                    "sequences lose their seats for lack of KV pages: fewer "
-                    "seats, shorter contexts or more pages would compute less twice",
-                )
-            )
-        if self._burst("rejections", look, sum(look.scalars["rejected"].values()), MANY_REFUSALS):
-            new.append(
-                _note(
-                    look, "warn", "rejections", "requests are being refused because too many wait"
-                )
-            )
-        return new
-
-    def _burst(self, code: str, look: Look, total: int, many: int) -> bool:
-        """True if the total has grown by `many` within the window, and that was not told a moment
+    def _bursts_of(self, code: str, now: Snapshot, total: int, many: int) -> bool:
+        """True if the total has grown by `many` within the window, and no note said so a moment
         ago.
         """
-        seen = self._counts.setdefault(code, deque())
-        seen.append((look.t, total))
-        while seen[0][0] < look.t - WINDOW_S:
-            seen.popleft()
-        if total - seen[0][1] < many or look.t - self._told.get(code, -QUIET_S) < QUIET_S:
+        totals = self._totals.setdefault(code, deque())
+        totals.append((now.t, total))
+        while totals[0][0] < now.t - _WINDOW_S:
+            totals.popleft()
+        grown = total - totals[0][1]
+        quiet_for = now.t - self._noted.get(code, -np.inf)
+        if grown < many or quiet_for < _QUIET_S:
             return False
-        self._told[code] = look.t
+        self._noted[code] = now.t
         return True
 
 
-def _note(look: Look, level: str, code: str, text: str) -> dict[str, Any]:
-    return {"level": level, "code": code, "msg": text, "t": round(look.t, 4)}
+def _compiles(now: Snapshot, records: np.ndarray) -> list[Note]:
+    notes = []
+    for record in records[records["compiled"] > 0]:
+        seconds = record["device_s"] + record["launch_s"]
+        message = (
+            f"step {record['step']} had to compile a program for {record['bucket_tokens']} rows "
+            f"and took {seconds:.1f} s"
+        )
+        notes.append(_note(now, "warn", "compile", message))
+    return notes
+
+
+def _accidents(before: Snapshot, now: Snapshot) -> list[Note]:
+    """What should never happen."""
+    notes = []
+    if now.metrics["restarts"] > before.metrics["restarts"]:
+        message = (
+            "the engine process died and is started again; open requests have ended with an error"
+        )
+        notes.append(_note(now, "error", "restart", message))
+    nan_rows = now.metrics["nan_rows"] - before.metrics["nan_rows"]
+    if nan_rows > 0:
+        message = f"logits were not finite in {nan_rows} rows; their requests have ended"
+        notes.append(_note(now, "error", "nan", message))
+    wrong = now.metrics["canary"]["mismatched"] - before.metrics["canary"]["mismatched"]
+    if wrong > 0:
+        message = (
+            "computed again with the reference kernels, so many answers came out otherwise: "
+            f"{wrong}. `jitney doctor` compares every kernel"
+        )
+        notes.append(_note(now, "error", "canary", message))
+    if now.state == "dead" and before.state != "dead":
+        message = "the engine is dead and is not started again"
+        notes.append(_note(now, "error", "dead", message))
+    return notes
+
+
+def _note(now: Snapshot, level: str, code: str, message: str) -> Note:
+    return {"level": level, "code": code, "message": message, "t": round(now.t, 4)}

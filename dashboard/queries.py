@@ -9,17 +9,21 @@ from starlette.requests import Request
 
 from jitney.engine.errors import RequestError
 
+#: Beyond every limit.
+_ANY = 2**62
+_MOST_DIGITS = 18
 
-def whole(request: Request, name: str, default: int, low: int = -(2**62), high: int = 2**62) -> int:
+
+def whole(request: Request, name: str, default: int, low: int = -_ANY, high: int = _ANY) -> int:
     """A whole number from the query. Raises RequestError."""
     text = request.query_params.get(name)
     if text is None:
         return default
     digits = text.removeprefix("-")
-    if not (
-        digits.isascii() and digits.isdigit() and len(digits) <= 18 and low <= int(text) <= high
-    ):
-        limits = f" from {low} to {high}" if -low < 2**62 or high < 2**62 else ""
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS
+    if not is_number or not low <= int(text) <= high:
+        limited = low > -_ANY or high < _ANY
+        limits = f" from {low} to {high}" if limited else ""
         raise RequestError(f"{name} must be a whole number{limits}", param=name)
     return int(text)
 

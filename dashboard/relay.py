@@ -15,10 +15,10 @@ from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
 
 log = logging.getLogger("jitney.dashboard")
 
-_HELLO, _KEY, _BYE = b"event: hello", b"event: key", b"event: bye"
+_HELLO, _KEY_FRAME, _BYE = b"event: hello", b"event: key_frame", b"event: bye"
 #: Most events kept since the newest key frame; more than come between two of them.
-KEPT = 512
-ENDED = sse.bye("the engine's feed ended")
+_KEPT = 512
+_ENDED = sse.bye("the engine's feed ended")
 
 
 class Relay:
@@ -31,8 +31,10 @@ class Relay:
         self._max_viewers = max_viewers
         self._viewers: set[Viewer] = set()
         self._source: asyncio.Task[None] | None = None
+        #: The engine's newest hello.
         self._hello: bytes = b""
-        self._since_key: list[bytes] = []
+        #: Its newest key frame and what came after that.
+        self._since_key_frame: list[bytes] = []
 
     @property
     def viewers(self) -> int:
@@ -45,8 +47,10 @@ class Relay:
         """
         if len(self._viewers) >= self._max_viewers:
             raise TooManyViewers
-        known = [self._hello, *self._since_key] if self._since_key else []
-        viewer = Viewer(known, lost=not known)
+        if self._since_key_frame:
+            viewer = Viewer([self._hello, *self._since_key_frame])
+        else:
+            viewer = Viewer([], lost=True)
         self._viewers.add(viewer)
         if self._source is None or self._source.done():
             self._source = asyncio.create_task(self._pass_on())
@@ -59,16 +63,19 @@ class Relay:
                 self._forget()
 
     def _forget(self) -> None:
-        self._source, self._hello, self._since_key = None, b"", []
+        self._source = None
+        self._hello = b""
+        self._since_key_frame = []
 
     async def _pass_on(self) -> None:
         """Until the engine's feed ends, which ends those of the viewers: they come back, and we try
         again.
         """
-        last, rest = ENDED, b""
+        last = _ENDED
+        rest = b""
         try:
-            async for piece in self.engine.pieces():
-                *events, rest = (rest + piece).split(b"\n\n")
+            async for part in self.engine.feed():
+                *events, rest = (rest + part).split(b"\n\n")
                 for event in events:
                     self._take(event + b"\n\n")
         except Unreachable as error:
@@ -82,10 +89,10 @@ class Relay:
     def _take(self, event: bytes) -> None:
         if event.startswith(_HELLO):
             self._hello = event
-        elif event.startswith(_KEY):
-            self._since_key = [event]
-        elif self._since_key and len(self._since_key) < KEPT:
-            self._since_key.append(event)
+        elif event.startswith(_KEY_FRAME):
+            self._since_key_frame = [event]
+        elif self._since_key_frame and len(self._since_key_frame) < _KEPT:
+            self._since_key_frame.append(event)
         for viewer in self._viewers:
             self._give(viewer, event)
 
@@ -93,7 +100,7 @@ class Relay:
         """Deltas mean nothing to who has lost some, or has just come: such a viewer waits for a key
         frame.
         """
-        if event.startswith(_KEY):
+        if event.startswith(_KEY_FRAME):
             viewer.lost = False
         if not viewer.lost or event.startswith((_HELLO, _BYE)):
             viewer.put(event)

@@ -12,8 +12,10 @@ import httpx
 
 from jitney.engine.errors import ConfigError, JitneyError
 
-#: Seconds to connect, and without a word on a feed, whose frames come once a second at least.
-CONNECT_S, SILENCE_S = 5.0, 10.0
+#: Seconds to connect.
+_CONNECT_S = 5.0
+#: Seconds without a word on a feed, whose frames come once a second at least.
+_SILENCE_S = 10.0
 PATH = "/dashboard"
 
 
@@ -46,7 +48,7 @@ class RemoteEngine:
         self.url = self.base.removesuffix(PATH)
         self._key = key
         self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
+            timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
             transport=transport,
             trust_env=False,
             follow_redirects=False,
@@ -68,13 +70,17 @@ class RemoteEngine:
         """An answer whose body is still to be read; signs in first where that is asked for. Raises
         Unreachable.
         """
-        url = f"{self.base}/{path}" + (f"?{query}" if query else "")
+        url = f"{self.base}/{path}"
+        if query:
+            url += f"?{query}"
+        may_sign_in = bool(self._key)
         try:
-            for attempt in range(2):
+            while True:
                 async with self._http.stream(method, url, headers=headers, content=body) as answer:
-                    if answer.status_code != 401 or not self._key or attempt:
+                    if answer.status_code != 401 or not may_sign_in:
                         yield answer
                         return
+                may_sign_in = False
                 await self._sign_in()
         except httpx.HTTPError as error:
             raise Unreachable(
@@ -86,20 +92,23 @@ class RemoteEngine:
         if answer.status_code != 204:
             raise Unreachable(f"{self.url} does not accept the API key ({answer.status_code})")
 
-    async def pieces(self, last_id: str = "") -> AsyncIterator[bytes]:
+    async def feed(self) -> AsyncIterator[bytes]:
         """The feed's bytes as they come, until it ends. Raises Unreachable."""
-        headers = {"accept": "text/event-stream"} | ({"last-event-id": last_id} if last_id else {})
+        headers = {"accept": "text/event-stream"}
         async with self.answer("GET", "feed", headers=headers) as answer:
             if answer.status_code != 200:
-                raise Unreachable(f"{self.url}: {refusal(answer.status_code)}")
-            async for piece in answer.aiter_bytes():
-                yield piece
+                raise Unreachable(f"{self.url}: {_refusal(answer.status_code)}")
+            async for part in answer.aiter_bytes():
+                yield part
 
 
-def refusal(status: int) -> str:
-    """What a status means to who wanted to look."""
-    return {
-        401: "an API key is needed: set JITNEY_ENGINE_KEY, or give --key-file",
-        404: "there is no page; is this a Jitney engine?",
-        503: "too many viewers watch this engine already",
-    }.get(status, f"the page answers {status}")
+#: What a status means to who wanted to look.
+_REFUSALS = {
+    401: "an API key is needed: set JITNEY_ENGINE_KEY, or give --key-file",
+    404: "there is no page; is this a Jitney engine?",
+    503: "too many viewers watch this engine already",
+}
+
+
+def _refusal(status: int) -> str:
+    return _REFUSALS.get(status, f"the page answers {status}")

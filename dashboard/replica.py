@@ -1,5 +1,5 @@
 """The engine as a viewer of the feed knows it: a key frame, and every change since. The terminal's
-twin of the page.
+twin of the page; `jitney.dashboard.sse` explains the events.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ from typing import Any
 
 import msgspec
 
+from jitney.dashboard.sse import Delta, Hello, KeyFrame, Note, SeatLists
+
+#: Newest notes that are kept.
+_MAX_NOTES = 20
+
 
 @dataclass(slots=True)
 class SeatView:
-    """One seat; state is a name of hello's "states"."""
+    """One seat; the numbers are `sse.SEAT_NUMBERS`, in their order."""
 
+    #: A name of SEAT_STATES.
     state: str = "free"
     request: str | None = None
     index: int = 0
@@ -32,107 +38,112 @@ class SeatView:
 
 @dataclass(slots=True)
 class Replica:
-    """Fed with the feed's events in order. hello: None before the first; seats, cells: None without
-    an engine.
-    """
+    """Fed with the feed's events in order; most fields are those of `sse.KeyFrame`."""
 
-    hello: dict[str, Any] | None = None
+    #: None before the first.
+    hello: Hello | None = None
     t: float = 0.0
     step: int = -1
     state: str = "unknown"
-    age: float = 0.0
+    last_step_age_s: float = 0.0
     progress: dict[str, Any] | None = None
+    #: None without an engine.
     seats: list[SeatView] | None = None
+    #: A cell a byte; None while not known.
     cells: bytearray | None = None
+    #: Pages by state.
     counts: dict[str, int] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)
-    notes: list[dict[str, Any]] = field(default_factory=list)
-    n_life: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    n_events: int = 0
 
     @property
     def info(self) -> dict[str, Any]:
         """What runs; empty while nothing does."""
-        return (self.hello or {}).get("info") or {}
+        if self.hello is None:
+            return {}
+        return self.hello["info"] or {}
 
-    def take(self, name: str, data: Any) -> None:
+    def apply(self, name: str, data: Any) -> None:
         """One event; unknown ones are passed over, as a newer server may send them."""
         if name == "hello":
             self.hello = data
-        elif name == "key":
-            self._key(data)
-        elif name == "d":
-            self._delta(data)
+        elif name == "key_frame":
+            self._apply_key_frame(data)
+        elif name == "delta":
+            self._apply_delta(data)
         elif name == "note":
-            self.notes = [*self.notes, data][-20:]
+            self.notes = [*self.notes, data][-_MAX_NOTES:]
 
-    def _key(self, data: dict[str, Any]) -> None:
-        self.t, self.step, self.state, self.age = (
-            data["t"],
-            data["step"],
-            data["state"],
-            data["age"],
-        )
-        self.progress, self.scalars, self.notes, self.n_life = (
-            data["progress"],
-            data["s"],
-            data["notes"],
-            data["life"],
-        )
-        self.seats = None if data["seats"] is None else self._columns(data["seats"])
-        self.cells = (
-            None if data["pages"] is None else bytearray(base64.b64decode(data["pages"]["cells"]))
-        )
-        self.counts = {} if data["pages"] is None else data["pages"]["counts"]
+    def _apply_key_frame(self, frame: KeyFrame) -> None:
+        self.t = frame["t"]
+        self.step = frame["step"]
+        self.state = frame["state"]
+        self.last_step_age_s = frame["last_step_age_s"]
+        self.progress = frame["progress"]
+        self.metrics = dict(frame["metrics"])
+        self.notes = frame["notes"]
+        self.n_events = frame["n_events"]
+        self.seats = None
+        if frame["seats"] is not None:
+            self.seats = self._seat_views(frame["seats"])
+        self.cells = None
+        self.counts = {}
+        if frame["pages"] is not None:
+            self.cells = bytearray(base64.b64decode(frame["pages"]["cells"]))
+            self.counts = frame["pages"]["counts"]
 
-    def _columns(self, seats: dict[str, Any]) -> list[SeatView]:
-        names = self.hello["states"] if self.hello else []
-        states = [names[code] for code in base64.b64decode(seats["state"])]
-        return [
-            SeatView(*row)
-            for row in zip(
-                states,
-                seats["request"],
-                seats["index"],
-                seats["n_prompt"],
-                seats["n_computed"],
-                seats["n_output"],
-                seats["max_tokens"],
-                strict=True,
-            )
-        ]
+    @property
+    def _states(self) -> tuple[str, ...]:
+        return self.hello["seat_states"] if self.hello is not None else ()
 
-    def _delta(self, data: dict[str, Any]) -> None:
-        names = self.hello["states"] if self.hello else []
+    def _seat_views(self, seats: SeatLists) -> list[SeatView]:
+        codes = base64.b64decode(seats["state"])
+        rows = zip(
+            [self._states[code] for code in codes],
+            seats["request"],
+            seats["index"],
+            seats["n_prompt"],
+            seats["n_computed"],
+            seats["n_output"],
+            seats["max_tokens"],
+            strict=True,
+        )
+        return [SeatView(*row) for row in rows]
+
+    def _apply_delta(self, delta: Delta) -> None:
         for seat in self.seats or ():
-            seat.advance(data["step"] - self.step)
-        for number, code, *row in data.get("seats", ()):
+            seat.advance(delta["step"] - self.step)
+        for number, code, *row in delta.get("seats", ()):
             assert self.seats is not None  # the feed sends a key frame when seats appear
-            self.seats[number] = SeatView(names[code], *row)
-        if (pages := data.get("pages")) and self.cells is not None:
+            self.seats[number] = SeatView(self._states[code], *row)
+        pages = delta.get("pages")
+        if pages is not None and self.cells is not None:
             for first, count, state in pages["runs"]:
                 self.cells[first : first + count] = bytes([state]) * count
             self.counts = pages["counts"]
-        self.t, self.step, self.n_life = data["t"], data["step"], data["life"]
-        self.state, self.age = data.get("state", self.state), data.get("age", self.age)
-        self.progress = data.get("progress", self.progress)
-        self.scalars = self.scalars | data.get("s", {})
+        self.t = delta["t"]
+        self.step = delta["step"]
+        self.n_events = delta["n_events"]
+        self.state = delta.get("state", self.state)
+        self.last_step_age_s = delta.get("last_step_age_s", self.last_step_age_s)
+        self.progress = delta.get("progress", self.progress)
+        self.metrics = self.metrics | delta.get("metrics", {})
 
 
 class EventReader:
-    """Server-sent events out of pieces of bytes as they arrive. last_id: of the newest event that
-    had one.
-    """
+    """Server-sent events out of parts of bytes as they arrive."""
 
     def __init__(self) -> None:
-        self.last_id = ""
         self._rest = b""
 
-    def feed(self, piece: bytes) -> list[tuple[str, Any]]:
+    def feed(self, part: bytes) -> list[tuple[str, Any]]:
         """The events that are complete now: (name, data)."""
-        *blocks, self._rest = (self._rest + piece).split(b"\n\n")
-        return [self._event(block) for block in blocks if block and not block.startswith(b":")]
+        *blocks, self._rest = (self._rest + part).split(b"\n\n")
+        return [_event(block) for block in blocks if block and not block.startswith(b":")]
 
-    def _event(self, block: bytes) -> tuple[str, Any]:
-        fields = dict(line.split(b": ", 1) for line in block.split(b"\n"))
-        self.last_id = fields.get(b"id", self.last_id.encode()).decode()
-        return fields[b"event"].decode(), msgspec.json.decode(fields[b"data"])
+
+def _event(block: bytes) -> tuple[str, Any]:
+    """(name, data) of one event's lines."""
+    fields = dict(line.split(b": ", 1) for line in block.split(b"\n"))
+    return fields[b"event"].decode(), msgspec.json.decode(fields[b"data"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitney.dashboard import latency, timeline
 from jitney.dashboard.request_detail import Steps, causes
+from jitney.dashboard.sse import Note
 from jitney.engine.process.client import EngineClient
 from jitney.engine.report.page import Section, Table, page
 from jitney.engine.telemetry.history import History
@@ -52,7 +53,7 @@ TITLES = {
 }
 
 
-class Snapshot(NamedTuple):
+class ReportData(NamedTuple):
     """What the engine did, as of one moment; nothing of it changes any more."""
 
     title: str
@@ -66,8 +67,8 @@ class Snapshot(NamedTuple):
 
 
 def collect(
-    client: EngineClient, minutes: float, notes: Sequence[dict[str, Any]], now: float, wall: float
-) -> Snapshot:
+    client: EngineClient, minutes: float, notes: Sequence[Note], now: float, wall: float
+) -> ReportData:
     """What a report of the last `minutes` needs, in some 20 ms.
 
     notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
@@ -79,7 +80,7 @@ def collect(
     span = f"The {minutes:g} min before {made}; state {client.state}."
     model = client.info.model if client.info else "no model"
     figures = Table((), _figure_rows(history, shown, start, end), words=True)
-    return Snapshot(
+    return ReportData(
         title=f"Jitney: {model}",
         summary=[_facts(client), span],
         above=[Section("Figures", [_headline(client)], [figures])],
@@ -88,16 +89,16 @@ def collect(
     )
 
 
-def render(snapshot: Snapshot) -> str:
+def render(snapshot: ReportData) -> str:
     """The HTML. Drawing takes 0.1 s, and 0.5 s at first: no work for an event loop."""
     sections = [*snapshot.above, *_chart_sections(snapshot.shown), *snapshot.below]
     return page(snapshot.title, snapshot.summary, sections)
 
 
-def _notes(notes: Sequence[dict[str, Any]]) -> list[Section]:
+def _notes(notes: Sequence[Note]) -> list[Section]:
     if not notes:
         return []
-    rows = [(note["level"], note["msg"]) for note in notes]
+    rows = [(note["level"], note["message"]) for note in notes]
     return [Section("Notes", tables=[Table((), rows, words=True)])]
 
 
@@ -165,7 +166,7 @@ def _slowest(history: History, start: float, now: float) -> Section:
             _seconds(request.ttft_s),
             _seconds(request.e2e_s),
             request.code or request.finish,
-            "; ".join(f"{cause['seconds']:.2f} s {cause['msg']}" for cause in why),
+            "; ".join(f"{cause['seconds']:.2f} s {cause['message']}" for cause in why),
         )
         rows.append(row)
     table = Table(_REQUEST_HEADS, rows, words=True)
@@ -220,7 +221,7 @@ def _charts(bins: _Bins) -> dict[str, go.Figure]:
     busy = line("seats taken", x, columns["seats_busy"], HUES[0])
     waiting = line("waiting", x, columns["waiting"], HUES[5], dash="dot")
     mean = line("mean", x, bins.ms_a_step("step_s"), HUES[0])
-    longest = line("longest", x, bins.ms("worst_s"), HUES[5], dash="dot")
+    longest = line("longest", x, bins.ms("longest_step_s"), HUES[5], dash="dot")
     gap = line("gap", x, bins.ms_a_step("gap_s"), HUES[1], dash="dash")
     seat = line("for a seat", x, bins.ms("wait_p95"), HUES[5], mode="markers")
     first = line("for the first token", x, bins.ms("ttft_p95"), HUES[0], mode="markers")
@@ -298,7 +299,7 @@ def _phases(shown: Mapping[str, Any]) -> Iterator[_Phase]:
     from jitney.engine.report.figures import MOST_STAYS
 
     begin, end = shown["from"], shown["to"]
-    rides = shown["rides"]
+    rides = shown["stays"]
     names = ("seat", "request", "index", "from", "first_token", "to")
     stays = list(zip(*[rides[name] for name in names], strict=True))
     numbers: dict[str, int] = {}

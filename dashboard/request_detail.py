@@ -1,7 +1,8 @@
-"""Requests as the page lists them, and one request's whole story: why it took as long as it did."""
+"""Requests as the page lists them, and one request in full: why it took as long as it did."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice, pairwise
 from typing import Any, SupportsFloat
 
@@ -11,8 +12,10 @@ from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import PromptChunk, RequestRecord, Stay
 
 STATES = ("all", "open", "waiting", "prefill", "decode", "finished")
-#: Most output token times in one story.
-MAX_TIMES = 4096
+#: Most output token times in one answer.
+_MAX_TIMES = 4096
+#: Beyond every step's number.
+_NEVER = 2**62
 
 
 def row(request: RequestRecord) -> dict[str, Any]:
@@ -42,29 +45,32 @@ def row(request: RequestRecord) -> dict[str, Any]:
 
 def listing(history: History, state: str, limit: int, cursor: int, now: float) -> dict[str, Any]:
     """At most `limit` sequences, the newest first, of those before number `cursor`; next: the
-    cursor to go on with.
+    cursor to go on with, null at the end.
     """
-    wanted = {"all": lambda request: True, "open": lambda request: request.finished is None}.get(
-        state, lambda request: request.state == state
+    matching = (
+        request
+        for request in history.newest()
+        if request.number < cursor and _is_in(request, state)
     )
-    found = list(
-        islice(
-            (
-                request
-                for request in history.newest()
-                if request.number < cursor and wanted(request)
-            ),
-            limit + 1,
-        )
-    )
+    requests = list(islice(matching, limit + 1))
+    shown = requests[:limit]
     return {
         "t": _t(now),
-        "requests": [row(request) for request in found[:limit]],
-        "next": found[limit - 1].number if len(found) > limit else None,
+        "requests": [row(request) for request in shown],
+        "next": shown[-1].number if len(requests) > limit else None,
     }
 
 
-def story(history: History, request: RequestRecord, now: float) -> dict[str, Any]:
+def _is_in(request: RequestRecord, state: str) -> bool:
+    """state: one of STATES."""
+    if state == "all":
+        return True
+    if state == "open":
+        return request.finished is None
+    return request.state == state
+
+
+def detail(history: History, request: RequestRecord, now: float) -> dict[str, Any]:
     """The row, and the phases, chunks, tokens, company and causes of a sequence (see `causes`)."""
     steps = Steps(history, request, now)
     return row(request) | {
@@ -72,7 +78,7 @@ def story(history: History, request: RequestRecord, now: float) -> dict[str, Any
         "chunks": [steps.chunk(chunk) for chunk in request.chunks],
         "cadence": steps.cadence(),
         "shared": steps.shared(),
-        "why": causes(request, steps, now),
+        "causes": causes(request, steps, now),
     }
 
 
@@ -80,37 +86,50 @@ def phases(request: RequestRecord, now: float) -> list[dict[str, Any]]:
     """queue, prefill and decode in order, again after each preemption; `to` is null for the one
     that goes on.
     """
-    found, since = [], request.arrival
+    found = []
+    since = request.arrival
     for stay in request.stays:
-        found.append(_phase("queue", -1, since, stay.start, -1, -1))
-        until = stay.first_token if stay.first_token is not None else stay.end
-        last = stay.first_step if stay.first_token is not None else stay.last_step
-        found.append(_phase("prefill", stay.seat, stay.start, until, stay.step, last))
-        if stay.first_token is not None and (stay.end is None or stay.last_step > stay.first_step):
-            found.append(
-                _phase(
-                    "decode",
-                    stay.seat,
-                    stay.first_token,
-                    stay.end,
-                    stay.first_step + 1,
-                    stay.last_step,
-                )
-            )
+        found.append(_queue(since, stay.start))
+        found += _stay_phases(stay)
         since = stay.end if stay.end is not None else now
-    if not request.stays or (request.stay is None and request.stays[-1].how == "preempted"):
-        found.append(_phase("queue", -1, since, request.finished, -1, -1))
+    if not request.stays or _lost_its_seat(request):
+        found.append(_queue(since, request.finished))
     return found
 
 
+def _lost_its_seat(request: RequestRecord) -> bool:
+    """Its last stay ended with a preemption."""
+    return bool(request.stays) and request.stays[-1].how == "preempted"
+
+
+def _queue(start: float, end: float | None) -> dict[str, Any]:
+    return _phase("queue", -1, (start, end), (-1, -1))
+
+
+def _stay_phases(stay: Stay) -> list[dict[str, Any]]:
+    if stay.first_token is None:
+        return [_phase("prefill", stay.seat, (stay.start, stay.end), (stay.step, stay.last_step))]
+    prefill = _phase(
+        "prefill", stay.seat, (stay.start, stay.first_token), (stay.step, stay.first_step)
+    )
+    if stay.end is not None and stay.last_step <= stay.first_step:
+        return [prefill]
+    decode = _phase(
+        "decode", stay.seat, (stay.first_token, stay.end), (stay.first_step + 1, stay.last_step)
+    )
+    return [prefill, decode]
+
+
 def _phase(
-    kind: str, seat: int, start: float, end: float | None, first: int, last: int
+    kind: str, seat: int, times: tuple[float, float | None], steps: tuple[int, int]
 ) -> dict[str, Any]:
+    """steps: the first and the last; the last is -1 while it is not known."""
+    first, last = steps
     return {
         "kind": kind,
         "seat": seat,
-        "from": _t(start),
-        "to": _t(end),
+        "from": _t(times[0]),
+        "to": _t(times[1]),
         "step_from": first,
         "step_to": last,
         "steps": max(0, last - first + 1) if last >= 0 else 0,
@@ -121,99 +140,106 @@ class Steps:
     """The steps that a sequence took part in, by their records, as far back as these are kept."""
 
     def __init__(self, history: History, request: RequestRecord, now: float):
-        first = request.stays[0].step if request.stays else 2**62
-        last = max(
-            (_last_step(stay, history.records.last_step) for stay in request.stays), default=-1
-        )
-        # One more before the first: its end is when the first could begin.
+        newest = history.records.last_step
+        first = request.stays[0].step if request.stays else _NEVER
+        last = max((_last_step(stay, newest) for stay in request.stays), default=-1)
+        self.request = request
+        self.now = now
+        #: STEP_DTYPE[steps], with one more before the first: its end is when the first could begin.
+        #: ready: when each was done.
         self.records, self.ready = history.records.steps(first - 2, last)
-        self.request, self.now = request, now
         self.number = self.records["step"].astype(np.int64)
-        self.began = np.r_[
-            self.records["started"][:1], np.maximum(self.ready[:-1], self.records["started"][1:])
-        ]
+        started = self.records["started"]
+        #: f8[steps]: when the device could begin the step, and seconds until it was done.
+        self.began = np.r_[started[:1], np.maximum(self.ready[:-1], started[1:])]
+        self.spans = np.maximum(0.0, self.ready - self.began)
 
-    def mask(self, low: int, high: int) -> np.ndarray:
-        """bool[steps]: low <= number <= high."""
-        return (self.number >= low) & (self.number <= high)
-
-    def riding(self) -> np.ndarray:
+    def seated(self) -> np.ndarray:
         """bool[steps]: the sequence sat in a seat."""
-        last = int(self.number[-1]) if len(self.number) else -1
-        return self._any((stay.step, _last_step(stay, last)) for stay in self.request.stays)
+        return self._any((stay.step, self._last(stay)) for stay in self.request.stays)
 
     def bringing(self) -> np.ndarray:
         """bool[steps]: the step brought a token of this sequence."""
-        last = int(self.number[-1]) if len(self.number) else -1
-        return self._any(
-            (stay.first_step, _last_step(stay, last))
-            for stay in self.request.stays
-            if stay.first_token is not None
-        )
+        stays = [stay for stay in self.request.stays if stay.first_token is not None]
+        return self._any((stay.first_step, self._last(stay)) for stay in stays)
 
-    def _any(self, spans: Any) -> np.ndarray:
-        found = np.zeros(len(self.number), bool)
-        for low, high in spans:
-            found |= self.mask(low, high)
-        return found
+    def _last(self, stay: Stay) -> int:
+        newest = int(self.number[-1]) if len(self.number) else -1
+        return _last_step(stay, newest)
+
+    def _any(self, ranges: Iterable[tuple[int, int]]) -> np.ndarray:
+        """bool[steps]: within one of the ranges of step numbers, both ends included."""
+        within = np.zeros(len(self.number), bool)
+        for low, high in ranges:
+            within |= (self.number >= low) & (self.number <= high)
+        return within
+
+    def with_prompts(self) -> np.ndarray:
+        """bool[steps]: the step read prompts, of whomever."""
+        return self.records["prefill"] + self.records["recomputed"] > 0
 
     def chunk(self, chunk: PromptChunk) -> dict[str, Any]:
         """A prompt chunk and the step it was part of; null where the step's record is not kept any
         more.
         """
-        at = np.flatnonzero(self.number == chunk.step)
-        told = {
+        result: dict[str, Any] = {
             "step": chunk.step,
             "start": chunk.start,
             "count": chunk.count,
             "recomputed": chunk.recomputed,
+            "from": None,
+            "to": None,
+            "shared_with": None,
+            "rows": None,
+            "bucket": None,
+            "padding": None,
+            "compiled": None,
         }
-        if not len(at):
-            return told | dict.fromkeys(
-                ("from", "to", "sharers", "rows", "bucket", "padding", "compiled")
-            )
-        record = self.records[at[0]]
-        return told | {
-            "from": _t(self.began[at[0]]),
-            "to": _t(self.ready[at[0]]),
-            "sharers": max(0, int(record["seats_busy"]) - 1),
-            "rows": int(record["bucket_tokens"] - record["padding"]),
-            "bucket": int(record["bucket_tokens"]),
-            "padding": int(record["padding"]),
-            "compiled": int(record["compiled"]),
-        }
+        places = np.flatnonzero(self.number == chunk.step)
+        if not len(places):
+            return result
+        place = places[0]
+        record = self.records[place]
+        result["from"] = _t(self.began[place])
+        result["to"] = _t(self.ready[place])
+        result["shared_with"] = max(0, int(record["seats_busy"]) - 1)
+        result["rows"] = int(record["bucket_tokens"] - record["padding"])
+        result["bucket"] = int(record["bucket_tokens"])
+        result["padding"] = int(record["padding"])
+        result["compiled"] = int(record["compiled"])
+        return result
 
     def cadence(self) -> dict[str, Any]:
-        """When each output token came (the newest MAX_TIMES), and the gaps between them."""
-        bringing = np.flatnonzero(self.bringing())[: self.request.n_output]
-        times = self.ready[bringing]
-        told: dict[str, Any] = {
-            "t": np.round(times[-MAX_TIMES:], 4).tolist(),
+        """When each output token came (the newest _MAX_TIMES), and the gaps between them."""
+        places = np.flatnonzero(self.bringing())[: self.request.n_output]
+        times = self.ready[places]
+        result: dict[str, Any] = {
+            "t": np.round(times[-_MAX_TIMES:], 4).tolist(),
             "gap_p50": None,
             "gap_p95": None,
             "gap_max": None,
             "slowest": None,
         }
         if len(times) < 2:
-            return told
+            return result
         gaps = np.diff(times)
         worst = int(np.argmax(gaps))
-        at = bringing[worst + 1]
-        return told | {
-            "gap_p50": _t(np.quantile(gaps, 0.5)),
-            "gap_p95": _t(np.quantile(gaps, 0.95)),
-            "gap_max": _t(gaps[worst]),
-            "slowest": {
-                "t": _t(times[worst + 1]),
-                "gap": _t(gaps[worst]),
-                "step": int(self.number[at]),
-                "why": self._why_slow(at, bringing[worst]),
-            },
+        before, place = int(places[worst]), int(places[worst + 1])
+        result["gap_p50"] = _t(np.quantile(gaps, 0.5))
+        result["gap_p95"] = _t(np.quantile(gaps, 0.95))
+        result["gap_max"] = _t(gaps[worst])
+        result["slowest"] = {
+            "t": _t(times[worst + 1]),
+            "gap": _t(gaps[worst]),
+            "step": int(self.number[place]),
+            "cause": self._cause_of_gap(before, place),
         }
+        return result
 
-    def _why_slow(self, at: int, before: int) -> str:
-        record = self.records[at]
-        if at - before > 1:
+    def _cause_of_gap(self, before: int, place: int) -> str:
+        """Why the token of the step at `place` came so long after the one of `before`."""
+        record = self.records[place]
+        if place - before > 1:
             return "preempted"
         if record["compiled"]:
             return "compile"
@@ -223,19 +249,40 @@ class Steps:
 
     def shared(self) -> dict[str, Any]:
         """The company: who else had rows in its steps, and how many rows were padding."""
-        mine = self.records[self.riding()]
-        busy, rows = mine["seats_busy"].astype(np.int64), int(mine["bucket_tokens"].sum())
-        own = sum(chunk.count for chunk in self.request.chunks)
-        return {
-            "steps": len(mine),
-            "mean": round(float(busy.mean()) - 1, 2) if len(mine) else None,
-            "max": int(busy.max()) - 1 if len(mine) else None,
-            "padding_share": round(int(mine["padding"].sum()) / rows, 4) if rows else None,
-            "compiles": int(mine["compiled"].sum()),
-            "prefill_rows_of_others": max(
-                0, int((mine["prefill"] + mine["recomputed"]).sum()) - own
-            ),
+        records = self.records[self.seated()]
+        own_rows = sum(chunk.count for chunk in self.request.chunks)
+        prompt_rows = int((records["prefill"] + records["recomputed"]).sum())
+        result: dict[str, Any] = {
+            "steps": len(records),
+            "mean": None,
+            "max": None,
+            "padding_share": None,
+            "compiles": int(records["compiled"].sum()),
+            "prefill_rows_of_others": max(0, prompt_rows - own_rows),
         }
+        if len(records):
+            busy = records["seats_busy"].astype(np.int64)
+            result["mean"] = round(float(busy.mean()) - 1, 2)
+            result["max"] = int(busy.max()) - 1
+        rows = int(records["bucket_tokens"].sum())
+        if rows:
+            result["padding_share"] = round(int(records["padding"].sum()) / rows, 4)
+        return result
+
+
+#: Causes in words.
+_WORDS = {
+    "queue": "waited to board",
+    "preemption": "lost its seat for lack of KV pages ({request.preemptions} times), "
+    "waited again and was computed again",
+    "compile": "shared steps that had to compile a program first",
+    "prefill": "its prompt of {request.n_prompt} tokens was read",
+    "shared_prefill": "steps took longer because they also read prompts of others",
+    "decode": "its {request.n_output} tokens were generated, one a step",
+    "host_gap": "the device waited for the host before a step",
+}
+#: Shorter times, in seconds, are left out.
+_LEAST_S = 5e-5
 
 
 def causes(request: RequestRecord, steps: Steps, now: float) -> list[dict[str, Any]]:
@@ -247,55 +294,60 @@ def causes(request: RequestRecord, steps: Steps, now: float) -> list[dict[str, A
     host_gap: the device had nothing to do. decode: the rest.
     """
     end = request.finished if request.finished is not None else now
-    spans = np.maximum(0.0, steps.ready - steps.began) if len(steps.ready) else np.zeros(0)
-    riding, bringing = steps.riding(), steps.bringing()
-    first = request.stays[0] if request.stays else None
-    compiled = riding & (steps.records["compiled"] > 0)
-    again = (
-        riding
-        & ~bringing
-        & (steps.number > (first.last_step if first and first.last_step >= 0 else 2**62))
-    )
-    reading = (
-        riding
-        & ~compiled
-        & ~again
-        & (steps.number <= (first.first_step if first and first.first_step >= 0 else 2**62))
-    )
-    writing = riding & ~compiled & ~again & ~reading
-    mixed = writing & (steps.records["prefill"] + steps.records["recomputed"] > 0)
-    usual = float(np.median(spans[writing & ~mixed])) if np.any(writing & ~mixed) else 0.0
-    gaps = steps.records["gap_s"].astype(np.float64)
-    waits = [later.start - (stay.end or later.start) for stay, later in pairwise(request.stays)]
-    if request.stays and request.stay is None and request.stays[-1].how == "preempted":
-        waits.append(end - (request.stays[-1].end or end))
-    seconds = {
-        "queue": (first.start if first else end) - request.arrival,
-        "preemption": sum(waits) + float(spans[again].sum()),
-        "compile": float(spans[compiled].sum()),
-        "prefill": float(spans[reading].sum()),
-        "shared_prefill": float(np.maximum(0.0, spans[mixed] - usual).sum()) if usual else 0.0,
-        "host_gap": float(np.minimum(gaps, spans)[writing & ~mixed].sum()),
-    }
+    boarded = request.stays[0].start if request.stays else end
+    seconds = {"queue": boarded - request.arrival, **_seconds_of_steps(request, steps)}
+    seconds["preemption"] += _waits_after_preemption(request, end)
     seconds["decode"] = max(0.0, end - request.arrival - sum(seconds.values()))
-    told = [
-        {"code": code, "seconds": _t(value), "msg": WORDS[code].format(request=request)}
-        for code, value in seconds.items()
-        if value > 5e-5
-    ]
-    return sorted(told, key=lambda cause: -cause["seconds"])
+    result = []
+    for code, value in seconds.items():
+        if value > _LEAST_S:
+            message = _WORDS[code].format(request=request)
+            result.append({"code": code, "seconds": _t(value), "message": message})
+    return sorted(result, key=lambda cause: -cause["seconds"])
 
 
-WORDS = {
-    "queue": "waited to board",
-    "preemption": "lost its seat for lack of KV pages ({request.preemptions} times), "
-    "waited again and was computed again",
-    "compile": "shared steps that had to compile a program first",
-    "prefill": "its prompt of {request.n_prompt} tokens was read",
-    "shared_prefill": "steps took longer because they also read prompts of others",
-    "decode": "its {request.n_output} tokens were generated, one a step",
-    "host_gap": "the device waited for the host before a step",
-}
+def _seconds_of_steps(request: RequestRecord, steps: Steps) -> dict[str, float]:
+    """By cause, of the steps in which it sat in a seat."""
+    spans = steps.spans
+    prompt_end, stay_end = _ends_of_first_stay(request)
+    seated = steps.seated()
+    compiled = seated & (steps.records["compiled"] > 0)
+    again = seated & ~steps.bringing() & (steps.number > stay_end)
+    own_prompt = seated & ~compiled & ~again & (steps.number <= prompt_end)
+    decoding = seated & ~compiled & ~again & ~own_prompt
+    alone = decoding & ~steps.with_prompts()
+    mixed = decoding & steps.with_prompts()
+    usual = float(np.median(spans[alone])) if np.any(alone) else 0.0
+    longer = float(np.maximum(0.0, spans[mixed] - usual).sum()) if usual else 0.0
+    gaps = np.minimum(steps.records["gap_s"].astype(np.float64), spans)
+    return {
+        "preemption": float(spans[again].sum()),
+        "compile": float(spans[compiled].sum()),
+        "prefill": float(spans[own_prompt].sum()),
+        "shared_prefill": longer,
+        "host_gap": float(gaps[alone].sum()),
+    }
+
+
+def _ends_of_first_stay(request: RequestRecord) -> tuple[int, int]:
+    """The steps that brought its first token, and that was the last of its first stay."""
+    if not request.stays:
+        return _NEVER, _NEVER
+    stay = request.stays[0]
+    first_step = stay.first_step if stay.first_step >= 0 else _NEVER
+    last_step = stay.last_step if stay.last_step >= 0 else _NEVER
+    return first_step, last_step
+
+
+def _waits_after_preemption(request: RequestRecord, end: float) -> float:
+    """Seconds without a seat, after it had one."""
+    total = 0.0
+    for stay, later in pairwise(request.stays):
+        if stay.end is not None:
+            total += later.start - stay.end
+    if _lost_its_seat(request) and request.stays[-1].end is not None:
+        total += end - request.stays[-1].end
+    return total
 
 
 def _last_step(stay: Stay, newest: int) -> int:
@@ -303,4 +355,5 @@ def _last_step(stay: Stay, newest: int) -> int:
 
 
 def _t(value: SupportsFloat | None) -> float | None:
+    """Seconds to a tenth of a millisecond."""
     return None if value is None else round(float(value), 4)

@@ -16,8 +16,11 @@ COOKIE = "jitney_session"
 LIFETIME_S = 12 * 3600
 #: Sessions kept in memory; the oldest goes first.
 MAX_SESSIONS = 1024
-#: Wrong keys that an address may show within so many seconds, and addresses that are remembered.
-MOST_ATTEMPTS, WINDOW_S, MAX_ADDRESSES = 10, 60.0, 4096
+#: Wrong keys that an address may show within _WINDOW_S seconds.
+MOST_ATTEMPTS = 10
+_WINDOW_S = 60.0
+#: Addresses that are remembered.
+MAX_ADDRESSES = 4096
 
 
 class Sessions:
@@ -30,12 +33,14 @@ class Sessions:
         self.needed = bool(keys)
         self._keys = tuple(keys)
         self._clock = clock
-        self._ends: dict[str, float] = {}  # digest of the session id -> when it ends, oldest first
+        #: By digest of the session id: when it ends; oldest first.
+        self._ends: dict[str, float] = {}
 
     def open(self, key: str) -> str | None:
-        """A new session id for a valid API key, else None; every known key is compared in full."""
+        """A new session id for a valid API key, else None; every key is compared in full."""
         digest = digest_key(key)
-        if not sum([hmac.compare_digest(digest, known) for known in self._keys]):
+        matches = [hmac.compare_digest(digest, key_digest) for key_digest in self._keys]
+        if not any(matches):
             return None
         session = secrets.token_urlsafe(32)
         self._ends[digest_key(session)] = self._clock() + LIFETIME_S
@@ -49,23 +54,26 @@ class Sessions:
         """
         if not self.needed:
             return True
-        end = self._ends.get(digest_key(session)) if session else None
+        if not session:
+            return False
+        end = self._ends.get(digest_key(session))
         return end is not None and self._clock() < end
 
 
 class Attempts:
-    """Wrong keys by client address, so that guessing is slow: after MOST_ATTEMPTS within WINDOW_S
+    """Wrong keys by client address, so that guessing is slow: after MOST_ATTEMPTS within a minute
     an address waits.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
+        #: By address: when it showed a wrong key; the quietest address first.
         self._failures: dict[str, list[float]] = {}
 
     def wait(self, address: str) -> float:
         """Seconds until this address may try again, 0 for now."""
         recent = self._recent(address)
-        return recent[0] + WINDOW_S - self._clock() if len(recent) >= MOST_ATTEMPTS else 0.0
+        return recent[0] + _WINDOW_S - self._clock() if len(recent) >= MOST_ATTEMPTS else 0.0
 
     def failed(self, address: str) -> None:
         """Count a wrong key. Of too many addresses the one that was quiet longest is forgotten."""
@@ -76,5 +84,5 @@ class Attempts:
             del self._failures[next(iter(self._failures))]
 
     def _recent(self, address: str) -> list[float]:
-        since = self._clock() - WINDOW_S
+        since = self._clock() - _WINDOW_S
         return [when for when in self._failures.get(address, ()) if when > since]

@@ -1,33 +1,46 @@
-"""One look at the engine: who sits where, the pages, the totals. What changed between two looks is
-what the feed sends.
+"""A snapshot of the engine: who sits where, the pages, the totals. One snapshot makes a key frame
+of the feed, and two of them a delta (`jitney.dashboard.sse` explains both).
 """
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from jitney.dashboard.sse import (
+    PAGE_STATES,
+    SEAT_NUMBERS,
+    SEAT_STATES,
+    Delta,
+    KeyFrame,
+    Metrics,
+    Note,
+    PageChanges,
+    PageMap,
+    SeatLists,
+)
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.history import History
+from jitney.engine.types import Seat
 
-#: A seat's or a page's state is its place in these.
-SEAT_STATES = ("free", "prefill", "decode", "held")
-PAGE_STATES = ("free", "held", "shared", "cached")
-FREE, PREFILL, DECODE, HELD = range(4)
-#: Numbers of a seat that change, in this order; SeatColumns.numbers has one row for each.
-SEAT_NUMBERS = ("index", "n_prompt", "n_computed", "n_output", "max_tokens")
+FREE, PREFILL, DECODE, HELD = range(len(SEAT_STATES))
+INDEX, N_PROMPT, N_COMPUTED, N_OUTPUT, MAX_TOKENS = range(len(SEAT_NUMBERS))
 #: Most cells of the page map; a larger pool shows several pages in one cell.
 MAX_PAGE_CELLS = 8192
 
 
 @dataclass(slots=True)
 class SeatColumns:
-    """All seats. state: uint8[S]; requests: S ids or None; numbers: int64[len(SEAT_NUMBERS), S]."""
+    """All S seats."""
 
+    #: uint8[S]: the place in SEAT_STATES.
     state: np.ndarray
+    #: S request ids, None for nobody.
     requests: list[str | None]
+    #: int64[len(SEAT_NUMBERS), S].
     numbers: np.ndarray
 
     def after(self, steps: int) -> SeatColumns:
@@ -36,90 +49,90 @@ class SeatColumns:
         """
         numbers = self.numbers.copy()
         decoding = self.state == DECODE
-        numbers[3, decoding] += steps
-        numbers[2, decoding] = numbers[1, decoding] + numbers[3, decoding] - 1
+        numbers[N_OUTPUT, decoding] += steps
+        n_tokens = numbers[N_PROMPT, decoding] + numbers[N_OUTPUT, decoding]
+        numbers[N_COMPUTED, decoding] = n_tokens - 1
         return SeatColumns(self.state, self.requests, numbers)
 
     def changed(self, now: SeatColumns) -> np.ndarray:
         """Seats, ascending, that are different in `now`."""
         differ = (self.state != now.state) | (self.numbers != now.numbers).any(axis=0)
-        differ |= np.fromiter(
-            (a != b for a, b in zip(self.requests, now.requests, strict=True)), bool, len(differ)
-        )
+        pairs = zip(self.requests, now.requests, strict=True)
+        differ |= np.fromiter((a != b for a, b in pairs), bool, len(differ))
         return np.flatnonzero(differ)
 
     def rows(self, seats: np.ndarray) -> list[list[Any]]:
         """[seat, state, request, *numbers] of these seats."""
         numbers = self.numbers[:, seats].T.tolist()
-        return [
-            [seat, state, self.requests[seat], *row]
-            for seat, state, row in zip(
-                seats.tolist(), self.state[seats].tolist(), numbers, strict=True
-            )
-        ]
+        states = self.state[seats].tolist()
+        columns = zip(seats.tolist(), states, numbers, strict=True)
+        return [[seat, state, self.requests[seat], *row] for seat, state, row in columns]
 
 
 @dataclass(slots=True)
 class PageCells:
-    """The pool without its trash page (page 0), which never holds anything.
+    """The pool without its trash page (page 0), which never holds anything."""
 
-    cells: uint8[C], each for `per_cell` pages in a row (the last for what is left), the state most
-    of them have. counts: pages in each state, exact.
-    """
-
+    #: Pages that one cell stands for, the last one for what is left.
     per_cell: int
+    #: uint8[C]: the place in PAGE_STATES that most pages of a cell have.
     cells: np.ndarray
+    #: Pages in each state, exact.
     counts: dict[str, int]
 
 
 @dataclass(slots=True)
-class Look:
-    """The engine at time t (seconds, monotonic). seats None: there is no engine; pages None: not
-    known.
-    """
+class Snapshot:
+    """The engine at one moment; the fields are those of `sse.KeyFrame`."""
 
+    #: Seconds, monotonic.
     t: float
     step: int
     state: str
-    age: float
-    progress: Any
+    last_step_age_s: float
+    progress: dict[str, Any] | None
+    #: None: there is no engine.
     seats: SeatColumns | None
+    #: None: not known.
     pages: PageCells | None
-    scalars: dict[str, Any]
-    n_life: int = 0
-    hist: dict[str, Any] | None = None
-    notes: list[dict[str, Any]] = field(default_factory=list)
+    metrics: Metrics
+    n_events: int = 0
+    histograms: dict[str, Any] | None = None
+    notes: list[Note] = field(default_factory=list)
 
 
 def seat_columns(history: History) -> SeatColumns:
     """Who sits where, as the history knows it."""
     n = len(history.seats)
-    state, numbers = [FREE] * n, [(0, 0, 0, 0, 0)] * n
+    state = [FREE] * n
+    numbers = [(0, 0, 0, 0, 0)] * n
     requests: list[str | None] = [None] * n
     for seat, request in enumerate(history.seats):
         if request is None:
             continue
-        if request.stays[-1].first_token is not None:
-            state[seat], computed = DECODE, request.n_prompt + request.n_output - 1
+        if request.stays[-1].first_token is None:
+            state[seat] = PREFILL
+            n_computed = request.n_computed
         else:
-            state[seat], computed = PREFILL, request.n_computed
+            state[seat] = DECODE
+            n_computed = request.n_prompt + request.n_output - 1
         requests[seat] = request.request_id
+        # In the order of SEAT_NUMBERS.
         numbers[seat] = (
             request.index,
             request.n_prompt,
-            computed,
+            n_computed,
             request.n_output,
             request.max_tokens,
         )
     for seat in history.held:
         state[seat] = HELD
-    return SeatColumns(
-        np.array(state, np.uint8), requests, np.array(numbers, np.int64).reshape(n, 5).T.copy()
-    )
+    by_number = np.array(numbers, np.int64).reshape(n, len(SEAT_NUMBERS)).T.copy()
+    return SeatColumns(np.array(state, np.uint8), requests, by_number)
 
 
 def page_cells(page_states: bytes) -> PageCells:
-    """The page map of `engine.messages.SeatMap.page_states`."""
+    """The page map of `messages.SeatMap.page_states`."""
     states = np.frombuffer(page_states, np.uint8)[1:]
     counts = np.bincount(states, minlength=len(PAGE_STATES))
     per_cell = max(1, -(-len(states) // MAX_PAGE_CELLS))
@@ -132,9 +145,9 @@ def _commonest(states: np.ndarray, width: int) -> np.ndarray:
     lowest.
     """
     starts = np.arange(0, len(states), width)
-    votes = [
-        np.add.reduceat(states == code, starts, dtype=np.int64) for code in range(len(PAGE_STATES))
-    ]
+    votes = []
+    for code in range(len(PAGE_STATES)):
+        votes.append(np.add.reduceat(states == code, starts, dtype=np.int64))
     return np.argmax(votes, axis=0).astype(np.uint8)
 
 
@@ -142,27 +155,23 @@ def page_runs(before: np.ndarray, now: np.ndarray) -> list[list[int]]:
     """[first, count, state] of each run of cells that are alike in `now` and different from
     `before`.
     """
-    at = np.flatnonzero(before != now)
-    if not len(at):
+    places = np.flatnonzero(before != now)
+    if not len(places):
         return []
-    states = now[at]
-    starts = np.flatnonzero(
-        np.r_[True, (np.diff(at) != 1) | (np.diff(states.astype(np.int16)) != 0)]
-    )
-    counts = np.diff(np.r_[starts, len(at)])
-    return np.stack((at[starts], counts, states[starts]), axis=1).tolist()
+    states = now[places]
+    breaks = (np.diff(places) != 1) | (np.diff(states.astype(np.int16)) != 0)
+    starts = np.flatnonzero(np.r_[True, breaks])
+    counts = np.diff(np.r_[starts, len(places)])
+    return np.stack((places[starts], counts, states[starts]), axis=1).tolist()
 
 
-def scalars(client: EngineClient, records: np.ndarray) -> dict[str, Any]:
-    """Gauges, and totals since the server's start (who shows them takes differences, so a lost
-    frame loses nothing).
-
-    step_s: seconds of all steps, gaps included; gap_s: of the gaps alone. worst_s: the longest of
-    `records`. canary: sequences computed again with the reference, and those of them that were
-    wrong.
+def metrics(client: EngineClient, records: np.ndarray, latency: dict[str, Any]) -> Metrics:
+    """The engine's numbers now. records: the steps since the snapshot before; latency: see
+    `latency.summary`.
     """
-    counters, history = client.counters, client.history
-    spans = records["device_s"] + records["gap_s"]
+    counters = client.counters
+    history = client.history
+    seconds = [histogram.total for histogram in counters.step_seconds.values()]
     return {
         "seats_busy": counters.gauge("seats_busy"),
         "waiting": counters.waiting,
@@ -171,7 +180,10 @@ def scalars(client: EngineClient, records: np.ndarray) -> dict[str, Any]:
         "steps": dict(counters.steps),
         "rows": dict(counters.rows),
         "preemptions": counters.preemptions,
-        "canary": [counters.canary_checked, counters.canary_mismatched],
+        "canary": {
+            "checked": counters.canary_checked,
+            "mismatched": counters.canary_mismatched,
+        },
         "compiles": counters.compiles,
         "nan_rows": counters.nan_rows,
         "restarts": counters.engine_restarts,
@@ -179,7 +191,134 @@ def scalars(client: EngineClient, records: np.ndarray) -> dict[str, Any]:
         "cached_tokens": history.cached_tokens,
         "finished": dict(history.finished),
         "rejected": dict(history.rejected),
-        "step_s": round(sum(histogram.total for histogram in counters.step_seconds.values()), 6),
+        "step_s": round(sum(seconds), 6),
         "gap_s": round(counters.host_gap_seconds.total, 6),
-        "worst_s": round(float(spans.max()), 6) if len(spans) else None,
+        "longest_step_s": _longest_step(records),
+        "latency": latency,
     }
+
+
+def _longest_step(records: np.ndarray) -> float | None:
+    if not len(records):
+        return None
+    return round(float((records["device_s"] + records["gap_s"]).max()), 6)
+
+
+def key_frame(snapshot: Snapshot, page_size: int) -> KeyFrame:
+    """All of the snapshot. page_size: tokens of a KV page."""
+    seats, pages = snapshot.seats, snapshot.pages
+    return {
+        "t": round(snapshot.t, 4),
+        "step": snapshot.step,
+        "state": snapshot.state,
+        "last_step_age_s": snapshot.last_step_age_s,
+        "progress": snapshot.progress,
+        "seats": None if seats is None else seat_lists(seats, page_size),
+        "pages": None if pages is None else page_map(pages),
+        "metrics": snapshot.metrics,
+        "histograms": snapshot.histograms,
+        "notes": snapshot.notes,
+        "n_events": snapshot.n_events,
+    }
+
+
+def seat_lists(seats: SeatColumns, page_size: int) -> SeatLists:
+    """The seats as a key frame has them."""
+    index, n_prompt, n_computed, n_output, max_tokens = seats.numbers.tolist()
+    n_tokens = seats.numbers[N_PROMPT] + seats.numbers[N_OUTPUT]
+    pages = -(-n_tokens // max(1, page_size))
+    return {
+        "state": _base64(seats.state.tobytes()),
+        "request": seats.requests,
+        "index": index,
+        "n_prompt": n_prompt,
+        "n_computed": n_computed,
+        "n_output": n_output,
+        "max_tokens": max_tokens,
+        "pages": pages.tolist(),
+    }
+
+
+def core_seat_lists(seats: list[Seat]) -> SeatLists:
+    """The core's own answer, in the same form."""
+    states = bytes(SEAT_STATES.index(seat.state) for seat in seats)
+    return {
+        "state": _base64(states),
+        "request": [seat.request_id for seat in seats],
+        "index": [seat.index for seat in seats],
+        "n_prompt": [seat.n_prompt for seat in seats],
+        "n_computed": [seat.n_computed for seat in seats],
+        "n_output": [seat.n_output for seat in seats],
+        "max_tokens": [seat.max_tokens for seat in seats],
+        "pages": [seat.pages for seat in seats],
+    }
+
+
+def page_map(pages: PageCells) -> PageMap:
+    """The pages as a key frame has them."""
+    cells = _base64(pages.cells.tobytes())
+    return {"per_cell": pages.per_cell, "cells": cells, "counts": pages.counts}
+
+
+def _base64(array: bytes) -> str:
+    return base64.b64encode(array).decode()
+
+
+def follows(before: Snapshot | None, now: Snapshot) -> bool:
+    """True if `now` can be told as a delta: it has the same seats and the same cells."""
+    if before is None or now.step < before.step:
+        return False
+    return _n_seats(before) == _n_seats(now) and _n_cells(before) == _n_cells(now)
+
+
+def _n_seats(snapshot: Snapshot) -> int | None:
+    return None if snapshot.seats is None else len(snapshot.seats.state)
+
+
+def _n_cells(snapshot: Snapshot) -> int | None:
+    return None if snapshot.pages is None else len(snapshot.pages.cells)
+
+
+def delta(before: Snapshot, now: Snapshot) -> Delta:
+    """What changed since `before`, which `now` follows."""
+    changes: Delta = {"t": round(now.t, 4), "step": now.step, "n_events": now.n_events}
+    if before.state != now.state:
+        changes["state"] = now.state
+    if before.last_step_age_s != now.last_step_age_s:
+        changes["last_step_age_s"] = now.last_step_age_s
+    if before.progress != now.progress:
+        changes["progress"] = now.progress
+    if before.seats is not None and now.seats is not None:
+        expected = before.seats.after(now.step - before.step)
+        seats = expected.changed(now.seats)
+        if len(seats):
+            changes["seats"] = now.seats.rows(seats)
+    if before.pages is not None and now.pages is not None:
+        pages = _page_changes(before.pages, now.pages)
+        if pages is not None:
+            changes["pages"] = pages
+    metrics = _metric_changes(before.metrics, now.metrics)
+    if metrics:
+        changes["metrics"] = metrics
+    return changes
+
+
+def _page_changes(before: PageCells, now: PageCells) -> PageChanges | None:
+    """None if there are none. A page may change without a cell that does."""
+    runs = page_runs(before.cells, now.cells)
+    if not runs and before.counts == now.counts:
+        return None
+    return {"runs": runs, "counts": now.counts}
+
+
+def _metric_changes(before: Metrics, now: Metrics) -> dict[str, Any]:
+    changes = {}
+    for name, value in now.items():
+        if before.get(name) != value:
+            changes[name] = value
+    return changes
+
+
+def is_quiet(changes: Delta) -> bool:
+    """True for a delta that says nothing but the time."""
+    return changes.keys() <= {"t", "step", "n_events", "last_step_age_s"}

@@ -1,48 +1,185 @@
-"""What the page is told, as bytes: server-sent events and the JSON of step records. No clock, no
-tasks, no web.
+"""The live feed's format: server-sent events whose data is JSON. Every field of every event is
+explained here, and nowhere else.
 
-Times are seconds of the server's time.monotonic(); the page only ever shows differences of them, or
-adds `wall - t`.
+Times are seconds of the server's time.monotonic(): the page shows differences of them, or adds
+`unix_time - t` of "hello". Arrays of many small numbers are base64 of uint8.
+
+Events: "hello", "key_frame", "delta", "events", "note" (`Note`) and "bye". Key frames and deltas
+have an id; a viewer that comes back sends the last one as Last-Event-ID.
 """
 
 from __future__ import annotations
 
-import base64
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import msgspec
-import numpy as np
 
-from jitney.dashboard.snapshot import (
-    PAGE_STATES,
-    SEAT_NUMBERS,
-    SEAT_STATES,
-    Look,
-    PageCells,
-    SeatColumns,
-    page_runs,
-)
 from jitney.engine.messages import Life
-from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
-from jitney.engine.types import EngineInfo, Seat
+from jitney.engine.types import EngineInfo
 
-VERSION = 2
-#: Numbers of a seat as the key frame carries them, each a list with one entry a seat.
-SEAT_COLUMNS = (*SEAT_NUMBERS, "pages")
-LIFE_COLUMNS = ("t", "step", "ev", "request", "index", "seat", "n_in", "n_out", "reason")
-#: Most step records in one answer.
-MAX_RECORDS = 4096
+#: Rises with every change that an older page would not understand.
+FEED_VERSION = 3
+#: A seat's or a page's state is its place in these.
+SEAT_STATES = ("free", "prefill", "decode", "held")
+PAGE_STATES = ("free", "held", "shared", "cached")
+#: A seat's numbers, in the order in which a delta's row carries them. index: which of its request's
+#: sequences sits there; the others are tokens; n_computed: positions whose KV is known.
+SEAT_NUMBERS = ("index", "n_prompt", "n_computed", "n_output", "max_tokens")
+#: One row of "events": what happened at t, in or before step `step` (`messages.Life`).
+EVENT_COLUMNS = (
+    "t",
+    "step",
+    "event",
+    "request",
+    "index",
+    "seat",
+    "n_prompt",
+    "n_output",
+    "reason",
+)
 #: Milliseconds after which a page whose feed has ended asks again.
 RETRY_MS = 1000
 
-_SEAT_CODES = {name: code for code, name in enumerate(SEAT_STATES)}
+
+class Hello(TypedDict):
+    """The first event of a feed, and again whenever what runs has changed."""
+
+    version: int  # FEED_VERSION
+    run: str  # another server, another run
+    t: float
+    unix_time: float  # seconds since 1970 at t
+    hz: float  # frames a second, at most
+    key_frame_s: float  # seconds from one key frame to the next
+    needs_key: bool  # requests need an API key
+    shows_text: bool  # prompts and answers are shown
+    seat_states: tuple[str, ...]  # SEAT_STATES
+    page_states: tuple[str, ...]  # PAGE_STATES
+    seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
+    event_columns: tuple[str, ...]  # EVENT_COLUMNS
+    row_kinds: list[Any]  # `row_kinds.RowKind`, useful ones first
+    info: dict[str, Any] | None  # `types.EngineInfo`; null while no engine runs
 
 
-def event(name: str, data: Any, id: str = "") -> bytes:
+class SeatLists(TypedDict):
+    """All S seats; each list has an entry a seat."""
+
+    state: str  # base64 of uint8[S]: the place in SEAT_STATES
+    request: list[str | None]  # the request id, null for nobody
+    index: list[int]  # this and the next four: SEAT_NUMBERS
+    n_prompt: list[int]
+    n_computed: list[int]
+    n_output: list[int]
+    max_tokens: list[int]
+    pages: list[int]  # KV pages that the sequence holds
+
+
+class PageMap(TypedDict):
+    """The pool without its trash page."""
+
+    per_cell: int  # pages that one cell stands for, the last one for what is left
+    cells: str  # base64 of uint8[C]: the place in PAGE_STATES that most pages of a cell have
+    counts: dict[str, int]  # pages by state, exact
+
+
+class PageChanges(TypedDict):
+    """What is other than before in a `PageMap`."""
+
+    runs: list[list[int]]  # [first cell, cells, state]
+    counts: dict[str, int]  # all of them
+
+
+class CanaryCounts(TypedDict):
+    checked: int  # sequences computed again with the reference kernels
+    mismatched: int  # of them, those that came out otherwise
+
+
+class Metrics(TypedDict):
+    """Gauges, and totals since the server's start: who shows totals takes differences, so a lost
+    frame loses nothing.
+    """
+
+    seats_busy: int  # gauge, as of the newest step's plan
+    waiting: int  # gauge: sequences without a seat
+    waiting_tokens: int  # gauge: their prompt tokens
+    pages_used: int  # gauge
+    steps: dict[str, int]  # by `STEP_KINDS`
+    rows: dict[str, int]  # by `ROW_KINDS`
+    preemptions: int
+    canary: CanaryCounts
+    compiles: int  # steps that had to compile a program
+    nan_rows: int  # rows whose logits were not finite
+    restarts: int  # of the engine process
+    boarded: int  # sequences that got their first seat
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    finished: dict[str, int]  # sequences by why they ended
+    rejected: dict[str, int]  # refused sequences by error code
+    step_s: float  # seconds of all steps, gaps included
+    gap_s: float  # of them, those in which the device had nothing to do
+    longest_step_s: float | None  # of the steps since the frame before; null for none
+    latency: dict[str, Any]  # wait, ttft, itl -> {p50, p95, p99} of the last seconds, or null
+
+
+class KeyFrame(TypedDict):
+    """Everything the page shows; a page that missed frames needs none of them."""
+
+    t: float
+    step: int  # the newest step that is done
+    state: str  # "loading", "ready", "draining" or "dead"
+    last_step_age_s: float  # seconds since the core was last heard of
+    progress: dict[str, Any] | None  # while it loads: stage, done, total
+    seats: SeatLists | None  # null: there is no engine
+    pages: PageMap | None  # null: not known
+    metrics: Metrics
+    histograms: dict[str, Any] | None  # wait, ttft, itl -> {bounds (seconds), counts}
+    notes: list[Note]  # the newest, oldest first
+    n_events: int  # events of sequences since the server's start
+
+
+class Delta(TypedDict, total=False):
+    """What changed since the key frame or delta before. Seats that are not named have gone on:
+    each that decodes has a token more per step.
+    """
+
+    t: Required[float]
+    step: Required[int]
+    n_events: Required[int]
+    state: str
+    last_step_age_s: float
+    progress: dict[str, Any] | None
+    seats: list[list[Any]]  # [seat, state, request, *SEAT_NUMBERS]
+    pages: PageChanges
+    metrics: dict[str, Any]  # the fields of `Metrics` that have changed
+
+
+class Events(TypedDict):
+    """What happened to sequences since the frame before."""
+
+    first: int  # number of the first of them, counted since the server's start
+    events: list[list[Any]]  # EVENT_COLUMNS
+
+
+class Note(TypedDict):
+    """Something that a person should know of."""
+
+    level: str  # "warn" or "error"
+    code: str  # "compile", "restart", "nan", "canary", "dead", "preemption_storm", "rejections"
+    message: str
+    t: float
+
+
+class Bye(TypedDict):
+    """The last event of a feed that ends on purpose."""
+
+    reason: str
+    retry_ms: int  # milliseconds after which it makes sense to come back
+
+
+def encode(name: str, data: Any, id: str = "") -> bytes:
     """One server-sent event."""
-    head = f"event: {name}\nid: {id}\n" if id else f"event: {name}\n"
-    return head.encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
+    id_line = f"id: {id}\n" if id else ""
+    head = f"event: {name}\n{id_line}data: "
+    return head.encode() + msgspec.json.encode(data) + b"\n\n"
 
 
 def hello(
@@ -50,189 +187,54 @@ def hello(
     *,
     run: str,
     hz: float,
-    key_s: float,
-    keys: bool,
-    text: bool,
+    key_frame_s: float,
+    needs_key: bool,
+    shows_text: bool,
     t: float,
-    wall: float,
+    unix_time: float,
 ) -> bytes:
-    """The first event of a feed, and again whenever what runs has changed.
-
-    keys: requests need an API key. text: prompts and answers are shown. wall: unix seconds at t.
-    """
-    return event(
-        "hello",
-        {
-            "v": VERSION,
-            "run": run,
-            "t": round(t, 4),
-            "wall": round(wall, 3),
-            "hz": hz,
-            "key_s": key_s,
-            "keys": keys,
-            "text": text,
-            "states": SEAT_STATES,
-            "page_states": PAGE_STATES,
-            "seat_columns": SEAT_COLUMNS,
-            "life_columns": LIFE_COLUMNS,
-            "row_kinds": list(ROW_KIND_TABLE.values()),
-            "info": None if info is None else msgspec.to_builtins(info),
-        },
-    )
+    """A feed's first event."""
+    data: Hello = {
+        "version": FEED_VERSION,
+        "run": run,
+        "t": round(t, 4),
+        "unix_time": round(unix_time, 3),
+        "hz": hz,
+        "key_frame_s": key_frame_s,
+        "needs_key": needs_key,
+        "shows_text": shows_text,
+        "seat_states": SEAT_STATES,
+        "page_states": PAGE_STATES,
+        "seat_numbers": SEAT_NUMBERS,
+        "event_columns": EVENT_COLUMNS,
+        "row_kinds": list(ROW_KIND_TABLE.values()),
+        "info": None if info is None else msgspec.to_builtins(info),
+    }
+    return encode("hello", data)
 
 
 def bye(reason: str) -> bytes:
-    """The last event of a feed that ends on purpose."""
-    return event("bye", {"reason": reason, "retry_ms": RETRY_MS})
+    """A feed's last event."""
+    data: Bye = {"reason": reason, "retry_ms": RETRY_MS}
+    return encode("bye", data)
 
 
-def life(events: list[Life], first: int) -> bytes:
-    """What happened to sequences; first: the number of the first of these events, counted since the
-    server's start.
-    """
-    return event(
-        "life",
-        {
-            "first": first,
-            "events": [
-                [
-                    round(e.t, 4),
-                    e.step,
-                    e.event,
-                    e.request_id,
-                    e.index,
-                    e.seat,
-                    e.n_in,
-                    e.n_out,
-                    e.reason,
-                ]
-                for e in events
-            ],
-        },
-    )
+def events(happened: list[Life], first: int) -> bytes:
+    """first: the number of the first of them."""
+    data: Events = {"first": first, "events": [_event_row(event) for event in happened]}
+    return encode("events", data)
 
 
-def key(look: Look, page_size: int, id: str) -> bytes:
-    """Everything the page shows; a page that missed frames needs none of them."""
-    return event(
-        "key",
-        {
-            "t": round(look.t, 4),
-            "step": look.step,
-            "state": look.state,
-            "age": look.age,
-            "progress": look.progress,
-            "seats": None if look.seats is None else columns(look.seats, page_size),
-            "pages": None if look.pages is None else pages(look.pages),
-            "s": look.scalars,
-            "hist": look.hist,
-            "notes": look.notes,
-            "life": look.n_life,
-        },
-        id,
-    )
-
-
-def columns(seats: SeatColumns, page_size: int) -> dict[str, Any]:
-    """state: base64 of uint8[S]; request: id or null; and SEAT_COLUMNS as lists of S numbers."""
-    held = -(-(seats.numbers[1] + seats.numbers[3]) // max(1, page_size))
-    numbers = {name: row.tolist() for name, row in zip(SEAT_NUMBERS, seats.numbers, strict=True)}
-    return {
-        "state": base64.b64encode(seats.state.tobytes()).decode(),
-        "request": seats.requests,
-        **numbers,
-        "pages": held.tolist(),
-    }
-
-
-def seats(seats: list[Seat]) -> dict[str, Any]:
-    """The core's own answer, in the form of `columns`."""
-    states = bytes(_SEAT_CODES[seat.state] for seat in seats)
-    return {
-        "state": base64.b64encode(states).decode(),
-        "request": [seat.request_id for seat in seats],
-        **{name: [getattr(seat, name) for seat in seats] for name in SEAT_COLUMNS},
-    }
-
-
-def pages(cells: PageCells) -> dict[str, Any]:
-    """per_cell, counts, and the cells in base64 (see `PageCells`)."""
-    return {
-        "per_cell": cells.per_cell,
-        "cells": base64.b64encode(cells.cells.tobytes()).decode(),
-        "counts": cells.counts,
-    }
-
-
-def delta(before: Look, now: Look) -> dict[str, Any]:
-    """What changed since `before`, which had the same number of seats; always t, step and life.
-
-    Seats that are not named have gone on as `SeatColumns.after` says.
-    """
-    found: dict[str, Any] = {"t": round(now.t, 4), "step": now.step, "life": now.n_life}
-    for name in ("state", "age", "progress"):
-        if getattr(before, name) != getattr(now, name):
-            found[name] = getattr(now, name)
-    if before.seats is not None and now.seats is not None:
-        expected = before.seats.after(now.step - before.step)
-        if len(changed := expected.changed(now.seats)):
-            found["seats"] = now.seats.rows(changed)
-    if (
-        before.pages is not None
-        and now.pages is not None
-        and (runs := page_runs(before.pages.cells, now.pages.cells))
-    ):
-        found["pages"] = {"runs": runs, "counts": now.pages.counts}
-    elif before.pages and now.pages and before.pages.counts != now.pages.counts:
-        found["pages"] = {"runs": [], "counts": now.pages.counts}
-    if changes := {
-        name: value for name, value in now.scalars.items() if before.scalars.get(name) != value
-    }:
-        found["s"] = changes
-    return found
-
-
-def follows(before: Look | None, now: Look) -> bool:
-    """True if `now` can be told as a delta."""
-    if (
-        before is None
-        or (before.seats is None) != (now.seats is None)
-        or (before.pages is None) != (now.pages is None)
-    ):
-        return False
-    same_seats = (
-        before.seats is None or now.seats is None or len(before.seats.state) == len(now.seats.state)
-    )
-    same_cells = (
-        before.pages is None or now.pages is None or len(before.pages.cells) == len(now.pages.cells)
-    )
-    return same_seats and same_cells and now.step >= before.step
-
-
-def quiet(found: dict[str, Any]) -> bool:
-    """True for a delta that says nothing but the time."""
-    return found.keys() <= {"t", "step", "life", "age"}
-
-
-def record_columns(records: np.ndarray, ready: np.ndarray, now: float) -> dict[str, Any]:
-    """The newest MAX_RECORDS of `records`: one list per field of STEP_DTYPE, seconds to the
-    microsecond.
-
-    ready: when each step was done. left_out: how many older ones were asked for and are not here.
-    """
-    kept = records[-MAX_RECORDS:]
-    columns = {name: _column(kept[name]) for name in STEP_DTYPE.names or ()}
-    return {
-        "t": round(now, 4),
-        "row_kinds": ROW_KINDS,
-        "left_out": len(records) - len(kept),
-        "columns": columns | {"ready": _column(ready[-MAX_RECORDS:])},
-    }
-
-
-def _column(values: np.ndarray) -> list[Any]:
-    return (
-        np.round(values.astype(np.float64), 6).tolist()
-        if values.dtype.kind == "f"
-        else values.tolist()
-    )
+def _event_row(event: Life) -> list[Any]:
+    """In the order of EVENT_COLUMNS."""
+    return [
+        round(event.t, 4),
+        event.step,
+        event.event,
+        event.request_id,
+        event.index,
+        event.seat,
+        event.n_in,
+        event.n_out,
+        event.reason,
+    ]

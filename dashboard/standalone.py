@@ -15,16 +15,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route, Router
 
-from jitney.dashboard.auth import Guard, LiveFeed
+from jitney.dashboard.auth import AuthMiddleware, FeedEndpoint
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
-from jitney.dashboard.routes import HANDLERS, Front, read_body, to_json
+from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, to_json
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
 
 #: First parts of the paths that are asked of an engine, and the methods that each takes.
-PASSED = {
+_PASSED = {
     "slots": ("GET",),
     "frames": ("GET",),
     "timeline": ("GET",),
@@ -34,13 +34,15 @@ PASSED = {
     "report": ("GET",),
     "lab": ("GET", "POST", "DELETE"),
 }
+#: Parts of a path that would lead elsewhere.
+_NOT_PARTS = {"", ".", ".."}
 #: Headers of an engine's answer that are passed on.
-HEADERS = ("content-type", "content-disposition", "retry-after")
+_HEADERS = ("content-type", "content-disposition", "retry-after")
 #: Seconds that each engine has to say how it is.
-STATE_S = 2.0
+_STATE_S = 2.0
 
 
-class Standalone(Front):
+class _Standalone(PageRoutes):
     """Handlers for several engines. settings.api_keys: what visitors of this page must know."""
 
     def __init__(self, engines: Sequence[RemoteEngine], settings: ServerSettings):
@@ -50,67 +52,57 @@ class Standalone(Front):
 
     def routes(self) -> list[BaseRoute]:
         feeds = [
-            Route(f"/engines/{number}/feed", LiveFeed(relay), methods=["GET"])
+            Route(f"/engines/{number}/feed", FeedEndpoint(relay), methods=["GET"])
             for number, relay in enumerate(self.relays)
         ]
+        methods = ["GET", "POST", "DELETE"]
         return [
-            *self.front_routes(),
+            *self.page_routes(),
             Route("/engines", self.list_engines),
             *feeds,
-            Route(
-                "/engines/{number:int}/{path:path}", self.passed, methods=["GET", "POST", "DELETE"]
-            ),
+            Route("/engines/{number:int}/{path:path}", self.pass_on, methods=methods),
         ]
 
     async def list_engines(self, request: Request) -> Response:
         """Every engine, whether it answers or not."""
-        told = await asyncio.gather(*map(self._ask, self.engines))
-        return to_json(
-            {
-                "standalone": True,
-                "engines": [
-                    {"name": name, "url": engine.url, "base": f"engines/{number}/", "state": state}
-                    for number, (engine, (name, state)) in enumerate(
-                        zip(self.engines, told, strict=True)
-                    )
-                ],
-            }
-        )
+        engines = await asyncio.gather(*map(_ask, self.engines))
+        for number, engine in enumerate(engines):
+            engine["base"] = f"engines/{number}/"
+        return to_json({"standalone": True, "engines": engines})
 
-    async def _ask(self, engine: RemoteEngine) -> tuple[str, str]:
-        """(model, state) of an engine."""
-        try:
-            async with asyncio.timeout(STATE_S), engine.answer("GET", "engines") as answer:
-                (one,) = msgspec.json.decode(await answer.aread())["engines"]
-                return str(one["name"]), str(one["state"])
-        except (Unreachable, TimeoutError):
-            return "", "unreachable"
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
-            return "", "unknown"
-
-    async def passed(self, request: Request) -> Response:
+    async def pass_on(self, request: Request) -> Response:
         """An engine's own answer."""
         number, path = request.path_params["number"], request.path_params["path"]
         parts = path.split("/")
-        allowed = request.method in PASSED.get(parts[0], ()) and not {"", ".", ".."} & set(parts)
-        if number >= len(self.engines) or not allowed:
+        allowed = request.method in _PASSED.get(parts[0], ())
+        if number >= len(self.engines) or not allowed or _NOT_PARTS & set(parts):
             raise HttpError(404, "there is nothing here", code="not_found")
         body = await read_body(request) if request.method == "POST" else b""
-        return await relayed(
-            self.engines[number], request.method, quote(path), request.url.query, body
-        )
+        engine = self.engines[number]
+        return await _relayed(engine, request.method, quote(path), request.url.query, body)
 
 
-async def relayed(
+async def _ask(engine: RemoteEngine) -> dict[str, str]:
+    """What an engine says of itself: name (of its model), url, state."""
+    try:
+        async with asyncio.timeout(_STATE_S), engine.answer("GET", "engines") as answer:
+            (info,) = msgspec.json.decode(await answer.aread())["engines"]
+            return {"name": str(info["name"]), "url": engine.url, "state": str(info["state"])}
+    except (Unreachable, TimeoutError):
+        return {"name": "", "url": engine.url, "state": "unreachable"}
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        return {"name": "", "url": engine.url, "state": "unknown"}
+
+
+async def _relayed(
     engine: RemoteEngine, method: str, path: str, query: str, body: bytes
 ) -> Response:
     """The answer of an engine, passed on as it comes. Raises HttpError 502 when there is none."""
     stack = AsyncExitStack()
     headers = {"content-type": "application/json"} if body else None
+    context = engine.answer(method, path, headers=headers, query=query, body=body)
     try:
-        answer = await stack.enter_async_context(
-            engine.answer(method, path, headers=headers, query=query, body=body)
-        )
+        answer = await stack.enter_async_context(context)
     except Unreachable as error:
         raise HttpError(502, str(error), code="engine_unreachable") from None
     if answer.status_code == 401:
@@ -121,21 +113,21 @@ async def relayed(
             code="engine_unreachable",
         )
 
-    async def pieces() -> AsyncIterator[bytes]:
+    async def body_parts() -> AsyncIterator[bytes]:
         async with stack:
-            async for piece in answer.aiter_bytes():
-                yield piece
+            async for part in answer.aiter_bytes():
+                yield part
 
-    kept = {name: answer.headers[name] for name in HEADERS if name in answer.headers}
-    return StreamingResponse(pieces(), answer.status_code, kept)
+    kept = {name: answer.headers[name] for name in _HEADERS if name in answer.headers}
+    return StreamingResponse(body_parts(), answer.status_code, kept)
 
 
 def create_standalone(engines: Sequence[RemoteEngine], settings: ServerSettings) -> Starlette:
     """The page of these engines. settings: hosts and api_keys count here."""
-    dashboard = Standalone(engines, settings)
+    dashboard = _Standalone(engines, settings)
 
     @asynccontextmanager
-    async def life(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await asyncio.gather(*(engine.close() for engine in dashboard.engines))
 
@@ -143,6 +135,6 @@ def create_standalone(engines: Sequence[RemoteEngine], settings: ServerSettings)
     return Starlette(
         routes=[Mount("/", app=inner)],
         exception_handlers=HANDLERS,
-        lifespan=life,
-        middleware=[Middleware(Guard, sessions=dashboard.sessions)],
+        lifespan=lifespan,
+        middleware=[Middleware(AuthMiddleware, sessions=dashboard.sessions)],
     )

@@ -1,4 +1,6 @@
-"""The recent past in bins, the seats' stays, and both as a Chrome trace."""
+"""The recent past: step records as columns or in bins, the seats' stays, and both as a Chrome
+trace.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,45 @@ import msgspec
 import numpy as np
 
 from jitney.dashboard import latency
-from jitney.engine.records import ROW_KINDS
+from jitney.engine.records import FIELDS, ROW_KINDS
 from jitney.engine.telemetry.history import KEEP_S, History
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
 
 MAX_BINS = 600
 MAX_STAYS = 20_000
+#: Most step records in one answer.
+MAX_RECORDS = 4096
 #: Most steps in one trace.
-MAX_TRACED = 50_000
-SUMMED = ("boarded", "finished", "preempted", "compiled")
-HIGHEST = ("waiting", "pages_used")
+_MAX_TRACED = 50_000
+#: Fields of a step record that a bin adds up.
+_SUMMED = ("boarded", "finished", "preempted", "compiled")
+#: Fields of which a bin has the highest.
+_HIGHEST = ("waiting", "pages_used")
+#: Fields that a trace tells of a step.
+_TRACED = ("step", "bucket_tokens", *ROW_KINDS, "seats_busy", "waiting")
+
+
+def record_columns(records: np.ndarray, ready: np.ndarray, now: float) -> dict[str, Any]:
+    """The newest MAX_RECORDS of `records`: one list per field of STEP_DTYPE, seconds to the
+    microsecond.
+
+    ready: when each step was done. left_out: how many older ones were asked for and are not here.
+    """
+    kept = records[-MAX_RECORDS:]
+    columns = {name: _column(kept[name]) for name in FIELDS}
+    columns["ready"] = _column(ready[-MAX_RECORDS:])
+    return {
+        "t": round(now, 4),
+        "row_kinds": ROW_KINDS,
+        "left_out": len(records) - len(kept),
+        "columns": columns,
+    }
+
+
+def _column(values: np.ndarray) -> list[Any]:
+    if values.dtype.kind == "f":
+        return np.round(values.astype(np.float64), 6).tolist()
+    return values.tolist()
 
 
 def timeline(history: History, start: float, end: float, bins: int, now: float) -> dict[str, Any]:
@@ -34,8 +65,8 @@ def timeline(history: History, start: float, end: float, bins: int, now: float) 
         "kept_from": round(history.kept_from, 4),
         "seats": len(history.seats),
         "bins": binned(history, start, end, bins),
-        "rides": stay_columns(stays[left_out:]),
-        "rides_left_out": left_out,
+        "stays": stay_columns(stays[left_out:]),
+        "stays_left_out": left_out,
     }
 
 
@@ -43,35 +74,19 @@ def stay_columns(stays: list[tuple[RequestRecord, Stay]]) -> dict[str, list[Any]
     """One list a column; `to` is null for who is still on board, `first_token` for who has none
     yet.
     """
-    columns: dict[str, list[Any]] = {
-        name: []
-        for name in (
-            "seat",
-            "request",
-            "index",
-            "from",
-            "first_token",
-            "to",
-            "end",
-            "n_in",
-            "n_out",
-        )
+    requests = [request for request, _ in stays]
+    seated = [stay for _, stay in stays]
+    return {
+        "seat": [stay.seat for stay in seated],
+        "request": [request.request_id for request in requests],
+        "index": [request.index for request in requests],
+        "from": [_t(stay.start) for stay in seated],
+        "first_token": [_t(stay.first_token) for stay in seated],
+        "to": [_t(stay.end) for stay in seated],
+        "end": [stay.how for stay in seated],
+        "n_prompt": [request.n_prompt for request in requests],
+        "n_output": [request.n_output for request in requests],
     }
-    for request, stay in stays:
-        values = (
-            stay.seat,
-            request.request_id,
-            request.index,
-            round(stay.start, 4),
-            _t(stay.first_token),
-            _t(stay.end),
-            stay.how,
-            request.n_prompt,
-            request.n_output,
-        )
-        for column, value in zip(columns.values(), values, strict=True):
-            column.append(value)
-    return columns
 
 
 def binned(history: History, start: float, end: float, bins: int) -> dict[str, Any]:
@@ -80,59 +95,81 @@ def binned(history: History, start: float, end: float, bins: int) -> dict[str, A
     """
     records, ready = history.records.between(start, end)
     width = (end - start) / bins
-    # Bins are open to the left, as the whole window is.
-    at = np.clip(np.ceil((ready - start) / width).astype(np.int64) - 1, 0, bins - 1)
-    counts = np.bincount(at, minlength=bins)
-
-    def total(values: np.ndarray) -> np.ndarray:
-        return np.bincount(at, values, minlength=bins)
-
+    parts = _Bins(ready, start, width, bins)
     spans = records["device_s"].astype(np.float64) + records["gap_s"]
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "t": np.round(start + width * np.arange(bins), 4).tolist(),
         "width": round(width, 6),
-        "steps": counts.tolist(),
-        "rows": {kind: total(records[kind]).astype(np.int64).tolist() for kind in ROW_KINDS},
-        "step_s": np.round(total(spans), 6).tolist(),
-        "gap_s": np.round(total(records["gap_s"]), 6).tolist(),
-        "worst_s": _highest(at, spans, counts),
-        "seats_busy": [
-            None if not n else round(s / n, 2)
-            for s, n in zip(total(records["seats_busy"]).tolist(), counts.tolist(), strict=True)
-        ],
+        "steps": parts.counts.tolist(),
+        "rows": {kind: parts.totals(records[kind]) for kind in ROW_KINDS},
+        "step_s": parts.seconds(spans),
+        "gap_s": parts.seconds(records["gap_s"]),
+        "longest_step_s": parts.highest(spans),
+        "seats_busy": parts.means(records["seats_busy"]),
     }
-    found |= {name: total(records[name]).astype(np.int64).tolist() for name in SUMMED}
-    found |= {name: _highest(at, records[name], counts) for name in HIGHEST}
-    return found | {
-        f"{name}_p95": values for name, values in _p95(history, start, end, bins).items()
-    }
+    for name in _SUMMED:
+        columns[name] = parts.totals(records[name])
+    for name in _HIGHEST:
+        columns[name] = parts.highest(records[name])
+    for name, values in _p95(history, start, end, bins).items():
+        columns[f"{name}_p95"] = values
+    return columns
 
 
-def _highest(at: np.ndarray, values: np.ndarray, counts: np.ndarray) -> list[float | None]:
-    """The highest value of each bin, None where there is none."""
-    highest = np.full(len(counts), -np.inf)
-    np.maximum.at(highest, at, values)
-    return [
-        None if not n else round(value, 6)
-        for value, n in zip(highest.tolist(), counts.tolist(), strict=True)
-    ]
+class _Bins:
+    """Which bin each step is in. Bins are open to the left, as the whole window is."""
+
+    def __init__(self, ready: np.ndarray, start: float, width: float, bins: int):
+        places = np.ceil((ready - start) / width).astype(np.int64) - 1
+        #: int64[steps]: the step's bin.
+        self.place = np.clip(places, 0, bins - 1)
+        #: int64[bins]: how many steps there are.
+        self.counts = np.bincount(self.place, minlength=bins)
+
+    def _sums(self, values: np.ndarray) -> np.ndarray:
+        return np.bincount(self.place, values, minlength=len(self.counts))
+
+    def totals(self, values: np.ndarray) -> list[int]:
+        return self._sums(values).astype(np.int64).tolist()
+
+    def seconds(self, values: np.ndarray) -> list[float]:
+        return np.round(self._sums(values), 6).tolist()
+
+    def means(self, values: np.ndarray) -> list[float | None]:
+        means = self._sums(values) / np.maximum(1, self.counts)
+        return self._or_none(np.round(means, 2))
+
+    def highest(self, values: np.ndarray) -> list[float | None]:
+        highest = np.full(len(self.counts), -np.inf)
+        np.maximum.at(highest, self.place, values)
+        return self._or_none(np.round(highest, 6))
+
+    def _or_none(self, values: np.ndarray) -> list[float | None]:
+        """None where there is no step."""
+        pairs = zip(values.tolist(), self.counts.tolist(), strict=True)
+        return [value if count else None for value, count in pairs]
 
 
 def _p95(history: History, start: float, end: float, bins: int) -> dict[str, list[float | None]]:
     """The 95th percentiles of wait, ttft and itl in each bin."""
     edges = np.linspace(start, end, bins + 1)
-    found: dict[str, list[float | None]] = {}
+    result: dict[str, list[float | None]] = {}
     for name, (t, values, weights) in latency.samples(history, start, end).items():
-        cuts = np.searchsorted(t, edges, "right")
-        found[name] = []
-        for low, high in pairwise(cuts.tolist()):
-            told = latency.percentiles(values[low:high], weights[low:high]) if high > low else None
-            found[name].append(told["p95"] if told else None)
-    return found
+        cuts = np.searchsorted(t, edges, "right").tolist()
+        result[name] = [
+            _p95_of(values[low:high], weights[low:high]) if high > low else None
+            for low, high in pairwise(cuts)
+        ]
+    return result
+
+
+def _p95_of(values: np.ndarray, weights: np.ndarray) -> float | None:
+    points = latency.percentiles(values, weights)
+    return None if points is None else points["p95"]
 
 
 def window(history: History, start: float, end: float, now: float) -> tuple[float, float]:
-    """The part of the wanted time that can be told: within KEEP_S, at least a millisecond long."""
+    """The part of the wanted time that can be shown: within KEEP_S, at least a millisecond long."""
     end = min(end, now)
     start = max(start, now - KEEP_S)
     return min(start, end - 1e-3), end
@@ -142,15 +179,14 @@ def trace(history: History, start: float, end: float, now: float, model: str) ->
     """Chrome's trace event format (JSON): a thread a seat in process 1, the step loop in process 2;
     microseconds.
     """
-    events = [
-        _meta(1, 0, "process_name", f"{model}: seats"),
-        _meta(2, 0, "process_name", "step loop"),
-        *(_meta(1, seat, "thread_name", f"seat {seat}") for seat in range(len(history.seats))),
-    ]
+    events = [_meta(1, 0, "process_name", f"{model}: seats")]
+    events.append(_meta(2, 0, "process_name", "step loop"))
+    for seat in range(len(history.seats)):
+        events.append(_meta(1, seat, "thread_name", f"seat {seat}"))
     for request, stay in history.stays(start, end):
         events += _stay_events(request, stay, now)
     records, ready = history.records.between(start, end)
-    for record, done in zip(records[-MAX_TRACED:], ready[-MAX_TRACED:], strict=True):
+    for record, done in zip(records[-_MAX_TRACED:], ready[-_MAX_TRACED:], strict=True):
         events += _step_events(record, float(done))
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
 
@@ -183,33 +219,28 @@ def _stay_events(request: RequestRecord, stay: Stay, now: float) -> list[dict[st
         "output_tokens": request.n_output,
         "end": stay.how,
     }
-    events = [
-        _span(1, stay.seat, f"prefill {request.request_id}", stay.start, min(first, end), args)
-    ]
+    name = request.request_id
+    events = [_span(1, stay.seat, f"prefill {name}", stay.start, min(first, end), args)]
     if first < end:
-        events.append(_span(1, stay.seat, f"decode {request.request_id}", first, end, args))
+        events.append(_span(1, stay.seat, f"decode {name}", first, end, args))
     return events
 
 
 def _step_events(record: np.void, done: float) -> list[dict[str, Any]]:
     kind = "mixed" if record["mixed"] else "decode"
-    args = {
-        name: int(record[name])
-        for name in ("step", "bucket_tokens", *ROW_KINDS, "seats_busy", "waiting")
-    }
+    args = {name: int(record[name]) for name in _TRACED}
     device = _span(2, 1, kind, done - float(record["device_s"]), done, args)
-    return [
-        device,
-        {
-            "ph": "C",
-            "pid": 2,
-            "tid": 0,
-            "name": "waiting",
-            "ts": device["ts"],
-            "args": {"sequences": int(record["waiting"])},
-        },
-    ]
+    waiting = {
+        "ph": "C",
+        "pid": 2,
+        "tid": 0,
+        "name": "waiting",
+        "ts": device["ts"],
+        "args": {"sequences": int(record["waiting"])},
+    }
+    return [device, waiting]
 
 
 def _t(value: float | None) -> float | None:
+    """Seconds to a tenth of a millisecond."""
     return None if value is None else round(value, 4)

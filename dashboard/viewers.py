@@ -18,16 +18,16 @@ class TooManyViewers(Exception):
 
 
 class Viewer:
-    """One page that watches. dropped: events it was too slow for. lost: it needs a key frame before
-    anything else.
-    """
+    """One page that watches."""
 
     def __init__(self, first: Iterable[bytes], *, lost: bool = False):
+        #: Events that it was too slow for.
         self.dropped = 0
+        #: It needs a key frame before anything else.
         self.lost = lost
         self._events = deque(first)
-        self._news = asyncio.Event()
-        self._news.set()
+        self._changed = asyncio.Event()
+        self._changed.set()
         self._closed = False
 
     def put(self, event: bytes) -> None:
@@ -37,11 +37,15 @@ class Viewer:
             return
         self._events.append(event)
         if len(self._events) > QUEUE:
-            kept = [old for old in self._events if old.startswith(_HELLO)][-1:]
-            self.dropped += len(self._events) - len(kept)
-            self._events = deque(kept)
-            self.lost = True
-        self._news.set()
+            self._drop()
+        self._changed.set()
+
+    def _drop(self) -> None:
+        hellos = [event for event in self._events if event.startswith(_HELLO)]
+        kept = hellos[-1:]
+        self.dropped += len(self._events) - len(kept)
+        self._events = deque(kept)
+        self.lost = True
 
     def close(self, last: bytes) -> None:
         """End the feed once `last` and what waits before it are taken."""
@@ -54,5 +58,5 @@ class Viewer:
                 yield self._events.popleft()
             if self._closed:
                 return
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()

@@ -4,32 +4,48 @@
 import {colour} from "./dom.js";
 
 export const GLYPH = {free: "", prefill: "»", decode: "●", held: "■"};
-export const VERB = {free: "free", prefill: "reading its prompt", decode: "generating",
-                     held: "held until its batch is done"};
+export const VERB = {
+  free: "free",
+  prefill: "reading its prompt",
+  decode: "generating",
+  held: "held until its batch is done",
+};
 /** Degrees of brightness: how far a sequence has come. */
 export const LEVELS = 16;
 
-/** Paints of a state: empty part, done part under words and without, words, border. */
+/** Colours by state: empty part, done part under words and without, words, border. */
+const PAINTS = {
+  free: ["panel", "panel", "panel", "faint", "line"],
+  prefill: ["prefill-soft", "prefill-mid", "prefill", "ink", "prefill"],
+  decode: ["decode-soft", "decode-mid", "decode", "ink", "decode"],
+  held: ["held-soft", "held-soft", "held-soft", "ink", "held"],
+};
+
 function paints(state) {
-  const [soft, mid, full, ink, border] = (
-    state === "free" ? ["panel", "panel", "panel", "faint", "line"]
-    : state === "prefill" || state === "decode" ? [`${state}-soft`, `${state}-mid`, state, "ink", state]
-    : ["held-soft", "held-soft", "held-soft", "ink", "held"]).map(colour);
+  const names = PAINTS[state] ?? PAINTS.held;
+  const [soft, mid, full, ink, border] = names.map(colour);
   return {soft, mid, full, ink, border};
 }
 
 /** A cell with words: {state, level, name (the seat), text}; the darker part is what is done. */
 export function drawLarge(pen, width, height, cell) {
-  const {soft, mid, ink, border} = paints(cell.state), done = Math.round(width * cell.level / LEVELS);
+  const {soft, mid, ink, border} = paints(cell.state);
+  const done = Math.round((width * cell.level) / LEVELS);
   pen.clearRect(0, 0, width, height);
   pen.fillStyle = soft;
   pen.fillRect(1, 1, width - 2, height - 2);
   pen.fillStyle = mid;
-  if (done > 2) pen.fillRect(1, 1, done - 2, height - 2);
-  if (cell.state === "prefill") stripes(pen, width, height);
+  if (done > 2) {
+    pen.fillRect(1, 1, done - 2, height - 2);
+  }
+  if (cell.state === "prefill") {
+    stripes(pen, width, height);
+  }
   pen.lineWidth = 1.2;
   pen.strokeStyle = border;
-  if (cell.state === "free") pen.setLineDash([4, 3]);
+  if (cell.state === "free") {
+    pen.setLineDash([4, 3]);
+  }
   pen.strokeRect(0.6, 0.6, width - 1.2, height - 1.2);
   pen.setLineDash([]);
   words(pen, width, height, cell, ink);
@@ -57,7 +73,10 @@ function stripes(pen, width, height) {
   pen.strokeStyle = colour("cell-line");
   pen.lineWidth = 1.6;
   pen.beginPath();
-  for (let x = -height; x < width; x += 6) { pen.moveTo(x, height); pen.lineTo(x + height, 0); }
+  for (let x = -height; x < width; x += 6) {
+    pen.moveTo(x, height);
+    pen.lineTo(x + height, 0);
+  }
   pen.stroke();
   pen.restore();
 }
@@ -65,9 +84,16 @@ function stripes(pen, width, height) {
 /** Ready pictures of all small cells: a row a state, a column a level. */
 export class Sheet {
   constructor(states, width, height, ratio) {
-    Object.assign(this, {states, width: Math.round(width * ratio), height: Math.round(height * ratio), ratio});
-    this.canvas = Object.assign(document.createElement("canvas"),
-                                {width: this.width * (LEVELS + 1), height: this.height * states.length});
+    Object.assign(this, {
+      states,
+      width: Math.round(width * ratio),
+      height: Math.round(height * ratio),
+      ratio,
+    });
+    this.canvas = Object.assign(document.createElement("canvas"), {
+      width: this.width * (LEVELS + 1),
+      height: this.height * states.length,
+    });
     const pen = this.canvas.getContext("2d");
     states.forEach((state, i) => {
       for (let level = 0; level <= LEVELS; level++) {
@@ -81,14 +107,25 @@ export class Sheet {
   stamp(context, code, level, x, y) {
     const {width, height} = this;
     context.clearRect(x, y, width, height);
-    context.drawImage(this.canvas, level * width, code * height, width, height, x, y, width, height);
+    context.drawImage(
+      this.canvas,
+      level * width,
+      code * height,
+      width,
+      height,
+      x,
+      y,
+      width,
+      height,
+    );
   }
 }
 
 /** Brightness is progress; the sign in the cell is the state: a filled block generates, two strokes read, a frame is
  *  held, a thin outline is free. */
 function small(pen, width, height, state, level) {
-  const {soft, full, border} = paints(state), share = level / LEVELS;
+  const {soft, full, border} = paints(state);
+  const share = level / LEVELS;
   if (state === "free") {
     pen.strokeStyle = border;
     pen.strokeRect(1, 1, width - 2, height - 2);
@@ -102,7 +139,13 @@ function small(pen, width, height, state, level) {
   pen.globalAlpha = 1;
   pen.strokeStyle = border;
   pen.lineWidth = 1;
-  if (state === "held") { pen.lineWidth = 3; pen.strokeRect(1.5, 1.5, width - 3, height - 3); }
-  else pen.strokeRect(0.5, 0.5, width - 1, height - 1);
-  if (state === "prefill") stripes(pen, width, height);
+  if (state === "held") {
+    pen.lineWidth = 3;
+    pen.strokeRect(1.5, 1.5, width - 3, height - 3);
+  } else {
+    pen.strokeRect(0.5, 0.5, width - 1, height - 1);
+  }
+  if (state === "prefill") {
+    stripes(pen, width, height);
+  }
 }

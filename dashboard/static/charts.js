@@ -3,8 +3,15 @@
 
 import {$, colour, isDark, table, watchVisible} from "./dom.js";
 
-const ENDS = [["stop", "finished: end"], ["length", "finished: length"], ["deadline", "deadline"],
-              ["abort", "client left"], ["error", "error"]];
+const ENDS = [
+  ["stop", "finished: end"],
+  ["length", "finished: length"],
+  ["deadline", "deadline"],
+  ["abort", "client left"],
+  ["error", "error"],
+];
+/** Ends that gave the client what it asked for; shown even where there were none. */
+const SERVED = ["stop", "length"];
 /** Lines of what is only known where somebody boarded or spoke. */
 const CONNECTED = new Set(["wait for a seat", "first token", "between tokens"]);
 const CONFIG = {displayModeBar: false, responsive: true};
@@ -28,49 +35,55 @@ function plotly() {
   return loading;
 }
 
+/** Lines of the charts over time: [name, value of a bin, colour, dash]. */
+const RATE = [
+  ["generated", (bin) => bin.rows.decode, "decode"],
+  ["prompt", (bin) => bin.rows.prefill, "prefill", "dot"],
+];
+const LATENCY = [
+  ["wait for a seat", (bin) => bin.wait, "waiting", "dot"],
+  ["first token", (bin) => bin.ttft, "prefill"],
+  ["between tokens", (bin) => bin.itl, "decode", "dash"],
+];
+const SEATED = [
+  ["seats taken", (bin) => bin.busy, "decode"],
+  ["waiting", (bin) => bin.waiting, "waiting", "dot"],
+];
+const STEP_MS = [
+  ["mean", (bin) => (1000 * bin.step_s) / bin.steps, "decode"],
+  ["longest", (bin) => 1000 * bin.longest, "waiting", "dot"],
+  ["host gap", (bin) => (1000 * bin.gap_s) / bin.steps, "prefill", "dash"],
+];
+
 /** What a chart draws, by the id of its element: (moment) -> [traces, unit, more layout]. */
 const CHARTS = {
-  "chart-rate": ({x, series}) => [[
-    line(x, series((bin) => bin.rows.decode), "generated", "decode"),
-    line(x, series((bin) => bin.rows.prefill), "prompt", "prefill", "dot")], "tok/s"],
-  "chart-queue": ({x, series, seats}) => [[
-    line(x, series((bin) => bin.busy), "seats taken", "decode"),
-    line(x, series((bin) => bin.waiting), "waiting", "waiting", "dot"),
-    line(x, x.map(() => seats), "all seats", "faint", "dash")], "sequences"],
-  "chart-latency": ({x, series}) => [[
-    line(x, series((bin) => bin.wait), "wait for a seat", "waiting", "dot"),
-    line(x, series((bin) => bin.ttft), "first token", "prefill"),
-    line(x, series((bin) => bin.itl), "between tokens", "decode", "dash")], "s, p95", {yaxis: {type: "log"}}],
-  "chart-step": ({x, series}) => {
-    const ms = (value) => series((bin) => bin.steps ? 1000 * value(bin) : null);
-    return [[line(x, ms((bin) => bin.step_s / bin.steps), "mean", "decode"),
-             line(x, ms((bin) => bin.worst), "longest", "waiting", "dot"),
-             line(x, ms((bin) => bin.gap_s / bin.steps), "host gap", "prefill", "dash"),
-             {...line(x, series((bin) => bin.compiled ? 1000 * bin.worst : null), "compiled", "bad"), mode: "markers",
-              marker: {symbol: "diamond", size: 10, color: colour("bad")}}], "ms"];
-  },
-  // Areas, not bars: six paths instead of 360 make it three times as fast to draw.
-  "chart-ledger": ({x, series, rowKinds}) => [rowKinds.map((kind) => ({
-    x, y: series((bin) => bin.rows[kind.name]), name: kind.label, mode: "none", stackgroup: "rows",
-    line: {shape: "hv"}, fillcolor: isDark() ? kind.dark : kind.light, hovertemplate: "%{y}",
-    fillpattern: {shape: kind.pattern, fillmode: "overlay", solidity: 0.3, fgcolor: colour("panel")}})), "rows/s"],
-  "chart-ttft": ({hist}) => distribution(hist, [["wait", "wait for a seat", "waiting"],
-                                                      ["ttft", "first token", "prefill"]]),
-  "chart-itl": ({hist}) => distribution(hist, [["itl", "between tokens", "decode"]]),
-  "chart-ends": ({s}) => {
-    const ends = ENDS.filter(([reason]) => reason === "stop" || reason === "length" || s.finished?.[reason]);
-    const refused = Object.entries(s.rejected ?? {}).filter(([, number]) => number);
-    const names = [...ends.map(([, name]) => name), ...refused.map(([code]) => `refused: ${plain(code)}`)];
-    const values = [...ends.map(([reason]) => s.finished?.[reason] ?? 0), ...refused.map(([, number]) => number)];
-    const inks = [...ends.map(([reason]) => colour(reason === "stop" || reason === "length" ? "decode" : "waiting")),
-                  ...refused.map(() => colour("bad"))];
-    return [[{type: "bar", orientation: "h", x: values, y: names, text: values.map(String), textposition: "auto",
-              marker: {color: inks}, hoverinfo: "none"}], "", {
-      showlegend: false, margin: {l: 130, r: 16, t: 8, b: 30},
-      xaxis: {gridcolor: colour("grid"), fixedrange: true, rangemode: "tozero",
-              title: {text: "sequences since the start"}},
-      yaxis: {autorange: "reversed", fixedrange: true}}];
-  },
+  "chart-rate": (moment) => [lines(moment, RATE), "tok/s"],
+  "chart-queue": (moment) => [
+    [
+      ...lines(moment, SEATED),
+      line(
+        moment.x,
+        moment.x.map(() => moment.seats),
+        "all seats",
+        "faint",
+        "dash",
+      ),
+    ],
+    "sequences",
+  ],
+  "chart-latency": (moment) => [lines(moment, LATENCY), "s, p95", {yaxis: {type: "log"}}],
+  "chart-step": (moment) => [
+    [...lines(moment, STEP_MS, (bin) => bin.steps), compiles(moment)],
+    "ms",
+  ],
+  "chart-ledger": (moment) => [moment.rowKinds.map((kind) => area(moment, kind)), "rows/s"],
+  "chart-ttft": ({histograms}) =>
+    distribution(histograms, [
+      ["wait", "wait for a seat", "waiting"],
+      ["ttft", "first token", "prefill"],
+    ]),
+  "chart-itl": ({histograms}) => distribution(histograms, [["itl", "between tokens", "decode"]]),
+  "chart-ends": ({metrics}) => [[endBars(metrics)], "", endLayout()],
 };
 
 export class Charts {
@@ -79,29 +92,47 @@ export class Charts {
     this.lastAt = -Infinity;
     this.visible = watchVisible(Object.keys(CHARTS).map($));
     this.ready = null;
-    addEventListener("resize", () => { this.drawnAt = {}; });
+    addEventListener("resize", () => {
+      this.drawnAt = {};
+    });
   }
 
-  /** Call in each animation frame; draws at most one chart. moment(): {history, t, span, seats, rowKinds, s, hist}. */
+  /** Call in each animation frame; draws at most one chart. moment(): {history, t, span, seats, rowKinds, metrics, histograms}. */
   frame(moment, still) {
-    if (still) return;
-    const now = performance.now(), age = (id) => now - (this.drawnAt[id] ?? -Infinity);
+    if (still) {
+      return;
+    }
+    const now = performance.now();
+    const age = (id) => now - (this.drawnAt[id] ?? -Infinity);
     const resting = now - this.lastAt < APART_MS;
-    const due = Object.keys(CHARTS).filter((id) => age(id) >= (resting ? Infinity : EVERY_MS) && this.visible($(id)));
+    const least = resting ? Infinity : EVERY_MS;
+    const due = Object.keys(CHARTS).filter((id) => age(id) >= least && this.visible($(id)));
+    if (!due.length) {
+      return;
+    }
     // The one that waited longest: where frames are slow, the first in the list must not take all turns.
-    if (due.length) this.draw(due.reduce((a, b) => age(b) > age(a) ? b : a), moment(), now);
+    const oldest = due.reduce((a, b) => (age(b) > age(a) ? b : a));
+    this.draw(oldest, moment(), now);
   }
 
   /** Draw all of them again as soon as they can be seen. */
-  refresh() { this.drawnAt = {}; }
+  refresh() {
+    this.drawnAt = {};
+  }
 
   draw(id, moment, now) {
-    this.drawnAt[id] = this.lastAt = now;
+    this.drawnAt[id] = now;
+    this.lastAt = now;
     if (!this.ready) {
-      this.ready = plotly().then((Plotly) => { this.Plotly = Plotly; this.refresh(); });
+      this.ready = plotly().then((Plotly) => {
+        this.Plotly = Plotly;
+        this.refresh();
+      });
       return;
     }
-    if (!this.Plotly) return;
+    if (!this.Plotly) {
+      return;
+    }
     const [traces, unit, extra] = CHARTS[id](prepared(moment));
     this.Plotly.react($(id), traces, layout(unit, extra, moment.span), CONFIG);
   }
@@ -110,49 +141,176 @@ export class Charts {
 /** x: seconds before the moment; series(value): one number a bin, or null where nothing is known. */
 function prepared(moment) {
   const seconds = moment.history.seconds(moment.t, Math.min(MOST_POINTS, moment.span));
-  const series = (value) => seconds.map(([, bin]) => bin ? value(bin) : null);
+  const series = (value) => seconds.map(([, bin]) => (bin ? value(bin) : null));
   return {...moment, x: seconds.map(([ago]) => ago), series};
 }
 
+/** known(bin): false where the value would mean nothing. */
+function lines({x, series}, table, known = () => true) {
+  return table.map(([name, value, ink, dash]) => {
+    const y = series((bin) => (known(bin) ? value(bin) : null));
+    return line(x, y, name, ink, dash);
+  });
+}
+
 function line(x, y, name, ink, dash = "solid") {
-  return {x, y, name, mode: "lines", connectgaps: CONNECTED.has(name), line: {color: colour(ink), width: 2, dash}};
+  return {
+    x,
+    y,
+    name,
+    mode: "lines",
+    connectgaps: CONNECTED.has(name),
+    line: {color: colour(ink), width: 2, dash},
+  };
+}
+
+/** A mark at each second in which a program was compiled. */
+function compiles({x, series}) {
+  const y = series((bin) => (bin.compiled ? 1000 * bin.longest : null));
+  const marker = {symbol: "diamond", size: 10, color: colour("bad")};
+  return {...line(x, y, "compiled", "bad"), mode: "markers", marker};
+}
+
+/** Rows of one kind, stacked. Areas, not bars: six paths instead of 360 make it three times as fast to draw. */
+function area({x, series}, kind) {
+  return {
+    x,
+    y: series((bin) => bin.rows[kind.name]),
+    name: kind.label,
+    mode: "none",
+    stackgroup: "rows",
+    line: {shape: "hv"},
+    fillcolor: isDark() ? kind.dark : kind.light,
+    hovertemplate: "%{y}",
+    fillpattern: {
+      shape: kind.pattern,
+      fillmode: "overlay",
+      solidity: 0.3,
+      fgcolor: colour("panel"),
+    },
+  };
 }
 
 /** Counts by bucket; bounds are upper ends in seconds. */
-function distribution(hist, kinds) {
-  const traces = kinds.filter(([kind]) => hist?.[kind]).map(([kind, name, ink]) => ({
-    type: "bar", name, y: hist[kind].counts, marker: {color: colour(ink)},
-    x: [...hist[kind].bounds.map((bound) => `≤ ${short(bound)}`), `> ${short(hist[kind].bounds.at(-1))}`]}));
-  return [traces, "in the last minute", {
-    bargap: 0.1, xaxis: {type: "category", fixedrange: true, tickangle: -45, nticks: 12},
-    margin: {l: 52, r: 10, t: 8, b: 50}, legend: {orientation: "h", y: 1.15}}];
+function distribution(histograms, kinds) {
+  const known = kinds.filter(([kind]) => histograms?.[kind]);
+  const traces = known.map(([kind, name, ink]) => {
+    const {bounds, counts} = histograms[kind];
+    const x = bounds.map((bound) => `≤ ${short(bound)}`);
+    x.push(`> ${short(bounds.at(-1))}`);
+    return {type: "bar", name, x, y: counts, marker: {color: colour(ink)}};
+  });
+  const extra = {
+    bargap: 0.1,
+    xaxis: {type: "category", fixedrange: true, tickangle: -45, nticks: 12},
+    margin: {l: 52, r: 10, t: 8, b: 50},
+    legend: {orientation: "h", y: 1.15},
+  };
+  return [traces, "in the last minute", extra];
 }
 
-const short = (seconds) => seconds < 1 ? `${+(seconds * 1000).toPrecision(3)} ms` : `${+seconds.toPrecision(3)} s`;
+/** A bar for each way in which sequences ended, and for each reason to refuse them. */
+function endBars({finished, rejected}) {
+  const bars = [];
+  for (const [reason, name] of ENDS) {
+    const good = SERVED.includes(reason);
+    if (good || finished[reason]) {
+      bars.push({name, count: finished[reason] ?? 0, ink: good ? "decode" : "waiting"});
+    }
+  }
+  const refusals = Object.entries(rejected).filter(([, count]) => count);
+  for (const [code, count] of refusals) {
+    bars.push({name: `refused: ${plain(code)}`, count, ink: "bad"});
+  }
+  return {
+    type: "bar",
+    orientation: "h",
+    x: bars.map((bar) => bar.count),
+    y: bars.map((bar) => bar.name),
+    text: bars.map((bar) => String(bar.count)),
+    textposition: "auto",
+    marker: {color: bars.map((bar) => colour(bar.ink))},
+    hoverinfo: "none",
+  };
+}
+
+function endLayout() {
+  return {
+    showlegend: false,
+    margin: {l: 130, r: 16, t: 8, b: 30},
+    xaxis: {
+      gridcolor: colour("grid"),
+      fixedrange: true,
+      rangemode: "tozero",
+      title: {text: "sequences since the start"},
+    },
+    yaxis: {autorange: "reversed", fixedrange: true},
+  };
+}
+
+const short = (seconds) =>
+  seconds < 1 ? `${+(seconds * 1000).toPrecision(3)} ms` : `${+seconds.toPrecision(3)} s`;
 /** Plotly reads tags in texts; what comes from the engine must not hold any. */
 const plain = (text) => text.replace(/[<>&]/g, "·");
 
-function layout(unit, extra = {}, span) {
-  const grid = {gridcolor: colour("grid"), zerolinecolor: colour("grid"), fixedrange: true, automargin: true};
+function layout(unit, extra, span) {
+  const grid = {
+    gridcolor: colour("grid"),
+    zerolinecolor: colour("grid"),
+    fixedrange: true,
+    automargin: true,
+  };
+  const time = {range: [-span + 0.5, 0.5], ticksuffix: " s", nticks: 6};
   return {
-    height: 230, margin: {l: 52, r: 10, t: 8, b: 30}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: {color: colour("faint"), size: 12, family: "system-ui, sans-serif"}, hovermode: "x unified",
-    hoverlabel: {bgcolor: colour("panel")}, showlegend: true,
-    legend: {orientation: "h", y: -0.16, yanchor: "top", traceorder: "normal"}, ...extra,
-    xaxis: {...grid, range: [-span + 0.5, 0.5], ticksuffix: " s", nticks: 6, showgrid: false, ...extra?.xaxis,
-            ...(extra?.xaxis ? {range: undefined, ticksuffix: ""} : {})},
+    height: 230,
+    margin: {l: 52, r: 10, t: 8, b: 30},
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: {color: colour("faint"), size: 12, family: "system-ui, sans-serif"},
+    hovermode: "x unified",
+    hoverlabel: {bgcolor: colour("panel")},
+    showlegend: true,
+    legend: {orientation: "h", y: -0.16, yanchor: "top", traceorder: "normal"},
+    ...extra,
+    xaxis: {...grid, showgrid: false, ...(extra?.xaxis ?? time)},
     yaxis: {...grid, rangemode: "tozero", title: {text: unit, standoff: 6}, ...extra?.yaxis},
   };
 }
 
-/** The charts' numbers as a table: the newest sixty seconds before t. */
-export function chartTable(element, {history, t}) {
-  const ms = (value, bin) => bin.steps ? (1000 * value / bin.steps).toFixed(1) : "";
-  const rows = history.seconds(t, 60).reverse().map(([ago, bin]) => !bin ? [`${-ago} s ago`] : [
-    `${-ago} s ago`, bin.rows.decode, bin.rows.prefill, bin.busy, bin.waiting, bin.wait?.toFixed(3),
-    bin.ttft?.toFixed(3), bin.itl?.toFixed(4), bin.steps, ms(bin.step_s, bin), (1000 * bin.worst).toFixed(1),
-    ms(bin.gap_s, bin), bin.rows.padding, bin.rows.recomputed, bin.rows.past_end, bin.rows.cancelled, bin.compiled]);
-  table(element, ["Second", "Generated", "Prompt", "Seats taken", "Waiting", "Wait p95, s", "First token p95, s",
-                  "Between tokens p95, s", "Steps", "Step, ms", "Longest, ms", "Host gap, ms", "Padding", "Recomputed",
-                  "Past the end", "Cancelled", "Compiles"], rows);
+/** Milliseconds of a mean over the bin's steps, as text. */
+function meanMs(seconds, bin) {
+  return bin.steps ? ((1000 * seconds) / bin.steps).toFixed(1) : "";
 }
+
+/** Columns of the table twin before those of the row kinds: [heading, text of a bin]. */
+const COLUMNS = [
+  ["Generated", (bin) => bin.rows.decode],
+  ["Prompt", (bin) => bin.rows.prefill],
+  ["Seats taken", (bin) => bin.busy],
+  ["Waiting", (bin) => bin.waiting],
+  ["Wait p95, s", (bin) => bin.wait?.toFixed(3)],
+  ["First token p95, s", (bin) => bin.ttft?.toFixed(3)],
+  ["Between tokens p95, s", (bin) => bin.itl?.toFixed(4)],
+  ["Steps", (bin) => bin.steps],
+  ["Step, ms", (bin) => meanMs(bin.step_s, bin)],
+  ["Longest, ms", (bin) => (1000 * bin.longest).toFixed(1)],
+  ["Host gap, ms", (bin) => meanMs(bin.gap_s, bin)],
+];
+
+/** The charts' numbers as a table: the newest sixty seconds before t. */
+export function chartTable(element, {history, t, rowKinds}) {
+  const waste = rowKinds.filter((kind) => !kind.useful);
+  const columns = [
+    ...COLUMNS,
+    ...waste.map((kind) => [capitalised(kind.label), (bin) => bin.rows[kind.name]]),
+    ["Compiles", (bin) => bin.compiled],
+  ];
+  const rows = history.seconds(t, 60).reverse();
+  const cells = rows.map(([ago, bin]) => {
+    const values = bin ? columns.map(([, text]) => text(bin)) : [];
+    return [`${-ago} s ago`, ...values];
+  });
+  table(element, ["Second", ...columns.map(([heading]) => heading)], cells);
+}
+
+const capitalised = (text) => text[0].toUpperCase() + text.slice(1);

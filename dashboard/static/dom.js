@@ -5,59 +5,90 @@ export const $ = (id) => document.getElementById(id);
 /** An element whose children are text nodes or elements: what comes from the engine never becomes markup. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children.map((child) => child instanceof Node ? child : document.createTextNode(String(child))));
+  for (const [name, value] of Object.entries(attributes)) {
+    element.setAttribute(name, value);
+  }
+  element.append(
+    ...children.map((child) =>
+      child instanceof Node ? child : document.createTextNode(String(child)),
+    ),
+  );
   return element;
 }
 
 /** Set an element's text, touching the document only where it changes. */
 export function say(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  if (element.textContent !== text) {
+    element.textContent = text;
+  }
 }
 
 /** A table of plain values. Rows stay the same elements, so that drawing it again moves neither focus nor scroll. */
 export function table(element, head, rows) {
-  if (!element.tHead) element.createTHead().append(heading(head));
+  if (!element.tHead) {
+    element.createTHead().append(heading(head));
+  }
   const body = element.tBodies[0] ?? element.createTBody();
-  while (body.rows.length > rows.length) body.deleteRow(-1);
+  while (body.rows.length > rows.length) {
+    body.deleteRow(-1);
+  }
   rows.forEach((cells, i) => {
     const row = body.rows[i] ?? body.insertRow();
-    while (row.cells.length > cells.length) row.deleteCell(-1);
+    while (row.cells.length > cells.length) {
+      row.deleteCell(-1);
+    }
     cells.forEach((cell, j) => say(row.cells[j] ?? row.insertCell(), String(cell ?? "")));
   });
 }
 
-export const heading = (names) => make("tr", {}, ...names.map((name) => make("th", {scope: "col"}, name)));
+export const heading = (names) =>
+  make("tr", {}, ...names.map((name) => make("th", {scope: "col"}, name)));
 
 /** A legend: [swatch class, text] pairs. */
 export function legend(element, entries) {
   const key = JSON.stringify(entries);
-  if (element.dataset.shows === key) return;
+  if (element.dataset.shows === key) {
+    return;
+  }
   element.dataset.shows = key;
-  element.replaceChildren(...entries.map(([swatch, text]) =>
-    make("li", {}, make("span", {class: `swatch ${swatch}`, "aria-hidden": "true"}), text)));
+  element.replaceChildren(
+    ...entries.map(([swatch, text]) =>
+      make("li", {}, make("span", {class: `swatch ${swatch}`, "aria-hidden": "true"}), text),
+    ),
+  );
 }
 
 export const count = (value) => Math.round(value).toLocaleString("en");
 export function percent(part, whole) {
-  const share = 100 * part / whole;
+  const share = (100 * part) / whole;
   return whole ? `${share && share < 9.95 ? share.toFixed(1) : Math.round(share)}\u00a0%` : "–";
 }
-export const short = (text, length) => text.length > length ? text.slice(0, length - 1) + "…" : text;
+export const short = (text, length) =>
+  text.length > length ? text.slice(0, length - 1) + "…" : text;
 export const sum = (counts) => Object.values(counts).reduce((all, value) => all + value, 0);
 
 /** Seconds as people read them: 850 µs, 12 ms, 1.25 s, 3 min 20 s. */
 export function seconds(value) {
-  if (value === null || value === undefined) return "–";
-  if (value < 0.001) return value ? `${Math.round(value * 1e6)} µs` : "0 s";
-  if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
-  if (value < 60) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  if (value === null || value === undefined) {
+    return "–";
+  }
+  if (value < 0.001) {
+    return value ? `${Math.round(value * 1e6)} µs` : "0 s";
+  }
+  if (value < 1) {
+    return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
+  }
+  if (value < 60) {
+    return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  }
   return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`;
 }
 
 let styles = null;
 const darkScheme = matchMedia("(prefers-color-scheme: dark)");
-darkScheme.addEventListener("change", () => { styles = null; });
+darkScheme.addEventListener("change", () => {
+  styles = null;
+});
 
 /** Whether the page is shown light on dark. */
 export const isDark = () => darkScheme.matches;
@@ -65,22 +96,27 @@ export const isDark = () => darkScheme.matches;
 /** A colour of style.css by its name, for canvases and charts. */
 export function colour(name) {
   styles ??= {read: getComputedStyle(document.documentElement), known: {}};
-  return styles.known[name] ??= styles.read.getPropertyValue(`--${name}`).trim();
+  return (styles.known[name] ??= styles.read.getPropertyValue(`--${name}`).trim());
 }
 
 /** A colour of style.css (#rrggbb) as one little-endian RGBA pixel; mixed with `other` where share < 1. */
 export function pixel(name, other = name, share = 1) {
   const [from, to] = [colour(name), colour(other)].map((text) => parseInt(text.slice(1), 16));
-  const mix = (shift) => Math.round(((from >> shift) & 255) * share + ((to >> shift) & 255) * (1 - share));
-  return (255 << 24 | mix(0) << 16 | mix(8) << 8 | mix(16)) >>> 0;
+  const mix = (shift) =>
+    Math.round(((from >> shift) & 255) * share + ((to >> shift) & 255) * (1 - share));
+  return ((255 << 24) | (mix(0) << 16) | (mix(8) << 8) | mix(16)) >>> 0;
 }
 
 export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 /** Give a canvas its size in CSS pixels; true if that changed (and so cleared) it. */
 export function resize(canvas, width, height) {
-  const ratio = devicePixelRatio || 1, wide = Math.round(width * ratio), high = Math.round(height * ratio);
-  if (canvas.width === wide && canvas.height === high) return false;
+  const ratio = devicePixelRatio || 1;
+  const wide = Math.round(width * ratio);
+  const high = Math.round(height * ratio);
+  if (canvas.width === wide && canvas.height === high) {
+    return false;
+  }
   canvas.width = wide;
   canvas.height = high;
   canvas.style.width = `${width}px`;
@@ -90,7 +126,8 @@ export function resize(canvas, width, height) {
 
 /** A canvas's 2D context in CSS pixels. */
 export function pen(canvas) {
-  const ratio = devicePixelRatio || 1, context = canvas.getContext("2d");
+  const ratio = devicePixelRatio || 1;
+  const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   return context;
 }
@@ -100,17 +137,26 @@ export function onWidth(element, then) {
   let known = 0;
   new ResizeObserver(([entry]) => {
     const width = Math.floor(entry.contentRect.width);
-    if (width && width !== known) then(known = width);
+    if (width && width !== known) {
+      then((known = width));
+    }
   }).observe(element);
 }
 
 /** Keeps track of which elements are on the screen; `visible(element)` costs nothing. */
 export function watchVisible(elements, margin = "200px") {
   const seen = new Set();
-  const observer = new IntersectionObserver((entries) => {
-    for (const entry of entries) entry.isIntersecting ? seen.add(entry.target) : seen.delete(entry.target);
-  }, {rootMargin: margin});
-  for (const element of elements) observer.observe(element);
+  const observer = new IntersectionObserver(
+    (entries) => {
+      for (const entry of entries) {
+        entry.isIntersecting ? seen.add(entry.target) : seen.delete(entry.target);
+      }
+    },
+    {rootMargin: margin},
+  );
+  for (const element of elements) {
+    observer.observe(element);
+  }
   return (element) => seen.has(element);
 }
 

@@ -1,39 +1,51 @@
-// What the page knows of the engine: the last key frame with every delta since applied to it.
+// What the page knows of the engine: the last key frame with every delta since applied to it. The feed's fields are
+// explained in dashboard/sse.py.
 
 import {bytes} from "./dom.js";
 
+/** A seat's numbers, in the order in which a delta carries them. */
 const NUMBERS = ["index", "n_prompt", "n_computed", "n_output", "max_tokens"];
-const DECODE = "decode";
+const MOST_NOTES = 50;
 
-/** The seats as arrays with one entry a seat: state (its place in hello.states), request, and NUMBERS. */
+/** The seats as arrays with one entry a seat: state (its place in hello.seat_states), request, and NUMBERS. */
 export class Seats {
   constructor(count) {
     this.count = count;
     this.state = new Uint8Array(count);
     this.request = new Array(count).fill(null);
-    for (const name of NUMBERS) this[name] = new Int32Array(count);
+    for (const name of NUMBERS) {
+      this[name] = new Int32Array(count);
+    }
   }
 
+  /** columns: "seats" of a key frame. */
   static from(columns) {
-    const state = bytes(columns.state), seats = new Seats(state.length);
+    const state = bytes(columns.state);
+    const seats = new Seats(state.length);
     seats.state.set(state);
     seats.request = [...columns.request];
-    for (const name of NUMBERS) seats[name].set(columns[name]);
+    for (const name of NUMBERS) {
+      seats[name].set(columns[name]);
+    }
     return seats;
   }
 
+  /** One row of a delta's "seats". */
   set([seat, state, request, ...numbers]) {
     this.state[seat] = state;
     this.request[seat] = request;
-    NUMBERS.forEach((name, i) => { this[name][seat] = numbers[i]; });
+    NUMBERS.forEach((name, i) => {
+      this[name][seat] = numbers[i];
+    });
   }
 
   /** Every generating sequence made one token a step; what differs from that comes by name. */
   advance(steps, decode) {
     for (let i = 0; i < this.count; i++) {
-      if (this.state[i] !== decode) continue;
-      this.n_output[i] += steps;
-      this.n_computed[i] = this.n_prompt[i] + this.n_output[i] - 1;
+      if (this.state[i] === decode) {
+        this.n_output[i] += steps;
+        this.n_computed[i] = this.n_prompt[i] + this.n_output[i] - 1;
+      }
     }
   }
 }
@@ -41,53 +53,92 @@ export class Seats {
 export class Engine {
   constructor() {
     this.hello = null;
-    this.frame = null;  // t, step, state, age, progress, s, hist of the newest event
+    this.frame = null; // the newest key frame's fields, those of later deltas over them
     this.seats = null;
-    this.pages = null;  // per_cell, cells (Uint8Array), counts
+    this.pages = null; // per_cell, cells (Uint8Array), counts
     this.notes = [];
-    this.life = 0;  // life events that have been made known
   }
 
-  get info() { return this.hello?.info ?? null; }
-  get states() { return this.hello?.states ?? []; }
-  get seatCount() { return this.info?.seats ?? this.seats?.count ?? 0; }
-  get live() { return this.frame?.state === "ready" || this.frame?.state === "draining"; }
-
-  code(name) { return this.states.indexOf(name); }
-
-  key(news) {
-    this.frame = {...news, hist: news.hist ?? this.frame?.hist ?? null};
-    if (news.seats) this.seats = Seats.from(news.seats);
-    else if (news.state === "loading") this.seats = null;  // who sat in an engine that is gone has been sent home
-    if (news.pages) this.pages = {...news.pages, cells: bytes(news.pages.cells)};
-    this.notes = news.notes ?? this.notes;
+  get info() {
+    return this.hello?.info ?? null;
   }
 
-  /** Apply a delta; false if there is no key frame it could stand on. */
-  delta(news) {
+  get states() {
+    return this.hello?.seat_states ?? [];
+  }
+
+  get seatCount() {
+    return this.info?.seats ?? this.seats?.count ?? 0;
+  }
+
+  /** Whether it serves requests. */
+  get serving() {
+    return this.frame?.state === "ready" || this.frame?.state === "draining";
+  }
+
+  code(name) {
+    return this.states.indexOf(name);
+  }
+
+  applyKeyFrame(frame) {
+    this.frame = {...frame, histograms: frame.histograms ?? this.frame?.histograms ?? null};
+    if (frame.seats) {
+      this.seats = Seats.from(frame.seats);
+    } else if (frame.state === "loading") {
+      this.seats = null; // whoever sat in an engine that is gone has been sent home
+    }
+    if (frame.pages) {
+      this.pages = {...frame.pages, cells: bytes(frame.pages.cells)};
+    }
+    this.notes = frame.notes ?? this.notes;
+  }
+
+  /** False if there is no key frame that the delta could stand on. */
+  applyDelta(delta) {
     const before = this.frame;
-    if (!before) return false;
-    this.frame = {...before, ...news, s: {...before.s, ...news.s}, hist: before.hist};
-    this.seats?.advance(news.step - before.step, this.code(DECODE));
-    for (const row of news.seats ?? []) this.seats?.set(row);
-    if (news.pages && this.pages) this.movePages(news.pages);
+    if (!before) {
+      return false;
+    }
+    const metrics = {...before.metrics, ...delta.metrics};
+    this.frame = {...before, ...delta, metrics};
+    this.seats?.advance(delta.step - before.step, this.code("decode"));
+    for (const row of delta.seats ?? []) {
+      this.seats?.set(row);
+    }
+    if (delta.pages && this.pages) {
+      this.applyPages(delta.pages);
+    }
     return true;
   }
 
-  movePages({runs, counts}) {
-    for (const [first, count, state] of runs ?? []) this.pages.cells.fill(state, first, first + count);
-    this.pages.counts = counts ?? this.pages.counts;
+  applyPages({runs, counts}) {
+    for (const [first, count, state] of runs) {
+      this.pages.cells.fill(state, first, first + count);
+    }
+    this.pages.counts = counts;
   }
 
-  note(news) { this.notes = [...this.notes, news].slice(-50); }
+  addNote(note) {
+    this.notes = [...this.notes, note].slice(-MOST_NOTES);
+  }
 
+  /** How many seats are in this state. */
   count(name) {
     const code = this.code(name);
-    let found = 0;
-    for (const state of this.seats?.state ?? []) if (state === code) found++;
-    return found;
+    let seats = 0;
+    for (const state of this.seats?.state ?? []) {
+      if (state === code) {
+        seats++;
+      }
+    }
+    return seats;
   }
 
   /** Seats that somebody sits in. */
-  get taken() { return this.seats ? this.seats.count - this.count("free") : this.frame?.s.seats_busy ?? 0; }
+  get taken() {
+    if (!this.seats) {
+      return this.frame?.metrics.seats_busy ?? 0;
+    }
+    return this.seats.count - this.count("free");
+  }
 }

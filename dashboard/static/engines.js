@@ -17,17 +17,24 @@ export async function setUpEngines(select, start) {
     start(select.value, standalone);
   });
   start(wanted.base, standalone);
-  if (engines.length > 1) setInterval(() => refresh(select), EVERY_MS);
+  if (engines.length > 1) {
+    setInterval(() => refresh(select), EVERY_MS);
+  }
 }
 
 async function refresh(select) {
-  const news = await ask("engines").catch(() => null);
-  if (news) fill(select, news.engines, select.value);
+  const listing = await ask("engines").catch(() => null);
+  if (listing) {
+    fill(select, listing.engines, select.value);
+  }
 }
 
 function fill(select, engines, chosen) {
-  const texts = engines.map((one) => `${one.name} at ${one.url ?? ""}: ${one.state}`), key = JSON.stringify(texts);
-  if (select.dataset.shows === key) return;
+  const texts = engines.map((one) => `${one.name} at ${one.url ?? ""}: ${one.state}`);
+  const key = JSON.stringify(texts);
+  if (select.dataset.shows === key) {
+    return;
+  }
   select.dataset.shows = key;
   select.replaceChildren(...engines.map((one, i) => make("option", {value: one.base}, texts[i])));
   select.value = chosen;

@@ -12,10 +12,17 @@ export async function watch(base, on, signal) {
   for (let wait = FIRST_WAIT; !signal.aborted; wait = Math.min(LONGEST_WAIT, wait * 1.5)) {
     seen.retry = 0;
     try {
-      if (await connect(base, on, signal, seen)) wait = FIRST_WAIT;
+      if (await connect(base, on, signal, seen)) {
+        wait = FIRST_WAIT;
+      }
     } catch (error) {
-      if (signal.aborted) return;
-      if (!(error instanceof TypeError)) throw error;  // a TypeError is the network; anything else is our own mistake
+      if (signal.aborted) {
+        return;
+      }
+      // A TypeError is the network; anything else is our own mistake.
+      if (!(error instanceof TypeError)) {
+        throw error;
+      }
     }
     await pause(Math.max(wait, seen.retry));
   }
@@ -25,12 +32,20 @@ export async function watch(base, on, signal) {
 async function connect(base, on, signal, seen) {
   const headers = {accept: "text/event-stream", ...(seen.id ? {"last-event-id": seen.id} : {})};
   const answer = await fetch(`${base}feed`, {headers, cache: "no-store", signal});
-  if (answer.status === 401) location.reload();
-  if (answer.status === 503) on.trouble("Too many pages watch this engine already; trying again.");
-  if (!answer.ok) return false;
+  if (answer.status === 401) {
+    location.reload();
+  }
+  if (answer.status === 503) {
+    on.trouble("Too many pages watch this engine already; trying again.");
+  }
+  if (!answer.ok) {
+    return false;
+  }
   for await (const {event, id, data} of events(answer.body)) {
     seen.id = id ?? seen.id;
-    if (event === "bye") seen.retry = data.retry_ms;
+    if (event === "bye") {
+      seen.retry = data.retry_ms;
+    }
     on.event(event, data);
   }
   return true;
@@ -40,10 +55,16 @@ async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = ""; ;) {
     const {done, value} = await reader.read();
-    if (done) return;
+    if (done) {
+      return;
+    }
     const blocks = (text + value).split("\n\n");
     text = blocks.pop();
-    for (const block of blocks) if (!block.startsWith(":")) yield parse(block);
+    for (const block of blocks) {
+      if (!block.startsWith(":")) {
+        yield parse(block);
+      }
+    }
   }
 }
 
@@ -55,10 +76,18 @@ function parse(block) {
 /** JSON of one of the engine's other answers; throws Error with the server's own words. */
 export async function ask(path, options = {}) {
   const answer = await fetch(path, {cache: "no-store", ...options}).catch(() => null);
-  if (!answer) throw new Error("The server does not answer.");
-  if (answer.status === 401) location.reload();
+  if (!answer) {
+    throw new Error("The server does not answer.");
+  }
+  if (answer.status === 401) {
+    location.reload();
+  }
   const body = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw Object.assign(new Error(body.error?.message ?? `The server answered ${answer.status}.`),
-                                      {code: body.error?.code, status: answer.status});
+  if (!answer.ok) {
+    throw Object.assign(new Error(body.error?.message ?? `The server answered ${answer.status}.`), {
+      code: body.error?.code,
+      status: answer.status,
+    });
+  }
   return body;
 }

@@ -10,7 +10,15 @@ import {PageMap, pageLegend} from "./pages.js";
 import {drawQueue} from "./queue.js";
 import {Requests} from "./requests.js";
 import {SeatGrid, momentOf, seatLegend, seatTable} from "./seats.js";
-import {curlLine, headline, showCanary, showFacts, showFigures, showState, stateOf} from "./status.js";
+import {
+  curlLine,
+  headline,
+  showCanary,
+  showFacts,
+  showFigures,
+  showState,
+  stateOf,
+} from "./status.js";
 import {setUpBar, showBar} from "./timebar.js";
 import {Timeline, steer} from "./timeline.js";
 import {setUp} from "./tryit.js";
@@ -20,10 +28,15 @@ import {Watcher} from "./watcher.js";
 /** Milliseconds between two pictures for those who want little to move. */
 const STILL_MS = 950;
 
-let watcher = null, moment = null, scheduled = false, shownAt = 0, playedAt = 0, standalone = false;
+let watcher = null;
+let moment = null;
+let scheduled = false;
+let shownAt = 0;
+let playedAt = 0;
+let standalone = false;
 
 const view = new View(schedule);
-const drawer = new Drawer($("drawer"), () => watcher.base, showRide);
+const drawer = new Drawer($("drawer"), () => watcher.base, showStay);
 const grid = new SeatGrid($("seats"), $("seat-read"), pick);
 const pages = new PageMap($("pages"), $("page-read"));
 const charts = new Charts();
@@ -31,7 +44,7 @@ const requests = new Requests($("requests"), () => watcher.base, pick);
 const lab = new Lab($("lab"), () => watcher.base);
 let timeline = null;
 
-/** Somebody wants to know more of a sequence: its story, and its rides framed. */
+/** Somebody wants to know more of a sequence: its detail, and its stays framed. */
 function pick(request, index) {
   timeline.chosen = request;
   drawer.open(request, index);
@@ -39,10 +52,13 @@ function pick(request, index) {
 }
 
 /** Go to where a sequence (as `request/{id}` tells of it) is on the timeline. */
-function showRide({arrival, finished}) {
+function showStay({arrival, finished}) {
   view.span = Math.max(view.span, 1.2 * ((finished ?? view.now) - arrival));
-  if (finished === null) view.resume();
-  else view.scrub(finished + 0.1 * (finished - arrival));
+  if (finished === null) {
+    view.resume();
+  } else {
+    view.scrub(finished + 0.1 * (finished - arrival));
+  }
   $("timeline").scrollIntoView({block: "center"});
   $("timeline").focus({preventScroll: true});
 }
@@ -53,10 +69,18 @@ function start(base, alone) {
   watcher?.stop();
   watcher = new Watcher(base, {greet, change: schedule, trouble: schedule});
   view.resume();
-  timeline ??= new Timeline({canvas: $("timeline"), reading: $("time-read"), rides: watcher.rides, view, onPick: pick,
-                             describe: (t, ago) => view.name(t, ago)});
-  timeline.rides = watcher.rides;
-  for (const name of ["report", "trace"]) $(name).href = `${base}${name}`;
+  timeline ??= new Timeline({
+    canvas: $("timeline"),
+    reading: $("time-read"),
+    stays: watcher.stays,
+    view,
+    onPick: pick,
+    describe: (t, ago) => view.name(t, ago),
+  });
+  timeline.stays = watcher.stays;
+  for (const name of ["report", "trace"]) {
+    $(name).href = `${base}${name}`;
+  }
   $("facts").replaceChildren();
   requests.reset();
   lab.reset();
@@ -64,15 +88,19 @@ function start(base, alone) {
 }
 
 function greet(hello) {
-  view.origin = hello.wall - hello.t;
-  $("try").hidden = standalone || hello.keys || !hello.info;
-  if (!hello.info) return;
+  view.origin = hello.unix_time - hello.t;
+  $("try").hidden = standalone || hello.needs_key || !hello.info;
+  if (!hello.info) {
+    return;
+  }
   showFacts(hello.info);
-  say($("curl"), curlLine(hello.info.model, hello.keys));
+  say($("curl"), curlLine(hello.info.model, hello.needs_key));
 }
 
 function schedule() {
-  if (scheduled) return;
+  if (scheduled) {
+    return;
+  }
   scheduled = true;
   requestAnimationFrame(frame);
 }
@@ -80,70 +108,115 @@ function schedule() {
 function frame(now) {
   scheduled = false;
   const {engine} = watcher;
-  if (engine.frame) view.tick(engine.frame.t);
+  if (engine.frame) {
+    view.tick(engine.frame.t);
+  }
   play(now);
-  tellState();
-  if (!engine.frame) return say($("headline"), headline(null));
-  if (reducedMotion.matches && view.mode === "live" && now - shownAt < STILL_MS) return;
+  updateState();
+  if (!engine.frame) {
+    return say($("headline"), headline(null));
+  }
+  if (reducedMotion.matches && view.mode === "live" && now - shownAt < STILL_MS) {
+    return;
+  }
   shownAt = now;
   show();
   requestAnimationFrame(() => charts.frame(chartMoment, document.hidden));
 }
 
 function play(now) {
-  if (view.mode === "replay" && playedAt) view.play((now - playedAt) / 1000);
+  if (view.mode === "replay" && playedAt) {
+    view.play((now - playedAt) / 1000);
+  }
   playedAt = view.mode === "replay" ? now : 0;
-  if (view.mode === "replay") schedule();
+  if (view.mode === "replay") {
+    schedule();
+  }
 }
 
 const past = () => view.mode !== "live";
-const chartMoment = () => ({history: watcher.history, t: view.t, span: Math.max(10, view.span),
-                            seats: watcher.engine.seatCount, rowKinds: watcher.engine.hello.row_kinds,
-                            s: watcher.engine.frame.s,
-                            hist: watcher.engine.frame.hist});
+const chartMoment = () => ({
+  history: watcher.history,
+  t: view.t,
+  span: Math.max(10, view.span),
+  seats: watcher.engine.seatCount,
+  rowKinds: watcher.engine.hello.row_kinds,
+  metrics: watcher.engine.frame.metrics,
+  histograms: watcher.engine.frame.histograms,
+});
 
-const counted = (name) => moment.state.reduce((all, state) => all + (moment.states[state] === name), 0);
+const counted = (name) =>
+  moment.state.reduce((all, state) => all + (moment.states[state] === name), 0);
 
 /** Seats taken now. While somebody waits, a seat that was left a moment ago is as good as taken: the step's own count
  *  tells better how full the engine is. */
 function taken() {
-  const {engine} = watcher, seated = moment.count - counted("free");
-  return !past() && engine.frame.s.waiting ? Math.max(seated, engine.frame.s.seats_busy) : seated;
+  const {metrics} = watcher.engine.frame;
+  const seated = moment.count - counted("free");
+  return !past() && metrics.waiting ? Math.max(seated, metrics.seats_busy) : seated;
+}
+
+/** Sequences that wait at the moment shown; null if that is not known. */
+function waitingThen() {
+  if (!past()) {
+    return watcher.engine.frame.metrics.waiting;
+  }
+  return moment.waiting ?? watcher.history.bins.get(Math.floor(view.t))?.waiting ?? null;
+}
+
+/** What the headline and the figures say of the moment shown. */
+function summary() {
+  const {engine, history} = watcher;
+  const then = past() ? view.t : null;
+  return {
+    taken: taken(),
+    held: counted("held"),
+    seats: engine.seatCount,
+    waiting: waitingThen(),
+    policy: engine.info?.policy,
+    ago: view.ago,
+    output: history.rate("decode", then),
+    prompt: history.rate("prefill", then),
+    pages: engine.pages?.counts ?? null,
+  };
 }
 
 function show() {
-  const {engine, recorder, rides, history} = watcher;
-  moment = past() && recorder ? recorder.moment(view.t, rides) : momentOf(engine);
-  const then = past() ? view.t : null;
-  const waiting = !past() ? engine.frame.s.waiting
-    : moment.waiting ?? history.bins.get(Math.floor(then))?.waiting ?? null;
-  const now = {taken: taken(), held: counted("held"), seats: engine.seatCount, waiting, policy: engine.info?.policy,
-               ago: view.ago, output: history.rate("decode", then), prompt: history.rate("prefill", then),
-               pages: engine.pages?.counts ?? null};
+  const {engine, recorder, stays} = watcher;
+  const {state, metrics} = engine.frame;
+  moment = past() && recorder ? recorder.moment(view.t, stays) : momentOf(engine);
+  const now = summary();
+  const untouched = state === "ready" && sum(metrics.steps) === 0 && now.taken === 0;
   say($("headline"), headline(engine.frame, now));
   showFigures(now);
-  $("empty").hidden = !(engine.frame.state === "ready" && sum(engine.frame.s.steps) === 0 && now.taken === 0);
-  drawQueue($("queue"), $("queue-text"), waiting ?? 0);
+  $("empty").hidden = !untouched;
+  drawQueue($("queue"), $("queue-text"), now.waiting ?? 0);
   grid.show(moment);
   $("seats").setAttribute("aria-label", `Seats: ${now.taken} of ${now.seats} taken`);
-  timeline.version = watcher.past;
+  timeline.version = watcher.pastLoads;
   timeline.origin = view.origin;
   timeline.draw(engine.seatCount, engine.frame.t);
   showBar(view);
   showPages();
   showNotes($("notes"), engine.notes, engine.frame.t);
-  showCanary(engine.info, engine.frame.s.canary);
-  requests.frame(past(), engine.live);
+  showCanary(engine.info, metrics.canary);
+  requests.frame(past(), engine.serving);
   lab.frame();
   fillTables();
 }
 
 function showPages() {
-  const {engine} = watcher, {page_size: size, pages: all} = engine.info ?? {};
-  if (!engine.pages) return;
+  const {engine} = watcher;
+  const {page_size: size, pages: all} = engine.info ?? {};
+  if (!engine.pages) {
+    return;
+  }
   const {per_cell: each} = engine.pages;
   const grouped = each > 1 ? ` One cell is ${each} pages in the state most of them have.` : "";
-  if (all) say($("page-sub"), `${count(all)} pages of ${size} tokens each.${grouped}${past() ? " As of now." : ""}`);
+  if (all) {
+    const when = past() ? " As of now." : "";
+    say($("page-sub"), `${count(all)} pages of ${size} tokens each.${grouped}${when}`);
+  }
   pages.draw(engine.pages, engine.hello.page_states);
   pageLegend($("page-legend"), engine.pages.counts, engine.hello.page_states);
 }
@@ -154,46 +227,72 @@ let filledAt = 0;
 
 /** Table twins, where they are open. */
 function fillTables() {
-  if (performance.now() - filledAt < FILL_MS && !past()) return;
+  if (performance.now() - filledAt < FILL_MS && !past()) {
+    return;
+  }
   filledAt = performance.now();
-  if ($("seat-details").open) seatTable($("seat-table"), moment);
-  if ($("time-details").open) timeline.fillTable($("time-table"));
-  if ($("page-details").open && pages.pages) pages.fillTable($("page-table"));
-  if ($("chart-details").open) chartTable($("chart-table"), chartMoment());
+  if ($("seat-details").open) {
+    seatTable($("seat-table"), moment);
+  }
+  if ($("time-details").open) {
+    timeline.fillTable($("time-table"));
+  }
+  if ($("page-details").open && pages.pages) {
+    pages.fillTable($("page-table"));
+  }
+  if ($("chart-details").open) {
+    chartTable($("chart-table"), chartMoment());
+  }
 }
 
-function tellState() {
-  const {engine: {frame, notes}, silent, trouble} = watcher;
+function updateState() {
+  const {engine, silent, trouble} = watcher;
+  const {frame, notes} = engine;
   showState(stateOf(frame, view.mode, silent), frame && {...frame, notes}, silent, trouble);
 }
 
 function restyle() {
-  for (const part of [grid, timeline, pages]) part.restyle();
+  for (const part of [grid, timeline, pages]) {
+    part.restyle();
+  }
   lab.restyle();
   charts.refresh();
   schedule();
 }
 
-/** The look before or after the one on the screen. */
+/** Show the snapshot before (by = -1) or after (by = 1) the one on the screen. */
 function step(by) {
   const t = watcher.recorder?.neighbour(view.t, by);
-  if (t !== null && t !== undefined) view.scrub(t);
+  if (t !== null && t !== undefined) {
+    view.scrub(t);
+  }
 }
 
 $("copy").addEventListener("click", async () => {
-  getSelection().selectAllChildren($("curl"));  // what is left to do by hand where the clipboard is refused
+  getSelection().selectAllChildren($("curl")); // what is left to do by hand where the clipboard is refused
   const copied = () => say($("copy"), "Copied");
   await navigator.clipboard?.writeText($("curl").textContent).then(copied, () => {});
 });
 for (const details of document.querySelectorAll("details")) {
-  details.addEventListener("toggle", () => { filledAt = 0; schedule(); });
+  details.addEventListener("toggle", () => {
+    filledAt = 0;
+    schedule();
+  });
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
 legend($("seat-legend"), seatLegend);
-legend($("time-legend"), [["rides", "one sequence, generating"], ["rides-read", "reading its prompt"],
-                          ["idle", "idle"], ["unknown", "not known"]]);
+legend($("time-legend"), [
+  ["stays", "one sequence, generating"],
+  ["stays-read", "reading its prompt"],
+  ["idle", "idle"],
+  ["unknown", "not known"],
+]);
 setUpBar(view, step);
-setUp(() => watcher.engine.info.model, (id) => grid.mine.add(id), (id) => grid.mine.delete(id));
-setInterval(tellState, 500);
+setUp(
+  () => watcher.engine.info.model,
+  (id) => grid.mine.add(id),
+  (id) => grid.mine.delete(id),
+);
+setInterval(updateState, 500);
 await setUpEngines($("engine"), start);
 steer($("timeline"), timeline, view);

@@ -2,7 +2,12 @@
 
 import {colour, count, legend, onWidth, pixel, resize, table} from "./dom.js";
 
-const TEXT = {free: "free", held: "held by one sequence", shared: "shared by several", cached: "cached, free to reuse"};
+const TEXT = {
+  free: "free",
+  held: "held by one sequence",
+  shared: "shared by several",
+  cached: "cached, free to reuse",
+};
 /** Height of the map in CSS pixels, as far as the size of a cell can keep to it. */
 const HIGH = 190;
 
@@ -10,26 +15,41 @@ export class PageMap {
   constructor(canvas, reading) {
     Object.assign(this, {canvas, reading, width: 0, image: null, pages: null, states: []});
     this.note = reading.textContent;
-    onWidth(canvas.parentElement, (width) => { this.width = width; this.restyle(); });
+    onWidth(canvas.parentElement, (width) => {
+      this.width = width;
+      this.restyle();
+    });
     canvas.addEventListener("pointermove", (event) => this.read(event.offsetX, event.offsetY));
-    canvas.addEventListener("pointerleave", () => { reading.textContent = this.note; });
+    canvas.addEventListener("pointerleave", () => {
+      reading.textContent = this.note;
+    });
   }
 
   restyle() {
     this.image = null;
-    if (this.pages) this.draw(this.pages, this.states);
+    if (this.pages) {
+      this.draw(this.pages, this.states);
+    }
   }
 
   draw(pages, states) {
     Object.assign(this, {pages, states});
     const {cells} = pages;
-    if (!this.width || !cells.length) return;
-    const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt(this.width * HIGH / cells.length))));
-    const columns = Math.max(1, Math.floor(this.width / size)), rows = Math.ceil(cells.length / columns);
-    if (!this.image || this.image.width !== columns || this.image.height !== rows) this.start(size, columns, rows);
+    if (!this.width || !cells.length) {
+      return;
+    }
+    const size = Math.max(
+      3,
+      Math.min(14, Math.floor(Math.sqrt((this.width * HIGH) / cells.length))),
+    );
+    const columns = Math.max(1, Math.floor(this.width / size));
+    const rows = Math.ceil(cells.length / columns);
+    if (!this.image || this.image.width !== columns || this.image.height !== rows) {
+      this.start(size, columns, rows);
+    }
     this.paint(cells);
-    const told = states.map((name) => `${pages.counts[name]} ${name}`).join(", ");
-    this.canvas.setAttribute("aria-label", `KV pages: ${told}`);
+    const summary = states.map((name) => `${pages.counts[name]} ${name}`).join(", ");
+    this.canvas.setAttribute("aria-label", `KV pages: ${summary}`);
   }
 
   /** One pixel a cell, shown larger: the grid over it is drawn once. */
@@ -46,38 +66,65 @@ export class PageMap {
   paint(cells) {
     let changed = false;
     for (let i = 0; i < cells.length; i++) {
-      if (cells[i] === this.shown[i]) continue;
+      if (cells[i] === this.shown[i]) {
+        continue;
+      }
       this.shown[i] = cells[i];
       this.pixels[i] = this.paints[cells[i]];
       changed = true;
     }
-    if (!changed) return;
+    if (!changed) {
+      return;
+    }
     this.small.getContext("2d").putImageData(this.image, 0, 0);
-    const context = this.canvas.getContext("2d"), ratio = devicePixelRatio || 1, cell = this.size * ratio;
+    const context = this.canvas.getContext("2d");
+    const ratio = devicePixelRatio || 1;
+    const cell = this.size * ratio;
     const {width, height} = this.canvas;
     context.imageSmoothingEnabled = false;
     context.clearRect(0, 0, width, height);
     context.drawImage(this.small, 0, 0, width, height);
     context.fillStyle = colour("panel");
-    for (let x = 1; x <= this.columns; x++) context.fillRect(Math.round(x * cell) - 1, 0, 1, height);
-    for (let y = 1; y <= this.image.height; y++) context.fillRect(0, Math.round(y * cell) - 1, width, 1);
+    for (let x = 1; x <= this.columns; x++) {
+      context.fillRect(Math.round(x * cell) - 1, 0, 1, height);
+    }
+    for (let y = 1; y <= this.image.height; y++) {
+      context.fillRect(0, Math.round(y * cell) - 1, width, 1);
+    }
   }
 
   read(x, y) {
-    const cell = Math.floor(y / this.size) * this.columns + Math.floor(x / this.size), {pages, states} = this;
-    if (!pages || x >= this.columns * this.size || cell >= pages.cells.length) return;
-    const first = cell * pages.per_cell + 1, last = first + pages.per_cell - 1, state = states[pages.cells[cell]];
-    this.reading.textContent = pages.per_cell === 1 ? `Page ${first}: ${TEXT[state] ?? state}.`
-      : `Pages ${first} to ${last}: most of them ${TEXT[state] ?? state}.`;
+    const cell = Math.floor(y / this.size) * this.columns + Math.floor(x / this.size);
+    const {pages, states} = this;
+    if (!pages || x >= this.columns * this.size || cell >= pages.cells.length) {
+      return;
+    }
+    const first = cell * pages.per_cell + 1;
+    const last = first + pages.per_cell - 1;
+    const state = states[pages.cells[cell]];
+    this.reading.textContent =
+      pages.per_cell === 1
+        ? `Page ${first}: ${TEXT[state] ?? state}.`
+        : `Pages ${first} to ${last}: most of them ${TEXT[state] ?? state}.`;
   }
 
   fillTable(element) {
     const all = Object.values(this.pages.counts).reduce((one, other) => one + other, 0);
-    table(element, ["State", "Pages", "Share"], this.states.map((name) =>
-      [TEXT[name] ?? name, this.pages.counts[name], `${(100 * this.pages.counts[name] / all).toFixed(1)} %`]));
+    table(
+      element,
+      ["State", "Pages", "Share"],
+      this.states.map((name) => [
+        TEXT[name] ?? name,
+        this.pages.counts[name],
+        `${((100 * this.pages.counts[name]) / all).toFixed(1)} %`,
+      ]),
+    );
   }
 }
 
 export function pageLegend(element, counts, states) {
-  legend(element, states.map((name) => [`page-${name}`, `${count(counts[name])} ${TEXT[name] ?? name}`]));
+  legend(
+    element,
+    states.map((name) => [`page-${name}`, `${count(counts[name])} ${TEXT[name] ?? name}`]),
+  );
 }

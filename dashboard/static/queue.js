@@ -12,16 +12,23 @@ export function drawQueue(canvas, text, waiting) {
     widths.set(canvas, canvas.parentElement.clientWidth);
     onWidth(canvas.parentElement, (width) => widths.set(canvas, width));
   }
-  const width = widths.get(canvas), fits = Math.max(1, Math.floor(width / DOT));
+  const width = widths.get(canvas);
+  const fits = Math.max(1, Math.floor(width / DOT));
   const rows = Math.min(ROWS, Math.ceil(waiting / fits));
-  const shown = Math.min(waiting, fits * rows), ink = colour("waiting"), look = `${width} ${shown} ${ink}`;
-  if (canvas.dataset.look === look) return;
-  canvas.dataset.look = look;
+  const shown = Math.min(waiting, fits * rows);
+  const ink = colour("waiting");
+  const appearance = `${width} ${shown} ${ink}`;
+  if (canvas.dataset.shows === appearance) {
+    return;
+  }
+  canvas.dataset.shows = appearance;
   resize(canvas, width, Math.max(1, rows * DOT));
   const context = pen(canvas);
   context.clearRect(0, 0, width, rows * DOT);
   context.fillStyle = ink;
   context.beginPath();
-  for (let i = 0; i < shown; i++) context.roundRect((i % fits) * DOT + 1, Math.floor(i / fits) * DOT + 1, 10, 10, 5);
+  for (let i = 0; i < shown; i++) {
+    context.roundRect((i % fits) * DOT + 1, Math.floor(i / fits) * DOT + 1, 10, 10, 5);
+  }
   context.fill();
 }

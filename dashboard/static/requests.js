@@ -7,9 +7,13 @@ const EVERY_MS = 1000;
 const LIMIT = 200;
 /** [heading, value to sort by, text]. */
 const COLUMNS = [
-  ["Request", (row) => row.request, (row) => row.index ? `${row.request} (${row.index})` : row.request],
+  [
+    "Request",
+    (row) => row.request,
+    (row) => (row.index ? `${row.request} (${row.index})` : row.request),
+  ],
   ["State", (row) => row.state, (row) => row.state],
-  ["Seat", (row) => row.seat, (row) => row.seat < 0 ? "" : row.seat],
+  ["Seat", (row) => row.seat, (row) => (row.seat < 0 ? "" : row.seat)],
   ["Prompt", (row) => row.n_prompt, (row) => row.n_prompt],
   ["Output", (row) => row.n_output, (row) => `${row.n_output} / ${row.max_tokens}`],
   ["Waited", (row) => row.queued_s, (row) => seconds(row.queued_s)],
@@ -19,15 +23,40 @@ const COLUMNS = [
   ["End", (row) => row.finish, (row) => row.code || row.finish],
 ];
 
+const isUnknown = (value) => value === null || value === undefined;
+
+/** For sorting; what is not known comes last, whatever the sign. */
+function compare(a, b, sign) {
+  if (a === b) {
+    return 0;
+  }
+  if (isUnknown(a) || isUnknown(b)) {
+    return isUnknown(a) ? 1 : -1;
+  }
+  return a < b ? -sign : sign;
+}
+
 export class Requests {
   constructor(element, base, onPick) {
-    Object.assign(this, {element, base, onPick, rows: [], sort: null, falling: false, asked: false});
+    Object.assign(this, {
+      element,
+      base,
+      onPick,
+      rows: [],
+      sort: null,
+      falling: false,
+      asked: false,
+    });
     this.visible = watchVisible([element.parentElement]);
-    element.createTHead().append(make("tr", {}, ...COLUMNS.map((column, i) => this.heading(column[0], i))));
+    const headings = COLUMNS.map(([name], i) => this.heading(name, i));
+    element.createTHead().append(make("tr", {}, ...headings));
     this.body = element.createTBody();
     this.body.addEventListener("keydown", (event) => this.key(event));
     this.body.addEventListener("click", (event) => this.open(event.target.closest("tr")));
-    $("request-state").addEventListener("change", () => { this.askedAt = 0; this.frame(false, true); });
+    $("request-state").addEventListener("change", () => {
+      this.askedAt = 0;
+      this.frame(false, true);
+    });
     this.reset();
   }
 
@@ -38,21 +67,28 @@ export class Requests {
   }
 
   heading(name, i) {
-    const button = make("button", {type: "button", class: "sort"}, name), cell = make("th", {scope: "col"}, button);
+    const button = make("button", {type: "button", class: "sort"}, name);
+    const cell = make("th", {scope: "col"}, button);
     button.addEventListener("click", () => {
       this.falling = this.sort === i && !this.falling;
       this.sort = i;
-      for (const other of cell.parentElement.cells) other.removeAttribute("aria-sort");
+      for (const other of cell.parentElement.cells) {
+        other.removeAttribute("aria-sort");
+      }
       cell.setAttribute("aria-sort", this.falling ? "descending" : "ascending");
       this.show();
     });
     return cell;
   }
 
-  /** Ask for news if it is time and somebody can see them. */
+  /** Ask for the rows again if it is time and somebody can see them. */
   frame(still, live) {
-    const now = performance.now(), seen = this.visible(this.element.parentElement);
-    if (still || !live || !seen || this.asked || now - this.askedAt < EVERY_MS) return;
+    const now = performance.now();
+    const seen = this.visible(this.element.parentElement);
+    const due = !this.asked && now - this.askedAt >= EVERY_MS;
+    if (still || !live || !seen || !due) {
+      return;
+    }
     this.askedAt = now;
     this.refresh();
   }
@@ -61,8 +97,10 @@ export class Requests {
     const base = this.base();
     this.asked = true;
     try {
-      const news = await ask(`${base}requests?state=${$("request-state").value}&limit=${LIMIT}`);
-      if (base === this.base()) this.rows = news.requests;
+      const listing = await ask(`${base}requests?state=${$("request-state").value}&limit=${LIMIT}`);
+      if (base === this.base()) {
+        this.rows = listing.requests;
+      }
       this.trouble = "";
     } catch (error) {
       this.trouble = error.message;
@@ -72,45 +110,67 @@ export class Requests {
   }
 
   sorted() {
-    if (this.sort === null) return this.rows;
-    const value = COLUMNS[this.sort][1], sign = this.falling ? -1 : 1;
-    const compare = (a, b) => a === b ? 0 : (a ?? null) === null ? 1 : (b ?? null) === null ? -1 : a < b ? -sign : sign;
-    return this.rows.toSorted((a, b) => compare(value(a), value(b)));
+    if (this.sort === null) {
+      return this.rows;
+    }
+    const value = COLUMNS[this.sort][1];
+    const sign = this.falling ? -1 : 1;
+    return this.rows.toSorted((a, b) => compare(value(a), value(b), sign));
   }
 
   show() {
-    const rows = this.sorted(), {body} = this;
-    while (body.rows.length > rows.length) body.deleteRow(-1);
+    const rows = this.sorted();
+    const {body} = this;
+    while (body.rows.length > rows.length) {
+      body.deleteRow(-1);
+    }
     rows.forEach((row, i) => this.showRow(body.rows[i] ?? this.newRow(), row));
-    const told = rows.length ? `${rows.length} newest. Enter or a click tells why one was slow.` : "None is known yet.";
-    say($("request-note"), this.trouble || told);
-    if (body.rows.length && !body.querySelector("tr[tabindex='0']")) body.rows[0].tabIndex = 0;
+    const note = rows.length
+      ? `${rows.length} newest. Enter or a click tells why one was slow.`
+      : "None is known yet.";
+    say($("request-note"), this.trouble || note);
+    if (body.rows.length && !body.querySelector("tr[tabindex='0']")) {
+      body.rows[0].tabIndex = 0;
+    }
   }
 
   newRow() {
     const line = this.body.insertRow();
     line.tabIndex = -1;
-    for (const _ of COLUMNS) line.insertCell();
+    COLUMNS.forEach(() => line.insertCell());
     return line;
   }
 
   showRow(line, row) {
     line.row = row;
-    if (line.dataset.state !== row.state) line.dataset.state = row.state;
+    if (line.dataset.state !== row.state) {
+      line.dataset.state = row.state;
+    }
     COLUMNS.forEach(([, , text], i) => say(line.cells[i], String(text(row) ?? "")));
   }
 
   key(event) {
-    const line = event.target.closest("tr"), {rows} = this.body;
-    if (event.key === "Enter" || event.key === " ") { event.preventDefault(); return this.open(line); }
-    const at = line.sectionRowIndex, last = rows.length - 1;
+    const line = event.target.closest("tr");
+    const {rows} = this.body;
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      return this.open(line);
+    }
+    const at = line.sectionRowIndex;
+    const last = rows.length - 1;
     const to = {ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: last}[event.key];
-    if (to === undefined || !rows[to]) return;
+    if (to === undefined || !rows[to]) {
+      return;
+    }
     event.preventDefault();
     line.tabIndex = -1;
     rows[to].tabIndex = 0;
     rows[to].focus();
   }
 
-  open(line) { if (line?.row) this.onPick(line.row.request, line.row.index); }
+  open(line) {
+    if (line?.row) {
+      this.onPick(line.row.request, line.row.index);
+    }
+  }
 }

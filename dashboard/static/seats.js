@@ -7,31 +7,57 @@ import {colour, make, onWidth, pen, resize, short, table} from "./dom.js";
 /** Up to this many seats there is room for words. */
 const ROOMY = 64;
 
+/** Cells in CSS pixels, by the most seats that have them. least: their width where there is little room. */
+const SIZES = [
+  {most: ROOMY, gap: 5, least: 76, height: 50},
+  {most: 256, gap: 5, least: 26, height: 26},
+  {most: Infinity, gap: 2, least: 14, height: 14},
+];
+
 /** What the grid shows of a moment: state[i] (place in states), request(i), index(i), reached(i) of end(i). */
 export function momentOf(engine) {
-  const {seats, states} = engine, prefill = engine.code("prefill");
+  const {seats, states} = engine;
+  if (!seats) {
+    return emptyMoment(engine.seatCount, states);
+  }
+  const prefill = engine.code("prefill");
   const reading = (i) => seats.state[i] === prefill;
   return {
-    count: seats?.count ?? engine.seatCount, states, state: seats?.state ?? new Uint8Array(engine.seatCount),
-    request: (i) => seats?.request[i] ?? null, index: (i) => seats?.index[i] ?? 0,
-    reached: (i) => seats ? reading(i) ? seats.n_computed[i] : seats.n_output[i] : 0,
-    end: (i) => seats ? reading(i) ? seats.n_prompt[i] : seats.max_tokens[i] : 0,
-    prompt: (i) => seats?.n_prompt[i] ?? null, limit: (i) => seats?.max_tokens[i] ?? null,
+    count: seats.count,
+    states,
+    state: seats.state,
+    request: (i) => seats.request[i],
+    index: (i) => seats.index[i],
+    reached: (i) => (reading(i) ? seats.n_computed[i] : seats.n_output[i]),
+    end: (i) => (reading(i) ? seats.n_prompt[i] : seats.max_tokens[i]),
   };
+}
+
+/** All seats free, as far as anybody knows. */
+function emptyMoment(count, states) {
+  const none = () => 0;
+  const nobody = () => null;
+  const state = new Uint8Array(count);
+  return {count, states, state, request: nobody, index: none, reached: none, end: none};
 }
 
 export class SeatGrid {
   constructor(canvas, reading, onPick) {
     Object.assign(this, {canvas, reading, onPick});
     this.note = reading.textContent;
-    this.mine = new Set();  // requests to outline, without the engine's "-0" at the end
+    this.mine = new Set(); // requests to outline, without the engine's "-0" at the end
     this.chosen = -1;
     this.moment = null;
     this.width = 0;
-    this.drawn = [];  // what each cell looks like on the screen
+    this.drawn = []; // what each cell looks like on the screen
     this.cell = {columns: 1, width: 1, height: 1, gap: 4};
-    onWidth(canvas.parentElement, (width) => { this.width = width; this.restyle(); });
-    canvas.addEventListener("pointermove", (event) => this.choose(this.at(event.offsetX, event.offsetY)));
+    onWidth(canvas.parentElement, (width) => {
+      this.width = width;
+      this.restyle();
+    });
+    canvas.addEventListener("pointermove", (event) =>
+      this.choose(this.at(event.offsetX, event.offsetY)),
+    );
     canvas.addEventListener("pointerleave", () => this.choose(-1));
     canvas.addEventListener("blur", () => this.choose(-1));
     canvas.addEventListener("keydown", (event) => this.key(event));
@@ -41,19 +67,27 @@ export class SeatGrid {
   restyle() {
     this.sheet = null;
     this.drawn = [];
-    if (this.moment) this.show(this.moment);
+    if (this.moment) {
+      this.show(this.moment);
+    }
   }
 
   show(moment) {
     this.moment = moment;
-    if (!this.width || !moment.count) return;
-    if (resize(this.canvas, this.width, this.layout(moment.count))) this.drawn = [];
+    if (!this.width || !moment.count) {
+      return;
+    }
+    if (resize(this.canvas, this.width, this.layout(moment.count))) {
+      this.drawn = [];
+    }
     this.draw();
-    if (this.chosen >= 0) this.read();
+    if (this.chosen >= 0) {
+      this.read();
+    }
   }
 
   layout(seats) {
-    const gap = seats > 256 ? 2 : 5, [least, height] = seats <= ROOMY ? [76, 50] : seats <= 256 ? [26, 26] : [14, 14];
+    const {gap, least, height} = SIZES.find(({most}) => seats <= most);
     const columns = Math.max(1, Math.min(seats, Math.floor((this.width + gap) / (least + gap))));
     // Few seats should not stretch over the whole page, and small cells stay whole pixels.
     const width = Math.floor(Math.min(least * 2.4, (this.width + gap) / columns - gap));
@@ -62,48 +96,78 @@ export class SeatGrid {
   }
 
   draw() {
-    const context = pen(this.canvas), {count, states} = this.moment, large = count <= ROOMY;
+    const context = pen(this.canvas);
+    const {count, states} = this.moment;
+    const large = count <= ROOMY;
     const ratio = devicePixelRatio || 1;
     if (!large && this.sheet?.states !== states) {
       this.sheet = new Sheet(states, this.cell.width, this.cell.height, ratio);
       this.drawn = [];
     }
     for (let seat = 0; seat < count; seat++) {
-      const look = this.look(seat, large);
-      if (look === this.drawn[seat]) continue;
-      this.drawn[seat] = look;
-      const [x, y] = this.place(seat);
-      if (large) this.drawWords(context, seat, x * ratio, y * ratio, ratio);
-      else {
-        context.setTransform(1, 0, 0, 1, 0, 0);
-        this.sheet.stamp(context, this.moment.state[seat], this.level(seat), Math.round(x * ratio),
-                         Math.round(y * ratio));
+      const appearance = this.appearance(seat, large);
+      if (appearance === this.drawn[seat]) {
+        continue;
       }
-      if (this.marked(seat)) this.frame(context, x, y, ratio);
+      this.drawn[seat] = appearance;
+      this.drawCell(context, seat, large, ratio);
+    }
+  }
+
+  drawCell(context, seat, large, ratio) {
+    const [x, y] = this.place(seat);
+    if (large) {
+      this.drawWords(context, seat, x * ratio, y * ratio, ratio);
+    } else {
+      const state = this.moment.state[seat];
+      context.setTransform(1, 0, 0, 1, 0, 0);
+      this.sheet.stamp(
+        context,
+        state,
+        this.level(seat),
+        Math.round(x * ratio),
+        Math.round(y * ratio),
+      );
+    }
+    if (this.marked(seat)) {
+      this.frame(context, x, y, ratio);
     }
   }
 
   level(seat) {
     const end = this.moment.end(seat);
-    return end ? Math.min(LEVELS, Math.floor(LEVELS * this.moment.reached(seat) / end)) : 0;
+    return end ? Math.min(LEVELS, Math.floor((LEVELS * this.moment.reached(seat)) / end)) : 0;
   }
 
   /** All that decides how a cell looks, as a number (or text, where it carries text). */
-  look(seat, large) {
-    const rough = (this.moment.state[seat] * (LEVELS + 1) + this.level(seat)) * 2 + this.marked(seat);
+  appearance(seat, large) {
+    const rough =
+      (this.moment.state[seat] * (LEVELS + 1) + this.level(seat)) * 2 + this.marked(seat);
     return large ? `${rough} ${this.moment.reached(seat)} ${this.moment.end(seat)}` : rough;
   }
 
   marked(seat) {
-    if (seat === this.chosen || !this.mine.size) return seat === this.chosen;
+    if (seat === this.chosen || !this.mine.size) {
+      return seat === this.chosen;
+    }
     return this.mine.has(this.moment.request(seat)?.replace(/-\d+$/, ""));
   }
 
   drawWords(context, seat, x, y, ratio) {
-    const {moment} = this, state = moment.states[moment.state[seat]] ?? "free", end = moment.end(seat);
+    const {moment} = this;
+    const state = moment.states[moment.state[seat]] ?? "free";
+    const level = this.level(seat);
+    const text = this.cellText(seat, state);
     context.setTransform(ratio, 0, 0, ratio, x, y);
-    const text = state === "free" ? "free" : state === "held" ? "held" : end ? `${moment.reached(seat)} / ${end}` : "";
-    drawLarge(context, this.cell.width, this.cell.height, {state, level: this.level(seat), name: seat, text});
+    drawLarge(context, this.cell.width, this.cell.height, {state, level, name: seat, text});
+  }
+
+  cellText(seat, state) {
+    if (state === "free" || state === "held") {
+      return state;
+    }
+    const end = this.moment.end(seat);
+    return end ? `${this.moment.reached(seat)} / ${end}` : "";
   }
 
   frame(context, x, y, ratio) {
@@ -121,54 +185,86 @@ export class SeatGrid {
 
   at(x, y) {
     const {columns, width, height, gap} = this.cell;
-    const column = Math.floor(x / (width + gap)), seat = Math.floor(y / (height + gap)) * columns + column;
-    return column >= 0 && column < columns && seat >= 0 && seat < (this.moment?.count ?? 0) ? seat : -1;
+    const column = Math.floor(x / (width + gap));
+    const seat = Math.floor(y / (height + gap)) * columns + column;
+    const inRow = column >= 0 && column < columns;
+    const inGrid = seat >= 0 && seat < (this.moment?.count ?? 0);
+    return inRow && inGrid ? seat : -1;
   }
 
   key(event) {
     const {columns} = this.cell;
     const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns}[event.key];
-    if (event.key === "Escape") this.choose(-1);
-    if (event.key === "Enter") this.pick();
-    if (!step) return;
+    if (event.key === "Escape") {
+      this.choose(-1);
+    }
+    if (event.key === "Enter") {
+      this.pick();
+    }
+    if (!step) {
+      return;
+    }
     event.preventDefault();
-    this.choose(this.chosen < 0 ? 0 : Math.max(0, Math.min(this.moment.count - 1, this.chosen + step)));
+    const last = this.moment.count - 1;
+    this.choose(this.chosen < 0 ? 0 : Math.max(0, Math.min(last, this.chosen + step)));
   }
 
   choose(seat) {
-    if (seat === this.chosen) return;
+    if (seat === this.chosen) {
+      return;
+    }
     this.chosen = seat;
-    if (this.moment) this.draw();
+    if (this.moment) {
+      this.draw();
+    }
     this.read();
   }
 
   pick() {
     const request = this.chosen >= 0 ? this.moment?.request(this.chosen) : null;
-    if (request) this.onPick(request, this.moment.index(this.chosen));
+    if (request) {
+      this.onPick(request, this.moment.index(this.chosen));
+    }
   }
 
   /** The chosen seat in words. */
   read() {
     const {moment, chosen} = this;
-    if (chosen < 0 || !moment) return this.reading.replaceChildren(this.note);
-    const state = moment.states[moment.state[chosen]], request = moment.request(chosen);
-    if (!request) return this.reading.replaceChildren(`Seat ${chosen} is ${VERB[state] ?? state}.`);
-    const choice = moment.index(chosen) ? ` (choice ${moment.index(chosen)})` : "", end = moment.end(chosen);
+    if (chosen < 0 || !moment) {
+      return this.reading.replaceChildren(this.note);
+    }
+    const state = moment.states[moment.state[chosen]];
+    const request = moment.request(chosen);
+    if (!request) {
+      return this.reading.replaceChildren(`Seat ${chosen} is ${VERB[state] ?? state}.`);
+    }
+    const choice = moment.index(chosen) ? ` (choice ${moment.index(chosen)})` : "";
+    const end = moment.end(chosen);
     const what = state === "prefill" ? "prompt" : "output";
     const far = end ? `, ${moment.reached(chosen)} of at most ${end} ${what} tokens.` : ".";
-    this.reading.replaceChildren(`Seat ${chosen}, ${VERB[state] ?? state}: request `,
-                                 make("code", {}, short(request, 60)), choice, far);
+    this.reading.replaceChildren(
+      `Seat ${chosen}, ${VERB[state] ?? state}: request `,
+      make("code", {}, short(request, 60)),
+      choice,
+      far,
+    );
   }
 }
 
 export function seatTable(element, moment) {
   const rows = Array.from({length: moment.count}, (_, i) => {
     const state = moment.states[moment.state[i]];
-    if (!moment.request(i)) return [i, state];
+    if (!moment.request(i)) {
+      return [i, state];
+    }
     return [i, state, moment.request(i), moment.index(i), moment.reached(i), moment.end(i)];
   });
   table(element, ["Seat", "State", "Request", "Choice", "Tokens", "At most"], rows);
 }
 
-export const seatLegend = [["decode", `${GLYPH.decode} generating`], ["prefill", `${GLYPH.prefill} reading its prompt`],
-                           ["held", `${GLYPH.held} held until its batch is done`], ["free", "free"]];
+export const seatLegend = [
+  ["decode", `${GLYPH.decode} generating`],
+  ["prefill", `${GLYPH.prefill} reading its prompt`],
+  ["held", `${GLYPH.held} held until its batch is done`],
+  ["free", "free"],
+];

@@ -6,9 +6,15 @@ form.addEventListener("submit", async (event) => {
   event.preventDefault();
   const key = document.getElementById("key").value;
   const answer = await fetch("sign-in", {
-    method: "POST", headers: {"content-type": "application/json"}, body: JSON.stringify({key}),
+    method: "POST",
+    headers: {"content-type": "application/json"},
+    body: JSON.stringify({key}),
   }).catch(() => null);
-  if (answer?.ok) return location.reload();
-  refused.textContent = answer ? (await answer.json()).error.message : "The server does not answer.";
+  if (answer?.ok) {
+    return location.reload();
+  }
+  refused.textContent = answer
+    ? (await answer.json()).error.message
+    : "The server does not answer.";
   refused.hidden = false;
 });

@@ -1,12 +1,12 @@
 // The bar that moves the whole page through the last ten minutes: pause, scrub, step, replay, back to now.
 
 import {$, say} from "./dom.js";
-import {KEPT_S} from "./rides.js";
+import {KEPT_S} from "./stays.js";
 import {ago} from "./status.js";
 
 const SPEEDS = [1, 4, 16];
 
-/** step(by): show the look before (-1) or after (1) the one on the screen. */
+/** step(by): show the snapshot before (-1) or after (1) the one on the screen. */
 export function setUpBar(view, step) {
   const slider = $("scrub");
   slider.min = -KEPT_S;
@@ -15,11 +15,22 @@ export function setUpBar(view, step) {
   $("live").addEventListener("click", () => view.resume());
   $("replay").addEventListener("click", () => replay(view));
   addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
-    if (event.target.closest("input, textarea, select, button, summary, a, [role=button]")) return;
-    const action = {" ": () => view.toggle(), l: () => view.resume(), r: () => replay(view),
-                    ",": () => step(-1), ".": () => step(1)}[event.key];
-    if (!action) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) {
+      return;
+    }
+    if (event.target.closest("input, textarea, select, button, summary, a, [role=button]")) {
+      return;
+    }
+    const action = {
+      " ": () => view.toggle(),
+      l: () => view.resume(),
+      r: () => replay(view),
+      ",": () => step(-1),
+      ".": () => step(1),
+    }[event.key];
+    if (!action) {
+      return;
+    }
     event.preventDefault();
     action();
   });
@@ -32,8 +43,11 @@ function replay(view) {
 }
 
 export function showBar(view) {
-  const live = view.mode === "live", slider = $("scrub");
-  if (document.activeElement !== slider || live) slider.value = -view.ago;
+  const live = view.mode === "live";
+  const slider = $("scrub");
+  if (document.activeElement !== slider || live) {
+    slider.value = -view.ago;
+  }
   const text = live ? "now" : ago(view.ago);
   say($("moment"), live ? "live" : `${text}, ${view.clock(view.t, true)}`);
   slider.setAttribute("aria-valuetext", text);

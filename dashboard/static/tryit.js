@@ -13,7 +13,9 @@ export function setUp(model, onRequest, onDone) {
   const ask = (lengths, n) => {
     $("answer").textContent = "";
     asked++;
-    lengths.forEach((max_tokens, i) => send({model: model(), max_tokens, n}, onRequest, onDone, i === 0 ? asked : -1));
+    lengths.forEach((max_tokens, i) =>
+      send({model: model(), max_tokens, n}, onRequest, onDone, i === 0 ? asked : -1),
+    );
   };
   $("try-form").onsubmit = (event) => {
     event.preventDefault();
@@ -23,35 +25,63 @@ export function setUp(model, onRequest, onDone) {
 }
 
 /** Shows the first answer, if `turn` is still the newest thing asked. */
-async function send(wanted, onRequest, onDone, turn) {
-  const show = (text) => { if (turn === asked) $("answer").append(text); };
+async function send(fields, onRequest, onDone, turn) {
+  const show = (text) => {
+    if (turn === asked) {
+      $("answer").append(text);
+    }
+  };
   let id = null;
   try {
-    const reply = await fetch("../v1/chat/completions", {
-      method: "POST", headers: {"content-type": "application/json"},
-      body: JSON.stringify({...wanted, stream: true, messages: [{role: "user", content: $("prompt").value}]}),
-    });
-    if (!reply.ok) throw new Error((await reply.json()).error.message);
-    for await (const chunk of chunks(reply.body)) {
-      if (chunk.error) throw new Error(chunk.error.message);
-      if (!id) onRequest(id = chunk.id.replace("chatcmpl-", ""));
-      if (chunk.choices[0]?.index === 0) show(chunk.choices[0].delta?.content ?? "");
+    for await (const chunk of answer(fields)) {
+      if (!id) {
+        id = chunk.id.replace("chatcmpl-", "");
+        onRequest(id);
+      }
+      if (chunk.choices[0]?.index === 0) {
+        show(chunk.choices[0].delta?.content ?? "");
+      }
     }
   } catch (error) {
     show(`\n${error.message}`);
   }
-  if (id) onDone(id);
+  if (id) {
+    onDone(id);
+  }
+}
+
+/** The chunks of a streamed chat completion; throws Error with the server's own words. */
+async function* answer(fields) {
+  const messages = [{role: "user", content: $("prompt").value}];
+  const reply = await fetch("../v1/chat/completions", {
+    method: "POST",
+    headers: {"content-type": "application/json"},
+    body: JSON.stringify({...fields, stream: true, messages}),
+  });
+  if (!reply.ok) {
+    throw new Error((await reply.json()).error.message);
+  }
+  for await (const chunk of chunks(reply.body)) {
+    if (chunk.error) {
+      throw new Error(chunk.error.message);
+    }
+    yield chunk;
+  }
 }
 
 async function* chunks(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = ""; ;) {
     const {done, value} = await reader.read();
-    if (done) return;
+    if (done) {
+      return;
+    }
     const events = (text + value).split("\n\n");
     text = events.pop();
     for (const event of events) {
-      if (event.startsWith("data: {")) yield JSON.parse(event.slice(6));
+      if (event.startsWith("data: {")) {
+        yield JSON.parse(event.slice(6));
+      }
     }
   }
 }

@@ -1,60 +1,88 @@
 // Which moment the page shows: now, a moment of the last ten minutes that stands still, or one that is played again.
 
-import {KEPT_S} from "./rides.js";
+import {KEPT_S} from "./stays.js";
 
 const SHORTEST = 2;
 
 export class View {
   constructor(onChange) {
-    this.mode = "live";  // live | paused | replay
-    this.span = 60;  // seconds that the timeline shows
+    this.mode = "live"; // live | paused | replay
+    this.span = 60; // seconds that the timeline shows
     this.speed = 1;
-    this.now = 0;  // the engine's clock at the newest frame
-    this.at = 0;  // the moment shown, unless live
-    this.origin = 0;  // the engine's clock plus this is the time since 1970, both in seconds
+    this.now = 0; // the engine's clock at the newest frame
+    this.at = 0; // the moment shown, unless live
+    this.origin = 0; // the engine's clock plus this is the time since 1970, both in seconds
     this.onChange = onChange;
   }
 
-  get t() { return this.mode === "live" ? this.now : this.at; }
-  get ago() { return Math.max(0, this.now - this.t); }
+  get t() {
+    return this.mode === "live" ? this.now : this.at;
+  }
+  get ago() {
+    return Math.max(0, this.now - this.t);
+  }
 
   /** A moment as the time of day; fine: to a tenth of a second. */
   clock(t, fine) {
-    const time = new Date(1000 * (t + this.origin) + 1);  // 0.0999 s is told as 0.1 s
-    return time.toLocaleTimeString("en-GB") + (fine ? `.${Math.floor(time.getMilliseconds() / 100)}` : "");
+    const time = new Date(1000 * (t + this.origin) + 1); // 0.0999 s reads 0.1 s
+    const tenth = Math.floor(time.getMilliseconds() / 100);
+    const text = time.toLocaleTimeString("en-GB");
+    return fine ? `${text}.${tenth}` : text;
   }
 
   /** A moment as the timeline's axis names it: seconds ago while time moves on, the time of day while it stands. */
   name(t, ago) {
-    if (this.mode !== "live") return this.clock(t, this.span < 20);
+    if (this.mode !== "live") {
+      return this.clock(t, this.span < 20);
+    }
     return ago ? `${+ago.toFixed(1)} s ago` : "now";
   }
 
   /** The engine's clock has moved on. What fell out of the ten minutes cannot be shown any more. */
   tick(now) {
     this.now = now;
-    if (this.at < now - KEPT_S) this.at = now - KEPT_S;
+    if (this.at < now - KEPT_S) {
+      this.at = now - KEPT_S;
+    }
   }
 
   /** Play on by `seconds` of real time; a replay that has caught up is live. */
   play(seconds) {
-    if (this.mode !== "replay") return;
+    if (this.mode !== "replay") {
+      return;
+    }
     this.at += seconds * this.speed;
-    if (this.at >= this.now) this.mode = "live";
+    if (this.at >= this.now) {
+      this.mode = "live";
+    }
     this.onChange();
   }
 
-  pause() { this.go(this.t, "paused"); }
-  resume() { this.go(this.now, "live"); }
+  pause() {
+    this.go(this.t, "paused");
+  }
+  resume() {
+    this.go(this.now, "live");
+  }
   replay(speed = this.speed) {
     this.speed = speed;
     this.go(this.mode === "live" ? this.now - Math.min(this.span, 30) : this.at, "replay");
   }
-  toggle() { if (this.mode === "paused") this.resume(); else this.pause(); }
+  toggle() {
+    if (this.mode === "paused") {
+      this.resume();
+    } else {
+      this.pause();
+    }
+  }
 
   /** Stand at time t. */
-  scrub(t) { this.go(t, "paused"); }
-  pan(seconds) { this.scrub(this.t + seconds); }
+  scrub(t) {
+    this.go(t, "paused");
+  }
+  pan(seconds) {
+    this.scrub(this.t + seconds);
+  }
 
   go(t, mode) {
     this.at = Math.max(this.now - KEPT_S, Math.min(this.now, t));
@@ -67,7 +95,13 @@ export class View {
     const span = Math.max(SHORTEST, Math.min(KEPT_S, this.span * factor));
     const right = this.t + (span - this.span) * (1 - share);
     this.span = span;
-    if (this.mode === "live" && share > 0.97) this.onChange();
-    else this.go(right, right >= this.now ? "live" : this.mode === "live" ? "paused" : this.mode);
+    const live = this.mode === "live";
+    if (live && share > 0.97) {
+      this.onChange();
+    } else if (right >= this.now) {
+      this.go(right, "live");
+    } else {
+      this.go(right, live ? "paused" : this.mode);
+    }
   }
 }

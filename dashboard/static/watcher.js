@@ -1,104 +1,154 @@
-// One engine being watched: the feed's events go into what is known of the engine, its rides and its history.
+// One engine being watched: the feed's events go into what is known of the engine, its stays and its history. The
+// feed's fields are explained in dashboard/sse.py.
 
 import {Engine} from "./engine.js";
 import {ask, watch} from "./feed.js";
 import {History} from "./history.js";
 import {Recorder} from "./recorder.js";
-import {KEPT_S, Rides} from "./rides.js";
 import {momentOf} from "./seats.js";
+import {KEPT_S, Stays} from "./stays.js";
 
+/** The version of the feed that this page reads. */
+const FEED_VERSION = 3;
 /** Seconds that may pass until the server answers: it keeps no more than KEPT_S. */
 const SLACK_S = 10;
 
 export class Watcher {
   /** base: the path before the engine's own. on.greet(hello), on.change(), on.trouble(text). */
   constructor(base, on) {
-    Object.assign(this, {base, on});
+    this.base = base;
+    this.on = on;
     this.heardAt = performance.now();
     this.trouble = "";
+    this.mismatch = "";
     this.stopping = new AbortController();
+    this.stays = new Stays();
     this.reset();
-    const trouble = (text) => { this.trouble = text; on.trouble(); };
-    watch(base, {event: (name, data) => this.take(name, data), trouble}, this.stopping.signal);
+    const trouble = (text) => {
+      this.trouble = text;
+      on.trouble();
+    };
+    const event = (name, data) => this.receive(name, data);
+    watch(base, {event, trouble}, this.stopping.signal);
   }
 
-  stop() { this.stopping.abort(); }
+  stop() {
+    this.stopping.abort();
+  }
 
   reset() {
     this.engine = new Engine();
-    this.rides = this.rides ?? new Rides();
-    this.rides.clear();
-    this.history = this.recorder = null;
-    this.past = 0;  // how often the account of the past was taken: another one may have changed it
-    this.lifeKnown = null;
-    this.early = null;  // life events that came while the account of the past was on its way
+    this.stays.clear();
+    this.history = null;
+    this.recorder = null;
+    this.pastLoads = 0; // how often the server's account of the past was taken; each may change the picture
+    this.nextEvent = null; // the number of the event that comes next; null: not known
+    this.early = null; // events that came while the account of the past was on its way
   }
 
-  get silent() { return performance.now() - this.heardAt; }
+  /** Milliseconds since the last event. */
+  get silent() {
+    return performance.now() - this.heardAt;
+  }
 
-  take(name, data) {
+  receive(name, data) {
     this.heardAt = performance.now();
-    this.trouble = name === "bye" ? data.reason : "";
     this[`on_${name}`]?.(data);
+    this.trouble = name === "bye" ? data.reason : this.mismatch;
   }
 
-  on_hello(news) {
-    const {hello} = this.engine;
-    if (hello && hello.run !== news.run) this.reset();  // another server: its times and steps start anew
-    else if (hello) this.lifeKnown = null;
-    this.engine.hello = news;
-    this.on.greet(news);
+  on_hello(hello) {
+    const before = this.engine.hello;
+    if (before && before.run !== hello.run) {
+      this.reset(); // another server: its times and steps start anew
+    } else if (before) {
+      this.nextEvent = null;
+    }
+    const same = hello.version === FEED_VERSION;
+    this.mismatch = same ? "" : "This page is of another version than the engine; expect mistakes.";
+    this.engine.hello = hello;
+    this.on.greet(hello);
   }
 
-  on_key(news) {
-    this.engine.key(news);
-    if (!this.history) this.history = new History(Object.keys(news.s.rows));
-    this.looked(news);
+  on_key_frame(frame) {
+    this.engine.applyKeyFrame(frame);
+    this.history ??= new History(Object.keys(frame.metrics.rows));
+    this.frameApplied(frame);
   }
 
-  on_d(news) { if (this.engine.delta(news)) this.looked(news); }
-
-  on_life({first, events}) {
-    if (this.lifeKnown === null) return;  // the key frame that follows asks for the past
-    const missed = first > this.lifeKnown;
-    this.lifeKnown = first + events.length;
-    if (this.early) this.early.push(...events);
-    else if (missed) this.takePast();
-    else for (const event of events) this.rides.live(event);
+  on_delta(delta) {
+    if (this.engine.applyDelta(delta)) {
+      this.frameApplied(delta);
+    }
   }
 
-  on_note(news) { this.engine.note(news); }
+  on_events({first, events}) {
+    if (this.nextEvent === null) {
+      return; // the key frame that follows asks for the past
+    }
+    const missed = first > this.nextEvent;
+    this.nextEvent = first + events.length;
+    const columns = this.engine.hello.event_columns;
+    const named = events.map((row) => Object.fromEntries(columns.map((name, i) => [name, row[i]])));
+    if (this.early) {
+      this.early.push(...named);
+    } else if (missed) {
+      this.loadPast();
+    } else {
+      named.forEach((event) => this.stays.apply(event));
+    }
+  }
 
-  looked(news) {
-    const {engine} = this, moment = momentOf(engine);
-    if (news.life !== undefined && news.life !== this.lifeKnown) {
-      this.lifeKnown = news.life;
-      this.takePast();
+  on_note(note) {
+    this.engine.addNote(note);
+  }
+
+  /** frame: the key frame or delta that the engine has just taken in. */
+  frameApplied(frame) {
+    const {engine} = this;
+    const moment = momentOf(engine);
+    if (frame.n_events !== this.nextEvent) {
+      this.nextEvent = frame.n_events;
+      this.loadPast();
     }
     if (moment.count && this.recorder?.seats !== moment.count) {
       this.recorder = new Recorder(moment.count, engine.states);
     }
-    this.recorder?.look(engine.frame.t, moment, engine.frame.s.waiting);
+    this.recorder?.record(engine.frame.t, moment, engine.frame.metrics.waiting);
     this.history.add(engine.frame, engine.taken);
-    const decode = engine.code("decode");
-    if (engine.seats) this.rides.settle(engine.frame.t, (seat) => engine.seats.state[seat] === decode);
+    if (engine.seats) {
+      const decode = engine.code("decode");
+      this.stays.settle(engine.frame.t, (seat) => engine.seats.state[seat] === decode);
+    }
     this.on.change();
   }
 
   /** The ten minutes before now from the server's own account; live events go on from there. */
-  async takePast() {
-    if (this.early) return;
+  async loadPast() {
+    if (this.early) {
+      return;
+    }
     this.early = [];
-    const {history} = this, base = this.engine.frame.t, length = KEPT_S - SLACK_S;
-    const account = await ask(`${this.base}timeline?from=${base - length}&to=${base}&bins=${length}`).catch(() => null);
-    if (history !== this.history) return;
-    const early = this.early;
+    const {history} = this;
+    const now = this.engine.frame.t;
+    const length = KEPT_S - SLACK_S;
+    const path = `${this.base}timeline?from=${now - length}&to=${now}&bins=${length}`;
+    const account = await ask(path).catch(() => null);
+    if (history !== this.history) {
+      return;
+    }
+    const {early} = this;
     this.early = null;
-    if (!account) this.rides.knownFrom = Math.min(this.rides.knownFrom, base);
-    else this.rides.seed(account);
-    if (account && this.past === 0) history.fill(account, base);
-    this.past++;
-    for (const event of early) this.rides.live(event);
+    if (account) {
+      this.stays.load(account);
+    } else {
+      this.stays.knownFrom = Math.min(this.stays.knownFrom, now);
+    }
+    if (account && this.pastLoads === 0) {
+      history.fill(account, now);
+    }
+    this.pastLoads++;
+    early.forEach((event) => this.stays.apply(event));
     this.on.change();
   }
 }

@@ -102,9 +102,9 @@ async def changes(engine: RemoteEngine, replica: Replica, rates: Rates) -> Async
     from jitney.dashboard.replica import EventReader
 
     reader, loop = EventReader(), asyncio.get_running_loop()
-    async for piece in engine.pieces():
-        for name, data in reader.feed(piece):
-            replica.take(name, data)
-            if name in ("key", "d"):
+    async for part in engine.feed():
+        for name, data in reader.feed(part):
+            replica.apply(name, data)
+            if name in ("key_frame", "delta"):
                 rates.add(replica)
                 yield loop.time()

@@ -34,7 +34,7 @@ class Rates:
         """A new frame; times that go back mean another server."""
         if self._kept and replica.t < self._kept[-1][0]:
             self._kept.clear()
-        self._kept.append((replica.t, replica.scalars))
+        self._kept.append((replica.t, replica.metrics))
         while replica.t - self._kept[0][0] > WINDOW_S:
             self._kept.popleft()
 
@@ -99,7 +99,7 @@ def picture(replica: Replica, rates: Rates, url: str, trouble: str = "") -> Grou
             ledger(rates.rows()),
         ]
     parts += [
-        Text(f"{note['level']}: {note['msg']}", "red" if note["level"] == "error" else "yellow")
+        Text(f"{note['level']}: {note['message']}", "red" if note["level"] == "error" else "yellow")
         for note in replica.notes[-MAX_NOTES:]
     ]
     return Group(*parts)
@@ -130,7 +130,7 @@ def headline(replica: Replica) -> str:
         news = replica.progress
         return f"{news['stage']} {news['done']} of {news['total']}" if news else replica.state
     taken = sum(seat.state != "free" for seat in replica.seats)
-    waiting = replica.scalars.get("waiting", 0)
+    waiting = replica.metrics.get("waiting", 0)
     queue = f"{waiting} waiting" if waiting else "nobody waits"
     full = "Full: all" if taken == len(replica.seats) else f"{taken} of"
     return f"{full} {len(replica.seats)} seats taken, {queue}"
@@ -138,7 +138,7 @@ def headline(replica: Replica) -> str:
 
 def figures(replica: Replica, rates: Rates) -> Columns:
     """The main numbers, as many in a row as fit."""
-    counts, latency = replica.counts, replica.scalars.get("latency") or {}
+    counts, latency = replica.counts, replica.metrics.get("latency") or {}
     pages = sum(counts.values())
     used = counts.get("held", 0) + counts.get("shared", 0)
     told = {
@@ -149,7 +149,7 @@ def figures(replica: Replica, rates: Rates) -> Columns:
         "wait p95": duration(latency, "wait"),
         "first token p95": duration(latency, "ttft"),
         "between tokens p95": duration(latency, "itl"),
-        "preempted": str(replica.scalars.get("preemptions", 0)),
+        "preempted": str(replica.metrics.get("preemptions", 0)),
     }
     tiles = [
         Text.assemble((name, "bright_black"), "\n", (value, "bold")) for name, value in told.items()

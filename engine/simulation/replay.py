@@ -235,8 +235,8 @@ def told(run: Run, price_per_hour: float | None) -> dict[str, Any]:
         "figures": run.figures(price_per_hour=price_per_hour),
         "seats": run.seats,
         "seconds": run.seconds,
-        "rides_left_out": len(run.rides) - len(rides),
-        "rides": {
+        "stays_left_out": len(run.rides) - len(rides),
+        "stays": {
             "seat": [ride.seat for ride in rides],
             "request": [ride.request for ride in rides],
             "from": [round(ride.start - first, 4) for ride in rides],

@@ -120,8 +120,8 @@ def test_the_stream_frees_its_place_when_the_client_leaves(client):
     )
     assert [chunk.split(b"\n")[0] for chunk in reply.chunks[:3]] == [
         b"event: hello",
-        b"event: key",
-        b"event: d",
+        b"event: key_frame",
+        b"event: delta",
     ]
     assert json.loads(reply.chunks[1].split(b"data: ")[1])["seats"]["request"][1] == "req-b"
     assert app.state.feed.viewers == 0

@@ -24,7 +24,7 @@ FIGURES = {
     "e2e_s": {"p99": 9.0},
     "queue_s": {"p99": 3.0},
 }
-RIDES = {
+STAYS = {
     "seat": [0, 1],
     "request": ["a", MARKUP],
     "from": [0.0, 0.0],
@@ -127,11 +127,11 @@ def test_the_policy_lab_compares(client, open_page):
         },
     )
     runs = {
-        "static": {"figures": FIGURES, "seats": 2, "rides": RIDES, "seconds": 4.0},
+        "static": {"figures": FIGURES, "seats": 2, "stays": STAYS, "seconds": 4.0},
         "continuous": {
             "figures": FIGURES | {"output_tok_s": 25.0},
             "seats": 2,
-            "rides": RIDES,
+            "stays": STAYS,
             "seconds": 4.0,
         },
     }

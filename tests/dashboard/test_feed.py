@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jitney.dashboard import feed as feed_module
-from jitney.dashboard import snapshot, sse
+from jitney.dashboard import snapshot, sse, timeline
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.viewers import QUEUE, TooManyViewers, Viewer
 from jitney.engine.errors import RequestError
@@ -27,7 +27,7 @@ def key_frames_only_when_needed(monkeypatch: pytest.MonkeyPatch):
     """On a machine that stalls for seconds, a key frame that is due would come where a test waits
     for a delta.
     """
-    monkeypatch.setattr(feed_module, "KEY_S", 3600.0)
+    monkeypatch.setattr(feed_module, "KEY_FRAME_S", 3600.0)
 
 
 def parse(event: bytes) -> tuple[str, Any]:
@@ -56,33 +56,43 @@ def watch(feed: Feed, number: int) -> list[tuple[str, Any]]:
 def test_a_key_frame_is_the_engines_own_arrays(client):
     (_, hello), (name, key) = watch(Feed(client), 2)
     assert (
-        name == "key" and key["step"] == 2 and key["state"] == "ready" and key["progress"] is None
+        name == "key_frame"
+        and key["step"] == 2
+        and key["state"] == "ready"
+        and key["progress"] is None
     )
-    states = [hello["states"][code] for code in base64.b64decode(key["seats"]["state"])]
+    states = [hello["seat_states"][code] for code in base64.b64decode(key["seats"]["state"])]
     assert states == [seat.state for seat in client.seats]
     assert key["seats"]["request"] == [seat.request_id for seat in client.seats]
-    for name in hello["seat_columns"]:
+    for name in (*hello["seat_numbers"], "pages"):
         assert key["seats"][name] == [getattr(seat, name) for seat in client.seats]
     assert base64.b64decode(key["pages"]["cells"]) == client.states[1:]  # page 0 is nobody's
     assert key["pages"]["counts"] == {"free": 1, "held": 4, "shared": 2, "cached": 3}
-    assert key["s"]["rows"] == {
+    assert key["metrics"]["rows"] == {
         kind: sum(int(record[kind]) for record in client.kept) for kind in ROW_KINDS
     }
-    assert key["s"]["steps"] == {"decode": 0, "mixed": 3} and key["s"]["boarded"] == 3
-    assert (key["s"]["waiting"], key["s"]["waiting_tokens"], key["s"]["seats_busy"]) == (2, 64, 3)
-    assert key["s"]["step_s"] == pytest.approx(0.063, abs=1e-6) and key["s"][
+    assert key["metrics"]["steps"] == {"decode": 0, "mixed": 3} and key["metrics"]["boarded"] == 3
+    assert (
+        key["metrics"]["waiting"],
+        key["metrics"]["waiting_tokens"],
+        key["metrics"]["seats_busy"],
+    ) == (2, 64, 3)
+    assert key["metrics"]["step_s"] == pytest.approx(0.063, abs=1e-6) and key["metrics"][
         "gap_s"
     ] == pytest.approx(0.003, abs=1e-6)
-    assert key["life"] == client.history.n_life and key["hist"]["wait"]["counts"][0] == 3
+    assert key["n_events"] == client.history.n_life and key["histograms"]["wait"]["counts"][0] == 3
 
 
 def test_hello_says_what_runs(client):
-    ((name, hello),) = watch(Feed(client, keys=True), 1)
+    ((name, hello),) = watch(Feed(client, needs_key=True), 1)
     assert name == "hello" and hello["info"]["model"] == "scripted" and hello["info"]["seats"] == 4
     assert (
-        hello["keys"] is True and hello["text"] is False and hello["hz"] == 10.0 and hello["v"] == 2
+        hello["needs_key"] is True
+        and hello["shows_text"] is False
+        and hello["hz"] == 10.0
+        and hello["version"] == 3
     )
-    assert hello["states"] == ["free", "prefill", "decode", "held"]
+    assert hello["seat_states"] == ["free", "prefill", "decode", "held"]
 
 
 def test_a_delta_says_what_changed_and_nothing_else(client):
@@ -94,17 +104,18 @@ def test_a_delta_says_what_changed_and_nothing_else(client):
             client.step(seats_busy=4, waiting=2, waiting_tokens=64, pages_used=6, decode=2)
             return [await take(viewer, 2)]
 
-    [(life, delta)] = asyncio.run(session())
-    assert life[0] == "life"
-    assert [event[2:8] for event in life[1]["events"]] == [
+    [(events, delta)] = asyncio.run(session())
+    assert events[0] == "events"
+    assert [event[2:8] for event in events[1]["events"]] == [
         ["queued", "req-c", 0, -1, 9, 0],
         ["seated", "req-c", 0, 2, 9, 0],
     ]
     name, change = delta
     assert (
-        name == "d"
+        name == "delta"
         and change["step"] == 3
-        and change.keys() <= {"t", "step", "life", "age", "seats", "s", "pages"}
+        and change.keys()
+        <= {"t", "step", "n_events", "last_step_age_s", "seats", "metrics", "pages"}
     )
     # One step later each decoding seat is expected to have a token more; these have not, so they
     # are named.
@@ -114,8 +125,8 @@ def test_a_delta_says_what_changed_and_nothing_else(client):
         [3, 2, client.seats[3].request_id, 0, 7, 9, 3, 4],
     ]
     assert {"rows", "steps", "boarded", "step_s"} <= change[
-        "s"
-    ].keys() and "preemptions" not in change["s"]
+        "metrics"
+    ].keys() and "preemptions" not in change["metrics"]
 
 
 def test_page_changes_come_as_runs():
@@ -138,18 +149,22 @@ def test_the_longest_step_is_of_those_since_the_frame_before(client):
             client.step(device_s=0.1)
             return [*first, *await take(viewer, 2)]
 
-    events = [data["s"]["worst_s"] for name, data in asyncio.run(session()) if name in ("key", "d")]
+    events = [
+        data["metrics"]["longest_step_s"]
+        for name, data in asyncio.run(session())
+        if name in ("key_frame", "delta")
+    ]
     assert events == [None, 0.75, None]
 
 
 def test_key_frames_come_again_and_again(client, monkeypatch):
-    monkeypatch.setattr(feed_module, "KEY_S", 0.01)
+    monkeypatch.setattr(feed_module, "KEY_FRAME_S", 0.01)
 
     async def session() -> list[str]:
         with Feed(client, hz=50).viewer() as viewer:
             return [name for name, _ in await asyncio.wait_for(take(viewer, 4), 5)]
 
-    assert asyncio.run(session()) == ["hello", "key", "key", "key"]
+    assert asyncio.run(session()) == ["hello", "key_frame", "key_frame", "key_frame"]
 
 
 def test_an_idle_engine_is_told_of_once_a_second(client):
@@ -159,7 +174,7 @@ def test_an_idle_engine_is_told_of_once_a_second(client):
             return await asyncio.wait_for(take(viewer, 1), 5)
 
     ((name, beat),) = asyncio.run(session())
-    assert name == "d" and "seats" not in beat and "rows" not in beat.get("s", {})
+    assert name == "delta" and "seats" not in beat and "rows" not in beat.get("metrics", {})
 
 
 def test_loading_then_ready_says_hello_again(client):
@@ -180,7 +195,7 @@ def test_loading_then_ready_says_hello_again(client):
     assert (
         key[1]["state"] == "loading" and key[1]["progress"]["done"] == 3 and key[1]["seats"] is None
     )
-    assert after[0] == "key" and after[1]["state"] == "ready" and after[1]["progress"] is None
+    assert after[0] == "key_frame" and after[1]["state"] == "ready" and after[1]["progress"] is None
 
 
 def test_an_engine_that_does_not_answer_leaves_the_pages_out(client):
@@ -190,14 +205,16 @@ def test_an_engine_that_does_not_answer_leaves_the_pages_out(client):
     client.seat_map = no_answer
     key = watch(Feed(client), 2)[1][1]
     assert (
-        key["pages"] is None and key["seats"]["request"][0] == "req-a" and key["s"]["waiting"] == 2
+        key["pages"] is None
+        and key["seats"]["request"][0] == "req-a"
+        and key["metrics"]["waiting"] == 2
     )
 
 
 def test_a_dead_engine_ends_the_feed(client):
     client.state = "dead"
     events = watch(Feed(client), 9)
-    assert [name for name, _ in events] == ["hello", "key", "bye"]
+    assert [name for name, _ in events] == ["hello", "key_frame", "bye"]
     assert events[1][1]["state"] == "dead"
 
 
@@ -232,7 +249,7 @@ def test_all_viewers_get_the_same_bytes_of_one_look(client):
             assert client.asked == 1
             with feed.viewer() as late:
                 name, key = (await take(late, 2))[1]
-                assert name == "key" and key["step"] == 3
+                assert name == "key_frame" and key["step"] == 3
 
     asyncio.run(session())
 
@@ -253,7 +270,7 @@ def test_who_comes_back_gets_what_was_missed(client):
                 again = await take(back, 3)
             assert again[0][0] == "hello" and again[1] == missed[-1] and again[2][1]["step"] == 5
             with feed.viewer("other:7") as stranger:
-                assert [name for name, _ in await take(stranger, 2)] == ["hello", "key"]
+                assert [name for name, _ in await take(stranger, 2)] == ["hello", "key_frame"]
 
     async def first(viewer: Viewer, number: int):
         async for event in viewer:
@@ -289,21 +306,21 @@ def test_a_slow_viewer_starts_again_from_a_key_frame(client):
             client.step()
             await take(quick, 2)
             first, second, *_ = await take(slow, 3)
-            assert first[0] == "hello" and second[0] == "key" and slow.dropped == QUEUE
+            assert first[0] == "hello" and second[0] == "key_frame" and slow.dropped == QUEUE
 
     asyncio.run(session())
 
 
 def test_the_end_of_a_feed_is_not_lost_with_the_rest():
     async def session() -> None:
-        viewer = Viewer([sse.event("hello", {})])
+        viewer = Viewer([sse.encode("hello", {})])
         for number in range(QUEUE + 5):
-            viewer.put(sse.event("d", number))
+            viewer.put(sse.encode("delta", number))
         assert viewer.lost
         viewer.close(sse.bye("done"))
-        viewer.put(sse.event("d", 99))
+        viewer.put(sse.encode("delta", 99))
         events = await take(viewer, 99)
-        assert events[0][0] == "hello" and events[-1][0] == "bye" and ("d", 99) not in events
+        assert events[0][0] == "hello" and events[-1][0] == "bye" and ("delta", 99) not in events
 
     asyncio.run(session())
 
@@ -311,7 +328,7 @@ def test_the_end_of_a_feed_is_not_lost_with_the_rest():
 def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
     rng = np.random.default_rng(0)
     states = rng.integers(0, 4, 3 * snapshot.MAX_PAGE_CELLS - 5, np.uint8)
-    shown = sse.pages(snapshot.page_cells(bytes([9]) + states.tobytes()))
+    shown = snapshot.page_map(snapshot.page_cells(bytes([9]) + states.tobytes()))
     cells = list(base64.b64decode(shown["cells"]))
     groups = [list(states[at : at + 3]) for at in range(0, len(states), 3)]
     assert shown["per_cell"] == 3 and len(cells) == len(groups)
@@ -320,9 +337,9 @@ def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
 
 
 def test_record_columns_are_the_newest_records(client, monkeypatch):
-    monkeypatch.setattr(sse, "MAX_RECORDS", 2)
+    monkeypatch.setattr(timeline, "MAX_RECORDS", 2)
     records, ready = client.history.records.steps(-1, 99)
-    told = sse.record_columns(records, ready, 5.0)
+    told = timeline.record_columns(records, ready, 5.0)
     assert told["left_out"] == 1 and told["columns"]["step"] == [1, 2] and told["t"] == 5.0
     for name in client.kept[0].dtype.names:
         assert told["columns"][name] == pytest.approx(
@@ -363,7 +380,7 @@ def test_notes_of_refusals_and_of_the_end(client):
         "dead",
         "rejections",
     ]
-    assert [name for name, _ in events][-2:] == ["key", "bye"]
+    assert [name for name, _ in events][-2:] == ["key_frame", "bye"]
 
 
 def test_a_held_seat_is_told(client):

@@ -16,7 +16,7 @@ from page_fakes import get, page
 from starlette.applications import Starlette
 
 from jitney.dashboard import create_dashboard
-from jitney.dashboard.lab import SETTINGS, Lab, Wish, arrivals, check, wanted
+from jitney.dashboard.lab import SETTINGS, Experiment, Lab, arrivals, check, wanted
 from jitney.engine.api import ServerSettings
 from jitney.engine.api.errors import HttpError
 from jitney.engine.config.schema import EngineSection
@@ -112,10 +112,10 @@ def test_an_experiment_over_http():
         assert figures["cost_per_million_tokens"] == pytest.approx(
             spent / figures["output_tokens"] * 1e6
         )
-        assert len(policy["rides"]["seat"]) == 12 and max(policy["rides"]["seat"]) < 4
+        assert len(policy["stays"]["seat"]) == 12 and max(policy["stays"]["seat"]) < 4
         assert all(
             0 <= start < end
-            for start, end in zip(policy["rides"]["from"], policy["rides"]["to"], strict=True)
+            for start, end in zip(policy["stays"]["from"], policy["stays"]["to"], strict=True)
         )
     static, continuous = (result["policies"][name]["figures"] for name in ("static", "continuous"))
     assert continuous["padding_share"] < static["padding_share"]
@@ -124,15 +124,15 @@ def test_an_experiment_over_http():
         measured["figures"]["output_tokens"] == continuous["output_tokens"]
         and measured["policy"] == "continuous"
     )
-    assert measured["figures"].keys() == continuous.keys() and len(measured["rides"]["seat"]) == 12
+    assert measured["figures"].keys() == continuous.keys() and len(measured["stays"]["seat"]) == 12
     # The simulator learned the step times from these very steps, and the traffic was served
     # continuously.
     assert continuous["seconds"] == pytest.approx(measured["figures"]["seconds"], rel=0.2)
 
 
-def work_of(client: FakeClient, wish: Wish) -> tuple[dict, dict]:
+def work_of(client: FakeClient, experiment: Experiment) -> tuple[dict, dict]:
     """(what is put around the worker's answer, the answer), worked out in this process."""
-    job, frame = Lab(client, ENGINE)._job(wish)
+    job, frame = Lab(client, ENGINE)._prepare(experiment)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=Job) == job
     return frame, work(job)
 
@@ -140,7 +140,7 @@ def work_of(client: FakeClient, wish: Wish) -> tuple[dict, dict]:
 @pytest.mark.usefixtures("rash")
 def test_everybody_is_counted():
     client = interrupted_client()
-    frame, found = work_of(client, Wish())
+    frame, found = work_of(client, Experiment())
     assert sum(frame["counted"].values()) == frame["requests"] == 24 + 4 + 5
     assert frame["counted"] == {"ended": 24, "running": 4, "waiting": 2, "refused": 2, "left": 1}
     for policy, simulated in found["policies"].items():
@@ -173,22 +173,22 @@ def test_the_length_of_an_answer_that_nobody_saw_is_that_of_another():
 
 
 def test_recorded_hits_are_not_computed_again():
-    frame, found = work_of(interrupted_client(), Wish(policies=["continuous"]))
+    frame, found = work_of(interrupted_client(), Experiment(policies=["continuous"]))
     assert frame["cached_tokens"] == 23 * 8
-    job, _ = Lab(interrupted_client(), ENGINE)._job(Wish())
+    job, _ = Lab(interrupted_client(), ENGINE)._prepare(Experiment())
     assert sum(arrival.n_cached for arrival in job.arrivals) == 23 * 8
     prompts = sum(arrival.n_prompt for arrival in job.arrivals)
     assert found["policies"]["continuous"]["figures"]["rows"]["prefill"] <= prompts - 23 * 8
 
 
 def test_the_prediction_tells_its_error():
-    frame, found = work_of(served_client(40), Wish(policies=["static", "continuous"]))
+    frame, found = work_of(served_client(40), Experiment(policies=["static", "continuous"]))
     assert frame["measured"]["policy"] == "continuous" and set(found["errors"]) == {"continuous"}
     assert abs(found["errors"]["continuous"]["output_tok_s"]) < 0.2
     assert (
         "% for continuous, error unknown for static" in found["verdict"] and "±" in found["verdict"]
     )
-    _, few = work_of(served_client(12), Wish(policies=["static", "continuous"]))
+    _, few = work_of(served_client(12), Experiment(policies=["static", "continuous"]))
     assert few["errors"]["continuous"] == {} and "error unknown" in few["verdict"], (
         "too few to tell"
     )
@@ -207,13 +207,13 @@ def test_clients_that_wait_are_replayed_as_such():
     watched.run()
     client = FakeClient(seats=4, pages=32, page_size=8, context_length=64)
     client.history = watched.history
-    _, found = work_of(client, Wish(policies=["static", "continuous"]))
+    _, found = work_of(client, Experiment(policies=["static", "continuous"]))
     assert found["closed_loop"] == 3
     static = found["policies"]["static"]["figures"]
     assert static["served"] == 40 and static["queue_s"]["max"] < 0.5 * static["seconds"], (
         "nobody sends ahead"
     )
-    assert work_of(served_client(40), Wish(policies=["continuous"]))[1]["closed_loop"] == 0
+    assert work_of(served_client(40), Experiment(policies=["continuous"]))[1]["closed_loop"] == 0
 
 
 def test_the_engine_is_replayed_with_the_buckets_it_has():
@@ -227,7 +227,7 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
     client.info = msgspec.structs.replace(
         client.info, seat_buckets=(4,), token_buckets=(16,), platform="gpu"
     )
-    job, _ = Lab(client, ENGINE)._job(Wish())
+    job, _ = Lab(client, ENGINE)._prepare(Experiment())
     assert (job.engine.seat_buckets, job.engine.token_buckets, job.engine.on_device) == (
         (4,),
         (16,),
@@ -255,7 +255,7 @@ def test_the_status_before_any_experiment(client):
 
 
 @pytest.mark.parametrize(
-    "wish, param",
+    "experiment, param",
     [
         ({"minutes": 0}, "minutes"),
         ({"minutes": 11}, "minutes"),
@@ -272,8 +272,8 @@ def test_the_status_before_any_experiment(client):
         ({"other": 1}, "body"),
     ],
 )
-def test_wishes_that_make_no_sense(wish, param):
-    reply = run(call(lab_app(served_client(1)), "/lab", wish))
+def test_wishes_that_make_no_sense(experiment, param):
+    reply = run(call(lab_app(served_client(1)), "/lab", experiment))
     assert reply.status == 400 and reply.error["param"] == param, reply.error
 
 
@@ -295,14 +295,14 @@ def test_nothing_to_replay(client):
 def test_a_running_experiment_can_be_stopped_and_has_its_time():
     async def session() -> None:
         lab = Lab(served_client(), ENGINE)
-        lab.start(Wish())
+        lab.start(Experiment())
         await asyncio.sleep(0)
         with pytest.raises(HttpError):
-            lab.start(Wish())
+            lab.start(Experiment())
         await lab.stop()
         assert lab.status()["state"] == "idle"
         hasty = Lab(served_client(), ENGINE, limit_s=0.05)
-        hasty.start(Wish())
+        hasty.start(Experiment())
         assert hasty._task is not None
         await hasty._task
         assert hasty.status()["state"] == "failed" and "0.05 s" in hasty.status()["error"]
@@ -324,15 +324,15 @@ def test_traffic_is_lengths_and_times_alone():
 def test_traffic_comes_faster_if_asked_to():
     client = served_client(40)
     slow, fast = (
-        work_of(client, Wish(policies=["continuous"], speed=speed))[1]["policies"]["continuous"][
-            "seconds"
-        ]
+        work_of(client, Experiment(policies=["continuous"], speed=speed))[1]["policies"][
+            "continuous"
+        ]["seconds"]
         for speed in (0.1, 0.2)
     )
     assert slow == pytest.approx(2 * fast, rel=0.1)
 
 
 def test_changes_are_checked_like_the_configuration():
-    check(Wish(settings={"batch_size": 2}), ENGINE)
+    check(Experiment(settings={"batch_size": 2}), ENGINE)
     with pytest.raises(RequestError, match="batch_size"):
-        check(Wish(settings={"batch_size": -1}), ENGINE)
+        check(Experiment(settings={"batch_size": -1}), ENGINE)

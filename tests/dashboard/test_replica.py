@@ -24,36 +24,38 @@ class Mirror(FakeClient):
         self.history = watched.history
         self.watched = watched
 
-    def look(self) -> snapshot.Look:
+    def snapshot_now(self) -> snapshot.Snapshot:
         core = self.watched.core
         records = self.history.records.since(-1)
-        return snapshot.Look(
+        return snapshot.Snapshot(
             t=self.watched.clock(),
             step=self.history.records.last_step,
             state="ready",
-            age=0.0,
+            last_step_age_s=0.0,
             progress=None,
             seats=snapshot.seat_columns(self.history),
             pages=snapshot.page_cells(core.scheduler.pool.states().tobytes()),
-            scalars=snapshot.scalars(self, records[-1:]),
-            n_life=self.history.n_life,
+            metrics=snapshot.metrics(self, records[-1:], {}),
+            n_events=self.history.n_life,
         )
 
 
-def as_events(*events: bytes) -> list[tuple[str, object]]:
-    reader, told = EventReader(), []
-    text = b"".join(events)
-    for at in range(0, len(text), 37):  # pieces as a socket may bring them
-        told += reader.feed(text[at : at + 37])
-    return told
+def as_events(*encoded: bytes) -> list[tuple[str, object]]:
+    reader, events = EventReader(), []
+    text = b"".join(encoded)
+    for at in range(0, len(text), 37):  # parts as a socket may bring them
+        events += reader.feed(text[at : at + 37])
+    return events
 
 
-def rebuilt(look: snapshot.Look) -> Replica:
+def rebuilt(now: snapshot.Snapshot) -> Replica:
     """What a viewer knows who has just come."""
     replica = Replica()
-    hello = sse.hello(INFO, run="r", hz=10, key_s=2, keys=False, text=False, t=0, wall=0)
-    for name, data in as_events(hello, sse.key(look, 4, "r:1")):
-        replica.take(name, data)
+    hello = sse.hello(
+        INFO, run="r", hz=10, key_frame_s=2, needs_key=False, shows_text=False, t=0, unix_time=0
+    )
+    for name, data in as_events(hello, sse.encode("key_frame", snapshot.key_frame(now, 4), "r:1")):
+        replica.apply(name, data)
     return replica
 
 
@@ -63,7 +65,7 @@ def test_deltas_rebuild_the_key_frame(seed: int, pages: int):
     rng = random.Random(seed)
     watched = Watched(pages=pages)
     client = Mirror(watched)
-    before = client.look()
+    before = client.snapshot_now()
     replica = rebuilt(before)
     named = 0
     for number in range(150):
@@ -77,45 +79,47 @@ def test_deltas_rebuild_the_key_frame(seed: int, pages: int):
             )
         if rng.random() < 0.05:
             watched.core.abort(f"r{rng.randrange(number + 1)}")
-        for _ in range(rng.randint(0, 4)):  # several steps, or none, between two looks
+        for _ in range(rng.randint(0, 4)):  # several steps, or none, between two snapshots
             if watched.core.has_work:
                 watched.step()
-        now = client.look()
-        assert sse.follows(before, now)
-        change = sse.delta(before, now)
+        now = client.snapshot_now()
+        assert snapshot.follows(before, now)
+        change = snapshot.delta(before, now)
         named += len(change.get("seats", ()))
-        for name, data in as_events(sse.event("d", change, "r:2")):
-            replica.take(name, data)
+        for name, data in as_events(sse.encode("delta", change, "r:2")):
+            replica.apply(name, data)
         fresh = rebuilt(now)
         assert (
             replica.seats == fresh.seats
             and replica.cells == fresh.cells
             and replica.counts == fresh.counts
         )
-        assert json.dumps(replica.scalars, sort_keys=True) == json.dumps(
-            fresh.scalars, sort_keys=True
+        assert json.dumps(replica.metrics, sort_keys=True) == json.dumps(
+            fresh.metrics, sort_keys=True
         )
-        assert (replica.t, replica.step, replica.n_life) == (fresh.t, fresh.step, fresh.n_life)
+        assert (replica.t, replica.step, replica.n_events) == (fresh.t, fresh.step, fresh.n_events)
         before = now
     assert 0 < named < 150 * 4 * 0.8, "most seats go on without being named"
 
 
 def test_what_cannot_be_a_delta():
     client = Mirror(Watched())
-    one = client.look()
-    other = client.look()
+    one = client.snapshot_now()
+    other = client.snapshot_now()
     other.seats = None
     assert (
-        not sse.follows(None, one) and not sse.follows(one, other) and not sse.follows(other, one)
+        not snapshot.follows(None, one)
+        and not snapshot.follows(one, other)
+        and not snapshot.follows(other, one)
     )
-    other = client.look()
-    assert sse.follows(one, other)
+    other = client.snapshot_now()
+    assert snapshot.follows(one, other)
     assert other.pages is not None
     other.pages.cells = np.zeros(3, np.uint8)
-    assert not sse.follows(one, other)
-    other = client.look()
+    assert not snapshot.follows(one, other)
+    other = client.snapshot_now()
     other.step = one.step - 1
-    assert not sse.follows(one, other)
+    assert not snapshot.follows(one, other)
 
 
 def test_a_seat_that_is_not_named_goes_on():
@@ -131,6 +135,6 @@ def test_a_seat_that_is_not_named_goes_on():
 def test_notes_and_unknown_events():
     replica = Replica()
     for number in range(30):
-        replica.take("note", number)
-    replica.take("something new", {})
+        replica.apply("note", number)
+    replica.apply("something new", {})
     assert replica.notes == list(range(10, 30)) and replica.info == {}

@@ -51,7 +51,7 @@ class Reader(HTMLParser):
 
 def snapshot(client: FakeClient, minutes: float = 1.0) -> tuple[Reader, dict[str, Any]]:
     clock = client.history._clock()
-    notes = [{"level": "warn", "msg": "<b>note</b>"}]
+    notes = [{"level": "warn", "code": "x", "t": 0.0, "message": "<b>note</b>"}]
     reader = Reader(report.render(report.collect(client, minutes, notes, clock, 0.0)))  # type: ignore[arg-type]
     figures = json.loads(reader.scripts[1])
     return reader, dict(zip(report.TITLES, figures, strict=True))

@@ -36,23 +36,23 @@ def two_in_one_seat() -> Watched:
     return watched
 
 
-def told(watched: Watched, request_id: str, index: int = 0) -> dict:
+def detail_of(watched: Watched, request_id: str, index: int = 0) -> dict:
     request = watched.history.find(request_id, index)
     assert request is not None
-    return json.loads(json.dumps(request_detail.story(watched.history, request, watched.clock())))
+    return json.loads(json.dumps(request_detail.detail(watched.history, request, watched.clock())))
 
 
-def test_a_story_told_by_hand():
+def test_a_detail_told_by_hand():
     watched = two_in_one_seat()
-    story = told(watched, "second")
-    assert [phase["kind"] for phase in story["phases"]] == ["queue", "prefill", "decode"]
-    assert [chunk["count"] for chunk in story["chunks"]] == [8, 4]
-    assert [chunk["start"] for chunk in story["chunks"]] == [0, 8]
-    assert [chunk["sharers"] for chunk in story["chunks"]] == [0, 0]
-    assert len(story["cadence"]["t"]) == 4 == story["n_output"] and story["finish"] == "length"
-    assert story["phases"][0]["to"] == story["phases"][1]["from"] == story["seated"]
-    assert story["phases"][2]["to"] == story["finished"] and story["phases"][1]["steps"] == 2
-    assert {"queue", "prefill", "decode"} <= {cause["code"] for cause in story["why"]}
+    detail = detail_of(watched, "second")
+    assert [phase["kind"] for phase in detail["phases"]] == ["queue", "prefill", "decode"]
+    assert [chunk["count"] for chunk in detail["chunks"]] == [8, 4]
+    assert [chunk["start"] for chunk in detail["chunks"]] == [0, 8]
+    assert [chunk["shared_with"] for chunk in detail["chunks"]] == [0, 0]
+    assert len(detail["cadence"]["t"]) == 4 == detail["n_output"] and detail["finish"] == "length"
+    assert detail["phases"][0]["to"] == detail["phases"][1]["from"] == detail["seated"]
+    assert detail["phases"][2]["to"] == detail["finished"] and detail["phases"][1]["steps"] == 2
+    assert {"queue", "prefill", "decode"} <= {cause["code"] for cause in detail["causes"]}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -60,29 +60,29 @@ def test_a_story_told_by_hand():
 def test_causes_add_up_to_the_time_it_took(seed: int, pages: int):
     watched = random_run(seed, pages=pages)
     for request in watched.history.newest():
-        story = told(watched, request.request_id, request.index)
-        assert sum(cause["seconds"] for cause in story["why"]) == pytest.approx(
-            story["e2e_s"], abs=2e-3
+        detail = detail_of(watched, request.request_id, request.index)
+        assert sum(cause["seconds"] for cause in detail["causes"]) == pytest.approx(
+            detail["e2e_s"], abs=2e-3
         )
-        assert [c["seconds"] for c in story["why"]] == sorted(
-            (c["seconds"] for c in story["why"]), reverse=True
+        assert [c["seconds"] for c in detail["causes"]] == sorted(
+            (c["seconds"] for c in detail["causes"]), reverse=True
         )
-        assert len(story["cadence"]["t"]) == request.n_output
-        assert story["cadence"]["t"] == sorted(story["cadence"]["t"])
-        edges = [edge for phase in story["phases"] for edge in (phase["from"], phase["to"])]
-        assert edges == sorted(edges) and edges[-1] == pytest.approx(story["finished"], abs=2e-3)
+        assert len(detail["cadence"]["t"]) == request.n_output
+        assert detail["cadence"]["t"] == sorted(detail["cadence"]["t"])
+        edges = [edge for phase in detail["phases"] for edge in (phase["from"], phase["to"])]
+        assert edges == sorted(edges) and edges[-1] == pytest.approx(detail["finished"], abs=2e-3)
         if request.preemptions and len(request.stays) > 1:
-            assert "preemption" in {cause["code"] for cause in story["why"]}
+            assert "preemption" in {cause["code"] for cause in detail["causes"]}
 
 
-def test_sharers_are_the_other_seats_of_the_step():
+def test_those_who_share_are_the_other_seats_of_the_step():
     watched = Watched()
     for name in "abc":
         watched.add(name, [1, 2, 3], max_tokens=6, ignore_eos=True)
     watched.run()
-    story = told(watched, "a")
-    assert story["chunks"][0]["sharers"] == 2 and story["shared"]["max"] == 2
-    assert story["shared"]["prefill_rows_of_others"] == 6
+    detail = detail_of(watched, "a")
+    assert detail["chunks"][0]["shared_with"] == 2 and detail["shared"]["max"] == 2
+    assert detail["shared"]["prefill_rows_of_others"] == 6
 
 
 def test_a_slow_step_is_named():
@@ -112,11 +112,11 @@ def test_a_slow_step_is_named():
                 report.chunks,
             )
         )
-    story = told(watched, "a")
-    assert story["cadence"]["slowest"]["why"] == "compile"
-    assert story["cadence"]["gap_max"] == pytest.approx(1.0, abs=1e-3)
-    assert story["why"][0]["code"] == "compile" and story["shared"]["compiles"] == 1
-    assert story["cadence"]["gap_p50"] == pytest.approx(0.01, abs=1e-3)
+    detail = detail_of(watched, "a")
+    assert detail["cadence"]["slowest"]["cause"] == "compile"
+    assert detail["cadence"]["gap_max"] == pytest.approx(1.0, abs=1e-3)
+    assert detail["causes"][0]["code"] == "compile" and detail["shared"]["compiles"] == 1
+    assert detail["cadence"]["gap_p50"] == pytest.approx(0.01, abs=1e-3)
 
 
 def test_an_open_request_is_told_as_far_as_it_has_come():
@@ -125,9 +125,11 @@ def test_an_open_request_is_told_as_far_as_it_has_come():
     watched.add("waits", [1, 2, 3], max_tokens=5, ignore_eos=True)
     for _ in range(6):
         watched.step()
-    story, waits = told(watched, "on board"), told(watched, "waits")
+    detail, waits = detail_of(watched, "on board"), detail_of(watched, "waits")
     assert (
-        story["state"] == "decode" and story["e2e_s"] is None and story["phases"][-1]["to"] is None
+        detail["state"] == "decode"
+        and detail["e2e_s"] is None
+        and detail["phases"][-1]["to"] is None
     )
     assert waits["phases"] == [
         {
@@ -140,7 +142,7 @@ def test_an_open_request_is_told_as_far_as_it_has_come():
             "steps": 0,
         }
     ]
-    assert [cause["code"] for cause in waits["why"]] == ["queue"] and waits["cadence"][
+    assert [cause["code"] for cause in waits["causes"]] == ["queue"] and waits["cadence"][
         "slowest"
     ] is None
 
@@ -204,7 +206,7 @@ def test_the_list_is_not_for_strangers(client):
         assert get(page(client, "a secret key"), path).status_code == 401, path
 
 
-def test_bins_add_up_and_rides_cover_the_seats():
+def test_bins_add_up_and_stays_cover_the_seats():
     watched = random_run(2, pages=13)
     history, end = watched.history, watched.clock()
     shown = json.loads(json.dumps(timeline.timeline(history, 0.0, end, 37, end)))
@@ -215,12 +217,12 @@ def test_bins_add_up_and_rides_cover_the_seats():
         assert sum(bins["rows"][kind]) == int(records[kind].sum())
     for name in ("boarded", "finished", "preempted"):
         assert sum(bins[name]) == int(records[name].sum())
-    assert max(value for value in bins["worst_s"] if value is not None) == pytest.approx(
+    assert max(value for value in bins["longest_step_s"] if value is not None) == pytest.approx(
         float((records["device_s"] + records["gap_s"]).max()), abs=1e-6
     )
     assert max(v for v in bins["waiting"] if v is not None) == int(records["waiting"].max())
     assert any(value is not None for value in bins["itl_p95"])
-    stays = shown["rides"]
+    stays = shown["stays"]
     assert len(stays["seat"]) == sum(len(request.stays) for request in history.newest())
     assert len(set(map(len, stays.values()))) == 1 and stays["from"] == sorted(stays["from"])
     assert set(stays["end"]) <= {"stop", "length", "abort", "preempted"}
@@ -251,7 +253,7 @@ def test_gaps_between_tokens_are_those_of_the_streams():
         round(gap, 6)
         for request in watched.history.newest()
         if request.finish != "abort"
-        for gap in np.diff(told(watched, request.request_id, request.index)["cadence"]["t"])
+        for gap in np.diff(detail_of(watched, request.request_id, request.index)["cadence"]["t"])
     )
     _, values, weights = latency.samples(watched.history, 0, 1e9)["itl"]
     assert int(weights.sum()) == pytest.approx(len(gaps), rel=0.05)  # aborted streams had some, too
@@ -303,5 +305,5 @@ def test_engines_are_one(client):
 def test_timeline_over_http(client):
     told = get(page(client), "/timeline?bins=5").json()
     assert (
-        told["seats"] == 4 and len(told["bins"]["t"]) == 5 and "req-a" in told["rides"]["request"]
+        told["seats"] == 4 and len(told["bins"]["t"]) == 5 and "req-a" in told["stays"]["request"]
     )

@@ -67,7 +67,7 @@ def test_engines_are_listed_whether_they_answer_or_not(client):
 def test_answers_are_the_engines_own(client):
     with served(engine_app(client)) as (url, _):
         app = standalone(url)
-        page, slots, frames, requests, story, trace, missing, wrong = ask(
+        page, slots, frames, requests, detail, trace, missing, wrong = ask(
             app,
             "/",
             "/engines/0/slots",
@@ -82,7 +82,7 @@ def test_answers_are_the_engines_own(client):
     assert slots.json()["seats"]["request"][0] == "req-a" and frames.json()["columns"]["step"] == [
         2
     ]
-    assert len(requests.json()["requests"]) == 1 and story.json()["state"] == "prefill"
+    assert len(requests.json()["requests"]) == 1 and detail.json()["state"] == "prefill"
     assert "attachment" in trace.headers["content-disposition"] and trace.json()["traceEvents"]
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "limit"
@@ -130,7 +130,7 @@ def test_many_viewers_are_one_to_the_engine(client):
         reply = await call(app, "/engines/0/feed", method="GET", leave_on_chunk=number)
         replica, reader = Replica(), EventReader()
         for name, data in reader.feed(b"".join(reply.chunks)):
-            replica.take(name, data)
+            replica.apply(name, data)
         return replica
 
     async def session(app) -> list[Replica]:

@@ -119,7 +119,7 @@ def test_a_feed_that_ends_is_an_end():
     async def session() -> list[bytes]:
         engine = RemoteEngine(url)
         try:
-            return [piece async for piece in engine.pieces()]
+            return [part async for part in engine.feed()]
         finally:
             await engine.close()
 
@@ -131,7 +131,7 @@ def test_a_feed_that_ends_is_an_end():
         asyncio.run(session())
 
 
-def replica_with(*seats: SeatView, **scalars) -> Replica:
+def replica_with(*seats: SeatView, **metrics) -> Replica:
     totals = {
         "rows": dict.fromkeys(ROW_KINDS, 0),
         "steps": {"decode": 0, "mixed": 0},
@@ -139,7 +139,7 @@ def replica_with(*seats: SeatView, **scalars) -> Replica:
         "waiting": 0,
         "latency": {"wait": {"p95": 0.25}, "ttft": {"p95": 2.5}, "itl": None},
     }
-    return Replica(t=1.0, seats=list(seats), scalars=totals | scalars, state="ready")
+    return Replica(t=1.0, seats=list(seats), metrics=totals | metrics, state="ready")
 
 
 def test_every_seat_is_one_character_in_rows_that_fit():
