@@ -126,7 +126,7 @@ def pallas() -> KernelSet:
 def pallas_set() -> KernelSet:
     """What `pallas` chooses, also on a machine that has no TPU; always the same object."""
     from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
-    from jitney.kernels.pallas_tpu.layout import pool_shape
+    from jitney.kernels.pallas_tpu.pool_layout import pool_shape
 
     kernels = PallasKernels()
     return replace(

@@ -1,5 +1,5 @@
 """Measures tile sizes of attention on the NVIDIA GPU at hand, and prints rows for
-`kernels/triton_gpu/configs.py`.
+`kernels/triton_gpu/tiles.py`.
 
 python docs/benchmarks/triton_configs.py [--dims 64 128 256] [--groups 4 32] [--pages 16 128]
 [--quick]
@@ -25,15 +25,15 @@ import numpy as np
 
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import compute_capability
-from jitney.kernels.triton_gpu.configs import (
-    PROCESSORS,
-    Decode,
-    Prompt,
-    attention_config,
-    generation,
-)
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 from jitney.kernels.triton_gpu.launch import JaxTriton
+from jitney.kernels.triton_gpu.tiles import (
+    PROCESSORS,
+    DecodeTiles,
+    PromptTiles,
+    attention_tiles,
+    generation,
+)
 
 KEY_HEADS, REPEATS, ROUNDS = 8, 20, 5
 
@@ -87,7 +87,9 @@ def batch(
 
 
 def time_tiles(
-    tiles: tuple[Decode, Prompt], sm: int, given: tuple[jax.Array, jax.Array, AttentionMeta]
+    tiles: tuple[DecodeTiles, PromptTiles],
+    sm: int,
+    given: tuple[jax.Array, jax.Array, AttentionMeta],
 ) -> float:
     """Seconds of one attention with these tiles; infinite if they do not compile or fit."""
     q, kv, meta = given
@@ -103,31 +105,33 @@ def attend(kernels: TritonKernels, q: jax.Array, kv: jax.Array, meta: AttentionM
     return kernels.attend(q, kv, meta, scale=q.shape[-1] ** -0.5)
 
 
-def decode_candidates(known: Decode, sm: int, quick: bool) -> Iterator[Decode]:
+def decode_candidates(current: DecodeTiles, sm: int, quick: bool) -> Iterator[DecodeTiles]:
     processors = PROCESSORS[generation(sm)]
     for block, warps, stages, resident in itertools.product(
         (32, 64, 128), (4, 8), (2, 3, 5), (2, 3, 4, 6)
     ):
-        if not quick or (warps, stages) == (known.warps, known.stages):
+        if not quick or (warps, stages) == (current.warps, current.stages):
             yield replace(
-                known, block_n=block, warps=warps, stages=stages, programs=processors * resident
+                current, block_n=block, warps=warps, stages=stages, programs=processors * resident
             )
 
 
-def prompt_candidates(known: Prompt, quick: bool) -> Iterator[Prompt]:
+def prompt_candidates(current: PromptTiles, quick: bool) -> Iterator[PromptTiles]:
     for rows, block, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)):
-        if not quick or (warps, stages) == (known.warps, known.stages):
-            yield Prompt(rows, block, warps, stages)
+        if not quick or (warps, stages) == (current.warps, current.stages):
+            yield PromptTiles(rows, block, warps, stages)
 
 
-def best_decode(dim: int, group: int, page: int, sm: int, quick: bool, bandwidth: float) -> Decode:
+def best_decode(
+    dim: int, group: int, page: int, sm: int, quick: bool, bandwidth: float
+) -> DecodeTiles:
     """The fastest over many sequences and one long one, each counted by its share of the best."""
-    known, prompt = attention_config(sm, dim, 2, group)
+    current, prompt = attention_tiles(sm, dim, 2, group)
     heads = group * KEY_HEADS
     cases = {
         lengths: batch(list(lengths), 1, heads, dim, page) for lengths in ((4096,) * 32, (32768,))
     }
-    candidates = list(decode_candidates(known, sm, quick))
+    candidates = list(decode_candidates(current, sm, quick))
     taken = np.array(
         [[time_tiles((tiles, prompt), sm, case) for case in cases.values()] for tiles in candidates]
     )
@@ -141,11 +145,11 @@ def best_decode(dim: int, group: int, page: int, sm: int, quick: bool, bandwidth
     return candidates[chosen]
 
 
-def best_prompt(dim: int, group: int, page: int, sm: int, quick: bool, rate: float) -> Prompt:
+def best_prompt(dim: int, group: int, page: int, sm: int, quick: bool, rate: float) -> PromptTiles:
     """The fastest over one prompt of 4096 rows."""
-    decode, known = attention_config(sm, dim, 2, group)
+    decode, current = attention_tiles(sm, dim, 2, group)
     case = batch([4096], 4096, group * KEY_HEADS, dim, page)
-    candidates = list(prompt_candidates(known, quick))
+    candidates = list(prompt_candidates(current, quick))
     taken = [time_tiles((decode, tiles), sm, case) for tiles in candidates]
     chosen = int(np.argmin(taken))
     work = (

@@ -13,15 +13,15 @@ rows of bfloat16 in the compiler's schedule for v5e, where reading one head afte
 13.
 
 Where a row's keys are split follows from their positions alone, so a sequence's result never
-depends on its neighbours. Axes as in `jitney.kernels.interface`; R and W as in
-`jitney.kernels.pallas_tpu.layout`, G = H // K, and M = G * B rows of a tile for B query rows, the
-rows of one query head together.
+depends on its neighbours. Axes as in `jitney.kernels.interface`; R and W as in `pool_layout`, G =
+H // K, and M = G * B rows of a tile for B query rows, the rows of one query head together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,25 +30,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jitney.kernels.pallas_tpu.walk import Constants, Cursor, Step, Walk
+from jitney.kernels.pallas_tpu.work_order import Constants, Cursor, StepRefs, Walk
 
 LOG2E = math.log2(math.e)
 #: Score of a key that a row must not see; finite, so that no NaN comes of it.
 HIDDEN = -1e30
 
 
+class Ring(NamedTuple):
+    """Blocks of the pool on their way in."""
+
+    pages: Any  # [depth, C, R, W]
+    arrived: Any  # DMA semaphores [depth]
+
+
 class Buffers(NamedTuple):
     """Scratch memory of a sweep; B query rows, M = G * B."""
 
-    pages: Any  # [depth, C, R, W]
+    ring: Ring
     rows: Any  # [depth, B, H, W]: query rows as they came
     queries: Any  # [K, M, W]: of the item
     top: Any  # float32 [K, M, 128]: running maximum, alike in all lanes
-    total: Any  # and sum
+    total: Any  # float32 [K, M, 128]: running sum, alike in all lanes
     acc: Any  # float32 [K, M, W]
     out: Any  # [2, B, H, W]
     leaving: Any  # int32 [2] in SMEM: rows on their way out of each half of `out`
-    arrived: Any  # DMA semaphores [depth]
     left: Any  # DMA semaphores [2]
 
 
@@ -58,55 +64,34 @@ def attention_kernel(
     """Body of the kernel. refs: [factors], then pool, new, q, pool, q if it writes, the
     last two being results in place of operands, else pool, q, q; then the ring, its semaphores and
     one for writes."""
-    waiting = list(refs)
-    factors = waiting.pop(0) if fixed.scaled else None
+    refs = list(refs)
+    factors = refs.pop(0) if fixed.scaled else None
     if fixed.writes:
-        _, new, _, pool, q, pages, arrived, wrote = waiting
+        _, new, _, pool, q, pages, arrived, wrote = refs
     else:
-        pool, _, q, pages, arrived, wrote = waiting
+        pool, _, q, pages, arrived, wrote = refs
         new = None
-    step = Step(kv_lens, cu_q, table, write_rows, counts, new, q, pool, factors)
+    step = StepRefs(kv_lens, cu_q, table, write_rows, counts, new, q, pool, factors)
     if fixed.writes:
         write(fixed, step, wrote)
-    for slot in range(fixed.depth):
-        pages[slot] = jnp.zeros(
-            pages.shape[1:], pages.dtype
-        )  # a hidden key still meets its value, as 0 * v
+    for slot in range(fixed.depth):  # a hidden key still meets its value, as 0 * v
+        pages[slot] = jnp.zeros(pages.shape[1:], pages.dtype)
+    ring = Ring(pages, arrived)
     n_decode, n_seqs = counts[0], counts[1]
-    with_buffers(
-        fixed,
-        step,
-        pages,
-        arrived,
-        1,
-        lambda buffers: sweep(fixed, step, buffers, jnp.int32(0), n_decode),
-    )
+    sweep_in_scope(fixed, step, ring, 1, jnp.int32(0), n_decode)
     if fixed.block:
-        with_buffers(
-            fixed,
-            step,
-            pages,
-            arrived,
-            fixed.block,
-            lambda buffers: sweep(fixed, step, buffers, n_decode, n_seqs),
-        )
+        sweep_in_scope(fixed, step, ring, fixed.block, n_decode, n_seqs)
 
 
-def with_buffers(
-    fixed: Constants,
-    step: Step,
-    pages: Any,
-    arrived: Any,
-    size: int,
-    run: Callable[[Buffers], None],
+def sweep_in_scope(
+    fixed: Constants, step: StepRefs, ring: Ring, size: int, first: jax.Array, end: jax.Array
 ) -> None:
-    """Call `run` with scratch memory for items of `size` query rows."""
-    heads, tile, width = fixed.layout.heads, fixed.group * size, fixed.layout.width
+    """`sweep` with scratch memory for items of `size` query rows."""
+    heads, width = fixed.layout.heads, fixed.layout.width
+    tile = fixed.group * size
     dtype = step.q.dtype
     pl.run_scoped(
-        lambda rows, queries, top, total, acc, out, leaving, left: run(
-            Buffers(pages, rows, queries, top, total, acc, out, leaving, arrived, left)
-        ),
+        lambda *scratch: sweep(fixed, step, Buffers(ring, *scratch), first, end),
         pltpu.VMEM((fixed.depth, size, fixed.n_heads, width), dtype),
         pltpu.VMEM((heads, tile, width), dtype),
         pltpu.VMEM((heads, tile, 128), jnp.float32),
@@ -118,118 +103,117 @@ def with_buffers(
     )
 
 
-def write(fixed: Constants, step: Step, wrote: Any) -> None:
+Act = Callable[[Any], None]
+
+
+def begin(copy: Any) -> None:
+    """Start a copy."""
+    copy.start()
+
+
+def wait(copy: Any) -> None:
+    """Await a copy, of which only the size counts."""
+    copy.wait()
+
+
+def write(fixed: Constants, step: StepRefs, wrote: Any) -> None:
     """Copy the new rows into their pages, whole pages where rows fill one, and wait until all are
     there.
     """
-    n_rows, n_slots = step.new.shape[0], step.pool.shape[0] * fixed.page
-
-    def put(row: Any, slot: Any, count: int) -> Any:
-        return pltpu.make_async_copy(
-            step.new.at[pl.ds(row, count)],
-            step.pool.at[lax.div(slot, fixed.page), pl.ds(lax.rem(slot, fixed.page), count)],
-            wrote,
-        )
-
-    def each(act: Callable[[Any], None]) -> None:
-        def body(row: jax.Array) -> jax.Array:
-            slot = step.write_rows[row]
-            last = jnp.minimum(row + fixed.page, n_rows) - 1
-            whole = (
-                (lax.rem(slot, fixed.page) == 0)
-                & (row + fixed.page <= n_rows)
-                & (slot < n_slots)
-                & (step.write_rows[last] == slot + fixed.page - 1)
-            )
-            if n_rows >= fixed.page:
-                pl.when(whole)(lambda: act(put(row, slot, fixed.page)))
-            pl.when(~whole & (slot < n_slots))(lambda: act(put(row, slot, 1)))
-            return row + jnp.where(whole, fixed.page, 1)
-
-        lax.while_loop(lambda row: row < step.counts[2], body, jnp.int32(0))
-
-    each(lambda copy: copy.start())
-    each(lambda copy: copy.wait())
+    each_write(fixed, step, wrote, begin)
+    each_write(fixed, step, wrote, wait)
 
 
-def sweep(fixed: Constants, step: Step, buffers: Buffers, first: jax.Array, end: jax.Array) -> None:
+def each_write(fixed: Constants, step: StepRefs, wrote: Any, act: Act) -> None:
+    """act(copy) for each copy of a row, or of a page of rows, into the pool."""
+    page = fixed.page
+    n_rows, n_slots = step.new.shape[0], step.pool.shape[0] * page
+
+    def put(row: jax.Array, slot: jax.Array, count: int) -> None:
+        source = step.new.at[pl.ds(row, count)]
+        target = step.pool.at[lax.div(slot, page), pl.ds(lax.rem(slot, page), count)]
+        act(pltpu.make_async_copy(source, target, wrote))
+
+    def body(row: jax.Array) -> jax.Array:
+        slot = step.write_rows[row]
+        last = jnp.minimum(row + page, n_rows) - 1
+        inside = slot < n_slots
+        begins = (lax.rem(slot, page) == 0) & (row + page <= n_rows)
+        whole = begins & inside & (step.write_rows[last] == slot + page - 1)
+        if n_rows >= page:
+            pl.when(whole)(lambda: put(row, slot, page))
+        pl.when(~whole & inside)(lambda: put(row, slot, 1))
+        return row + jnp.where(whole, page, 1)
+
+    lax.while_loop(lambda row: row < step.counts[2], body, jnp.int32(0))
+
+
+class State(NamedTuple):
+    """Where a sweep is."""
+
+    at: Cursor  # the block that is computed on
+    ahead: Cursor  # the block whose pages are asked for
+    slot: jax.Array  # of the ring, of `at`
+    half: jax.Array  # of `out`, for the item's rows
+
+
+def sweep(
+    fixed: Constants, step: StepRefs, buffers: Buffers, first: jax.Array, end: jax.Array
+) -> None:
     """Attend for sequences [first, end), one item after the other."""
-    size = buffers.rows.shape[1]
-    walk = Walk(fixed, step, size)
+    walk = Walk(fixed, step, buffers.rows.shape[1])
     for half in range(2):
         buffers.leaving[half] = 0
     ahead = walk.begin(first)
     for slot in range(fixed.depth - 1):
-        pl.when(ahead.seq < end)(
-            lambda at=ahead, slot=slot: fetch(walk, buffers, at, slot, lambda copy: copy.start())
-        )
+        pl.when(ahead.seq < end)(partial(fetch, walk, buffers, ahead, slot, begin))
         ahead = walk.after(ahead)
 
-    def body(
-        state: tuple[Cursor, Cursor, jax.Array, jax.Array],
-    ) -> tuple[Cursor, Cursor, jax.Array, jax.Array]:
+    def body(state: State) -> State:
         at, ahead, slot, half = state
         free = lax.rem(slot + fixed.depth - 1, fixed.depth)
-        pl.when(ahead.seq < end)(
-            lambda: fetch(walk, buffers, ahead, free, lambda copy: copy.start())
-        )
-        fetch(walk, buffers, at, slot, lambda copy: copy.wait())
-        pl.when(walk.is_first(at))(lambda: start(fixed, buffers, slot))
-        attend(fixed, step, buffers, slot, walk.before(at.seq) + at.row, at.block * fixed.keys)
+        pl.when(ahead.seq < end)(partial(fetch, walk, buffers, ahead, free, begin))
+        fetch(walk, buffers, at, slot, wait)
+        pl.when(walk.is_first(at))(partial(start, fixed, buffers, slot))
+        position = walk.before(at.seq) + at.row
+        attend(fixed, step, buffers, slot, position, at.block * fixed.keys)
         last = walk.is_last(at)
-        pl.when(last)(lambda: finish(fixed, step, walk, buffers, at, half))
-        return (
-            walk.after(at),
-            walk.after(ahead),
-            lax.rem(slot + 1, fixed.depth),
-            jnp.where(last, 1 - half, half),
-        )
+        pl.when(last)(partial(finish, fixed, step, walk, buffers, at, half))
+        next_slot = lax.rem(slot + 1, fixed.depth)
+        return State(walk.after(at), walk.after(ahead), next_slot, jnp.where(last, 1 - half, half))
 
-    lax.while_loop(
-        lambda state: state[0].seq < end,
-        body,
-        (walk.begin(first), ahead, jnp.int32(0), jnp.int32(0)),
-    )
+    state = State(walk.begin(first), ahead, jnp.int32(0), jnp.int32(0))
+    lax.while_loop(lambda state: state.at.seq < end, body, state)
     for half in range(2):
-        leave(step, buffers, half, jnp.int32(0), lambda copy: copy.wait())
+        leave(step, buffers, half, jnp.int32(0), wait)
 
 
-def fetch(walk: Walk, buffers: Buffers, at: Cursor, slot: Any, act: Callable[[Any], None]) -> None:
+def fetch(walk: Walk, buffers: Buffers, at: Cursor, slot: Any, act: Act) -> None:
     """Start, or await, the copies of a block's pages, and of the query rows if it is the item's
     first.
     """
     page, step = walk.fixed.page, walk.step
     pages = walk.fixed.keys // page
-    first = lax.div(walk.first_key(at.seq, at.row), page)
-    end = lax.div(walk.end_key(at.seq, at.row) + page - 1, page)
+    arrived = buffers.ring.arrived.at[slot]
+    first_row = walk.source(at)
+    first_page = lax.div(walk.first_key(at.seq, at.row), page)
+    end_page = lax.div(walk.end_key(at.seq, at.row) + page - 1, page)
 
-    def copy(i: jax.Array, _: None) -> None:
+    def copy_page(i: jax.Array, _: None) -> None:
         where = pl.multiple_of((i - at.block * pages) * page, page)
-        act(
-            pltpu.make_async_copy(
-                step.pool.at[step.table[at.seq, i]],
-                buffers.pages.at[slot, pl.ds(where, page)],
-                buffers.arrived.at[slot],
-            )
-        )
+        source = step.pool.at[step.table[at.seq, i]]
+        target = buffers.ring.pages.at[slot, pl.ds(where, page)]
+        act(pltpu.make_async_copy(source, target, arrived))
 
-    lax.fori_loop(
-        jnp.maximum(first, at.block * pages), jnp.minimum(end, (at.block + 1) * pages), copy, None
-    )
-    source = walk.source(at)
-    pl.when(walk.is_first(at))(
-        lambda: by_rows(
-            walk.size,
-            walk.count(at),
-            lambda row, n: act(
-                pltpu.make_async_copy(
-                    step.q.at[pl.ds(source + row, n)],
-                    buffers.rows.at[slot, pl.ds(row, n)],
-                    buffers.arrived.at[slot],
-                )
-            ),
-        )
-    )
+    def copy_rows(row: jax.Array | int, count: int) -> None:
+        source = step.q.at[pl.ds(first_row + row, count)]
+        target = buffers.rows.at[slot, pl.ds(row, count)]
+        act(pltpu.make_async_copy(source, target, arrived))
+
+    low = jnp.maximum(first_page, at.block * pages)
+    high = jnp.minimum(end_page, (at.block + 1) * pages)
+    lax.fori_loop(low, high, copy_page, None)
+    pl.when(walk.is_first(at))(partial(by_rows, walk.size, walk.count(at), copy_rows))
 
 
 def by_rows(size: int, count: jax.Array, act: Callable[[Any, int], None]) -> None:
@@ -241,10 +225,10 @@ def by_rows(size: int, count: jax.Array, act: Callable[[Any, int], None]) -> Non
 
 def start(fixed: Constants, buffers: Buffers, slot: jax.Array) -> None:
     """An item's queries by key head, and the softmax of nothing."""
-    size, heads = buffers.rows.shape[1], fixed.layout.heads
-    rows = buffers.rows[slot]
-    by_head = rows[0] if size == 1 else jnp.swapaxes(rows, 0, 1)
-    buffers.queries[...] = by_head.reshape(heads, fixed.group * size, fixed.layout.width)
+    size = buffers.rows.shape[1]
+    rows = buffers.rows[slot]  # [B, H, W]
+    turned = rows[0] if size == 1 else jnp.swapaxes(rows, 0, 1)
+    buffers.queries[...] = turned.reshape(buffers.queries.shape)
     buffers.acc[...] = jnp.zeros_like(buffers.acc)
     buffers.top[...] = jnp.full_like(buffers.top, HIDDEN)
     buffers.total[...] = jnp.zeros_like(buffers.total)
@@ -252,35 +236,25 @@ def start(fixed: Constants, buffers: Buffers, slot: jax.Array) -> None:
 
 def attend(
     fixed: Constants,
-    step: Step,
+    step: StepRefs,
     buffers: Buffers,
     slot: jax.Array,
     position: jax.Array,
     first: jax.Array,
 ) -> None:
     """Add a block of keys, the first at position `first`, to the item's softmax."""
-    keys, values = by_head(fixed, buffers.pages[slot], buffers.queries.dtype)
+    keys, values = by_head(fixed, buffers.ring.pages[slot], buffers.queries.dtype)  # [K, C, W]
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
-    scores = lax.dot_general(
-        buffers.queries[...],
-        keys,
-        (((2,), (2,)), ((0,), (0,))),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = multiply("kmw,kcw->kmc", buffers.queries[...], keys)
     scores = hide(fixed, capped(fixed, step, scores), position - first)
     top = jnp.maximum(buffers.top[...], jnp.max(scores, axis=2, keepdims=True))
     weights = jnp.exp2(scores - lanes(top, fixed.keys))
     keep = jnp.exp2(buffers.top[...] - top)
+    summed = multiply("kmc,kcw->kmw", weights.astype(values.dtype), values)
     buffers.top[...] = top
     buffers.total[...] = buffers.total[...] * keep + jnp.sum(weights, axis=2, keepdims=True)
-    buffers.acc[...] = buffers.acc[...] * lanes(keep, fixed.layout.width) + lax.dot_general(
-        weights.astype(values.dtype),
-        values,
-        (((2,), (1,)), ((0,), (0,))),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    buffers.acc[...] = buffers.acc[...] * lanes(keep, fixed.layout.width) + summed
 
 
 def by_head(fixed: Constants, block: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -293,12 +267,14 @@ def by_head(fixed: Constants, block: jax.Array, dtype: Any) -> tuple[jax.Array, 
     return pairs[:, 0], pairs[:, 1]
 
 
-def capped(fixed: Constants, step: Step, scores: jax.Array) -> jax.Array:
+def capped(fixed: Constants, step: StepRefs, scores: jax.Array) -> jax.Array:
     """Products of queries and stored keys [K, M, C] -> scores in base 2."""
     scores = scores * (fixed.scale if fixed.softcap else fixed.scale * LOG2E)
     if fixed.scaled:
         scores = scores * step.factors[0][:, :, :1]
-    return fixed.softcap * LOG2E * jnp.tanh(scores / fixed.softcap) if fixed.softcap else scores
+    if fixed.softcap:
+        scores = fixed.softcap * LOG2E * jnp.tanh(scores / fixed.softcap)
+    return scores
 
 
 def hide(fixed: Constants, scores: jax.Array, distance: jax.Array) -> jax.Array:
@@ -317,41 +293,35 @@ def hide(fixed: Constants, scores: jax.Array, distance: jax.Array) -> jax.Array:
 
 def lanes(x: jax.Array, width: int) -> jax.Array:
     """x [K, M, 128], alike in all lanes -> [K, M, width]."""
-    return jnp.concatenate([x] * (width // 128), axis=2) if width > 128 else x[:, :, :width]
+    if width > 128:
+        return jnp.concatenate([x] * (width // 128), axis=2)
+    return x[:, :, :width]
 
 
 def finish(
-    fixed: Constants, step: Step, walk: Walk, buffers: Buffers, at: Cursor, half: jax.Array
+    fixed: Constants, step: StepRefs, walk: Walk, buffers: Buffers, at: Cursor, half: jax.Array
 ) -> None:
     """Send an item's rows out, once those of the item before last have left."""
-    leave(step, buffers, half, jnp.int32(0), lambda copy: copy.wait())
-    total = lanes(buffers.total[...], fixed.layout.width)
-    done = buffers.acc[...] / total
+    leave(step, buffers, half, jnp.int32(0), wait)
+    n_heads, width = fixed.n_heads, fixed.layout.width
+    done = buffers.acc[...] / lanes(buffers.total[...], width)
     if fixed.scaled:
         done = done * step.factors[1][:, :, :1]
     done = done.astype(step.q.dtype)
-    by_row = done.reshape(fixed.n_heads, walk.size, fixed.layout.width)
-    buffers.out[half] = (
-        done.reshape(1, fixed.n_heads, fixed.layout.width)
-        if walk.size == 1
-        else jnp.swapaxes(by_row, 0, 1)
-    )
+    if walk.size == 1:
+        buffers.out[half] = done.reshape(1, n_heads, width)
+    else:
+        buffers.out[half] = jnp.swapaxes(done.reshape(n_heads, walk.size, width), 0, 1)
     buffers.leaving[half] = walk.count(at)
-    leave(step, buffers, half, walk.source(at), lambda copy: copy.start())
+    leave(step, buffers, half, walk.source(at), begin)
 
 
-def leave(
-    step: Step, buffers: Buffers, half: Any, source: jax.Array, act: Callable[[Any], None]
-) -> None:
+def leave(step: StepRefs, buffers: Buffers, half: Any, first_row: jax.Array, act: Act) -> None:
     """Start, or await, the copies of one half of `out` to where its rows were read."""
-    by_rows(
-        buffers.out.shape[1],
-        buffers.leaving[half],
-        lambda row, n: act(
-            pltpu.make_async_copy(
-                buffers.out.at[half, pl.ds(row, n)],
-                step.q.at[pl.ds(source + row, n)],
-                buffers.left.at[half],
-            )
-        ),
-    )
+
+    def copy_rows(row: jax.Array | int, count: int) -> None:
+        source = buffers.out.at[half, pl.ds(row, count)]
+        target = step.q.at[pl.ds(first_row + row, count)]
+        act(pltpu.make_async_copy(source, target, buffers.left.at[half]))
+
+    by_rows(buffers.out.shape[1], buffers.leaving[half], copy_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.pallas_tpu.attention import attention_kernel
-from jitney.kernels.pallas_tpu.layout import LANES, Layout, layout_of
-from jitney.kernels.pallas_tpu.walk import Constants
+from jitney.kernels.pallas_tpu.pool_layout import LANES, PoolLayout, layout_of
+from jitney.kernels.pallas_tpu.work_order import Constants
 from jitney.kernels.scales import as_stored, scales_of
 
 #: Query rows of a prompt's item times query heads, at most: float32 sums and scores of an item take
@@ -32,15 +32,12 @@ SMEM = 900 << 10
 
 @dataclass(frozen=True)
 class PallasKernels:
-    """Attention for TPUs; hashable, so that its methods can be constants of a jitted step.
+    """Attention for TPUs; hashable, so that its methods can be constants of a jitted step."""
 
-    interpret: run on any platform, slowly, as `jax.experimental.pallas.pallas_call` does. keys: of
-    a block; depth: blocks in memory at a time.
-    """
-
+    #: Run on any platform, slowly, as `jax.experimental.pallas.pallas_call` does.
     interpret: Any = False
-    keys: int = 256
-    depth: int = 3
+    keys: int = 256  # of a block
+    depth: int = 3  # blocks in memory at a time
 
     def paged_attention(
         self,
@@ -58,31 +55,26 @@ class PallasKernels:
         """See `jitney.kernels.interface.PagedAttention`; sums in float32, rows of padding are
         finite.
 
-        kv may have the interface's shape, or that of `layout.pool_shape`, which is used
+        kv may have the interface's shape, or that of `pool_layout.pool_shape`, which is used
         where it lies; the other one is copied there and back. Raises ValueError for what the kernel
         cannot do.
         """
-        (n_rows, n_kv, dim), layout = k.shape, layout_of(k.shape[1], k.shape[2], kv.dtype.itemsize)
+        n_rows, n_kv, dim = k.shape
+        layout = layout_of(n_kv, dim, kv.dtype.itemsize)
         plain: Any = jax.ShapeDtypeStruct((*kv.shape[:2], 2 * n_kv, dim), kv.dtype)
-        native = kv.shape[2:] == (layout.rows, layout.width)
-        if not native and kv.shape != plain.shape:
+        own_layout = kv.shape[2:] == (layout.rows, layout.width)
+        if not own_layout and kv.shape != plain.shape:
             raise ValueError(
                 f"a pool of {kv.shape} holds no {n_kv} heads of {dim}; make it as pool_shape says"
             )
         scales = scales_of(plain, kv_scales)
-        new = as_stored(jnp.stack([k, v], axis=2).reshape(n_rows, 2 * n_kv, dim), plain, scales)
-        o, pool = self.run(
-            layout,
-            q,
-            kv if native else layout.pool(kv),
-            layout.new_rows(new),
-            meta,
-            scales,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
-        return o, pool if native else layout.plain(pool)
+        pairs = jnp.stack([k, v], axis=2).reshape(n_rows, 2 * n_kv, dim)
+        new = layout.new_rows(as_stored(pairs, plain, scales))
+        pool = kv if own_layout else layout.pool(kv)
+        fixed = self._constants(q, pool, meta, layout, scale, window, softcap)
+        fixed = replace(fixed, scaled=scales is not None, writes=True)
+        o, pool = self._run(fixed, q, pool, new, meta, scales)
+        return o, pool if own_layout else layout.plain(pool)
 
     def attend(
         self,
@@ -96,57 +88,61 @@ class PallasKernels:
         kv_scales: jax.Array | None = None,
     ) -> jax.Array:
         """See `jitney.kernels.interface.Attend`; kv of that shape, [N, page, 2K, D]."""
-        layout, scales = (
-            layout_of(kv.shape[2] // 2, kv.shape[3], kv.dtype.itemsize),
-            scales_of(kv, kv_scales),
-        )
-        native = kv.shape[2:] == (layout.rows, layout.width)
-        return self.run(
-            layout,
-            q,
-            kv if native else layout.pool(kv),
-            None,
-            meta,
-            scales,
+        layout = layout_of(kv.shape[2] // 2, kv.shape[3], kv.dtype.itemsize)
+        scales = scales_of(kv, kv_scales)
+        own_layout = kv.shape[2:] == (layout.rows, layout.width)
+        pool = kv if own_layout else layout.pool(kv)
+        fixed = self._constants(q, pool, meta, layout, scale, window, softcap)
+        fixed = replace(fixed, scaled=scales is not None)
+        o, _ = self._run(fixed, q, pool, None, meta, scales)
+        return o
+
+    def _constants(
+        self,
+        q: jax.Array,
+        pool: jax.Array,
+        meta: AttentionMeta,
+        layout: PoolLayout,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Constants:
+        """Of a kernel that reads a pool of plain floats; ValueError for what it cannot do."""
+        check(q, pool, meta)
+        page = pool.shape[1]
+        return Constants(
+            layout=layout,
+            n_heads=q.shape[1],
+            page=page,
+            keys=max(self.keys, page),
+            depth=self.depth,
+            block=item_rows(q, meta),
             scale=scale,
             window=window,
             softcap=softcap,
-        )[0]
+            scaled=False,
+            writes=False,
+        )
 
-    def run(
+    def _run(
         self,
-        layout: Layout,
+        fixed: Constants,
         q: jax.Array,
         pool: jax.Array,
         new: jax.Array | None,
         meta: AttentionMeta,
         scales: jax.Array | None,
-        **how: Any,
     ) -> tuple[jax.Array, jax.Array]:
         """The kernel: q [T, H, D], pool [N, page, R, W], new [T, R, W] -> (o [T, H, D], pool)."""
-        check(q, pool, meta)
-        fixed = Constants(
-            layout,
-            q.shape[1],
-            page=pool.shape[1],
-            keys=max(self.keys, pool.shape[1]),
-            depth=self.depth,
-            block=item_rows(q, meta),
-            scaled=scales is not None,
-            writes=new is not None,
-            **how,
-        )
-        queries = layout.queries(q)
-        somewhere = pl.BlockSpec(memory_space=pl.ANY)
-        optional, specs = [], []
-        if scales is not None:
-            factors = jnp.broadcast_to(
-                scales.reshape(-1, 2).T[:, :, None, None], (2, layout.heads, 1, LANES)
-            )
-            optional, specs = [factors], [pl.BlockSpec(memory_space=pltpu.VMEM)]
-        arrays = [pool, queries] if new is None else [pool, new, queries]
-        results = [queries] if new is None else [pool, queries]
-        first = SCALARS + len(optional)
+        queries = fixed.layout.queries(q)
+        factors = [] if scales is None else [_by_lanes(scales, fixed.layout.heads)]
+        first = SCALARS + len(factors)  # operand of the pool
+        arrays, results, aliases = [pool, queries], [queries], {first + 1: 0}
+        if new is not None:
+            arrays, results = [pool, new, queries], [pool, queries]
+            aliases = {first: 0, first + 2: 1}
+        in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+        in_vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
         call = pl.pallas_call(
             partial(attention_kernel, fixed),
             name="ragged_attention",
@@ -154,8 +150,8 @@ class PallasKernels:
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=SCALARS,
                 grid=(1,),
-                in_specs=[*specs, *[somewhere] * len(arrays)],
-                out_specs=[somewhere] * len(results),
+                in_specs=[in_vmem] * len(factors) + [in_hbm] * len(arrays),
+                out_specs=[in_hbm] * len(results),
                 scratch_shapes=[
                     pltpu.VMEM((fixed.depth, fixed.keys, *pool.shape[2:]), pool.dtype),
                     pltpu.SemaphoreType.DMA((fixed.depth,)),
@@ -163,19 +159,18 @@ class PallasKernels:
                 ],
             ),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
-            input_output_aliases={first + 1: 0} if new is None else {first: 0, first + 2: 1},
+            input_output_aliases=aliases,
             compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
         )
-        *written, o = call(
-            meta.kv_lens,
-            meta.cu_q,
-            meta.page_table,
-            meta.write_rows,
-            meta.counts,
-            *optional,
-            *arrays,
-        )
-        return layout.values(o), written[0] if written else pool
+        scalars = (meta.kv_lens, meta.cu_q, meta.page_table, meta.write_rows, meta.counts)
+        *written, o = call(*scalars, *factors, *arrays)
+        return fixed.layout.values(o), written[0] if written else pool
+
+
+def _by_lanes(scales: jax.Array, heads: int) -> jax.Array:
+    """scales [2K] -> those of keys and of values, each alike in all lanes: [2, K, 1, 128]."""
+    pairs = scales.reshape(-1, 2).T
+    return jnp.broadcast_to(pairs[:, :, None, None], (2, heads, 1, LANES))
 
 
 def item_rows(q: jax.Array, meta: AttentionMeta) -> int:
@@ -183,8 +178,10 @@ def item_rows(q: jax.Array, meta: AttentionMeta) -> int:
     one of decode only.
     """
     n_rows, n_heads, _ = q.shape
+    if n_rows == meta.kv_lens.shape[0]:
+        return 0
     rows = max(1, min(ITEM_ROWS // n_heads, n_rows))
-    return 0 if n_rows == meta.kv_lens.shape[0] else 1 << rows.bit_length() - 1
+    return 1 << rows.bit_length() - 1
 
 
 def check(q: jax.Array, pool: jax.Array, meta: AttentionMeta) -> None:
@@ -199,7 +196,8 @@ def check(q: jax.Array, pool: jax.Array, meta: AttentionMeta) -> None:
             f"kernels pallas take a page_size of {', '.join(map(str, PAGES))}, not {pool.shape[1]}"
         )
     n_seqs, n_pages = meta.page_table.shape
-    if (size := 4 * n_seqs * -(-n_pages // LANES) * LANES) > SMEM:
+    size = 4 * n_seqs * -(-n_pages // LANES) * LANES
+    if size > SMEM:
         raise ValueError(
             f"a page table of {n_seqs} x {n_pages} takes {size >> 10} KiB of a TPU's scalar "
             "memory, more "

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,14 +17,15 @@ from jitney.kernels import reference
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.scales import limit_of, scales_of
-from jitney.kernels.triton_gpu import attention, matmul, sampling, write
-from jitney.kernels.triton_gpu.configs import Decode, Prompt, attention_config, matmul_config
+from jitney.kernels.triton_gpu import attention, narrow_products, threshold, write_kv
 from jitney.kernels.triton_gpu.launch import Launch
+from jitney.kernels.triton_gpu.tiles import DecodeTiles, PromptTiles, attention_tiles, matmul_tiles
 
 #: Bytes per activation -> rows up to which a product with narrow weights has a kernel of its own.
 #: Above 64 it is bound by arithmetic, not by weights, and XLA's product is the faster one; float32
 #: takes three times the registers.
 NARROW_ROWS = {2: 64, 4: 16}
+FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Inputs that a program of the fp8 product multiplies at a time.
 FP8_INPUTS = 64
 
@@ -32,13 +34,12 @@ FP8_INPUTS = 64
 class TritonKernels:
     """Every kernel, for one kind of GPU. Hashable, so that its methods can be constants of a jitted
     step.
-
-    tiles: (compute capability, padded head dim, bytes per activation, query heads per key head) ->
-    tile sizes; a bench tries others.
     """
 
     launch: Launch
-    tiles: Callable[[int, int, int, int], tuple[Decode, Prompt]] = attention_config
+    #: (compute capability, padded head dim, bytes per activation, query heads per key head) -> tile
+    #: sizes; a bench tries others.
+    tiles: Callable[[int, int, int, int], tuple[DecodeTiles, PromptTiles]] = attention_tiles
 
     def paged_attention(
         self,
@@ -76,7 +77,7 @@ class TritonKernels:
         scales, limit = self.pool_scales(kv, kv_scales)
         pool = jax.new_ref(kv)
         self.launch(
-            write.write_pages,
+            write_kv.write_pages,
             k,
             v,
             meta.write_rows,
@@ -111,12 +112,14 @@ class TritonKernels:
         n_kv = kv.shape[2] // 2
         n_heads = n_all - 2 * n_kv
         scales, limit = self.pool_scales(kv, kv_scales)
+        q_norm, k_norm = norms or (scales, scales)  # unread without norms
         pool = jax.new_ref(kv)
         q = self.launch(
-            write.rotate_pages,
+            write_kv.rotate_pages,
             heads,
             *rope,
-            *(norms or (scales, scales)),
+            q_norm,
+            k_norm,
             meta.write_rows,
             scales,
             pool,
@@ -150,35 +153,44 @@ class TritonKernels:
         decode only.
         """
         scales, limit = self.pool_scales(kv, kv_scales)
-        (n_rows, n_heads, dim), n_kv, n_seqs = q.shape, kv.shape[2] // 2, meta.kv_lens.shape[0]
-        shape = {"H": n_heads, "K": n_kv, "D": dim, "DP": power_of_two(dim), "WINDOW": window}
-        tile = shape | {
+        n_rows, n_heads, dim = q.shape
+        n_seqs, pages = meta.page_table.shape
+        constants = {
+            "H": n_heads,
+            "K": kv.shape[2] // 2,
+            "D": dim,
+            "DP": power_of_two(dim),
             "PAGE": kv.shape[1],
-            "P": meta.page_table.shape[1],
+            "P": pages,
             "SEATS": power_of_two(n_seqs),
             "SCALE": float(scale),
+            "WINDOW": window,
             "SOFTCAP": float(softcap),
             "SCALED": limit > 0,
             "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
         }
-        o = None if n_rows == n_seqs else self.prompts(q, kv, meta, scales, tile)
-        return self.decode(q, kv, meta, scales, shape, tile, o)
+        o = None
+        if n_rows != n_seqs:
+            o = self._prompts(q, kv, meta, scales, constants)
+        return self._decode(q, kv, meta, scales, constants, o)
 
-    def prompts(
+    def _prompts(
         self,
         q: jax.Array,
         kv: jax.Array,
         meta: AttentionMeta,
         scales: jax.Array,
-        tile: dict[str, Any],
+        constants: dict[str, Any],
     ) -> jax.Array:
         """o [T, H, D] with the rows of prompt chunks; padding is zero, rows of decoding sequences
         are undefined.
         """
-        (n_rows, n_heads, _), n_kv = q.shape, tile["K"]
-        config = self.tiles(self.launch.sm, tile["DP"], q.dtype.itemsize, n_heads // n_kv)[1]
-        packed = max(config.block_m, power_of_two(n_heads // n_kv))
-        blocks = n_rows // (packed // (n_heads // n_kv)) + meta.kv_lens.shape[0]
+        n_rows, n_heads, _ = q.shape
+        n_kv = constants["K"]
+        group = n_heads // n_kv
+        _, tiles = self.tiles(self.launch.sm, constants["DP"], q.dtype.itemsize, group)
+        packed = max(tiles.block_m, power_of_two(group))
+        blocks = n_rows // (packed // group) + meta.kv_lens.shape[0]
         return self.launch(
             attention.prompt_attention,
             q,
@@ -190,70 +202,74 @@ class TritonKernels:
             scales,
             out=like(q),
             grid=(n_kv, blocks),
-            warps=config.warps,
-            stages=config.stages,
+            warps=tiles.warps,
+            stages=tiles.stages,
             T=n_rows,
             BLOCK_M=packed,
-            BLOCK_N=config.block_n,
-            **tile,
+            BLOCK_N=tiles.block_n,
+            **constants,
         )
 
-    def decode(
+    def _decode(
         self,
         q: jax.Array,
         kv: jax.Array,
         meta: AttentionMeta,
         scales: jax.Array,
-        shape: dict[str, Any],
-        tile: dict[str, Any],
+        constants: dict[str, Any],
         o: jax.Array | None,
     ) -> jax.Array:
         """Rows of decoding sequences, added to o in place; o None: a step of decode only."""
-        n_seqs, n_heads, n_kv = meta.kv_lens.shape[0], q.shape[1], tile["K"]
-        config = self.tiles(self.launch.sm, tile["DP"], q.dtype.itemsize, n_heads // n_kv)[0]
-        rows = max(16, power_of_two(n_heads // n_kv))
-        length = tile["P"] * tile["PAGE"]
-        ladder = splits_of(
-            config, min(length, tile["WINDOW"] + config.block_n) if tile["WINDOW"] else length
+        n_seqs = meta.kv_lens.shape[0]
+        n_heads, n_kv = constants["H"], constants["K"]
+        group = n_heads // n_kv
+        tiles, _ = self.tiles(self.launch.sm, constants["DP"], q.dtype.itemsize, group)
+        longest = constants["P"] * constants["PAGE"]
+        if constants["WINDOW"]:
+            longest = min(longest, constants["WINDOW"] + tiles.block_n)
+        splitting = splitting_of(tiles, longest)
+        splitting["BLOCK_M"] = max(16, power_of_two(group))
+        splits = splitting["SPLITS"]
+        programs = min(tiles.programs, n_seqs * n_kv * splits)
+        part_o = jax.ShapeDtypeStruct((n_seqs, n_heads, splits, constants["DP"]), jnp.float32)
+        part_stats = jax.ShapeDtypeStruct((n_seqs, n_heads, splits, 2), jnp.float32)
+        decode = partial(
+            self.launch,
+            attention.decode_attention,
+            q,
+            kv,
+            meta.page_table,
+            meta.kv_lens,
+            meta.counts,
+            scales,
+            grid=(programs,),
+            warps=tiles.warps,
+            stages=tiles.stages,
+            S=n_seqs,
+            PROGRAMS=programs,
+            ALONE=o is None,
+            **splitting,
+            **constants,
         )
-        ladder |= {"BLOCK_M": rows, "BLOCK_N": config.block_n, "SPAN": config.span}
-        programs = min(config.programs, n_seqs * n_kv * ladder["SPLITS"])
-        parts = (
-            jax.ShapeDtypeStruct((n_seqs, n_heads, ladder["SPLITS"], tile["DP"]), jnp.float32),
-            jax.ShapeDtypeStruct((n_seqs, n_heads, ladder["SPLITS"], 2), jnp.float32),
-        )
-        args = (q, kv, meta.page_table, meta.kv_lens, meta.counts, scales)
-        options = {
-            "grid": (programs,),
-            "warps": config.warps,
-            "stages": config.stages,
-            "S": n_seqs,
-            "PROGRAMS": programs,
-            "ALONE": o is None,
-            **ladder,
-            **tile,
-        }
         if o is None:
-            o, *split = self.launch(
-                attention.decode_attention, *args, out=(like(q), *parts), **options
-            )
+            o, *parts = decode(out=(like(q), part_o, part_stats))
             whole = jax.new_ref(o)
         else:
             whole = jax.new_ref(o)
-            split = self.launch(attention.decode_attention, *args, whole, out=parts, **options)
-        if ladder["SPLITS"] > 1:
+            parts = decode(whole, out=(part_o, part_stats))
+        if splits > 1:
             self.launch(
                 attention.merge_splits,
                 meta.kv_lens,
                 meta.counts,
-                *split,
+                *parts,
                 whole,
                 out=(),
                 grid=(n_kv, n_seqs),
                 warps=4,
                 stages=2,
-                **ladder,
-                **shape,
+                **splitting,
+                **{name: constants[name] for name in ("H", "K", "D", "DP", "WINDOW")},
             )
         return jax.freeze(whole)
 
@@ -261,27 +277,27 @@ class TritonKernels:
         """See `jitney.kernels.int4.Int4Matmul`; beyond NARROW_ROWS rows it is XLA's, with the
         weights written out.
         """
-        (n_rows, size_in), size_out, group = x.shape, weights.shape[1], weights.group_size
+        n_rows, size_in = x.shape
+        size_out, group = weights.shape[1], weights.group_size
         if n_rows > NARROW_ROWS[x.dtype.itemsize]:
             return matmul_int4(x, weights)
-        config, splits = matmul_config(self.launch.sm, size_in // group, size_out)
-        block = max(16, power_of_two(n_rows))
+        tiles, splits = matmul_tiles(self.launch.sm, size_in // group, size_out)
         y = self.launch(
-            matmul.matmul_int4,
+            narrow_products.matmul_int4,
             x,
             weights.packed,
             weights.scales,
             weights.packed if weights.zeros is None else weights.zeros,
             out=jax.ShapeDtypeStruct((splits, n_rows, size_out), jnp.float32),
-            grid=(-(-size_out // config.block_n), splits),
-            warps=config.warps,
-            stages=config.stages,
+            grid=(-(-size_out // tiles.block_n), splits),
+            warps=tiles.warps,
+            stages=tiles.stages,
             M=n_rows,
             SIZE_IN=size_in,
             SIZE_OUT=size_out,
             R=group,
-            BLOCK_M=block,
-            BLOCK_N=config.block_n,
+            BLOCK_M=max(16, power_of_two(n_rows)),
+            BLOCK_N=tiles.block_n,
             SPLITS=splits,
             ZEROS=weights.zeros is not None,
             PRECISION="tf32x3",
@@ -295,27 +311,25 @@ class TritonKernels:
         On Hopper it widens them inside the product. On sm_80 and sm_89 it makes a bfloat16 copy of
         every weight in every step: 4.9 times the bytes of a decode step of Llama-3.1-8B.
         """
-        (n_rows, size_in), size_out = x.shape, w.shape[1]
-        if (
-            w.dtype != jnp.float8_e4m3fn
-            or self.launch.sm >= 90
-            or n_rows > NARROW_ROWS[x.dtype.itemsize]
-        ):
+        n_rows, size_in = x.shape
+        size_out = w.shape[1]
+        written_out = w.dtype == jnp.float8_e4m3fn and self.launch.sm < 90
+        if not written_out or n_rows > NARROW_ROWS[x.dtype.itemsize]:
             return reference.matmul(x, w, dtype)
-        config, splits = matmul_config(self.launch.sm, size_in // FP8_INPUTS, size_out)
+        tiles, splits = matmul_tiles(self.launch.sm, size_in // FP8_INPUTS, size_out)
         y = self.launch(
-            matmul.matmul_fp8,
+            narrow_products.matmul_fp8,
             x,
             jax.lax.bitcast_convert_type(w, jnp.uint8),
             out=jax.ShapeDtypeStruct((splits, n_rows, size_out), jnp.float32),
-            grid=(-(-size_out // config.block_n), splits),
-            warps=config.warps,
-            stages=config.stages,
+            grid=(-(-size_out // tiles.block_n), splits),
+            warps=tiles.warps,
+            stages=tiles.stages,
             M=n_rows,
             SIZE_IN=size_in,
             SIZE_OUT=size_out,
             BLOCK_M=max(16, power_of_two(n_rows)),
-            BLOCK_N=config.block_n,
+            BLOCK_N=tiles.block_n,
             BLOCK_K=FP8_INPUTS,
             SPLITS=splits,
             PRECISION="tf32x3",
@@ -326,7 +340,7 @@ class TritonKernels:
         """See `jitney.kernels.interface.Threshold`."""
         n_rows, vocab = scaled.shape
         return self.launch(
-            sampling.threshold,
+            threshold.threshold,
             scaled,
             top_k,
             top_p,
@@ -342,23 +356,29 @@ class TritonKernels:
         """(float32 [2K] factors, or one nobody reads; the pool's limit). Raises KernelError for
         what cannot run.
         """
-        if jnp.dtype(kv.dtype) in (jnp.float8_e4m3fn, jnp.float8_e5m2) and self.launch.sm < 89:
+        if kv.dtype in FP8 and self.launch.sm < 89:
             raise KernelError(
                 f"fp8 pools need compute capability 8.9, this GPU has {self.launch.sm / 10}; use "
                 "int8"
             )
         scales = scales_of(kv, kv_scales)
-        return jnp.ones((1,), jnp.float32) if scales is None else scales, limit_of(kv)
+        if scales is None:
+            scales = jnp.ones((1,), jnp.float32)
+        return scales, limit_of(kv)
 
 
-def splits_of(config: Decode, length: int) -> dict[str, Any]:
-    """How sequences of at most `length` keys are split: SPLITS (a power of two) and DOUBLINGS of
-    the span at most.
+def splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:
+    """How sequences of at most `longest` keys are split, as constants of the decode kernels.
+
+    SPLITS is a power of two, DOUBLINGS how often the span is doubled at most.
     """
-    splits = min(config.splits, power_of_two(-(-length // config.span)))
+    splits = min(tiles.splits, power_of_two(-(-longest // tiles.span)))
+    doublings = max(0, math.ceil(math.log2(longest / (splits * tiles.span))))
     return {
+        "BLOCK_N": tiles.block_n,
+        "SPAN": tiles.span,
         "SPLITS": splits,
-        "DOUBLINGS": max(0, math.ceil(math.log2(length / (splits * config.span)))),
+        "DOUBLINGS": doublings,
     }
 
 

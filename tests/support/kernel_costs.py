@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hlo import Array
 from memory_traffic import KernelCost
 
-from jitney.kernels.triton_gpu.configs import attention_config
+from jitney.kernels.triton_gpu.tiles import attention_tiles
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def split_bytes(load: Load, parts: Array, stats: Array, sm: int) -> float:
     nothing is split.
     """
     _, heads, most, dim = parts.dims
-    span = attention_config(sm, dim, 2, 1)[0].span
+    span = attention_tiles(sm, dim, 2, 1)[0].span
     while span * most < load.context:
         span *= 2
     splits = math.ceil(load.context / span)

@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jitney.kernels.interface import AttentionMeta
-from jitney.kernels.pallas_tpu.layout import pool_shape
+from jitney.kernels.pallas_tpu.pool_layout import pool_shape
 from jitney.kernels.select import pallas_set
 
 PAGES = 4096

@@ -16,7 +16,7 @@ from ragged import Batch, Case, attention, make, written
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.llama import random_model
 from jitney.kernels.interface import AttentionMeta, KernelError
-from jitney.kernels.pallas_tpu import layout
+from jitney.kernels.pallas_tpu import pool_layout
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.select import pallas_set, select
 
@@ -155,9 +155,9 @@ def test_a_prompt_in_chunks_gives_what_the_whole_gives():
 
 def test_a_pool_of_the_tpus_own_shape_holds_the_same():
     batch = make(replace(DECODE, heads=(6, 3, 64)))
-    rows = layout.layout_of(3, 64, 4)
+    rows = pool_layout.layout_of(3, 64, 4)
     own = replace(batch, kv=np.asarray(rows.pool(jnp.asarray(batch.kv))))
-    assert own.kv.shape == layout.pool_shape(len(batch.kv), 16, 3, 64, jnp.float32)
+    assert own.kv.shape == pool_layout.pool_shape(len(batch.kv), 16, 3, 64, jnp.float32)
     assert own.kv.shape[2:] == (4, 128)
     o, kv = attend(own)
     assert (np.asarray(rows.plain(jnp.asarray(kv))) == written(batch)).all()
@@ -198,7 +198,7 @@ def test_a_model_gives_the_logits_of_the_reference():
     model, tokens = random_model(config), jnp.arange(64, dtype=jnp.int32)
     batch = make(Case((6, 2, 16), (40,), ((30, 30), (50, 20)), rows=64, seqs=4, pages=8))
     reference, logits = select("cpu", "reference"), []
-    own = layout.pool_shape(len(batch.kv), 16, 2, 16, jnp.float32)
+    own = pool_layout.pool_shape(len(batch.kv), 16, 2, 16, jnp.float32)
     for kernels, shape in (
         (reference, batch.kv.shape),
         (replace(reference, paged_attention=KERNELS.paged_attention), own),
@@ -230,7 +230,7 @@ def test_a_model_gives_the_logits_of_the_reference():
     ],
 )
 def test_rows_fill_whole_tiles(rows: int, packing: int, expected: int):
-    assert layout.whole_tiles(rows, packing) == expected
+    assert pool_layout.whole_tiles(rows, packing) == expected
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from triton_recorder import Call, compile_call, record
 
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
-from jitney.kernels.triton_gpu.configs import ATTENTION, PROCESSORS
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
+from jitney.kernels.triton_gpu.tiles import ATTENTION, PROCESSORS
 
 #: Shared memory a program may have, bytes: CUDA C++ programming guide, technical specifications per
 #: capability.

@@ -18,20 +18,19 @@ LANES, SUBLANES = 128, 8
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The rows of one token in a pool, for K key heads of dimension D.
+class PoolLayout:
+    """The rows of one token in a pool."""
 
-    packed: key and value of a head share a row, [k | v | zeros]; else row 2h is key head h, row 2h
-    + 1 its value, each followed by zeros.
-    """
-
-    heads: int
-    dim: int
-    rows: int
-    width: int
+    heads: int  # K
+    dim: int  # D
+    rows: int  # R
+    width: int  # W
 
     @property
     def packed(self) -> bool:
+        """Whether key and value of a head share a row, [k | v | zeros]; else row 2h is key head h,
+        row 2h + 1 its value, each followed by zeros.
+        """
         return 2 * self.dim <= self.width
 
     def new_rows(self, new: jax.Array) -> jax.Array:
@@ -40,14 +39,15 @@ class Layout:
 
     def pool(self, kv: jax.Array) -> jax.Array:
         """kv [N, page, 2K, D] -> [N, page, R, W]."""
-        return self.fill(kv.reshape(*kv.shape[:2], self.heads, 2 * self.dim) if self.packed else kv)
+        if self.packed:
+            kv = kv.reshape(*kv.shape[:2], self.heads, 2 * self.dim)
+        return self.fill(kv)
 
     def plain(self, pool: jax.Array) -> jax.Array:
         """pool [N, page, R, W] -> [N, page, 2K, D]."""
         if self.packed:
-            return pool[:, :, : self.heads, : 2 * self.dim].reshape(
-                *pool.shape[:2], 2 * self.heads, self.dim
-            )
+            pairs = pool[:, :, : self.heads, : 2 * self.dim]
+            return pairs.reshape(*pool.shape[:2], 2 * self.heads, self.dim)
         return pool[:, :, : 2 * self.heads, : self.dim]
 
     def queries(self, q: jax.Array) -> jax.Array:
@@ -61,15 +61,16 @@ class Layout:
 
     def fill(self, rows: jax.Array) -> jax.Array:
         """Zeros up to [..., R, W]."""
-        missing = self.rows - rows.shape[-2], self.width - rows.shape[-1]
-        return jnp.pad(rows, [(0, 0)] * (rows.ndim - 2) + [(0, n) for n in missing])
+        missing = (0, self.rows - rows.shape[-2]), (0, self.width - rows.shape[-1])
+        return jnp.pad(rows, [(0, 0)] * (rows.ndim - 2) + [*missing])
 
 
-def layout_of(heads: int, dim: int, itemsize: int) -> Layout:
+def layout_of(heads: int, dim: int, itemsize: int) -> PoolLayout:
     """The layout for K key heads of dimension D in numbers of `itemsize` bytes."""
     packed = 2 * dim <= LANES
     width = -(-dim // LANES) * LANES
-    return Layout(heads, dim, whole_tiles(heads if packed else 2 * heads, 4 // itemsize), width)
+    rows = heads if packed else 2 * heads
+    return PoolLayout(heads, dim, whole_tiles(rows, 4 // itemsize), width)
 
 
 def whole_tiles(rows: int, packing: int) -> int:

@@ -13,66 +13,63 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jitney.kernels.pallas_tpu.layout import Layout
+from jitney.kernels.pallas_tpu.pool_layout import PoolLayout
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fixed when the kernel is compiled.
+    """What is fixed when the kernel is compiled."""
 
-    keys: C, a multiple of the page size. depth: blocks in the ring. block: query rows of a prompt's
-    item; 0 for a step of decode only. writes: whether the step's keys and values are still to be
-    written.
-    """
-
-    layout: Layout
-    n_heads: int
-    page: int
-    keys: int
-    depth: int
-    block: int
+    layout: PoolLayout
+    n_heads: int  # H
+    page: int  # tokens of a page
+    keys: int  # C, keys of a block: a multiple of the page size
+    depth: int  # blocks in the ring
+    block: int  # query rows of a prompt's item; 0 for a step of decode only
     scale: float
-    window: int
-    softcap: float
-    scaled: bool
-    writes: bool
+    window: int  # positions that a row sees, its own included; 0: all
+    softcap: float  # 0: none
+    scaled: bool  # the pool is quantised
+    writes: bool  # the step's keys and values are still to be written
 
     @property
     def group(self) -> int:
+        """G, query heads of a key head."""
         return self.n_heads // self.layout.heads
 
 
-class Step(NamedTuple):
-    """References to what a step brings: integers in SMEM, `AttentionMeta` but for the positions;
-    arrays in HBM.
-    """
+class StepRefs(NamedTuple):
+    """References to what a step brings."""
 
-    kv_lens: Any
-    cu_q: Any
-    table: Any
-    write_rows: Any
-    counts: Any
+    # `AttentionMeta` but for the positions, int32 in SMEM.
+    kv_lens: Any  # [S]
+    cu_q: Any  # [S+1]
+    table: Any  # [S, P]
+    write_rows: Any  # [T]
+    counts: Any  # [3]
+    # Arrays in HBM.
     new: Any  # [T, R, W], or None
     q: Any  # [T, H, W], and the output: each row is read before it is written
     pool: Any  # [N, page, R, W]
-    factors: Any  # float32 [2, K, 1, 128] of keys and values in VMEM, or None
+    # In VMEM.
+    factors: Any  # float32 [2, K, 1, 128] of keys and values, or None
 
 
 class Cursor(NamedTuple):
-    """A place in the work: sequence, its first query row in the item, block of keys; int32."""
+    """A place in the work; int32."""
 
     seq: jax.Array
-    row: jax.Array
-    block: jax.Array
+    row: jax.Array  # of the sequence's rows: the item's first one
+    block: jax.Array  # of keys
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The order of the work, and what each place in it means. size: B, query rows of an item."""
+    """The order of the work, and what each place in it means."""
 
     fixed: Constants
-    step: Step
-    size: int
+    step: StepRefs
+    size: int  # B, query rows of an item
 
     def begin(self, seq: jax.Array) -> Cursor:
         """A sequence's first item, at its first block."""
@@ -83,8 +80,10 @@ class Walk:
         last = self.is_last(at)
         row = jnp.where(last, at.row + self.size, at.row)
         done = row >= self.n_rows(at.seq)
-        seq, row = jnp.where(done, at.seq + 1, at.seq), jnp.where(done, 0, row)
-        return Cursor(seq, row, jnp.where(last, self.first_block(seq, row), at.block + 1))
+        seq = jnp.where(done, at.seq + 1, at.seq)
+        row = jnp.where(done, 0, row)
+        block = jnp.where(last, self.first_block(seq, row), at.block + 1)
+        return Cursor(seq, row, block)
 
     def is_first(self, at: Cursor) -> jax.Array:
         return at.block == self.first_block(at.seq, at.row)
@@ -92,35 +91,35 @@ class Walk:
     def is_last(self, at: Cursor) -> jax.Array:
         return (at.block + 1) * self.fixed.keys >= self.end_key(at.seq, at.row)
 
-    def known(self, seq: jax.Array) -> jax.Array:
+    def present(self, seq: jax.Array) -> jax.Array:
         """The sequence, or any other one once all are done."""
         return jnp.minimum(seq, self.step.kv_lens.shape[0] - 1)
 
     def n_rows(self, seq: jax.Array) -> jax.Array:
-        return self.step.cu_q[self.known(seq) + 1] - self.step.cu_q[self.known(seq)]
+        seq = self.present(seq)
+        return self.step.cu_q[seq + 1] - self.step.cu_q[seq]
 
     def before(self, seq: jax.Array) -> jax.Array:
         """Keys of the sequence that earlier steps wrote: the position of its first query row."""
-        return self.step.kv_lens[self.known(seq)] - self.n_rows(seq)
+        return self.step.kv_lens[self.present(seq)] - self.n_rows(seq)
 
     def first_key(self, seq: jax.Array, row: jax.Array) -> jax.Array:
         """The first key that the item's rows see."""
-        return (
-            jnp.maximum(self.before(seq) + row - self.fixed.window + 1, 0)
-            if self.fixed.window
-            else jnp.int32(0)
-        )
+        if not self.fixed.window:
+            return jnp.int32(0)
+        return jnp.maximum(self.before(seq) + row - self.fixed.window + 1, 0)
 
     def first_block(self, seq: jax.Array, row: jax.Array) -> jax.Array:
         return lax.div(self.first_key(seq, row), self.fixed.keys)
 
     def end_key(self, seq: jax.Array, row: jax.Array) -> jax.Array:
         """One past the last key that the item's rows see."""
-        return jnp.minimum(self.step.kv_lens[self.known(seq)], self.before(seq) + row + self.size)
+        length = self.step.kv_lens[self.present(seq)]
+        return jnp.minimum(length, self.before(seq) + row + self.size)
 
     def source(self, at: Cursor) -> jax.Array:
         """The item's first row of q."""
-        return self.step.cu_q[self.known(at.seq)] + at.row
+        return self.step.cu_q[self.present(at.seq)] + at.row
 
     def count(self, at: Cursor) -> jax.Array:
         """Query rows of the item, B or fewer; what else its tile holds is computed on and never

@@ -1,0 +1,129 @@
+"""Tile sizes per GPU, head dim, dtype and group: the checked-in table that stands where an
+autotuner would.
+
+An autotuner has no place in the engine: it runs in-place kernels several times, and executables
+compiled ahead cannot carry it. `docs/benchmarks/triton_configs.py` measures candidates on a device
+and prints rows for this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jitney.kernels.interface import KernelError
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Split-KV decode."""
+
+    block_n: int  # keys per tile
+    span: int  # keys per split, at least
+    splits: int  # of one sequence, at most
+    programs: int  # that share the list of work
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class PromptTiles:
+    """Blocks of prompt rows."""
+
+    block_m: int  # query rows, the heads of a key head packed
+    block_n: int  # keys per tile
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class MatmulTiles:
+    """Products with int4 and fp8 weights."""
+
+    block_n: int  # output columns per program
+    warps: int
+    stages: int
+
+
+#: Streaming multiprocessors of the card a generation is tuned on: A100, L4, H100.
+PROCESSORS = {80: 108, 89: 58, 90: 132}
+#: (generation, padded head dim, bytes per activation) -> tiles. Programs are processors times
+#: resident programs. Chosen by compiling, not yet by timing: all fits and, in 2 bytes, nothing
+#: spills. float32 is there for its answers only.
+ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
+    (80, 64, 2): (DecodeTiles(64, 256, 32, 108 * 4, 4, 3), PromptTiles(128, 64, 8, 2)),
+    (80, 128, 2): (DecodeTiles(32, 256, 32, 108 * 4, 4, 3), PromptTiles(128, 32, 8, 2)),
+    (80, 256, 2): (DecodeTiles(32, 256, 32, 108 * 2, 4, 2), PromptTiles(64, 32, 8, 2)),
+    (89, 64, 2): (DecodeTiles(64, 256, 32, 58 * 4, 4, 3), PromptTiles(128, 64, 8, 2)),
+    (89, 128, 2): (DecodeTiles(32, 256, 32, 58 * 4, 4, 3), PromptTiles(128, 32, 8, 2)),
+    (89, 256, 2): (DecodeTiles(32, 256, 32, 58 * 2, 4, 2), PromptTiles(64, 32, 8, 2)),
+    (90, 64, 2): (DecodeTiles(64, 256, 32, 132 * 4, 4, 3), PromptTiles(128, 64, 8, 3)),
+    (90, 128, 2): (DecodeTiles(64, 256, 32, 132 * 3, 4, 3), PromptTiles(128, 64, 8, 3)),
+    (90, 256, 2): (DecodeTiles(32, 256, 32, 132 * 2, 4, 3), PromptTiles(64, 64, 8, 2)),
+    (80, 64, 4): (DecodeTiles(32, 256, 32, 108 * 3, 8, 2), PromptTiles(32, 16, 8, 1)),
+    (80, 128, 4): (DecodeTiles(32, 256, 32, 108 * 2, 8, 2), PromptTiles(32, 32, 8, 1)),
+    (80, 256, 4): (DecodeTiles(32, 256, 32, 108, 8, 2), PromptTiles(32, 16, 8, 1)),
+    (89, 64, 4): (DecodeTiles(32, 256, 32, 58 * 3, 8, 2), PromptTiles(32, 16, 8, 1)),
+    (89, 128, 4): (DecodeTiles(32, 256, 32, 58 * 2, 8, 2), PromptTiles(32, 32, 8, 1)),
+    (89, 256, 4): (DecodeTiles(32, 256, 32, 58, 8, 2), PromptTiles(32, 16, 8, 1)),
+    (90, 64, 4): (DecodeTiles(32, 256, 32, 132 * 3, 8, 2), PromptTiles(32, 16, 8, 1)),
+    (90, 128, 4): (DecodeTiles(32, 256, 32, 132 * 3, 8, 2), PromptTiles(32, 32, 8, 1)),
+    (90, 256, 4): (DecodeTiles(32, 256, 32, 132 * 2, 8, 2), PromptTiles(16, 16, 4, 1)),
+}
+#: Decode, where more than 16 query heads share a key head: a tile has 32 rows then, and where its
+#: registers leave room for fewer programs, or spill, that is said here. Up to 16 query heads, and
+#: for any page size, the compiler makes the same of a kernel (registers within 4, shared memory
+#: alike), so neither is a key of the table.
+WIDE: dict[tuple[int, int, int], DecodeTiles] = {
+    (80, 128, 2): DecodeTiles(32, 256, 32, 108 * 3, 4, 3),
+    (80, 256, 2): DecodeTiles(32, 256, 32, 108, 8, 2),
+    (89, 64, 2): DecodeTiles(64, 256, 32, 58 * 3, 4, 3),
+    (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
+    (89, 256, 2): DecodeTiles(32, 256, 32, 58, 4, 2),
+}
+#: generation -> tiles of the int4 product.
+MATMUL: dict[int, MatmulTiles] = {
+    80: MatmulTiles(64, 4, 4),
+    89: MatmulTiles(64, 4, 3),
+    90: MatmulTiles(64, 4, 4),
+}
+
+
+def generation(sm: int) -> int:
+    """The tuned generation that stands for compute capability `sm`: the last one not newer.
+
+    sm_120 has the shared memory of sm_89 (99 KiB), sm_100 that of sm_90.
+    """
+    if sm >= 120:
+        return 89
+    return max((tuned for tuned in PROCESSORS if tuned <= sm), default=80)
+
+
+def attention_tiles(
+    sm: int, head_dim: int, itemsize: int, group: int
+) -> tuple[DecodeTiles, PromptTiles]:
+    """Tiles for head_dim padded to a power of two, activations of `itemsize` bytes and `group`
+    query heads to a key head; KernelError for a head dim above 256."""
+    if head_dim > 256:
+        raise KernelError(
+            f"kernels triton take a head dim up to 256, not {head_dim}; choose kernels reference"
+        )
+    key = generation(sm), max(head_dim, 64), itemsize
+    decode, prompt = ATTENTION[key]
+    if group > 16:
+        decode = WIDE.get(key, decode)
+    return decode, prompt
+
+
+def matmul_tiles(sm: int, groups: int, size_out: int) -> tuple[MatmulTiles, int]:
+    """Tiles of a product with narrow weights, and how many programs share the sum of one output.
+
+    The share follows from the weight's shape alone, so that a row's result does not depend on how
+    many rows there are.
+    """
+    tuned = generation(sm)
+    tiles = MATMUL[tuned]
+    blocks = -(-size_out // tiles.block_n)
+    splits = 1
+    while 2 * splits * blocks <= 2 * PROCESSORS[tuned] and 8 * splits <= groups:
+        splits *= 2
+    return tiles, splits
