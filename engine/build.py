@@ -40,10 +40,11 @@ from jitney.engine.executor.memory import (
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import proven, served_by
 from jitney.engine.executor.runner import Runner
-from jitney.engine.loading.load import describe_weights, load_model
+from jitney.engine.loading.describe import describe_weights
+from jitney.engine.loading.load import load_model
 from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
 from jitney.engine.machine import cpu_name
-from jitney.engine.models.llama import Llama
+from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import make_mesh
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Buckets, make_buckets
@@ -165,7 +166,7 @@ def _load(setup: _Setup, kernels: KernelSet, progress: Report) -> Llama:
     return model
 
 
-def _prove(setup: _Setup, model: Llama, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:
+def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:
     """The kernels that prove right in the sizes they will serve."""
     buckets = _make_buckets(setup, kernels)
     served = served_by(model, setup.local, setup.sizes(), buckets, setup.dtype)
@@ -188,7 +189,7 @@ def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
     )
 
 
-def _make_runner(setup: _Setup, model: Llama, kernels: KernelSet) -> Runner:
+def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
     """A runner with as many pages as are configured, or fit."""
     buckets = _make_buckets(setup, kernels)
 
@@ -240,7 +241,7 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
     )
 
 
-def _core_alone(setup: _Setup, model: Llama) -> EngineCore:
+def _core_alone(setup: _Setup, model: Model) -> EngineCore:
     """A core of one seat with the reference kernels and the weights as loaded, for the canary."""
     own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are arranged
     longest = min(setup.context, MOST_TOKENS)
@@ -423,7 +424,7 @@ def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) 
 
 def _describe(
     setup: _Setup,
-    model: Llama,
+    model: Model,
     kernels: KernelSet,
     runner: Runner,
     proofs: list[KernelProof],

@@ -31,10 +31,11 @@ from flax import nnx
 
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.loading.calibration import PAGE, one_prompt
-from jitney.engine.loading.load import WeightStorage, describe_weights, load_model
+from jitney.engine.loading.describe import describe_weights
+from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import load_kv_scales
 from jitney.engine.models import quantization
-from jitney.engine.models.llama import Llama
+from jitney.engine.models.protocol import Model
 from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import select
@@ -131,7 +132,7 @@ def main() -> None:
     )
 
 
-def load(source: ModelSource, case: Case, dtype: Any) -> Llama:
+def load(source: ModelSource, case: Case, dtype: Any) -> Model:
     """The model as the row wants it."""
     if case.group:
         return grouped(source, case, dtype)
@@ -144,7 +145,7 @@ def load(source: ModelSource, case: Case, dtype: Any) -> Llama:
     return model
 
 
-def grouped(source: ModelSource, case: Case, dtype: Any) -> Llama:
+def grouped(source: ModelSource, case: Case, dtype: Any) -> Model:
     """int4 in groups of the row's size, where loading would choose the largest that fits."""
     model = load_model(source, source.config, jnp.float32)
     for linear in model.linears():
@@ -157,7 +158,7 @@ def grouped(source: ModelSource, case: Case, dtype: Any) -> Llama:
 
 
 def measure(
-    case: Case, model: Llama, tokens: list[int], kernels: KernelSet, first: list[np.ndarray]
+    case: Case, model: Model, tokens: list[int], kernels: KernelSet, first: list[np.ndarray]
 ) -> tuple[Result, list[np.ndarray]]:
     """The row's figures. first: log-probabilities [T - 1, V] of the first row in parts, empty for
     that row itself.
@@ -189,7 +190,7 @@ def measure(
     ), first or parts
 
 
-def read(model: Llama, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> jax.Array:
+def read(model: Model, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> jax.Array:
     """Hidden states [T, E] of the text as one prompt, through pools of kv_dtype."""
     config, pages = model.config, -(-len(tokens) // PAGE)
     graph, state = nnx.split(model)
@@ -203,7 +204,7 @@ def read(model: Llama, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> 
     return forward(state, np.asarray(tokens, np.int32), one_prompt(len(tokens), pages))
 
 
-def log_probabilities(model: Llama, hidden: jax.Array, kernels: KernelSet) -> np.ndarray:
+def log_probabilities(model: Model, hidden: jax.Array, kernels: KernelSet) -> np.ndarray:
     """hidden [R, E] -> float32 [R, V]."""
     return np.asarray(jax.nn.log_softmax(model.logits(hidden, kernels)))
 

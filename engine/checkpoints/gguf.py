@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 
 #: GGUF value type -> struct code; 8 is a string and 9 an array.
@@ -75,13 +74,6 @@ class GGUFFile:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
-
-    def config(self) -> ModelConfig:
-        """The model's configuration; ModelError if it cannot be served."""
-        factors = ()
-        if "rope_freqs.weight" in self.tensors:
-            factors = tuple(float(value) for value in self.read("rope_freqs.weight").ravel())
-        return ModelConfig.from_gguf(self.metadata, self.shapes, factors)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, decoded: float32 of its row-major shape."""
@@ -219,11 +211,11 @@ def as_stored(rows: np.ndarray, kind: Any) -> np.ndarray:
     return rows if plain is None else rows.view(plain)
 
 
-def half_split(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's reordering of query and key rows [heads * D, ...].
+def half_split(size: int, heads: int) -> np.ndarray:
+    """Which rows of query or key matrices [size, ...] stand where, as llama.cpp orders them.
 
     Its `llama` files pair rotated rows (2j, 2j + 1) of a head; ours, like Hugging Face's, pair (j,
     j + D/2).
     """
-    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+    pairs = np.arange(size).reshape(heads, -1, 2)
+    return pairs.swapaxes(1, 2).ravel()

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up each of ours; jax-free.
+"""Which tensors of a checkpoint make up each of our weights; jax-free.
 
 A checkpoint stores the projections one by one as [O, I]; ours are fused and stored as [I, O]
 (`jitney.engine.models`).
@@ -6,46 +6,67 @@ A checkpoint stores the projections one by one as [O, I]; ours are fused and sto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 
+FileFormat = Literal["hf", "gguf"]
+#: Attribute names and layer numbers from the model down, as nnx's flat state has them.
+Path = tuple[str | int, ...]
+
 #: How many tensors of each fault are named before the rest are only counted.
-NAMED_AT_MOST = 10
+_NAMED_AT_MOST = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of a checkpoint; shape row-major, as stored."""
+    """One tensor of a checkpoint."""
 
     name: str
+    #: Row-major, as stored.
     shape: tuple[int, ...]
+    #: Its rows are those of so many heads, in llama.cpp's order (`gguf.half_split`); 0: in ours.
+    paired_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One of our tensors: its pieces stacked along their first axis, then transposed if
-    `transpose`.
+    """One of our weights, and what it is made of."""
 
-    path: attribute names and layer numbers from the model down, as nnx's flat state names it.
-    """
-
-    path: tuple[str | int, ...]
+    path: Path
+    #: Stacked along their first axis.
     pieces: tuple[Piece, ...]
-    transpose: bool
+    #: Then [O, I] becomes [I, O].
+    transpose: bool = False
+    #: Then added to every number.
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """All weights of a model, and what they are made of."""
+
+    targets: tuple[Target, ...]
+    #: Endings of tensors of the checkpoint that hold nothing we need.
+    ignored: tuple[str, ...]
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """By name."""
+        return {piece.name: piece for target in self.targets for piece in target.pieces}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The names one file format uses. layer: with `{i}`; the others relative to it, without
-    `.weight` or `.bias`.
-    """
+    """The names that a file format uses, without `.weight` or `.bias`."""
 
     embed: str
     norm: str
     lm_head: str
+    #: With `{i}`; the names from here on follow it.
     layer: str
     attention_norm: str
     mlp_norm: str
@@ -58,10 +79,15 @@ class Dialect:
     gate: str
     up: str
     down: str
-    ignored: tuple[str, ...]  # endings of tensors that hold nothing we need
-
-    def at(self, layer: int, name: str) -> str:
-        return self.layer.format(i=layer) + name
+    #: See `WeightMap`.
+    ignored: tuple[str, ...]
+    #: Norms of what attention and MLP give; empty where there are none.
+    attention_post_norm: str = ""
+    mlp_post_norm: str = ""
+    #: What the stored weights of norms lack.
+    norm_offset: float = 0.0
+    #: Rows of queries and keys are in llama.cpp's order.
+    paired_rows: bool = False
 
 
 HF = Dialect(
@@ -103,100 +129,102 @@ GGUF = Dialect(
 )
 
 
-def targets(config: ModelConfig, names: Dialect) -> Iterator[Target]:
-    """Every tensor of the model, and what it is made of."""
+def weight_map(config: ModelConfig, names: Dialect) -> WeightMap:
+    """Every weight of a `Llama` or `Gemma`. A tied model may carry its redundant output head."""
     vocab, size = config.vocab_size, config.hidden_size
-    yield Target(("embed",), (Piece(f"{names.embed}.weight", (vocab, size)),), False)
-    yield vector(("norm", "weight"), names.norm, size)
-    if not config.tie_embeddings:
-        yield Target(
-            ("lm_head", "kernel"), (Piece(f"{names.lm_head}.weight", (vocab, size)),), True
-        )
+    embed = Target(("embed",), (Piece(f"{names.embed}.weight", (vocab, size)),))
+    targets = [embed, _norm(("norm", "weight"), names.norm, size, names)]
+    ignored = names.ignored
+    head = Piece(f"{names.lm_head}.weight", (vocab, size))
+    if config.tie_embeddings:
+        ignored = (*ignored, head.name)
+    else:
+        targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
     for layer in range(config.n_layers):
-        yield from layer_targets(config, names, layer)
+        targets += _layer_norms(config, names, layer)
+        targets += _layer_matrices(config, names, layer)
+    return WeightMap(tuple(targets), ignored)
 
 
-def layer_targets(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
-    """The tensors of one layer."""
+def _norm(path: Path, name: str, size: int, names: Dialect) -> Target:
+    return Target(path, (Piece(f"{name}.weight", (size,)),), offset=names.norm_offset)
+
+
+def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
+    """The norms of one layer."""
+    size, dim = config.hidden_size, config.head_dim
+    norms: list[tuple[Path, str, int]] = [
+        (("attention_norm",), names.attention_norm, size),
+        (("attention_post_norm",), names.attention_post_norm, size),
+        (("mlp_norm",), names.mlp_norm, size),
+        (("mlp_post_norm",), names.mlp_post_norm, size),
+    ]
+    if config.qk_norm:
+        norms.append((("attention", "q_norm"), names.q_norm, dim))
+        norms.append((("attention", "k_norm"), names.k_norm, dim))
+    prefix = names.layer.format(i=layer)
+    for path, name, length in norms:
+        if name:
+            yield _norm(("layers", layer, *path, "weight"), prefix + name, length, names)
+
+
+def _layer_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
+    """The matrices of one layer, and their biases."""
     size, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.n_heads * dim, config.n_kv_heads * dim
-    at = ("layers", layer)
+    q_pairs, k_pairs = 0, 0
+    if names.paired_rows:
+        q_pairs, k_pairs = config.n_heads, config.n_kv_heads
+    prefix = names.layer.format(i=layer)
 
-    def linear(
-        path: tuple[str | int, ...], columns: int, bias: bool, *parts: tuple[str, int]
-    ) -> Iterator[Target]:
-        full = [(names.at(layer, name), rows) for name, rows in parts]
-        yield Target(
-            (*path, "kernel"),
-            tuple(Piece(f"{name}.weight", (rows, columns)) for name, rows in full),
-            True,
-        )
-        if bias:
-            yield Target(
-                (*path, "bias"), tuple(Piece(f"{name}.bias", (rows,)) for name, rows in full), False
-            )
+    def rows(name: str, count: int, pairs: int = 0) -> tuple[str, int, int]:
+        return prefix + name, count, pairs
 
-    yield vector((*at, "attention_norm", "weight"), names.at(layer, names.attention_norm), size)
-    yield vector((*at, "mlp_norm", "weight"), names.at(layer, names.mlp_norm), size)
-    yield from linear(
-        (*at, "attention", "qkv"),
-        size,
-        config.qkv_bias,
-        (names.q, q_size),
-        (names.k, kv_size),
-        (names.v, kv_size),
-    )
-    yield from linear((*at, "attention", "o"), q_size, config.o_bias, (names.o, size))
-    yield from linear(
-        (*at, "mlp", "gate_up"), size, config.mlp_bias, (names.gate, inner), (names.up, inner)
-    )
-    yield from linear((*at, "mlp", "down"), inner, config.mlp_bias, (names.down, size))
-    if config.qk_norm:
-        yield vector((*at, "attention", "q_norm", "weight"), names.at(layer, names.q_norm), dim)
-        yield vector((*at, "attention", "k_norm", "weight"), names.at(layer, names.k_norm), dim)
+    attention, mlp = ("layers", layer, "attention"), ("layers", layer, "mlp")
+    qkv = [rows(names.q, q_size, q_pairs), rows(names.k, kv_size, k_pairs), rows(names.v, kv_size)]
+    yield from _linear((*attention, "qkv"), size, config.qkv_bias, qkv)
+    yield from _linear((*attention, "o"), q_size, config.o_bias, [rows(names.o, size)])
+    gate_up = [rows(names.gate, inner), rows(names.up, inner)]
+    yield from _linear((*mlp, "gate_up"), size, config.mlp_bias, gate_up)
+    yield from _linear((*mlp, "down"), inner, config.mlp_bias, [rows(names.down, size)])
 
 
-def vector(path: tuple[str | int, ...], name: str, size: int) -> Target:
-    """A weight of one axis that is a tensor of its own (the norms)."""
-    return Target(path, (Piece(f"{name}.weight", (size,)),), False)
+def _linear(
+    path: Path, columns: int, bias: bool, parts: list[tuple[str, int, int]]
+) -> Iterator[Target]:
+    """A fused matrix of parts (name, rows, paired heads), and its bias if it has one."""
+    pieces = [Piece(f"{name}.weight", (rows, columns), pairs) for name, rows, pairs in parts]
+    yield Target((*path, "kernel"), tuple(pieces), transpose=True)
+    if bias:
+        pieces = [Piece(f"{name}.bias", (rows,), pairs) for name, rows, pairs in parts]
+        yield Target((*path, "bias"), tuple(pieces))
 
 
-def check(
-    wanted: Iterable[Target],
-    shapes: Mapping[str, tuple[int, ...]],
-    config: ModelConfig,
-    names: Dialect,
-) -> None:
+def check(weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise one ModelError that names every missing, unexpected and misshapen tensor of a
-    checkpoint.
-
-    shapes: of all tensors the checkpoint holds. A tied model may carry its redundant output head.
+    checkpoint; shapes: of all tensors that it holds.
     """
-    pieces = {piece.name: piece.shape for target in wanted for piece in target.pieces}
-    allowed = (*names.ignored, *([f"{names.lm_head}.weight"] if config.tie_embeddings else []))
-    missing = [name for name in pieces if name not in shapes]
-    unexpected = [name for name in shapes if name not in pieces and not name.endswith(allowed)]
+    pieces = weights.pieces
+    unexpected = [
+        name for name in shapes if name not in pieces and not name.endswith(weights.ignored)
+    ]
     misshapen = [
-        f"{name} {list(shapes[name])} instead of {list(shape)}"
-        for name, shape in pieces.items()
-        if name in shapes and tuple(shapes[name]) != shape
+        f"{name} {list(shapes[name])} instead of {list(piece.shape)}"
+        for name, piece in pieces.items()
+        if name in shapes and tuple(shapes[name]) != piece.shape
     ]
-    faults = [
-        f"{len(found)} {kind}: {listed(found)}"
-        for kind, found in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("misshapen", misshapen),
-        )
-        if found
-    ]
-    if faults:
-        raise ModelError("the tensors do not fit the model's configuration; " + "; ".join(faults))
+    faults = {
+        "missing": [name for name in pieces if name not in shapes],
+        "unexpected": unexpected,
+        "misshapen": misshapen,
+    }
+    found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names]
+    if found:
+        raise ModelError("the tensors do not fit the model's configuration; " + "; ".join(found))
 
 
-def listed(found: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     """The first few, and how many more."""
-    more = len(found) - NAMED_AT_MOST
-    return ", ".join(name[:100] for name in found[:NAMED_AT_MOST]) + (
-        f" and {more} more" if more > 0 else ""
-    )
+    text = ", ".join(name[:100] for name in names[:_NAMED_AT_MOST])
+    more = len(names) - _NAMED_AT_MOST
+    return f"{text} and {more} more" if more > 0 else text

@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.fetch import Progress, fetch_hub, fetch_smollm2, no_progress
 from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
-from jitney.engine.checkpoints.model_config import ModelConfig, tiny_config
+from jitney.engine.checkpoints.gguf_config import config_of
+from jitney.engine.checkpoints.hf_config import read_hf_config
+from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -82,7 +85,7 @@ def is_repository(model: str) -> bool:
 
 def hf_source(folder: Path, name: str) -> ModelSource:
     """A folder with config.json."""
-    config = ModelConfig.from_hf(
+    config = read_hf_config(
         read_json(folder, "config.json"),
         read_json(folder, "generation_config.json", missing_ok=True),
     )
@@ -119,4 +122,4 @@ def gguf_source(path: Path, name: str) -> ModelSource:
     """A .gguf file."""
     if path.suffix != ".gguf":
         raise ModelError(f"{path.name} is neither a model folder nor a .gguf file")
-    return ModelSource("gguf", str(path), name, GGUFFile(path).config())
+    return ModelSource("gguf", str(path), name, config_of(GGUFFile(path)))

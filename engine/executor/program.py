@@ -29,7 +29,7 @@ from jitney.engine.executor.sampling import (
     score_prompt,
     score_rows_at_once,
 )
-from jitney.engine.models.llama import Llama
+from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import POOL, WHOLE, first_best, gather, widen
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.kernels.interface import AttentionMeta, Kernels
@@ -273,7 +273,7 @@ def compile_step(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def lower_step(
-    model: Llama,
+    model: Model,
     bucket: Bucket,
     plain: bool,
     kernels: Kernels,
@@ -288,12 +288,9 @@ def lower_step(
     """
     graph, state = nnx.split(model)
     if mesh is not None:
-        state = nnx.from_flat_state(
-            [
-                (path, leaf.replace(widen(path, leaf, mesh)))
-                for path, leaf in nnx.to_flat_state(state)
-            ]
-        )
+        flat: Any = nnx.to_flat_state(state)
+        placed = [(path, leaf.replace(widen(path, leaf, mesh))) for path, leaf in flat]
+        state = nnx.from_flat_state(placed)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, kernels, mesh)
     return program.lower(

@@ -11,7 +11,7 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.models.layers import Linear
-from jitney.engine.models.llama import Llama
+from jitney.engine.models.protocol import Model
 from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.types import KernelProof
 from jitney.kernels.interface import KernelSet
@@ -54,7 +54,7 @@ def as_told(proof: Proof) -> KernelProof:
 
 
 def served_by(
-    model: Llama, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: Any
+    model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: Any
 ) -> ServedShapes:
     """What an engine will ask of its kernels.
 
@@ -74,39 +74,30 @@ def served_by(
         context=sizes.context_length,
         dtype=jnp.dtype(dtype).name,
         kv_dtype=jnp.dtype(sizes.kv_dtype).name,
-        matrices=matrices_of(model, own),
+        matrices=matrices_of(model, own.shards),
         table=own.vocab_share if own.tie_embeddings else 0,
         decode=tuple(bucket.seats for bucket in buckets.decode),
         mixed=tuple(bucket.tokens for bucket in buckets.mixed),
     )
 
 
-def matrices_of(model: Llama, own: ModelConfig) -> tuple[Matrix, ...]:
-    """The different matrices of all layers, in the sizes of one device."""
-    hidden, inner = own.hidden_size, own.intermediate_size
+def matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:
+    """The different matrices of all layers, in the sizes of one of `shards` devices."""
     found: dict[Matrix, None] = {}
-    for block in model.layers:
-        attention, mlp = block.attention, block.mlp
-        gates = mlp.gate_up
-        for linear, size_in, size_out in (
-            (attention.qkv, hidden, own.qkv_size),
-            (attention.o, own.n_heads * own.head_dim, hidden),
-            (gates, hidden, 2 * inner),
-            (mlp.down, inner, hidden),
-        ):
-            found[matrix_of(linear, size_in, size_out, gates=linear is gates)] = None
-    if model.lm_head is not None:
-        found[matrix_of(model.lm_head, hidden, own.vocab_share, gates=False)] = None
+    for linear in model.linears():
+        found[matrix_of(linear, shards)] = None
     return tuple(found)
 
 
-def matrix_of(linear: Linear, size_in: int, size_out: int, *, gates: bool) -> Matrix:
-    """One layer's matrix; gates: it opens an MLP, so its product is gated where that is a
-    kernel.
-    """
+def matrix_of(linear: Linear, shards: int) -> Matrix:
+    """One layer's matrix, its inputs or its outputs split over devices."""
+    size_in, size_out = linear.sizes
+    if linear.summed:
+        size_in //= shards
+    else:
+        size_out //= shards
     packed = linear.packed
-    gated = gates and linear.bias is None and packed.scale is None
     group = 0
-    if packed.scale is not None and packed.scheme == "int4":
+    if packed.scheme == "int4":
         group = 2 * packed.kernel.shape[0] // packed.scale.shape[0]
-    return Matrix(size_in, size_out, packed.scheme, gated, group)
+    return Matrix(size_in, size_out, packed.scheme, linear.gated_by_kernel, group)

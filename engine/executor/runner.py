@@ -32,7 +32,7 @@ from jitney.engine.executor.program import (
     shape_on,
 )
 from jitney.engine.executor.sampling import Sampled, SeatState, seat_row
-from jitney.engine.models.llama import Llama
+from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import WHOLE
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.plan import Plan, StepResult
@@ -82,7 +82,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Model,
         buckets: Buckets,
         kernels: Kernels,
         sizes: StateSizes,

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jitney.engine.models.llama import Llama
+from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import AXIS
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import LIMITS
@@ -31,7 +31,7 @@ MARGINS = {jnp.dtype(jnp.int8): 1.1, jnp.dtype(jnp.float8_e4m3fn): 2.0}
 MOST_TOKENS, PAGE = 512, 16
 
 
-def calibrate(model: Llama, tokens: Sequence[int], kv_dtype: Any, mesh: Mesh | None = None) -> None:
+def calibrate(model: Model, tokens: Sequence[int], kv_dtype: Any, mesh: Mesh | None = None) -> None:
     """Give the model factors for pools of kv_dtype (int8 or fp8), from what its heads do on
     `tokens`.
     """
@@ -46,14 +46,14 @@ def factors(most: jax.Array, kv_dtype: Any) -> jax.Array:
     return jnp.where(most > 0, most, 1.0) / LIMITS[jnp.dtype(kv_dtype)]
 
 
-def largest(model: Llama, tokens: Sequence[int], mesh: Mesh | None = None) -> list[jax.Array]:
+def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> list[jax.Array]:
     """Largest magnitude of each layer's keys (rotated) and values by head, float32 [2K], after
     reading `tokens` in one step into a small pool of plain floats, with the reference kernels."""
     graph, state = nnx.split(model)
     config, kernels = model.config, select("", "reference")
     count = min(len(tokens), MOST_TOKENS, config.context_length)
     pages = -(-count // PAGE)
-    dtype = model.embed[...].dtype
+    dtype = model.dtype
 
     def read(state: Any, row: jax.Array, meta: AttentionMeta) -> list[jax.Array]:
         pool = jnp.zeros((pages + 1, PAGE, 2 * config.n_kv_heads, config.head_dim), dtype)

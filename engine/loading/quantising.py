@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError
 from jitney.engine.loading.calibration import calibrate, factors
-from jitney.engine.loading.load import WeightStorage, open_checkpoint
+from jitney.engine.loading.checkpoint import open_checkpoint
+from jitney.engine.loading.load import WeightStorage
 from jitney.engine.loading.quantised_folder import QuantisedFolder
-from jitney.engine.models.llama import Llama
+from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import KV_TYPES
+from jitney.engine.models.registry import model_class
 from jitney.engine.models.sharding import Shares
 from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.kernels.interface import KernelSet
@@ -86,7 +88,7 @@ def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
 
 
 def load_kv_scales(
-    model: Llama, source: ModelSource, kv_dtype: Any, mesh: Mesh | None = None
+    model: Model, source: ModelSource, kv_dtype: Any, mesh: Mesh | None = None
 ) -> None:
     """Give the model factors for its quantised pools: the checkpoint's own, else those that TEXT
     leads to.
@@ -111,10 +113,14 @@ def stored_limits(source: ModelSource) -> list[Any] | None:
     """Largest magnitudes that a checkpoint states for each layer's KV heads, [2K] each, None if it
     states none.
     """
-    checkpoint = open_checkpoint(source, source.config)[0] if source.kind == "hf" else None
+    if source.kind != "hf":
+        return None
+    config = source.config
+    weights = model_class(config.architecture).weight_map(config, "hf")
+    checkpoint = open_checkpoint(source, weights)
     if not isinstance(checkpoint, QuantisedFolder):
         return None
-    limits = [checkpoint.kv_limits(layer) for layer in range(source.config.n_layers)]
-    if any(limit is None for limit in limits):
+    limits = [checkpoint.kv_limits(layer) for layer in range(config.n_layers)]
+    if None in limits:
         return None
-    return [jnp.tile(jnp.array(limit), source.config.n_kv_heads) for limit in limits]
+    return [jnp.tile(jnp.array(limit), config.n_kv_heads) for limit in limits]

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.names import Path
 from jitney.engine.errors import ConfigError
 
 #: The mesh axis over which everything is split.
@@ -33,9 +34,6 @@ POOL = PartitionSpec(None, None, AXIS, None)
 #: Modules whose outputs are split (their last axis is outputs), and whose inputs are (a matrix's
 #: first axis).
 BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
-
-#: Attribute names and layer numbers from the model down, as nnx's flat state has them.
-Path = tuple[Any, ...]
 
 
 def make_mesh(devices: Sequence[Any]) -> Mesh:

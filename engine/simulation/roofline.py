@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jitney.engine.checkpoints.hf_config import read_hf_config
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.scheduler.buckets import Bucket
@@ -42,11 +43,11 @@ def _llama(
     inner: int,
     vocab: int,
     context: int,
-    architecture: str = "llama",
+    architecture: str = "LlamaForCausalLM",
     tied: bool = False,
 ) -> ModelConfig:
     return ModelConfig(
-        architecture=architecture,  # pyright: ignore[reportArgumentType]
+        architecture=architecture,
         vocab_size=vocab,
         hidden_size=hidden,
         n_layers=n_layers,
@@ -57,7 +58,7 @@ def _llama(
         windows=(0,) * n_layers,
         context_length=context,
         tie_embeddings=tied,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture == "Qwen3ForCausalLM",
     )
 
 
@@ -66,8 +67,8 @@ SHAPES = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
     "llama-3.1-8b": _llama(32, 4096, 32, 8, 128, 14336, 128256, 131072),
     "llama-3.1-70b": _llama(80, 8192, 64, 8, 128, 28672, 128256, 131072),
-    "qwen3-32b": _llama(64, 5120, 64, 8, 128, 25600, 151936, 40960, "qwen3"),
-    "qwen3-8b": _llama(36, 4096, 32, 8, 128, 12288, 151936, 40960, "qwen3"),
+    "qwen3-32b": _llama(64, 5120, 64, 8, 128, 25600, 151936, 40960, "Qwen3ForCausalLM"),
+    "qwen3-8b": _llama(36, 4096, 32, 8, 128, 12288, 151936, 40960, "Qwen3ForCausalLM"),
 }
 
 
@@ -80,7 +81,7 @@ def find_shape(model: str) -> ModelConfig:
     if path.is_dir():
         path /= "config.json"
     if path.suffix == ".json":
-        return ModelConfig.from_hf(_read_config(path))
+        return read_hf_config(_read_config(path))
     from jitney.engine.checkpoints.sources import resolve
 
     try:

@@ -17,7 +17,7 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import RequestError
 from jitney.engine.loading.load import load_model
-from jitney.engine.models.llama import Llama
+from jitney.engine.models.protocol import Model
 from jitney.kernels.cpu import build, library
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def model() -> Llama:
+def model() -> Model:
     source = resolve("tiny-random")
     return load_model(source, source.config)
 
@@ -106,7 +106,7 @@ def test_logprobs_of_output_and_prompt_equal_the_dense_forward(llm, model):
         np.testing.assert_allclose(entry.top_logprobs, np.sort(expected[at])[::-1][:n], atol=1e-4)
 
 
-def same_scores(model: Llama, ids: list[int], entries: Any, most: int) -> None:
+def same_scores(model: Model, ids: list[int], entries: Any, most: int) -> None:
     """Each token of a prompt given all before it, as the dense forward has it."""
     expected = oracle_logprobs(model, ids)
     assert entries[0] is None and len(entries) == len(ids)

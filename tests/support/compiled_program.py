@@ -26,8 +26,8 @@ from places import DATA
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.executor.program import COMPILER_OPTIONS, StateSizes, lower_step
-from jitney.engine.models.llama import abstract_model
 from jitney.engine.models.quantization import KV_TYPES
+from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import make_mesh
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork

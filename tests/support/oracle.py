@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jitney.engine.models.llama import Llama
+from jitney.engine.models.protocol import Model
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
@@ -19,6 +19,8 @@ def dense(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
     """Causal attention within one sequence; q [T, H, D]."""
     group = q.shape[1] // k.shape[1]
     scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(k, group, 1)) * scale
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
     at = meta.positions
     seen = at[None, :] <= at[:, None]
     if window:
@@ -31,7 +33,7 @@ DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense)
 
 
 @jax.jit
-def whole_logits(model: Llama, tokens: jax.Array) -> jax.Array:
+def whole_logits(model: Model, tokens: jax.Array) -> jax.Array:
     """tokens int32 [T] -> float32 [T, V]."""
     positions = jnp.arange(tokens.shape[0])
     none = jnp.zeros(0, jnp.int32)
@@ -40,7 +42,7 @@ def whole_logits(model: Llama, tokens: jax.Array) -> jax.Array:
     return model.logits(hidden, DENSE)
 
 
-def oracle_logprobs(model: Llama, tokens: list[int]) -> np.ndarray:
+def oracle_logprobs(model: Model, tokens: list[int]) -> np.ndarray:
     """Log-probabilities of the next token at every position, [T, V]; padded so that few shapes
     compile.
     """

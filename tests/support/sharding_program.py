@@ -19,13 +19,13 @@ import numpy as np
 from flax import nnx
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.executor.program import Program, StateSizes, allocate, lower_step
 from jitney.engine.loading.calibration import calibrate
 from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.machine import cpu_name
-from jitney.engine.models.llama import abstract_model
+from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import POOL, WHOLE, gather, make_mesh
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.kernels.select import select

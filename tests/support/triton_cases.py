@@ -237,10 +237,10 @@ def whole_model(normed: bool, kv: str = "auto") -> dict[str, Any]:
     reference kernels.
     """
     from jitney.engine.checkpoints.model_config import ModelConfig
-    from jitney.engine.models.llama import random_model
+    from jitney.engine.models.registry import random_model
 
     config = ModelConfig(
-        architecture="llama",
+        architecture="LlamaForCausalLM",
         vocab_size=64,
         hidden_size=48,
         n_layers=2,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jitney.engine.checkpoints.model_config import ModelConfig, tiny_config
+from jitney.engine.checkpoints.families import tiny_config
+from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.simulation.roofline import SHAPES
 
 TINY = "tiny"

@@ -27,7 +27,8 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import GIB
 from jitney.engine.executor.program import StateSizes, allocate, compile_step
 from jitney.engine.executor.runner import LaunchedStep, Runner
-from jitney.engine.models.llama import Llama, abstract_model
+from jitney.engine.models.protocol import Model
+from jitney.engine.models.registry import abstract_model
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
@@ -71,7 +72,7 @@ class Bench:
         )
 
 
-def random_weights(model: Llama) -> Llama:
+def random_weights(model: Model) -> Model:
     """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of
     no meaning.
     """

@@ -19,7 +19,7 @@ from jitney.engine.bench.device.report import goals, markdown, report_of, write
 from jitney.engine.bench.device.rows import GOALS, About, Floors, Job, Row, Task, goal_values
 from jitney.engine.bench.device.run import PARTS, Measured, Plan, check_parts, measure, run_apart
 from jitney.engine.bench.device.worker import Line, lines_of, rows_of
-from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_device import run
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.kernels.interface import KernelSet

@@ -14,7 +14,7 @@ import pytest
 from jitney.engine import LLM
 from jitney.engine.bench import step
 from jitney.engine.bench.step import Case, Timing, cases, measured_floor, plan_of, table_of
-from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_step import show
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.plan import StepWork

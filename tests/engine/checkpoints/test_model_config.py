@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DATA
 
-from jitney.engine.checkpoints.model_config import (
-    HF_DEFAULTS,
-    ModelConfig,
-    RopeScaling,
-    tiny_config,
-)
+from jitney.engine.checkpoints.families import FAMILIES, tiny_config
+from jitney.engine.checkpoints.gguf_config import read_gguf_config
+from jitney.engine.checkpoints.hf_config import read_hf_config
+from jitney.engine.checkpoints.model_config import ModelConfig, RopeScaling
 from jitney.engine.errors import ModelError
 
 CASES = json.loads((DATA / "reference_logits.json").read_text())["cases"]
@@ -48,13 +46,13 @@ SHAPES = {"token_embd.weight": (96, 32), "blk.0.attn_q.bias": (32,)}
 
 
 def test_a_plain_llama():
-    config = ModelConfig.from_hf(
+    config = read_hf_config(
         BASE
         | {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "eos_token_id": 7, "tie_word_embeddings": True},
         {"eos_token_id": [7, 9]},
     )
     assert config == ModelConfig(
-        architecture="llama",
+        architecture="LlamaForCausalLM",
         vocab_size=96,
         hidden_size=48,
         n_layers=3,
@@ -76,17 +74,21 @@ def test_a_plain_llama():
 def test_old_and_new_spelling_of_rope_agree(name: str):
     new = CASES[name]["config"]
     rope = dict(new["rope_parameters"])
+    local = rope.pop("sliding_attention", {})
+    rope = dict(rope.get("full_attention", rope))
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     old["rope_theta"] = rope.pop("rope_theta")
+    if local:
+        old["rope_local_base_freq"] = local["rope_theta"]
     if rope["rope_type"] != "default":
         old["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
-    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+    assert read_hf_config(old) == read_hf_config(new)
 
 
 def test_windows_follow_each_architecture():
     def windows(architecture: str, **settings) -> tuple[int, ...]:
         settings |= {"architectures": [architecture], "num_key_value_heads": 4}
-        return ModelConfig.from_hf(BASE | settings).windows
+        return read_hf_config(BASE | settings).windows
 
     assert windows("LlamaForCausalLM", sliding_window=8) == (0, 0, 0)
     assert windows("MistralForCausalLM") == (4096,) * 3
@@ -104,7 +106,7 @@ def test_windows_follow_each_architecture():
 
 
 def test_yarn_extends_the_context():
-    config = ModelConfig.from_hf(BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    config = read_hf_config(BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     assert config.context_length == 512
     assert config.rope_scaling == RopeScaling(
         "yarn", 4.0, 128, attention_factor=0.1 * math.log(4) + 1
@@ -133,18 +135,18 @@ def test_yarn_extends_the_context():
 )
 def test_what_cannot_be_served_is_refused_by_name(change: dict, words: list[str]):
     with pytest.raises(ModelError) as caught:
-        ModelConfig.from_hf(BASE | change)
+        read_hf_config(BASE | change)
     message = str(caught.value)
     assert all(word in message for word in words) and "\n" not in message
 
 
 def test_auto_map_of_a_known_architecture_is_data_only(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        config = ModelConfig.from_hf(BASE | {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}})
-    assert config == ModelConfig.from_hf(BASE)
+        config = read_hf_config(BASE | {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}})
+    assert config == read_hf_config(BASE)
     assert "auto_map" in caplog.text
     with pytest.raises(ModelError, match="EvilForCausalLM"):
-        ModelConfig.from_hf(
+        read_hf_config(
             BASE | {"architectures": ["EvilForCausalLM"], "auto_map": {"AutoModel": "evil.Evil"}}
         )
 
@@ -168,7 +170,7 @@ ANYTHING = st.recursive(
 )
 def test_any_json_is_read_or_refused(key: str, value, architecture: str):
     try:
-        ModelConfig.from_hf(CASES[architecture]["config"] | {key: value})
+        read_hf_config(CASES[architecture]["config"] | {key: value})
     except ModelError as error:
         assert "\n" not in str(error) and len(str(error)) < 400
 
@@ -182,15 +184,15 @@ def test_any_json_is_read_or_refused(key: str, value, architecture: str):
 )
 def test_any_gguf_value_is_read_or_refused(key: str, value):
     try:
-        ModelConfig.from_gguf(GGUF | {key: value}, SHAPES)
+        read_gguf_config(GGUF | {key: value}, SHAPES)
     except ModelError as error:
         assert "\n" not in str(error) and len(str(error)) < 400
 
 
 def test_gguf_values_and_tensors_tell_the_shape():
-    config = ModelConfig.from_gguf(GGUF, SHAPES)
+    config = read_gguf_config(GGUF, SHAPES)
     assert config == ModelConfig(
-        architecture="qwen2",
+        architecture="Qwen2ForCausalLM",
         vocab_size=96,
         hidden_size=32,
         n_layers=2,
@@ -206,22 +208,22 @@ def test_gguf_values_and_tensors_tell_the_shape():
         qkv_bias=True,
         eos_ids=(3, 5),
     )
-    assert not ModelConfig.from_gguf(GGUF, SHAPES | {"output.weight": (96, 32)}).tie_embeddings
+    assert not read_gguf_config(GGUF, SHAPES | {"output.weight": (96, 32)}).tie_embeddings
     scaling = {"qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 2.0}
-    linear = ModelConfig.from_gguf(GGUF | scaling, SHAPES)
+    linear = read_gguf_config(GGUF | scaling, SHAPES)
     assert linear.rope_scaling == RopeScaling("linear", 2.0)
     scaling = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
-    yarn = ModelConfig.from_gguf(GGUF | scaling, SHAPES)
+    yarn = read_gguf_config(GGUF | scaling, SHAPES)
     assert yarn.rope_scaling == RopeScaling("yarn", 4.0, 64, attention_factor=0.1 * math.log(4) + 1)
 
 
 def test_gguf_refusals():
     with pytest.raises(ModelError, match="unknown architecture 'mamba'"):
-        ModelConfig.from_gguf(GGUF | {"general.architecture": "mamba"}, SHAPES)
+        read_gguf_config(GGUF | {"general.architecture": "mamba"}, SHAPES)
     with pytest.raises(ModelError, match="mixture-of-experts"):
-        ModelConfig.from_gguf(GGUF | {"qwen2.expert_count": 8}, SHAPES)
+        read_gguf_config(GGUF | {"qwen2.expert_count": 8}, SHAPES)
     with pytest.raises(ModelError, match="yarn_log_multiplier"):
-        ModelConfig.from_gguf(
+        read_gguf_config(
             GGUF
             | {
                 "qwen2.rope.scaling.type": "yarn",
@@ -231,19 +233,20 @@ def test_gguf_refusals():
             SHAPES,
         )
     with pytest.raises(ModelError, match="rope_freqs"):
-        ModelConfig.from_gguf(GGUF, SHAPES, rope_factors=(1.0, 2.0))
+        read_gguf_config(GGUF, SHAPES, rope_factors=(1.0, 2.0))
     with pytest.raises(ModelError, match="token_embd"):
-        ModelConfig.from_gguf(GGUF, {})
+        read_gguf_config(GGUF, {})
 
 
-@pytest.mark.parametrize("architecture", HF_DEFAULTS)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_tiny_configs_exist_for_all(architecture: str):
-    config = tiny_config(architecture)
+    name = FAMILIES[architecture].name
+    config = tiny_config(name)
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
-        architecture == "qwen2",
-        architecture == "qwen3",
-        architecture == "mistral",
+        name == "qwen2",
+        name in ("qwen3", "gemma3"),
+        name in ("mistral", "gemma2", "gemma3"),
     )
 
 

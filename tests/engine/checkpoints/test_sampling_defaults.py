@@ -13,7 +13,7 @@ import pytest
 from history_fakes import INFO
 
 from jitney.engine import LLM, SamplingParams, messages
-from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource
 from jitney.engine.config.schema import SamplingSection

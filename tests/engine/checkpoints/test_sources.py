@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from jitney.engine.checkpoints import fetch
-from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import ModelError

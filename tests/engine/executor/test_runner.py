@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from jitney.engine.bench.step import Case, plan_of
-from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.core import EngineCore
 from jitney.engine.executor import inputs, program
 from jitney.engine.executor.program import StateSizes, lower_step
 from jitney.engine.executor.runner import Runner
 from jitney.engine.executor.sampling import SamplingRows, SeatState, sample
-from jitney.engine.models.llama import abstract_model, random_model
+from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool

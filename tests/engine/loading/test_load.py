@@ -18,14 +18,16 @@ from flax import nnx
 from gguf_files import close, open_writer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llamas import as_llama
 from safetensors.numpy import save_file
 
 from jitney.engine.checkpoints.gguf import GGUFFile
+from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.errors import ModelError
 from jitney.engine.loading.load import load_model
-from jitney.engine.models.layers import inverse_frequencies
 from jitney.engine.models.llama import Llama
+from jitney.engine.models.rope import inverse_frequencies
 
 E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
 CONFIG = {
@@ -95,7 +97,7 @@ def write_folder(
 
 def load(path: Path, dtype=jnp.float32) -> Llama:
     source = resolve(str(path))
-    return load_model(source, source.config, dtype)
+    return as_llama(load_model(source, source.config, dtype))
 
 
 def flat(model: Llama) -> dict[tuple, np.ndarray]:
@@ -486,7 +488,7 @@ def test_gguf_headers_with_changed_bytes_are_read_or_refused(
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
     path.write_bytes(damaged)
     try:
-        config = GGUFFile(path).config()
+        config = config_of(GGUFFile(path))
     except ModelError as error:
         assert "\n" not in str(error)
     else:

@@ -13,15 +13,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from llamas import as_llama
 
-from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import ConfigError
 from jitney.engine.llm import LLM
 from jitney.engine.loading import calibration
-from jitney.engine.loading.load import WeightStorage, describe_weights, load_model
+from jitney.engine.loading.describe import describe_weights
+from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
-from jitney.engine.models.llama import Llama, abstract_model, random_model
+from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import (
     KV_TYPES,
     SCHEMES,
@@ -31,6 +33,7 @@ from jitney.engine.models.quantization import (
     quantise,
     widened,
 )
+from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.types import SamplingParams
 from jitney.kernels.int4 import quantise_int4, unpack_int4
 from jitney.kernels.interface import KernelSet
@@ -131,12 +134,12 @@ def test_a_product_is_that_of_the_widened_matrix(name: str, dtype):
 # Whole models
 
 
-def logits(model: Llama, kv: str = "auto", kernels: KernelSet = REFERENCE) -> np.ndarray:
+def logits(model: Model, kv: str = "auto", kernels: KernelSet = REFERENCE) -> np.ndarray:
     """Float32 [T, V] of one prompt, through pools of the KV type."""
     graph, state = nnx.split(model)
     config, pages = model.config, 3
     shape = (pages + 1, calibration.PAGE, 2 * config.n_kv_heads, config.head_dim)
-    dtype = KV_TYPES.get(kv, model.embed[...].dtype)
+    dtype = KV_TYPES.get(kv, model.dtype)
 
     @jax.jit
     def forward(state, tokens, meta):
@@ -191,7 +194,7 @@ def test_the_native_kernels_serve_quantised_models_too():
     )
 
 
-def scales(model: Llama) -> np.ndarray:
+def scales(model: Model) -> np.ndarray:
     """Factors of all layers, [L, 2K]."""
     return np.stack(
         [
@@ -204,7 +207,7 @@ def scales(model: Llama) -> np.ndarray:
 
 def test_factors_are_the_largest_magnitudes_of_a_plain_forward():
     """Layer 0's values are projections of the normed embedding: computed by hand."""
-    model = random_model(tiny_config())
+    model = as_llama(random_model(tiny_config()))
     calibration.calibrate(model, TOKENS.tolist(), KV_TYPES["int8"])
     x = model.layers[0].attention_norm(model.embed[...][TOKENS], REFERENCE)
     values = np.asarray(x @ model.layers[0].attention.qkv.kernel[...])[:, -2 * 16 :].reshape(
@@ -233,7 +236,7 @@ def test_abstract_models_have_the_shapes_of_real_ones(scheme: str, kv: str):
 
 
 def test_an_untied_head_is_quantised_and_an_embedding_is_not():
-    model = random_model(tiny_config(), dtype=jnp.bfloat16, weights="int8")
+    model = as_llama(random_model(tiny_config(), dtype=jnp.bfloat16, weights="int8"))
     assert model.lm_head is not None and model.lm_head.packed.scheme == "int8"
     assert model.embed[...].dtype == jnp.bfloat16 and describe_weights(model) == "int8"
 

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf_files import close, open_writer
+from llamas import as_llama
 from safetensors.flax import save_file
 
 from jitney.engine.checkpoints.gguf import GGUFFile
@@ -21,8 +22,11 @@ from jitney.engine.checkpoints.quantization_config import read_packing
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import ModelError
 from jitney.engine.loading import calibration, repack
-from jitney.engine.loading.load import BlockGGUF, WeightStorage, describe_weights, load_model
+from jitney.engine.loading.checkpoint import BlockGGUF
+from jitney.engine.loading.describe import describe_weights
+from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import load_kv_scales
+from jitney.engine.models.llama import Llama
 from jitney.engine.models.quantization import KV_TYPES, Packed, quantise, widened
 
 E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
@@ -219,9 +223,9 @@ def write_folder(
     return floats
 
 
-def load(path: Path, storage: WeightStorage = PACKED):
+def load(path: Path, storage: WeightStorage = PACKED) -> Llama:
     source = resolve(str(path))
-    return load_model(source, source.config, jnp.float32, storage=storage)
+    return as_llama(load_model(source, source.config, jnp.float32, storage=storage))
 
 
 def qkv(floats: dict[str, np.ndarray], layer: int) -> np.ndarray:
@@ -528,7 +532,7 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
         },
     )
     source = resolve(str(path))
-    model = load_model(source, source.config, dtype, storage=FLOATS)
+    model = as_llama(load_model(source, source.config, dtype, storage=FLOATS))
     assert describe_weights(model, source) == said and describe_weights(model) == str(
         jnp.dtype(dtype)
     )

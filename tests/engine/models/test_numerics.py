@@ -14,10 +14,12 @@ from flax import nnx
 from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 
-from jitney.engine.checkpoints.model_config import ModelConfig, tiny_config
+from jitney.engine.checkpoints.families import FAMILIES, tiny_config
+from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.loading.load import load_model
-from jitney.engine.models.llama import Llama, abstract_model, random_model
+from jitney.engine.models.protocol import Model
+from jitney.engine.models.registry import abstract_model, random_model
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
@@ -37,6 +39,8 @@ def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
     group = q.shape[1] // k.shape[1]
     k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
     scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
     weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
     return jnp.einsum("hqk,khd->qhd", weights, v.astype(jnp.float32)).astype(q.dtype), kv
 
@@ -57,7 +61,7 @@ def prompts_meta(*lengths: int) -> AttentionMeta:
     )
 
 
-def all_logits(model: Llama, tokens: np.ndarray, *lengths: int) -> np.ndarray:
+def all_logits(model: Model, tokens: np.ndarray, *lengths: int) -> np.ndarray:
     graph, state = nnx.split(model)
 
     @jax.jit
@@ -71,7 +75,8 @@ def all_logits(model: Llama, tokens: np.ndarray, *lengths: int) -> np.ndarray:
 
 def write_folder(folder: Path, case: dict) -> Path:
     tensors = {
-        name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()
+        name: SCRIPT.random_tensor(name, tuple(shape), case.get("embed_spread", 1.0))
+        for name, shape in case["shapes"].items()
     }
     total = sum(np.abs(tensor.astype(np.float64)).sum() for tensor in tensors.values())
     assert total == pytest.approx(case["weights_sum"], rel=1e-9), (
@@ -120,27 +125,29 @@ def test_default_model_equals_the_reference(smollm2, reference):
             np.testing.assert_allclose(row[top["ids"]], top["logprobs"], atol=1e-3)
 
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = tuple(family.name for family in FAMILIES.values())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dtype_in_is_dtype_out(architecture: str, dtype):
-    """Activations and weights keep the model's dtype at every layer; only logits are always
-    float32.
+    """Activations and weights keep the model's dtype at every layer; only logits, and the weights
+    of Gemma's norms, are always float32.
     """
     model = random_model(tiny_config(architecture), dtype=dtype)
     seen = []
 
     def attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
         seen.extend([q.dtype, k.dtype, v.dtype])
-        return dense_attend(q, k, v, kv, meta, scale=scale, window=window)
+        return dense_attend(q, k, v, kv, meta, scale=scale, window=window, softcap=softcap)
 
     kernels = replace(DENSE, paged_attention=attend)
     hidden, _ = model(jnp.arange(8), [jnp.zeros(1)] * 2, prompts_meta(8), kernels)
     assert hidden.dtype == dtype and model.logits(hidden, kernels).dtype == jnp.float32
     assert set(seen) == {jnp.dtype(dtype)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(dtype)}
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        wide = model.config.float32_norms and "norm" in str(path)
+        assert leaf.dtype == (jnp.float32 if wide else dtype), path
 
 
 def test_bfloat16_stays_near_float32():

@@ -26,7 +26,8 @@ from safetensors.numpy import save_file
 
 from jitney.engine import LLM
 from jitney.engine.build import sized_runner
-from jitney.engine.checkpoints.model_config import ModelConfig, tiny_config
+from jitney.engine.checkpoints.families import tiny_config
+from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.cli import doctor
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import platform_environment
@@ -193,7 +194,7 @@ def share_of(
 
 #: Four query heads, two KV heads, a head of two columns, four feed-forward columns.
 SMALL = ModelConfig(
-    architecture="llama",
+    architecture="LlamaForCausalLM",
     vocab_size=4,
     hidden_size=1,
     n_layers=1,

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from oracle import oracle_logprobs, prompt
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.checkpoints.model_config import TINY, tiny_config
+from jitney.engine.checkpoints.families import TINY, tiny_config
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.core import EngineCore
 from jitney.engine.executor.inputs import BatchBuilder

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.scheduler.buckets import Bucket

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import DATA
 
-from jitney.engine.checkpoints.model_config import tiny_config
+from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.errors import ModelError, RequestError
 from jitney.engine.text.gguf_tokenizer import (

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged import Batch, Case, attention, make, written
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.models.llama import random_model
+from jitney.engine.models.registry import random_model
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.pallas_tpu import pool_layout
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
@@ -184,7 +184,7 @@ def test_an_empty_step_changes_nothing():
 
 def test_a_model_gives_the_logits_of_the_reference():
     config = ModelConfig(
-        architecture="llama",
+        architecture="LlamaForCausalLM",
         vocab_size=64,
         hidden_size=48,
         n_layers=1,

@@ -1,0 +1,78 @@
+"""Checked access to the key-values of an untrusted file; jax-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jitney.engine.errors import ModelError
+
+#: No model comes near these; a file that does is broken or hostile.
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 20
+MAX_VOCAB = 1 << 24
+MAX_CONTEXT = 1 << 26
+
+
+class Fields:
+    """Key-values of a file, each checked for type and range when it is read.
+
+    `where` names the file in errors. A key that is null counts as left out.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values = values
+        self.where = where
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if type(value) is not int or not low <= value <= high:
+            self.reject(key, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            self.reject(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if type(value) is not bool:
+            self.reject(key, value, "true or false")
+        return value
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        """A table of key-values; empty when left out."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            self.reject(key, value, "a table")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them, as a tuple; empty when left out."""
+        value = self.get(key, [])
+        ids = value if isinstance(value, list) else [value]
+        if any(type(token) is not int for token in ids):
+            self.reject(key, value, "a token id or a list of them")
+        return tuple(ids)
+
+    def token_id(self, key: str) -> int | None:
+        """The first of them."""
+        ids = self.token_ids(key)
+        return ids[0] if ids else None
+
+    def reject(self, key: str, value: Any, wanted: str) -> None:
+        """Raise ModelError for a value."""
+        raise ModelError(f"{self.where}: {key} must be {wanted}, found {str(value)[:60]!r}")
+
+
+def unique(*groups: tuple[int, ...]) -> tuple[int, ...]:
+    """All ids of the groups once, in the order first seen."""
+    joined = [token for group in groups for token in group]
+    return tuple(dict.fromkeys(joined))

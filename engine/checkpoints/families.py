@@ -1,0 +1,200 @@
+"""The families of models that are read, and what each adds to the common keys of its files.
+
+To add a family: a `Family` in FAMILIES, and its module in `jitney.engine.models.registry`.
+jax-free: also the processes that compute nothing read configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jitney.engine.checkpoints.config_fields import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Fields,
+)
+from jitney.engine.checkpoints.model_config import Activation, ModelConfig
+from jitney.engine.checkpoints.rope_config import extended_context, hf_rope
+from jitney.engine.errors import ModelError
+
+#: transformers' names of activations -> ours.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def read_decoder(values: Mapping[str, Any], **defaults: Any) -> tuple[Fields, ModelConfig]:
+    """The keys of config.json that all families share, and what they say.
+
+    defaults: what transformers assumes for keys that the file leaves out. A key set to null is not
+    left out: Mistral's `sliding_window: null` means none, its absence means 4096.
+    """
+    fields = Fields(defaults | dict(values), "config.json")
+    heads = fields.integer("num_attention_heads", 1, MAX_WIDTH)
+    hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
+    layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    context = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
+    theta, scaling = hf_rope(fields, context)
+    return fields, ModelConfig(
+        architecture="",
+        vocab_size=fields.integer("vocab_size", 2, MAX_VOCAB),
+        hidden_size=hidden,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=fields.integer("num_key_value_heads", 1, heads, default=heads),
+        head_dim=fields.integer("head_dim", 2, MAX_WIDTH, default=hidden // heads),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        windows=(0,) * layers,
+        context_length=extended_context(context, scaling),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=fields.flag("attention_bias"),
+        activation=_activation(fields),
+        bos_id=fields.token_id("bos_token_id"),
+        eos_ids=fields.token_ids("eos_token_id"),
+    )
+
+
+def _activation(fields: Fields) -> Activation:
+    """`hidden_activation` goes before `hidden_act`: Gemma's first files name another there."""
+    key = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
+    name = fields.get(key, "silu")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise ModelError(
+            f"config.json: {key} {str(name)[:40]!r} is not supported; known: "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _window(fields: Fields) -> int:
+    """`sliding_window`; 0 for none."""
+    if fields.get("sliding_window") is None:
+        return 0
+    return fields.integer("sliding_window", 1, MAX_CONTEXT)
+
+
+def _windows_by_type(fields: Fields, layers: int) -> tuple[int, ...] | None:
+    """Windows of the layers as `layer_types` names them; None if it is left out."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        fields.reject("layer_types", kinds, f"{layers} times full_attention or sliding_attention")
+    window = _window(fields)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _llama(values: Mapping[str, Any]) -> ModelConfig:
+    fields, config = read_decoder(values, max_position_embeddings=2048)
+    return replace(config, o_bias=config.qkv_bias, mlp_bias=fields.flag("mlp_bias"))
+
+
+def _mistral(values: Mapping[str, Any]) -> ModelConfig:
+    fields, config = read_decoder(
+        values, max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096
+    )
+    return replace(config, windows=(_window(fields),) * config.n_layers)
+
+
+def _qwen2(values: Mapping[str, Any]) -> ModelConfig:
+    fields, config = _qwen(values)
+    return replace(config, qkv_bias=True, windows=_qwen_windows(fields, config.n_layers))
+
+
+def _qwen3(values: Mapping[str, Any]) -> ModelConfig:
+    fields, config = _qwen(values, head_dim=128)
+    return replace(
+        config,
+        o_bias=config.qkv_bias,
+        qk_norm=True,
+        windows=_qwen_windows(fields, config.n_layers),
+    )
+
+
+def _qwen(values: Mapping[str, Any], **defaults: Any) -> tuple[Fields, ModelConfig]:
+    return read_decoder(
+        values,
+        max_position_embeddings=32768,
+        num_key_value_heads=32,
+        sliding_window=4096,
+        **defaults,
+    )
+
+
+def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Without types, layers have windows from `max_window_layers` on."""
+    typed = _windows_by_type(fields, layers)
+    if not fields.flag("use_sliding_window"):
+        return (0,) * layers
+    if typed is not None:
+        return typed
+    first = min(fields.integer("max_window_layers", 0, MAX_LAYERS, default=28), layers)
+    return (0,) * first + (_window(fields),) * (layers - first)
+
+
+def _gguf_plain(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """Windows alike in all layers; the tensors say the rest."""
+    window = fields.integer("attention.sliding_window", 0, MAX_CONTEXT, default=0)
+    return replace(config, windows=(window,) * config.n_layers)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the files of one family are read."""
+
+    #: In `tiny-random:NAME`, and `general.architecture` of its GGUF files.
+    name: str
+    #: The configuration in a config.json, but for `architecture`; raises ModelError.
+    from_hf: Callable[[Mapping[str, Any]], ModelConfig]
+    #: From the metadata of a GGUF file and what the common keys said; None: they are not read, or
+    #: go by another family's name.
+    from_gguf: Callable[[Fields, ModelConfig], ModelConfig] | None = None
+    #: How its tiny random model differs from TINY.
+    tiny: dict[str, Any] = field(default_factory=dict)
+
+
+#: The smallest model that still has more than one of everything.
+TINY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    hidden_size=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    windows=(0, 0),
+    context_length=2048,
+    bos_id=257,
+    eos_ids=(259,),
+)
+
+#: Class name in `architectures` of config.json -> its family.
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", _llama, _gguf_plain),
+    "MistralForCausalLM": Family("mistral", _mistral, None, {"windows": (32, 32)}),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2, _gguf_plain, {"qkv_bias": True}),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3, _gguf_plain, {"qk_norm": True}),
+}
+
+
+def tiny_config(name: str = "llama") -> ModelConfig:
+    """The configuration behind `tiny-random[:NAME]`: L 2, E 64, H 4, K 2, D 16, F 128, V 512.
+
+    Raises ModelError for an unknown family.
+    """
+    for architecture, family in FAMILIES.items():
+        if family.name == name:
+            return replace(TINY, architecture=architecture, **family.tiny)
+    names = [family.name for family in FAMILIES.values()]
+    raise ModelError(f"tiny-random has no architecture {name!r}; known: {', '.join(names)}")

@@ -1,0 +1,110 @@
+"""The configuration of a model from the metadata of its GGUF file; jax-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jitney.engine.checkpoints.config_fields import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Fields,
+    unique,
+)
+from jitney.engine.checkpoints.families import FAMILIES, Family
+from jitney.engine.checkpoints.gguf import GGUFFile
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.rope_config import extended_context, gguf_rope
+from jitney.engine.errors import ModelError
+
+
+def config_of(file: GGUFFile) -> ModelConfig:
+    """The model's configuration; ModelError if it cannot be served."""
+    factors: tuple[float, ...] = ()
+    if "rope_freqs.weight" in file.tensors:
+        factors = tuple(map(float, file.read("rope_freqs.weight").ravel()))
+    return read_gguf_config(file.metadata, file.shapes, factors)
+
+
+def read_gguf_config(
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: tuple[float, ...] = (),
+) -> ModelConfig:
+    """Read GGUF key-values; shapes (row-major, as numpy sees them) tell which optional tensors
+    exist.
+
+    rope_factors: contents of `rope_freqs.weight` if the file has it. Raises ModelError as
+    `read_hf_config` does.
+    """
+    architecture, family = _family_named(metadata.get("general.architecture"))
+    fields = _fields_of(metadata, family.name)
+    tokens = Fields(metadata, "GGUF")
+    heads = fields.integer("attention.head_count", 1, MAX_WIDTH)
+    hidden = fields.integer("embedding_length", 1, MAX_WIDTH)
+    layers = fields.integer("block_count", 1, MAX_LAYERS)
+    head_dim = _head_dim(fields, hidden // heads)
+    context = fields.integer("context_length", 1, MAX_CONTEXT)
+    scaling = gguf_rope(fields, context, head_dim, rope_factors)
+    vocab = Fields({"rows": shapes.get("token_embd.weight", (None,))[0]}, "GGUF token_embd.weight")
+    ends = [tokens.token_ids(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab.integer("rows", 2, MAX_VOCAB),
+        hidden_size=hidden,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=fields.integer("attention.head_count_kv", 1, heads, default=heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("feed_forward_length", 1, MAX_WIDTH),
+        windows=(0,) * layers,
+        context_length=extended_context(context, scaling),
+        rope_theta=fields.number("rope.freq_base", 10000.0),
+        rope_scaling=scaling,
+        rms_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-6),
+        tie_embeddings="output.weight" not in shapes,
+        qkv_bias="blk.0.attn_q.bias" in shapes,
+        o_bias="blk.0.attn_output.bias" in shapes,
+        mlp_bias="blk.0.ffn_gate.bias" in shapes,
+        qk_norm="blk.0.attn_q_norm.weight" in shapes,
+        bos_id=tokens.token_id("tokenizer.ggml.bos_token_id"),
+        eos_ids=unique(*ends),
+    )
+    assert family.from_gguf is not None
+    return family.from_gguf(fields, config)
+
+
+def _family_named(name: Any) -> tuple[str, Family]:
+    """The class name and family that GGUF calls `name`; Mistral's files say llama."""
+    read = {
+        family.name: (architecture, family)
+        for architecture, family in FAMILIES.items()
+        if family.from_gguf is not None
+    }
+    if not isinstance(name, str) or name not in read:
+        raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {', '.join(read)}")
+    return read[name]
+
+
+def _fields_of(metadata: Mapping[str, Any], name: str) -> Fields:
+    """The keys of the architecture, without its name."""
+    prefix = f"{name}."
+    own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
+    fields = Fields(own, f"GGUF {name}")
+    if fields.get("expert_count", 0):
+        raise ModelError("GGUF: mixture-of-experts models are not supported")
+    return fields
+
+
+def _head_dim(fields: Fields, default: int) -> int:
+    """Size of a head, which keys, values and rotation must share."""
+    head_dim = fields.integer("attention.key_length", 2, MAX_WIDTH, default=default)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.get(key, head_dim) != head_dim:
+            raise ModelError(
+                f"{fields.where}: {key} {str(fields.get(key))[:20]} must equal the head size "
+                f"{head_dim}"
+            )
+    return head_dim

@@ -1,0 +1,58 @@
+"""The configuration of a model from its `config.json`; jax-free.
+
+The file is untrusted: each number is checked for type and range before anything is sized by it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jitney.engine.checkpoints.config_fields import Fields, unique
+from jitney.engine.checkpoints.families import FAMILIES
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.quantization_config import read_packing
+from jitney.engine.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+
+def read_hf_config(
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """Read the contents of `config.json` (and of `generation_config.json`, which may name more end
+    tokens).
+
+    Nothing the file names is ever imported. Raises ModelError for an architecture, activation,
+    quantisation or rope scaling that is not supported, and for numbers that are missing or out of
+    range.
+    """
+    architecture = _known_architecture(config.get("architectures"))
+    _refuse_unsupported(config)
+    model = FAMILIES[architecture].from_hf(config)
+    more_ends = Fields(generation or {}, "generation_config.json").token_ids("eos_token_id")
+    return replace(model, architecture=architecture, eos_ids=unique(model.eos_ids, more_ends))
+
+
+def _known_architecture(names: Any) -> str:
+    """The first class name in `architectures` that is served; ModelError lists those that are."""
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and name in FAMILIES:
+            return name
+    raise ModelError(
+        f"config.json: unknown architecture {repr(names)[:100]}; known: {', '.join(FAMILIES)}"
+    )
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raise for settings that would change the answer in a way this engine does not compute."""
+    if "auto_map" in config:
+        log.warning(
+            "config.json names custom code (auto_map); it is not run, the known architecture is "
+            "used instead"
+        )
+    read_packing(config.get("quantization_config"))
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")

@@ -1,0 +1,100 @@
+"""Grouped-query attention as all models use it.
+
+Axes: T tokens, E embed, H query heads, K KV heads, D head dim, N pages of the pool.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.models.layers import DType, Linear, RMSNorm, make_norm
+from jitney.engine.models.rope import Rope, rotate
+from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
+
+
+class Attention(nnx.Module):
+    """Query, key and value projections fused into qkv [E, (H + 2K) * D].
+
+    kv_scales: float32 [2K], factors of an int8 or fp8 pool; None for pools of plain floats.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DType, rngs: nnx.Rngs):
+        self.n_heads = config.n_heads
+        self.n_kv_heads = config.n_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale
+        self.window = config.windows[layer]
+        self.softcap = config.attention_softcap
+        self.qkv = Linear(
+            config.hidden_size, config.qkv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs
+        )
+        self.o = Linear(
+            config.n_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.o_bias,
+            dtype=dtype,
+            rngs=rngs,
+            summed=config.shards > 1,
+        )
+        self.q_norm = self._head_norm(config, dtype)
+        self.k_norm = self._head_norm(config, dtype)
+        self.kv_scales: nnx.Param | None = None
+
+    @staticmethod
+    def _head_norm(config: ModelConfig, dtype: DType) -> RMSNorm | None:
+        return make_norm(config.head_dim, config, dtype) if config.qk_norm else None
+
+    def __call__(
+        self, x: jax.Array, rope: Rope, kv: jax.Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
+        heads = self.qkv(x, kernels).reshape(x.shape[0], -1, self.head_dim)
+        factors: dict[str, Any] = {}
+        if self.kv_scales is not None:
+            factors["kv_scales"] = self.kv_scales[...]
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            **factors,
+        }
+        if kernels.rotate_and_write is None:
+            q, k, v = self.rotated(heads, rope, kernels)
+            o, kv = kernels.paged_attention(q, k, v, kv, meta, **options)
+        else:
+            q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
+            o = kernels.attend(q, kv, meta, **options)
+        return self.o(o.reshape(x.shape[0], -1), kernels), kv
+
+    def rotated(
+        self, heads: jax.Array, rope: Rope, kernels: Kernels
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """heads [T, H + 2K, D] -> q [T, H, D] and k [T, K, D], normed and rotated, and v [T, K,
+        D].
+        """
+        q, k, v = jnp.split(heads, [self.n_heads, self.n_heads + self.n_kv_heads], axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
+        return rotate(q, *rope), rotate(k, *rope), v
+
+    def write(
+        self,
+        heads: jax.Array,
+        rope: Rope,
+        kv: jax.Array,
+        meta: AttentionMeta,
+        rotate_and_write: RotateAndWrite,
+    ) -> tuple[jax.Array, jax.Array]:
+        """heads [T, H + 2K, D] -> (q [T, H, D], kv with the keys and values), by one kernel that
+        norms and rotates.
+        """
+        if self.q_norm is None or self.k_norm is None:
+            return rotate_and_write(heads, rope, kv, meta)
+        norms = self.q_norm.weight[...], self.k_norm.weight[...]
+        return rotate_and_write(heads, rope, kv, meta, norms=norms, eps=self.q_norm.eps)

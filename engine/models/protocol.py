@@ -1,0 +1,71 @@
+"""What a model is for the rest of the engine.
+
+Loading, sharding, the proof of kernels, calibration and the step see no more of a model than this.
+Most families are a few overrides of `jitney.engine.models.llama.Llama`; one that is not shall be
+an `nnx.Module` with these members.
+
+Weights are addressed by their path in the module's flat state. Two of its parts have a meaning
+elsewhere: `jitney.engine.models.sharding` splits the outputs of modules named qkv, gate_up and
+lm_head, the inputs of those named o and down, and the rows of `embed`; and the last part of a
+`Linear`'s matrix is `kernel`.
+
+Axes: T tokens, E embed, R rows that need logits, V vocabulary, L layers, N pages, K KV heads, D
+head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.names import FileFormat, WeightMap
+from jitney.engine.models.layers import DType, Linear
+from jitney.kernels.interface import AttentionMeta, Kernels
+
+
+class Model(Protocol):
+    """A decoder: weights, and the functions that use them; a pytree (`nnx.Module`)."""
+
+    #: What one device runs; its `windows` say which layers see how far.
+    config: ModelConfig
+
+    def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
+        """Random weights in `dtype`, of the shares of one of `config.shards` devices."""
+
+    def __call__(
+        self, tokens: jax.Array, kv: list[jax.Array], meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """tokens int32 [T], kv L times [N, page, 2K, D] -> (hidden [T, E] before the final norm,
+        the pools with the step's keys and values).
+        """
+        ...
+
+    def logits(self, hidden: jax.Array, kernels: Kernels) -> jax.Array:
+        """hidden [R, E] -> float32 [R, V], of the device's own share of the vocabulary."""
+        ...
+
+    def linears(self) -> Iterator[Linear]:
+        """Every matrix that may be quantised, in one order."""
+        ...
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest; done last."""
+        ...
+
+    def set_kv_scales(self, scales: list[jax.Array]) -> None:
+        """Give each layer the factors of its quantised pool, float32 [2K]."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Of the activations, and of weights that are not quantised."""
+        ...
+
+    @classmethod
+    def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
+        """Which tensors of a checkpoint of the whole model make up each weight."""
+        ...

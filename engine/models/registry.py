@@ -1,0 +1,71 @@
+"""Which class serves an architecture, and models without a checkpoint: random ones, and shapes.
+
+To add a family: its line in MODELS, and how its files are read in
+`jitney.engine.checkpoints.families`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.errors import ModelError
+from jitney.engine.models.protocol import Model
+from jitney.engine.models.quantization import KV_TYPES, quantise
+from jitney.kernels.scales import LIMITS
+
+#: Class name in `architectures` of config.json -> module and class, imported when asked for.
+MODELS: dict[str, str] = {
+    "LlamaForCausalLM": "jitney.engine.models.llama:Llama",
+    "MistralForCausalLM": "jitney.engine.models.llama:Llama",
+    "Qwen2ForCausalLM": "jitney.engine.models.llama:Llama",
+    "Qwen3ForCausalLM": "jitney.engine.models.llama:Llama",
+}
+#: Keys and values of random models stay within this, quantised or not.
+_RANDOM_KV = 16.0
+
+
+def model_class(architecture: str) -> type[Model]:
+    """The class that serves an architecture; ModelError lists those that are known."""
+    if architecture not in MODELS:
+        raise ModelError(
+            f"no model serves the architecture {architecture[:100]!r}; known: {', '.join(MODELS)}"
+        )
+    module, name = MODELS[architecture].split(":")
+    return getattr(import_module(module), name)
+
+
+def random_model(
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: Any = jnp.float32,
+    weights: str = "plain",
+    kv: str = "auto",
+) -> Model:
+    """A model with random weights: the same seed gives the same weights on every platform, rounded
+    to dtype.
+
+    weights: one of `quantization.SCHEMES`. kv: auto, or one of `quantization.KV_TYPES` for a model
+    with factors of pools of that type.
+    """
+    model = model_class(config.architecture)(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    if weights != "plain":
+        for linear in model.linears():
+            linear.set_matrix(quantise(linear.packed.kernel, scheme=weights, dtype=dtype))
+    if kv in KV_TYPES:
+        factor = _RANDOM_KV / LIMITS[KV_TYPES[kv]]
+        scales = jnp.full((2 * config.n_kv_heads,), factor, jnp.float32)
+        model.set_kv_scales([scales] * config.n_layers)
+    return model
+
+
+def abstract_model(
+    config: ModelConfig, *, dtype: Any = jnp.float32, weights: str = "plain", kv: str = "auto"
+) -> Model:
+    """The model with shapes and dtypes in place of arrays; costs no memory. See `random_model`."""
+    return nnx.eval_shape(lambda: random_model(config, dtype=dtype, weights=weights, kv=kv))
