@@ -27,6 +27,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+#: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.
+_GEMMA2_27B, _GEMMA3_27B = 46, 62
 
 
 def read_decoder(values: Mapping[str, Any], **defaults: Any) -> tuple[Fields, ModelConfig]:
@@ -142,6 +144,99 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
     return (0,) * first + (_window(fields),) * (layers - first)
 
 
+def _gemma2(values: Mapping[str, Any]) -> ModelConfig:
+    defaults = {
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    return _gemma(defaults | dict(values), every=2)
+
+
+def _gemma3(values: Mapping[str, Any]) -> ModelConfig:
+    """Gemma 3: layers with a window have a theta of their own."""
+    settings = {"max_position_embeddings": 131072, "rope_theta": 1e6} | dict(values)
+    local = Fields(settings, "config.json").number("rope_local_base_freq", 10000.0)
+    ropes = settings.get("rope_parameters")
+    if isinstance(ropes, Mapping) and "full_attention" in ropes:
+        fields = Fields(ropes, "config.json: rope_parameters")
+        sliding = Fields(fields.table("sliding_attention"), fields.where)
+        if sliding.get("rope_type", "default") != "default":
+            raise ModelError("config.json: rope scaling of sliding_attention is not supported")
+        local = sliding.number("rope_theta", local)
+        settings["rope_parameters"] = fields.table("full_attention")
+    pattern = Fields(settings, "config.json").integer(
+        "sliding_window_pattern", 1, MAX_LAYERS, default=6
+    )
+    config = _gemma(settings, every=pattern)
+    return replace(config, qk_norm=True, local_rope_theta=local)
+
+
+def _gemma(values: Mapping[str, Any], every: int) -> ModelConfig:
+    """What the Gemmas share; every: without `layer_types`, each so manieth layer sees all."""
+    fields, config = read_decoder(
+        values,
+        num_key_value_heads=4,
+        head_dim=256,
+        sliding_window=4096,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=256,
+        tie_word_embeddings=True,
+        bos_token_id=2,
+        eos_token_id=1,
+    )
+    if fields.flag("use_bidirectional_attention"):
+        raise ModelError("config.json: use_bidirectional_attention is not supported")
+    windows = _windows_by_type(fields, config.n_layers)
+    if windows is None:
+        windows = _every(every, _window(fields), config.n_layers)
+    return replace(
+        config,
+        windows=windows,
+        o_bias=config.qkv_bias,
+        float32_norms=True,
+        query_scalar=fields.number("query_pre_attn_scalar"),
+        attention_softcap=_softcap(fields, "attn_logit_softcapping"),
+        logit_softcap=_softcap(fields, "final_logit_softcapping"),
+    )
+
+
+def _every(every: int, window: int, layers: int) -> tuple[int, ...]:
+    """Windows of layers of which each `every`-th, counted from 1, sees all."""
+    return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
+
+
+def _softcap(fields: Fields, key: str) -> float:
+    """A soft cap; 0 where there is none."""
+    return 0.0 if fields.get(key) is None else fields.number(key)
+
+
+def _gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
+    return _gguf_gemma(fields, config, every=2, largest=_GEMMA2_27B)
+
+
+def _gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    config = _gguf_gemma(fields, config, every=6, largest=_GEMMA3_27B)
+    return replace(config, local_rope_theta=fields.number("rope.freq_base_swa", 10000.0))
+
+
+def _gguf_gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int) -> ModelConfig:
+    """What GGUF files of Gemma leave to the program that reads them, as llama.cpp has it."""
+    window = fields.integer("attention.sliding_window", 1, MAX_CONTEXT)
+    scalar = config.head_dim
+    if config.n_layers == largest:
+        scalar = config.hidden_size // config.n_heads
+    return replace(
+        config,
+        windows=_every(every, window, config.n_layers),
+        float32_norms=True,
+        activation="gelu_tanh",
+        query_scalar=float(scalar),
+        attention_softcap=_softcap(fields, "attn_logit_softcapping"),
+        logit_softcap=_softcap(fields, "final_logit_softcapping"),
+    )
+
+
 def _gguf_plain(fields: Fields, config: ModelConfig) -> ModelConfig:
     """Windows alike in all layers; the tensors say the rest."""
     window = fields.integer("attention.sliding_window", 0, MAX_CONTEXT, default=0)
@@ -178,6 +273,13 @@ TINY = ModelConfig(
     bos_id=257,
     eos_ids=(259,),
 )
+_TINY_GEMMA: dict[str, Any] = {
+    "windows": (32, 0),
+    "float32_norms": True,
+    "tie_embeddings": True,
+    "activation": "gelu_tanh",
+    "query_scalar": 24.0,
+}
 
 #: Class name in `architectures` of config.json -> its family.
 FAMILIES: dict[str, Family] = {
@@ -185,6 +287,15 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family("mistral", _mistral, None, {"windows": (32, 32)}),
     "Qwen2ForCausalLM": Family("qwen2", _qwen2, _gguf_plain, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family("qwen3", _qwen3, _gguf_plain, {"qk_norm": True}),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        _gemma2,
+        _gguf_gemma2,
+        _TINY_GEMMA | {"attention_softcap": 5.0, "logit_softcap": 10.0},
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3", _gemma3, _gguf_gemma3, _TINY_GEMMA | {"qk_norm": True, "local_rope_theta": 100.0}
+    ),
 }
 
 

@@ -24,6 +24,8 @@ MODELS: dict[str, str] = {
     "MistralForCausalLM": "jitney.engine.models.llama:Llama",
     "Qwen2ForCausalLM": "jitney.engine.models.llama:Llama",
     "Qwen3ForCausalLM": "jitney.engine.models.llama:Llama",
+    "Gemma2ForCausalLM": "jitney.engine.models.gemma:Gemma",
+    "Gemma3ForCausalLM": "jitney.engine.models.gemma:Gemma",
 }
 #: Keys and values of random models stay within this, quantised or not.
 _RANDOM_KV = 16.0

@@ -91,17 +91,52 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "num_key_value_heads": 1,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
 }
+#: Prefix of a configuration's class -> that of its model's, where they differ.
+MODELS = {"Gemma3Text": "Gemma3"}
+#: Cases with greedy continuations, and of how many tokens: past every window of 8.
+GREEDY = {"gemma2": 16, "gemma3": 16}
+#: Spread of the embeddings of some: Gemma scales them up, and would repeat a token for ever.
+SPREADS = {"gemma2": 0.2, "gemma3": 0.15}
+#: Lengths of the prompts that are continued.
+GREEDY_PROMPTS = [5, 20, 48]
 
 
-def random_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """float32 weights that depend on the tensor's name and shape alone."""
+def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.ndarray:
+    """float32 weights that depend on the tensor's name and shape alone; spread: of embeddings."""
     drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     if "norm" in name:
         drawn = 1.0 + 0.2 * drawn
     elif name.endswith(".bias"):
         drawn = 0.3 * drawn
-    elif "embed" not in name:
+    elif "embed" in name:
+        drawn = spread * drawn
+    else:
         drawn = 1.5 * drawn / np.sqrt(shape[-1])
     return drawn.astype(np.float32)
 
@@ -111,7 +146,24 @@ def prompt() -> np.ndarray:
     return np.random.default_rng(7).integers(4, SIZES["vocab_size"], 48)
 
 
-def reference(prefix: str, settings: dict) -> dict:
+def greedy(model, count: int) -> dict[str, list[int]]:
+    """Greedy continuations of the first tokens of the prompt, each token from a whole forward."""
+    import torch
+
+    outputs = {}
+    for length in GREEDY_PROMPTS:
+        tokens = prompt()[:length].tolist()
+        for _ in range(count):
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            best, second = torch.topk(logits, 2).values.tolist()
+            assert best - second > 1e-3, f"a tie at {len(tokens)}: {best} {second}"
+            tokens.append(int(logits.argmax()))
+        outputs[str(length)] = tokens[length:]
+    return outputs
+
+
+def reference(name: str, prefix: str, settings: dict) -> dict:
     """config.json as transformers writes it, tensor shapes, and float32 logits of ROWS."""
     import torch
     import transformers
@@ -119,29 +171,34 @@ def reference(prefix: str, settings: dict) -> dict:
     config = getattr(transformers, f"{prefix}Config")(
         **SIZES | settings, attn_implementation="eager"
     )
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    architecture = f"{MODELS.get(prefix, prefix)}ForCausalLM"
+    model = getattr(transformers, architecture)(config).eval()
+    spread = SPREADS.get(name, 1.0)
     state = {
-        name: torch.from_numpy(random_tensor(name, tuple(tensor.shape)))
-        for name, tensor in model.state_dict().items()
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
+        key: torch.from_numpy(random_tensor(key, tuple(tensor.shape), spread))
+        for key, tensor in model.state_dict().items()
+        if not (config.tie_word_embeddings and key == "lm_head.weight")
     }
     model.load_state_dict(state, strict=False)
     model.tie_weights()
     with torch.no_grad():
         logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()
-    written = json.loads(config.to_json_string(use_diff=True)) | {
-        "architectures": [f"{prefix}ForCausalLM"]
-    }
-    return {
+    written = json.loads(config.to_json_string(use_diff=True)) | {"architectures": [architecture]}
+    case = {
         "config": written,
-        "shapes": {name: list(tensor.shape) for name, tensor in state.items()},
+        "shapes": {key: list(tensor.shape) for key, tensor in state.items()},
         "weights_sum": float(sum(tensor.double().abs().sum() for tensor in state.values())),
         "logits": [[round(float(value), 6) for value in row] for row in logits],
     }
+    if spread != 1.0:
+        case["embed_spread"] = spread
+    if name in GREEDY:
+        case["greedy"] = greedy(model, GREEDY[name])
+    return case
 
 
 def main() -> None:
-    cases = {name: reference(*case) for name, case in CASES.items()}
+    cases = {name: reference(name, *case) for name, case in CASES.items()}
     OUTPUT.write_text(json.dumps({"rows": ROWS, "cases": cases}, separators=(",", ":")) + "\n")
 
 

@@ -1,4 +1,6 @@
-"""The seam for families of models, with a family that only this test knows."""
+"""The seam for families of models: Gemma through the engine against transformers, published sizes,
+and a family that only this test knows.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
@@ -15,10 +19,11 @@ from tokenizers.models import WordLevel
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.families import FAMILIES, Family, read_decoder
+from jitney.engine.checkpoints.hf_config import read_hf_config
 from jitney.engine.errors import ModelError
 from jitney.engine.models import registry
 from jitney.engine.models.llama import Llama
-from jitney.engine.models.registry import MODELS, model_class
+from jitney.engine.models.registry import MODELS, abstract_model, model_class
 
 CASES = DATA["cases"]
 SMALL = {
@@ -47,6 +52,68 @@ def write_folder(folder: Path, case: dict) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_gemma_writes_what_transformers_writes(name: str, kernels: str, tmp_path: Path):
+    """Greedy tokens in float32: prompts in chunks of 16 rows, past windows of 8 over pages of 8,
+    one by one and together.
+    """
+    case = CASES[name]
+    llm = LLM(str(write_folder(tmp_path, case)), kernels=kernels, **SMALL)
+    wanted = list(case["greedy"].values())
+    prompts = [SCRIPT.prompt()[: int(length)].tolist() for length in case["greedy"]]
+    params = SamplingParams(temperature=0.0, max_tokens=len(wanted[0]), ignore_eos=True)
+
+    def answers(prompts: list[list[int]]) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    assert answers(prompts) == wanted
+    assert [answers([prompt])[0] for prompt in prompts] == wanted
+    llm.core.check()
+
+
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+#: The published sizes, and how many weights they are published with.
+PUBLISHED = {
+    "270m": (
+        {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18},
+        268_098_176,
+    ),
+    "1b": (
+        {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26},
+        999_885_952,
+    ),
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_published_gemmas_have_their_number_of_weights(size: str):
+    shape, wanted = PUBLISHED[size]
+    config = read_hf_config(GEMMA3 | shape)
+    leaves = jax.tree.leaves(nnx.state(abstract_model(config)))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert sum(leaf.size for leaf in leaves) == wanted
+    assert config.windows[:6] == (512,) * 5 + (0,)
+    assert config.window == 0  # some layer sees all, so pages behind the windows stay
+    assert config.attention_scale == 1 / 16 and config.tie_embeddings
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+
+
 def test_every_family_has_a_model():
     assert set(FAMILIES) == set(MODELS)
     for architecture in MODELS:
@@ -54,7 +121,7 @@ def test_every_family_has_a_model():
 
 
 def test_an_unknown_architecture_lists_the_known():
-    with pytest.raises(ModelError, match="MambaForCausalLM.*LlamaForCausalLM, Mistral"):
+    with pytest.raises(ModelError, match=r"MambaForCausalLM.*LlamaForCausalLM, Mistral"):
         model_class("MambaForCausalLM")
 
 
@@ -75,7 +142,7 @@ def test_a_family_of_ones_own_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     case = CASES["qwen3"]
     case = case | {"config": case["config"] | {"architectures": ["ShoutingForCausalLM"]}}
     folder = write_folder(tmp_path, case)
-    with pytest.raises(ModelError, match="ShoutingForCausalLM.*known: LlamaForCausalLM"):
+    with pytest.raises(ModelError, match=r"ShoutingForCausalLM.*known: LlamaForCausalLM"):
         LLM(str(folder), **SMALL)
     monkeypatch.setitem(FAMILIES, "ShoutingForCausalLM", Family("shouting", read))
     monkeypatch.setitem(registry.MODELS, "ShoutingForCausalLM", f"{__name__}:Shouting")

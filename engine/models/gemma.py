@@ -1,0 +1,79 @@
+"""Gemma 2 and Gemma 3 (text): what differs from Llama's layers.
+
+Both halves of a layer are normed before and after, embeddings are scaled, scores and logits may
+have soft caps, and Gemma 3's layers with a window rotate by a theta of their own. The norms'
+weights are stored as 1 + w, in float32: bfloat16 has steps of 1/128 there, and w has them finer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat
+from jitney.engine.models.layers import DType, make_norm
+from jitney.engine.models.llama import Block, Llama
+from jitney.engine.models.rope import Rope, rotary
+from jitney.kernels.interface import AttentionMeta, Kernels
+
+_HF = replace(
+    HF,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    norm_offset=1.0,
+)
+#: llama.cpp's converter has added the 1 already.
+_GGUF = replace(GGUF, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
+
+
+class GemmaBlock(Block):
+    """One layer: attention and MLP, each normed before and after, then added."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DType, rngs: nnx.Rngs):
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.attention_post_norm = make_norm(config.hidden_size, config, dtype)
+        self.mlp_post_norm = make_norm(config.hidden_size, config, dtype)
+
+    def __call__(
+        self, x: jax.Array, rope: Rope, kv: jax.Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, E], kv [N, page, 2K, D] -> ([T, E], kv)."""
+        o, kv = self.attention(self.attention_norm(x, kernels), rope, kv, meta, kernels)
+        x = x + self.attention_post_norm(o, kernels)
+        o = self.mlp(self.mlp_norm(x, kernels), kernels)
+        return x + self.mlp_post_norm(o, kernels), kv
+
+
+class Gemma(Llama):
+    """See `Llama`."""
+
+    block = GemmaBlock
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as it was in training."""
+        x = super().embedded(tokens)
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+
+    def ropes(self, positions: jax.Array) -> list[Rope]:
+        """positions int32 [T] -> what each layer rotates by."""
+        if self.config.local_rope_theta is None:
+            return super().ropes(positions)
+        near = replace(self.config, rope_theta=self.config.local_rope_theta, rope_scaling=None)
+        far, local = rotary(positions, self.config), rotary(positions, near)
+        return [local if window else far for window in self.config.windows]
+
+    def logits(self, hidden: jax.Array, kernels: Kernels) -> jax.Array:
+        """hidden [R, E] -> float32 [R, V]; see `Llama.logits`."""
+        logits = super().logits(hidden, kernels)
+        cap = self.config.logit_softcap
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names that a format has for them."""
+        return _HF if file_format == "hf" else _GGUF
