@@ -145,7 +145,7 @@ def _set_up(config: Config, source: ModelSource) -> _Setup:
     )
 
 
-def _load(setup: _Setup, kernels: KernelSet, progress: Report) -> Llama:
+def _load(setup: _Setup, kernels: KernelSet, progress: Report) -> Model:
     """The model with its weights on the devices."""
 
     def report(stage: str, done: int, total: int, detail: str) -> None:

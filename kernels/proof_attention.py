@@ -138,7 +138,7 @@ def rotation_errors(
     rope = np.cos(angles), np.sin(angles)
     options: dict[str, Any] = dict(given.factors)
     if shapes.qk_norm:
-        weights = (rng.random((2, shapes.head_dim), np.float32) + 0.5).astype(q.dtype)
+        weights = (rng.random((2, shapes.head_dim), np.float32) + 0.5).astype(shapes.norm_weights)
         options["norms"] = weights[0], weights[1]
         q = definitions.rms_norm(q, weights[0], shapes.eps)
         k = definitions.rms_norm(k, weights[1], shapes.eps)

@@ -30,7 +30,7 @@ def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     inputs = []
     for rows, size in cases:
         x = _random_array(rng, (rows, size), shapes.dtype)
-        inputs.append((x, _random_array(rng, (size,), shapes.dtype)))
+        inputs.append((x, _random_array(rng, (size,), shapes.norm_weights)))
 
     def call_all(inputs: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
         return [kernels.rms_norm(x, weight, shapes.eps) for x, weight in inputs]

@@ -44,6 +44,12 @@ class ServedShapes:
     decode: tuple[int, ...]  # seats of the decode buckets, ascending
     mixed: tuple[int, ...]  # rows of the mixed buckets, ascending; their seats are the largest
     softcap: float = 0.0  # of attention's scores, 0 for none
+    norm_dtype: str = ""  # of the norms' weights, where it is not that of the activations
+
+    @property
+    def norm_weights(self) -> str:
+        """Dtype of the norms' weights."""
+        return self.norm_dtype or self.dtype
 
     @property
     def product_rows(self) -> tuple[int, ...]:

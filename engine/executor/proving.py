@@ -78,6 +78,8 @@ def served_by(
         table=own.vocab_share if own.tie_embeddings else 0,
         decode=tuple(bucket.seats for bucket in buckets.decode),
         mixed=tuple(bucket.tokens for bucket in buckets.mixed),
+        softcap=own.attention_softcap,
+        norm_dtype="float32" if own.float32_norms else "",
     )
 
 

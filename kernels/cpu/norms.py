@@ -15,9 +15,11 @@ LANES = 16
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x [..., E] / rms(x) * weight [E] -> x's dtype; bfloat16 or float32, E a multiple of 16, else
-    the reference's.
+    the reference's. A float32 weight of bfloat16 rows: in float32, rounded once.
     """
     size = x.shape[-1]
+    if x.dtype == jnp.bfloat16 and weight.dtype == jnp.float32:
+        return rms_norm(x.astype(jnp.float32), weight, eps).astype(x.dtype)
     if size % LANES or x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
         return reference.rms_norm(x, weight, eps)
     rows = x.reshape(-1, size)

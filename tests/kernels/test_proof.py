@@ -106,6 +106,8 @@ def test_the_native_kernels_pass_here():
     served = replace(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
     assert not errors(kernels, served)
     assert not errors(kernels, replace(served, head_dim=256, windows=(0, 40), softcap=5.0))
+    gemma = replace(served, n_heads=4, n_kv_heads=1, head_dim=256, hidden_size=640, qk_norm=True)
+    assert not errors(kernels, replace(gemma, windows=(0, 40), norm_dtype="float32"))
     assert not errors(kernels, SERVED)
 
 
