@@ -288,6 +288,10 @@ def test_the_wheel_carries_the_page(wheel: zipfile.ZipFile):
     assert not assets - set(wheel.namelist())
 
 
+def test_the_wheel_says_that_its_packages_are_typed(wheel: zipfile.ZipFile):
+    assert {f"jitney/{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
+
+
 def test_the_wheel_installs_the_program(wheel: zipfile.ZipFile):
     (entry,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert "jitney = jitney.engine.cli:main" in wheel.read(entry).decode()
