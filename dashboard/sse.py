@@ -14,7 +14,7 @@ from typing import Any, Required, TypedDict
 
 import msgspec
 
-from jitney.engine.messages import Life
+from jitney.engine.messages import SequenceEvent
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import EngineInfo
 
@@ -26,7 +26,7 @@ PAGE_STATES = ("free", "held", "shared", "cached")
 #: A seat's numbers, in the order in which a delta's row carries them. index: which of its request's
 #: sequences sits there; the others are tokens; n_computed: positions whose KV is known.
 SEAT_NUMBERS = ("index", "n_prompt", "n_computed", "n_output", "max_tokens")
-#: One row of "events": what happened at t, in or before step `step` (`messages.Life`).
+#: One row of "events": what happened at t, in or before step `step` (`messages.SequenceEvent`).
 EVENT_COLUMNS = (
     "t",
     "step",
@@ -219,13 +219,13 @@ def bye(reason: str) -> bytes:
     return encode("bye", data)
 
 
-def events(happened: list[Life], first: int) -> bytes:
+def events(happened: list[SequenceEvent], first: int) -> bytes:
     """first: the number of the first of them."""
     data: Events = {"first": first, "events": [_event_row(event) for event in happened]}
     return encode("events", data)
 
 
-def _event_row(event: Life) -> list[Any]:
+def _event_row(event: SequenceEvent) -> list[Any]:
     """In the order of EVENT_COLUMNS."""
     return [
         round(event.t, 4),

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.messages import AskSeatMap, Life, PromptRows, SeatMap, StepReport
+from jitney.engine.messages import AskSeatMap, PromptChunk, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
@@ -147,7 +147,7 @@ class EngineCore:
         )
 
     def _report(
-        self, outputs: list[SequenceOutput], record: bytes = b"", chunks: Sequence[PromptRows] = ()
+        self, outputs: list[SequenceOutput], record: bytes = b"", chunks: Sequence[PromptChunk] = ()
     ) -> StepReport:
         (rejected, self._rejected), (answers, self._answers) = (
             (self._rejected, []),
@@ -241,13 +241,13 @@ class EngineCore:
             raise RuntimeError("the ledger does not close")
 
 
-def life_of(plan: Plan, started: float) -> list[Life]:
+def life_of(plan: Plan, started: float) -> list[SequenceEvent]:
     """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to
     who kept count.
     """
     return [
         *(
-            Life(
+            SequenceEvent(
                 "preempted",
                 seq.request.id,
                 seq.index,
@@ -260,7 +260,7 @@ def life_of(plan: Plan, started: float) -> list[Life]:
             for seq in plan.preempted
         ),
         *(
-            Life(
+            SequenceEvent(
                 "seated",
                 seq.request.id,
                 seq.index,
@@ -275,19 +275,19 @@ def life_of(plan: Plan, started: float) -> list[Life]:
     ]
 
 
-def released_at(seats: list[int], step: int, t: float) -> list[Life]:
+def released_at(seats: list[int], step: int, t: float) -> list[SequenceEvent]:
     """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
-    return [Life("released", "", 0, seat, step, t, 0, 0) for seat in seats]
+    return [SequenceEvent("released", "", 0, seat, step, t, 0, 0) for seat in seats]
 
 
-def prompt_rows(plan: Plan) -> list[PromptRows]:
+def prompt_rows(plan: Plan) -> list[PromptChunk]:
     """The prompt chunks of a plan, which come after its decode rows."""
     rows = []
     for chunk in reversed(plan.chunks):
         if chunk.decode:
             break
         rows.append(
-            PromptRows(
+            PromptChunk(
                 chunk.seq.request.id, chunk.seq.index, chunk.start, chunk.count, chunk.recomputed
             )
         )

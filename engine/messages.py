@@ -40,11 +40,11 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
-    """Start-up news. stage: download | weights | compile | warmup; done of total in the stage's own
-    unit.
-    """
+    """How far the start is."""
 
+    #: download | weights | proof | compile
     stage: str
+    #: Of `total`, in the stage's own unit.
     done: int
     total: int
     detail: str = ""
@@ -54,36 +54,41 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     info: EngineInfo
 
 
-class Life(msgspec.Struct, array_like=True, frozen=True):
-    """Something that happened to a sequence, at time t (time.monotonic()) and in or before step
-    `step`.
+class SequenceEvent(msgspec.Struct, array_like=True, frozen=True):
+    """Something that happened to a sequence.
 
-    event: queued | seated | first_token | preempted | finished | aborted | released (a seat that a
-    batch held after its passenger's end is free). The core tells what its outputs do not: seated,
-    preempted, released; the rest is found by `jitney.engine.telemetry.history`. seat -1: none, or
-    not known to who tells. n_out: output tokens known by then. reason: how it ended, or an error's
-    code.
+    The core reports what its outputs do not say: seated, preempted, released. The rest is added by
+    `jitney.engine.telemetry.history`.
     """
 
+    #: queued | seated | first_token | preempted | finished | aborted | released (a seat that a
+    #: batch held after its sequence's end is free).
     event: str
     request_id: str
     index: int
+    #: -1: none, or not known.
     seat: int
+    #: It happened in this step, or since the one before.
     step: int
+    #: Seconds of time.monotonic().
     t: float
+    #: Tokens of the prompt.
     n_in: int
+    #: Output tokens known by then.
     n_out: int
+    #: How the sequence ended, or an error's code.
     reason: str = ""
 
 
-class PromptRows(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt chunk that a step computed: positions start .. start + count - 1, `recomputed` of
-    them not for the first time."""
+class PromptChunk(msgspec.Struct, array_like=True, frozen=True):
+    """Rows of a prompt that a step computed."""
 
     request_id: str
     index: int
+    #: Position of the first of them.
     start: int
     count: int
+    #: How many of them were computed before.
     recomputed: int
 
 
@@ -95,20 +100,19 @@ class CanaryFinding(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """What one step made known. record: bytes of one `ledger.STEP_DTYPE` item, empty when nothing
-    was computed.
-
-    chunks: the prompt chunks of that step. life: who boarded and who was preempted for the step
-    launched meanwhile, in that order of happening: after the ends in `outputs`. answers: to whoever
-    asked for a seat map since the last report. canary: of the sequences that were computed again
-    since the last report.
-    """
+    """What became known with one step."""
 
     outputs: list[SequenceOutput]
+    #: One item of `records.STEP_DTYPE`; empty when nothing was computed.
     record: bytes = b""
-    life: list[Life] = []
-    chunks: list[PromptRows] = []
+    #: Who was preempted and who boarded for the step launched meanwhile, in that order: after the
+    #: ends in `outputs`.
+    events: list[SequenceEvent] = []
+    #: The prompt chunks of the step.
+    chunks: list[PromptChunk] = []
+    #: To whoever asked for the seats since the last report.
     answers: list[SeatMap] = []
+    #: Of the sequences that were computed again since the last report.
     canary: list[CanaryFinding] = []
 
 

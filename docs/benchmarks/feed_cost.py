@@ -113,7 +113,7 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
                 messages.AskSeatMap(number, seats=False)
             )  # the feed asks for the pages twice a second
         report = step()
-        encode_news(messages.StepReport([], b"", report.life, report.chunks))
+        encode_news(messages.StepReport([], b"", report.events, report.chunks))
         reports.append(messages.encode(report))
     per_step = {
         "host half of a step": whole[0],

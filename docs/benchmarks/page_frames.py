@@ -22,7 +22,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from jitney.dashboard import create_dashboard
 from jitney.engine.api import ServerSettings
-from jitney.engine.messages import Life, StepReport
+from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.client import EngineCounters
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.telemetry.history import History
@@ -88,11 +88,11 @@ class Crowd:
         self.steps, self.served, self.began = 0, 0, time.monotonic()
         self.history.take(
             StepReport(
-                [], life=[self.board(seat, self.draw.randrange(1, 400)) for seat in range(seats)]
+                [], events=[self.board(seat, self.draw.randrange(1, 400)) for seat in range(seats)]
             )
         )
 
-    def board(self, seat: int, output: int) -> Life:
+    def board(self, seat: int, output: int) -> SequenceEvent:
         """A new request in this seat."""
         self.served += 1
         name = f"req-{self.served:08x}"
@@ -106,7 +106,7 @@ class Crowd:
             )
         )
         self.left[seat], self.names[seat] = output, name
-        return Life("seated", name, 0, seat, self.steps, time.monotonic(), prompt, 0)
+        return SequenceEvent("seated", name, 0, seat, self.steps, time.monotonic(), prompt, 0)
 
     def step(self) -> None:
         seats, outputs, life = len(self.left), [], []
@@ -144,7 +144,7 @@ class Crowd:
         for name, value in given.items():
             record[name] = value
         self.steps += 1
-        taken = self.history.take(StepReport(outputs, record.tobytes(), life=life))
+        taken = self.history.take(StepReport(outputs, record.tobytes(), events=life))
         self.counters.observe_step(taken)
 
     def records(self, after_step: int) -> np.ndarray:

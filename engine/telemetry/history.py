@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from jitney.engine.messages import Life, StepReport
+from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.records import RecordRing
 from jitney.engine.telemetry.request_record import PromptChunk, RequestRecord, Stay
 from jitney.engine.types import EngineInfo, EngineRequest, SequenceOutput
@@ -91,7 +91,7 @@ class RequestRecords:
                 record.chunks.append(chunk)
         for output in report.outputs:
             self._take_output(output, step, now)
-        for event in report.life:
+        for event in report.events:
             self._take_event(event)
 
     def _take_output(self, output: SequenceOutput, step: int, now: float) -> None:
@@ -125,7 +125,7 @@ class RequestRecords:
     def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
         """Its first token has come."""
 
-    def _take_event(self, event: Life) -> None:
+    def _take_event(self, event: SequenceEvent) -> None:
         """Events of the step that was launched while the one before it ran: they take effect when
         that is done.
         """
@@ -213,7 +213,7 @@ class History(RequestRecords):
         self.cached_tokens = 0
         #: Events since the start; the newest are kept.
         self.n_life = 0
-        self._life: deque[Life] = deque(maxlen=KEEP_LIFE)
+        self._life: deque[SequenceEvent] = deque(maxlen=KEEP_LIFE)
         self._clock = clock
         self._started = clock()
         self._holds = False
@@ -268,19 +268,21 @@ class History(RequestRecords):
         self.first_tokens.append((now, now - record.arrival))
         self._add_event("first_token", record, step, now)
 
-    def _take_event(self, event: Life) -> None:
+    def _take_event(self, event: SequenceEvent) -> None:
         if event.event == "released":
             self._release(event)
         else:
             super()._take_event(event)
 
-    def _release(self, event: Life) -> None:
+    def _release(self, event: SequenceEvent) -> None:
         """A batch is over: it keeps this seat no longer."""
         self.held.discard(event.seat)
         self.seats[event.seat] = None
         step = event.step + self._first_step
         t = max(event.t, self._done)
-        self._add(Life("released", event.request_id, event.index, event.seat, step, t, 0, 0))
+        self._add(
+            SequenceEvent("released", event.request_id, event.index, event.seat, step, t, 0, 0)
+        )
 
     def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
         if record.boarded is None:
@@ -343,13 +345,15 @@ class History(RequestRecords):
         """seat: where it happened, None for the seat it has now."""
         at = record.seat if seat is None else seat
         n_in, n_out = record.n_prompt, record.n_output
-        self._add(Life(event, record.request_id, record.index, at, step, t, n_in, n_out, reason))
+        self._add(
+            SequenceEvent(event, record.request_id, record.index, at, step, t, n_in, n_out, reason)
+        )
 
-    def _add(self, event: Life) -> None:
+    def _add(self, event: SequenceEvent) -> None:
         self._life.append(event)
         self.n_life += 1
 
-    def life_since(self, number: int) -> list[Life]:
+    def life_since(self, number: int) -> list[SequenceEvent]:
         """Events after the first `number`, as far back as they are kept."""
         new = min(self.n_life - number, len(self._life))
         if new <= 0:

@@ -14,7 +14,7 @@ import pytest
 from api_fakes import FakeClient
 from page_browser import ARGUMENTS, CHROMIUM, watched
 
-from jitney.engine.messages import Life, PromptRows, SeatMap, StepReport
+from jitney.engine.messages import PromptChunk, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.types import EngineRequest, SamplingParams, Seat, SequenceOutput
 
@@ -86,7 +86,7 @@ class StageClient(FakeClient):
             []
             if request.seat == seat.seat
             else [
-                Life(
+                SequenceEvent(
                     "seated",
                     seat.request_id,
                     seat.index,
@@ -98,9 +98,9 @@ class StageClient(FakeClient):
                 )
             ]
         )
-        self.history.take(StepReport([], life=life))
+        self.history.take(StepReport([], events=life))
         rows = (
-            [PromptRows(seat.request_id, seat.index, 0, seat.n_computed, 0)]
+            [PromptChunk(seat.request_id, seat.index, 0, seat.n_computed, 0)]
             if seat.state == "prefill"
             else []
         )

@@ -108,7 +108,7 @@ def test_a_slow_step_is_named():
             StepReport(
                 report.outputs,
                 record.tobytes() if record is not None else b"",
-                report.life,
+                report.events,
                 report.chunks,
             )
         )

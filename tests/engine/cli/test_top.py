@@ -21,7 +21,7 @@ from jitney.engine.api import ServerSettings, create_app
 from jitney.engine.api.settings import digest_key
 from jitney.engine.cli import main, top, topview
 from jitney.engine.errors import ConfigError
-from jitney.engine.messages import Life, StepReport
+from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
@@ -37,10 +37,10 @@ def busy_client() -> FakeClient:
     record = np.zeros(1, STEP_DTYPE)
     record["step"], record["bucket_tokens"], record["decode"], record["padding"] = 1, 8, 6, 2
     life = [
-        Life("seated", name, 0, seat, 1, 0.0, 5, 0)
+        SequenceEvent("seated", name, 0, seat, 1, 0.0, 5, 0)
         for seat, name in enumerate(("writer", "reader"))
     ]
-    client.history.take(StepReport([], life=life))
+    client.history.take(StepReport([], events=life))
     taken = client.history.take(
         StepReport([SequenceOutput(request_id="writer", index=0, tokens=[1] * 4)], record.tobytes())
     )

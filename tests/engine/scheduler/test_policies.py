@@ -227,7 +227,7 @@ def test_the_news_of_seats_given_back_follow_the_ends():
     while core.has_work:
         report = core.step()
         told += [("end", out.request_id) for out in report.outputs if out.finish]
-        told += [(event.event, event.seat) for event in report.life]
+        told += [(event.event, event.seat) for event in report.events]
     assert told == [
         ("seated", 0),
         ("seated", 1),
