@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -34,17 +34,22 @@ def create_app(
     extra_routes: Sequence[BaseRoute] = (),
     *,
     routes: Sequence[HttpRoute] = ROUTES,
-    lifespan: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> Starlette:
     """The application; `app.state.service` is its `Service`.
 
     tokenizer may be None while the model is being fetched; set `app.state.service.tokenizer` when
     it is there. `app.state.service.begin_drain()` refuses new requests, `await
     app.state.service.drained()` waits for the open ones. extra_routes stand behind the same keys
-    and limits. lifespan runs around the server's life, on its event loop.
+    and limits.
     """
     service = Service(client, tokenizer, settings, model_name)
     table = RouteTable(routes)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        service.close()
+
     app = Starlette(
         routes=[*(_starlette_route(route, service) for route in routes), *extra_routes],
         middleware=[
@@ -54,7 +59,7 @@ def create_app(
             Middleware(BodyLimit, settings=settings),
         ],
         exception_handlers={HTTPException: _router_error(table)},
-        lifespan=_lifespan(service, lifespan),
+        lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
     app.state.service = service
@@ -64,18 +69,6 @@ def create_app(
 def _starlette_route(route: HttpRoute, service: Service) -> Route:
     kind = GenerationEndpoint if route.generates else Endpoint
     return Route(route.path, kind(service, route.handler), methods=route.methods)
-
-
-def _lifespan(
-    service: Service, around: Callable[[], AbstractAsyncContextManager[None]]
-) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    @asynccontextmanager
-    async def life(app: Starlette) -> AsyncIterator[None]:
-        async with around():
-            yield
-        service.close()
-
-    return life
 
 
 def _router_error(table: RouteTable) -> Callable[[Request, Exception], Awaitable[Response]]:

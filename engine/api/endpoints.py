@@ -47,8 +47,7 @@ async def _read[B: GenerationBody](
 ) -> tuple[B, dict[str, str]]:
     """The checked body, and the header that lists what was ignored of it."""
     service.ready()
-    fields = read_object(await request.body(), service.settings.max_depth)
-    body, ignored = parse_body(kind, fields, service.settings.max_messages)
+    body, ignored = parse_body(kind, read_object(await request.body()))
     return body, _ignored_header(ignored)
 
 

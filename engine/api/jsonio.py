@@ -16,6 +16,7 @@ import orjson
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.errors import RequestError
 
+_MAX_DEPTH = 64
 #: A string, closed or not: a scan that must find the closing quote would take quadratic time on a
 #: body of quotes.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -23,14 +24,14 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
-def read_object(body: bytes, max_depth: int) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`; of equal keys the last one counts.
 
     Raises HttpError 400 invalid_json, or RequestError for a number that is not finite.
     """
-    if depth(body) > max_depth:
+    if _depth(body) > _MAX_DEPTH:
         raise HttpError(
-            400, f"the body is nested deeper than {max_depth} levels", code="invalid_json"
+            400, f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json"
         )
     try:
         value = orjson.loads(body)
@@ -45,7 +46,7 @@ def read_object(body: bytes, max_depth: int) -> dict[str, Any]:
     return value
 
 
-def depth(body: bytes) -> int:
+def _depth(body: bytes) -> int:
     """How deeply the brackets outside strings nest; no recursion, linear time."""
     if body.count(b"[") + body.count(b"{") < 2:
         return 1

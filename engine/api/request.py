@@ -20,6 +20,10 @@ from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams
 if TYPE_CHECKING:
     from jitney.engine.text.tokenizer import Tokenizer
 
+#: Most choices of one request, over all its prompts.
+_MAX_CHOICES = 128
+#: Times the context length: the longest text that is tokenised at all.
+_CHARS_PER_TOKEN = 8
 #: Fields of a body that mean the same to the engine.
 _SAMPLING_FIELDS = [
     name for name in SamplingParams.__struct_fields__ if name in GenerationBody.model_fields
@@ -83,9 +87,9 @@ async def completion_request(
     info, tokenizer = service.ready()
     _check_model(service, body.model)
     sampling = _completion_sampling(body, info)
-    _check_choices(service, len(body.prompt) * sampling.n, info)
+    _check_choices(len(body.prompt) * sampling.n, info)
     lengths = [len(item) for item in body.prompt if isinstance(item, str)]
-    _check_chars(service, max(lengths, default=0), info, _COMPLETION)
+    _check_chars(max(lengths, default=0), info, _COMPLETION)
     prompts = await service.off_loop(
         lambda: [_completion_prompt(item, tokenizer) for item in body.prompt]
     )
@@ -102,10 +106,10 @@ async def chat_request(service: Service, body: ChatBody, context: Context) -> Ge
     info, tokenizer = service.ready()
     _check_model(service, body.model)
     sampling = _chat_sampling(body, info)
-    _check_choices(service, sampling.n, info)
+    _check_choices(sampling.n, info)
     messages = [_template_message(message) for message in body.messages]
     chars = sum(len(str(message["content"])) for message in messages)
-    _check_chars(service, chars, info, _CHAT)
+    _check_chars(chars, info, _CHAT)
     prompt = await service.off_loop(lambda: _chat_prompt(messages, tokenizer))
     request = _generation_request(service, body, context, _CHAT, [prompt], sampling)
     return replace(request, top_logprobs=sampling.logprobs)
@@ -244,15 +248,15 @@ def _check_model(service: Service, name: str) -> None:
         )
 
 
-def _check_choices(service: Service, choices: int, info: EngineInfo) -> None:
-    most = min(service.settings.max_choices, info.seats + info.max_waiting_requests)
+def _check_choices(choices: int, info: EngineInfo) -> None:
+    most = min(_MAX_CHOICES, info.seats + info.max_waiting_requests)
     if choices > most:
         raise RequestError(f"prompts times n (or best_of) may be at most {most}", param="n")
 
 
-def _check_chars(service: Service, chars: int, info: EngineInfo, kind: _Kind) -> None:
+def _check_chars(chars: int, info: EngineInfo, kind: _Kind) -> None:
     """Refuse text that cannot fit before any time goes into tokenising it."""
-    most = info.context_length * service.settings.max_chars_per_token
+    most = info.context_length * _CHARS_PER_TOKEN
     if chars > most:
         raise RequestError(
             f"the text has {chars} characters; at most {most} are tokenised here",

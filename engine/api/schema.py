@@ -34,6 +34,7 @@ _LABEL_CHARS = 512
 #: Most entries of stop_token_ids, before those that are named twice are dropped.
 _MAX_STOP_TOKENS = 512
 _MAX_PROMPTS = 128
+_MAX_MESSAGES = 4096
 _DAY_MS = 86_400_000
 SAFE_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _SALT = r"^[A-Za-z0-9_-]{1,128}$"
@@ -322,9 +323,7 @@ class ChatBody(GenerationBody):
         return self
 
 
-def parse_body[B: GenerationBody](
-    kind: type[B], raw: Mapping[str, Any], max_messages: int
-) -> tuple[B, list[str]]:
+def parse_body[B: GenerationBody](kind: type[B], raw: Mapping[str, Any]) -> tuple[B, list[str]]:
     """The body, and the names of fields nobody knows. Raises RequestError naming the first field at
     fault.
     """
@@ -335,8 +334,8 @@ def parse_body[B: GenerationBody](
                 f"{name} is not supported here", code="unsupported_parameter", param=name
             )
     messages = raw.get("messages")
-    if isinstance(messages, list) and len(messages) > max_messages:
-        raise RequestError(f"messages may hold at most {max_messages}", param="messages")
+    if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
+        raise RequestError(f"messages may hold at most {_MAX_MESSAGES}", param="messages")
     try:
         body = kind.model_validate(raw)
     except ValidationError as error:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from jitney.engine.text.tokenizer import Tokenizer
 
 
+#: Threads for text work.
+_THREADS = 2
+
+
 @dataclass(slots=True)
 class Context:
     """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney"."""
@@ -77,7 +81,7 @@ class Service:
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._threads = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="tokenize")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
 
     def begin_drain(self) -> None:
         """Refuse new generation requests from now on; those that run go on."""

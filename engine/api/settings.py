@@ -23,14 +23,6 @@ class ServerSettings:
     #: How long the head and the body of a request may take to arrive.
     header_timeout_s: float = 10.0
     body_timeout_s: float = 10.0
-    #: Most levels of a JSON body.
-    max_depth: int = 64
-    max_messages: int = 4096
-    #: Most choices of one request, over all its prompts.
-    max_choices: int = 128
-    #: Times the context length: the longest text that is tokenised at all.
-    max_chars_per_token: int = 8
-    tokenize_threads: int = 2
     tokenize_timeout_s: float = 10.0
     #: Deadline of a request that names none, and the longest it may name; 0 for no limit.
     request_timeout_s: float = 0.0

@@ -493,27 +493,3 @@ def test_vllm_names_when_asked_for():
     }
     assert {name: got.get(name) for name in want} == want
     assert not any(name.startswith("vllm:") for name in samples(make_app()))
-
-
-def test_the_lifespan_runs_around_the_server():
-    from contextlib import asynccontextmanager
-
-    from jitney.engine.api import ServerSettings, create_app
-
-    seen = []
-
-    @asynccontextmanager
-    async def life():
-        seen.append("up")
-        yield
-        seen.append("down")
-
-    app = create_app(FakeClient(), ByteTokenizer(), ServerSettings(), "m", lifespan=life)  # type: ignore[arg-type]
-
-    async def live():
-        async with app.router.lifespan_context(app):
-            assert (await call(app, "/readyz", method="GET")).status == 200
-            assert seen == ["up"]
-
-    run(live())
-    assert seen == ["up", "down"]
