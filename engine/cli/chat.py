@@ -16,12 +16,12 @@ from jitney.engine.types import SamplingParams
 if TYPE_CHECKING:
     from jitney.engine.llm import LLM
 
-HELP = "Empty line or Ctrl-D ends; /new starts over."
+_HELP = "Empty line or Ctrl-D ends; /new starts over."
 
 
 def run(arguments: Sequence[str]) -> int:
     """Talk until the input ends; exit status 0."""
-    parser = Parser("chat", "Talk to a model in the terminal. " + HELP)
+    parser = Parser("chat", "Talk to a model in the terminal. " + _HELP)
     parser.add_argument(
         "--system", metavar="TEXT", default="", help="instructions that precede the conversation"
     )
@@ -29,12 +29,13 @@ def run(arguments: Sequence[str]) -> int:
     add_settings(parser, ("model", "engine", "sampling"))
     args = parser.parse(arguments)
     config = config_from(args)
-    sampling_from(args)  # a bad flag is told before anything is loaded
+    sampling_from(args)  # raises for a bad flag before anything is loaded
     llm = load_llm(config)
     if not llm.tokenizer.has_chat_template:
         raise ModelError(f"{config.model.id} has no chat template; use jitney generate")
-    print(HELP, file=sys.stderr)
-    converse(llm, sampling_from(args, 1, llm.info.sampling_defaults), args.system)
+    print(_HELP, file=sys.stderr)
+    params = sampling_from(args, defaults=llm.info.sampling_defaults)
+    converse(llm, params, args.system)
     llm.close()
     return 0
 
@@ -43,28 +44,30 @@ def converse(llm: LLM, params: SamplingParams, system: str) -> None:
     """Read, answer, remember."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    for line in lines():
+    for line in _lines():
         if line == "/new":
             messages = list(opening)
             continue
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": answer(llm, params, messages)})
+        messages.append({"role": "assistant", "content": _answer(llm, params, messages)})
 
 
-def answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str:
+def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str:
     """Print the answer as it comes; Ctrl-C cuts it short. Returns what was printed."""
-    said = []
+    parts: list[str] = []
     with contextlib.suppress(KeyboardInterrupt):
         for text in llm.stream(llm.chat_ids(messages), params):
             print(text, end="", flush=True)
-            said.append(text)
+            parts.append(text)
     print()
-    return "".join(said)
+    return "".join(parts)
 
 
-def lines() -> Iterator[str]:
+def _lines() -> Iterator[str]:
     """What the person types, until an empty line or the end of input."""
     prompt = "> " if sys.stdin.isatty() else ""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while line := input(prompt).strip():
+        line = input(prompt).strip()
+        while line:
             yield line
+            line = input(prompt).strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import signal
@@ -13,17 +14,34 @@ from jitney.engine.cli.flags import Parser
 from jitney.engine.cli.keys import add_key_flag, engine_key
 from jitney.engine.cli.listen import base_url, listen
 from jitney.engine.config.layers import NOTHING, load_config
+from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     import uvicorn
 
-DEFAULT_ENGINE = "http://127.0.0.1:8000"
-DEFAULT_PORT = "8080"
+_DEFAULT_ENGINE = "http://127.0.0.1:8000"
+_DEFAULT_PORT = "8080"
 
 
 def run(arguments: Sequence[str]) -> int:
     """Serve the page until interrupted; exit status 0."""
+    args = _parse(arguments)
+    key = engine_key(args)
+    flags = {
+        "host": args.host,
+        "port": args.port,
+        "insecure": args.insecure,
+        "hosts": args.hosts,
+        # The engines' key is also what visitors sign in with: nobody sees more here than there.
+        "api_keys": (key,) if key else (),
+    }
+    config = load_config(None, NOTHING, flags)
+    _serve(config, args.engine or [_DEFAULT_ENGINE], key)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("dashboard", "Serve the page for one or several engines elsewhere.")
     parser.usage = "jitney dashboard --engine URL [--engine URL ...] [FLAG ...]"
     add = parser.add_argument
@@ -32,14 +50,14 @@ def run(arguments: Sequence[str]) -> int:
         action="append",
         metavar="URL",
         default=[],
-        help=f"an engine; may be repeated [{DEFAULT_ENGINE}]",
+        help=f"an engine; may be repeated [{_DEFAULT_ENGINE}]",
     )
     add("--host", default="127.0.0.1", metavar="TEXT", help="address to listen on [127.0.0.1]")
     add(
         "--port",
-        default=DEFAULT_PORT,
+        default=_DEFAULT_PORT,
         metavar="N",
-        help=f"port to listen on; 0: any free one [{DEFAULT_PORT}]",
+        help=f"port to listen on; 0: any free one [{_DEFAULT_PORT}]",
     )
     add(
         "--hosts",
@@ -53,26 +71,11 @@ def run(arguments: Sequence[str]) -> int:
         help="allow listening beyond this machine without an API key",
     )
     add_key_flag(parser)
-    args = parser.parse(arguments)
-    key = engine_key(args)
-    serve(
-        args.engine or [DEFAULT_ENGINE],
-        key,
-        {
-            "host": args.host,
-            "port": args.port,
-            "insecure": args.insecure,
-            "hosts": args.hosts,
-            "api_keys": (key,) if key else (),
-        },
-    )
-    return 0
+    return parser.parse(arguments)
 
 
-def serve(urls: Sequence[str], key: str, flags: dict[str, object]) -> None:
-    """The engines' key is also what visitors sign in with: nobody sees more here than there. Raises
-    ConfigError.
-    """
+def _serve(config: Config, urls: Sequence[str], key: str) -> None:
+    """Raises ConfigError for an engine that cannot be one."""
     from jitney.dashboard.remote import RemoteEngine
     from jitney.dashboard.standalone import create_standalone
     from jitney.engine.cli.display import make_display
@@ -80,22 +83,18 @@ def serve(urls: Sequence[str], key: str, flags: dict[str, object]) -> None:
 
     if len(set(urls)) < len(urls):
         raise ConfigError("--engine names one engine twice")
-    config = load_config(None, NOTHING, flags)
     settings = limits(config, config.server.api_keys)
     engines = [RemoteEngine(url, key) for url in urls]
     make_display().close()
+    server = web_server(config, settings, create_standalone(engines, settings))
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        print(
-            f"Jitney's page of {', '.join(engine.url for engine in engines)}: "
-            f"{base_url(config.server, bound.getsockname()[1])}/",
-            flush=True,
-        )
-        asyncio.run(
-            until_told(web_server(config, settings, create_standalone(engines, settings)), bound)
-        )
+        names = ", ".join(engine.url for engine in engines)
+        page = base_url(config.server, bound.getsockname()[1])
+        print(f"Jitney's page of {names}: {page}/", flush=True)
+        asyncio.run(_until_signal(server, bound))
 
 
-async def until_told(server: uvicorn.Server, bound: socket.socket) -> None:
+async def _until_signal(server: uvicorn.Server, bound: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM."""
 
     def leave() -> None:

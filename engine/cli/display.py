@@ -11,30 +11,35 @@ from jitney.engine.config.schema import Config
 from jitney.engine.messages import Progress
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from jitney.engine.llm import LLM
 
-log = logging.getLogger("jitney")
+_log = logging.getLogger("jitney")
 
-#: What each stage is called, and whether it counts bytes.
-STAGES = {
-    "download": ("downloading", True),
-    "weights": ("reading weights", True),
-    "proof": ("proving kernels", False),
-    "compile": ("compiling", False),
-    "warmup": ("warming up", False),
+#: What each stage is called; others are called by their own name.
+_STAGES = {
+    "download": "downloading",
+    "weights": "reading weights",
+    "proof": "proving kernels",
+    "compile": "compiling",
+    "warmup": "warming up",
 }
+#: Stages that count bytes.
+_IN_BYTES = frozenset({"download", "weights"})
+_MIB = 1 << 20
 
 
 class Display(Protocol):
-    """Told about start-up news; `close` before anything else is printed."""
+    """Shows how the start goes on; `close` before anything else is printed."""
 
-    def progress(self, news: Progress) -> None: ...
+    def progress(self, progress: Progress) -> None: ...
     def close(self) -> None: ...
 
 
 def make_display() -> Display:
     """The display that suits standard error; also sets up logging to go with it."""
-    return Bars() if interactive() else Lines()
+    return _Bars() if interactive() else Lines()
 
 
 class Lines:
@@ -46,22 +51,26 @@ class Lines:
             stream=sys.stderr,
             format="%(asctime)s %(name)s %(levelname)s %(message)s",
         )
-        quiet_libraries()
-        self._said = ("", False)
+        _quiet_libraries()
+        self._stage = ""
+        self._is_done = False
 
-    def progress(self, news: Progress) -> None:
-        state = (news.stage, bool(news.total) and news.done >= news.total)
-        if state == self._said or self._said == (news.stage, True):
+    def progress(self, progress: Progress) -> None:
+        is_done = bool(progress.total) and progress.done >= progress.total
+        is_same = progress.stage == self._stage
+        if is_same and (self._is_done or not is_done):
             return
-        name, _ = STAGES.get(news.stage, (news.stage, False))
-        log.info("%s", f"{name}: done" if state[1] else f"{name} {news.detail}".rstrip())
-        self._said = state
+        name = _STAGES.get(progress.stage, progress.stage)
+        message = f"{name}: done" if is_done else f"{name} {progress.detail}".rstrip()
+        _log.info("%s", message)
+        self._stage = progress.stage
+        self._is_done = is_done
 
     def close(self) -> None:
         pass
 
 
-class Bars:
+class _Bars:
     """One bar per stage."""
 
     def __init__(self) -> None:
@@ -76,7 +85,7 @@ class Bars:
             format="%(message)s",
             handlers=[RichHandler(console=console, show_path=False, markup=False)],
         )
-        quiet_libraries()
+        _quiet_libraries()
         self._bars = RichProgress(
             TextColumn("{task.description:<16}"),
             BarColumn(),
@@ -85,28 +94,28 @@ class Bars:
             TextColumn("{task.fields[detail]}"),
             console=console,
         )
-        self._tasks = {}
+        self._tasks: dict[str, TaskID] = {}
         self._bars.start()
 
-    def progress(self, news: Progress) -> None:
-        name, in_bytes = STAGES.get(news.stage, (news.stage, False))
-        scale = 1 << 20 if in_bytes and news.total > 1 << 20 else 1
-        if news.stage not in self._tasks:
-            self._tasks[news.stage] = self._bars.add_task(
-                name + (" (MiB)" if scale > 1 else ""), detail=""
-            )
+    def progress(self, progress: Progress) -> None:
+        scale, unit = 1, ""
+        if progress.stage in _IN_BYTES and progress.total > _MIB:
+            scale, unit = _MIB, " (MiB)"
+        if progress.stage not in self._tasks:
+            name = _STAGES.get(progress.stage, progress.stage)
+            self._tasks[progress.stage] = self._bars.add_task(name + unit, detail="")
         self._bars.update(
-            self._tasks[news.stage],
-            completed=news.done // scale,
-            total=news.total // scale or None,
-            detail=news.detail,
+            self._tasks[progress.stage],
+            completed=progress.done // scale,
+            total=progress.total // scale or None,
+            detail=progress.detail,
         )
 
     def close(self) -> None:
         self._bars.stop()
 
 
-def quiet_libraries() -> None:
+def _quiet_libraries() -> None:
     """Keep other packages' chatter out of the log; their warnings stay."""
     for name in ("uvicorn", "httpx", "jax", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -27,28 +27,22 @@ from jitney.engine.executor.memory import claim_memory
 from jitney.engine.process.main import refuse_open_folder
 from jitney.engine.types import KernelProof
 
-PACKAGES = (
-    "jitney",
-    "jax",
-    "jaxlib",
-    "flax",
-    "transformers",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "libtpu",
-    "jax-triton",
-)
+_REQUIRED = ("jitney", "jax", "jaxlib", "flax", "transformers")
+_OPTIONAL = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-triton")
 #: What a CPU needs to multiply bfloat16 in hardware.
-CPU_FEATURES = ("avx512_bf16", "amx_bf16")
-GIB = 1 << 30
+_CPU_FEATURES = ("avx512_bf16", "amx_bf16")
+_GIB = 1 << 30
+#: How the three values of Finding.ok are printed.
+_MARKS = {True: "ok", False: "BAD", None: ""}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; ok None: neither good nor bad."""
+    """One line of the report."""
 
     name: str
     value: str
+    #: None: neither good nor bad.
     ok: bool | None = None
 
 
@@ -64,15 +58,18 @@ def run(arguments: Sequence[str]) -> int:
     os.environ.update(platform_environment(config.engine))  # before the first import of jax
     claim_memory(os.environ)
     findings = list(examine(config))
-    if args.json:
-        print(json.dumps({f.name: {"value": f.value, "ok": f.ok} for f in findings}, indent=2))
-    else:
-        for finding in findings:
-            print(f"{MARKS[finding.ok]:<5} {finding.name:<18} {finding.value}")
-    return int(any(finding.ok is False for finding in findings))
+    _show(findings, as_json=args.json)
+    is_bad = any(finding.ok is False for finding in findings)
+    return 1 if is_bad else 0
 
 
-MARKS = {True: "ok", False: "BAD", None: ""}
+def _show(findings: list[Finding], *, as_json: bool) -> None:
+    if as_json:
+        report = {finding.name: {"value": finding.value, "ok": finding.ok} for finding in findings}
+        print(json.dumps(report, indent=2))
+        return
+    for finding in findings:
+        print(f"{_MARKS[finding.ok]:<5} {finding.name:<18} {finding.value}")
 
 
 def examine(config: Config) -> Iterator[Finding]:
@@ -82,35 +79,42 @@ def examine(config: Config) -> Iterator[Finding]:
     for name, check in CHECKS.items():
         try:
             yield from check(config)
+        except JitneyError as error:
+            yield _failed(name, str(error))
         except Exception as error:
-            text = (
-                str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
-            )
-            yield Finding(name, " ".join(text.split())[:500], False)
+            yield _failed(name, f"{type(error).__name__}: {error}")
 
 
-def versions(config: Config) -> Iterator[Finding]:
+def _failed(name: str, reason: str) -> Finding:
+    one_line = " ".join(reason.split())
+    return Finding(name, one_line[:500], False)
+
+
+def _versions(config: Config) -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
-    for package in PACKAGES:
-        try:
-            yield Finding(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(package, "not installed", False if package in PACKAGES[:5] else None)
+    for package in _REQUIRED:
+        yield _package(package, if_absent=False)
+    for package in _OPTIONAL:
+        yield _package(package, if_absent=None)
 
 
-def processor(config: Config) -> Iterator[Finding]:
+def _package(name: str, *, if_absent: bool | None) -> Finding:
+    try:
+        return Finding(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "not installed", if_absent)
+
+
+def _processor(config: Config) -> Iterator[Finding]:
     yield Finding("cpu", f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}")
     flags = _words("/proc/cpuinfo", "flags")
-    has = [feature for feature in CPU_FEATURES if feature in flags]
-    yield Finding(
-        "cpu bfloat16", ", ".join(has) or "not in hardware: dtype auto means float32 on this CPU"
-    )
-    if kib := _words("/proc/meminfo", "MemAvailable:"):
+    in_hardware = [feature for feature in _CPU_FEATURES if feature in flags]
+    value = ", ".join(in_hardware) or "not in hardware: dtype auto means float32 on this CPU"
+    yield Finding("cpu bfloat16", value)
+    available = _words("/proc/meminfo", "MemAvailable:")
+    if available:
         total = _words("/proc/meminfo", "MemTotal:")
-        yield Finding(
-            "memory",
-            f"{int(kib[0]) * 1024 / GIB:.1f} GiB available of {int(total[0]) * 1024 / GIB:.1f}",
-        )
+        yield Finding("memory", f"{_gib(available)} GiB available of {_gib(total)}")
 
 
 def _words(file: str, key: str) -> list[str]:
@@ -118,30 +122,43 @@ def _words(file: str, key: str) -> list[str]:
     Linux).
     """
     path = Path(file)
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.split()[1:] for line in lines if line.startswith(key)), [])
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith(key):
+                return line.split()[1:]
+    return []
+
+
+def _gib(words: list[str]) -> str:
+    """A value of /proc/meminfo, which is in KiB."""
+    return f"{int(words[0]) * 1024 / _GIB:.1f}"
 
 
 def devices(config: Config) -> Iterator[Finding]:
     check_platform(config.engine.platform)
     from jitney.engine.build import devices_of
 
-    found, wanted = devices_of(config.engine.platform), config.engine.tensor_parallel
+    present = devices_of(config.engine.platform)
+    wanted = config.engine.tensor_parallel
     if wanted > 1:
-        yield Finding(
-            "tensor parallel", f"{wanted} devices wanted, {len(found)} found", len(found) >= wanted
-        )
-    for device in found:
-        stats = device.memory_stats() or {}
-        memory = ""
-        if "bytes_limit" in stats:
-            free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-            memory = f", {free / GIB:.1f} GiB free of {stats['bytes_limit'] / GIB:.1f}"
-        kind = "" if device.device_kind == device.platform else f" {device.device_kind}"
-        yield Finding(f"device {device.id}", f"{device.platform}{kind}{memory}", True)
+        counts = f"{wanted} devices wanted, {len(present)} found"
+        yield Finding("tensor parallel", counts, len(present) >= wanted)
+    for device in present:
+        value = device.platform
+        if device.device_kind != device.platform:
+            value += f" {device.device_kind}"
+        value += _device_memory(device.memory_stats() or {})
+        yield Finding(f"device {device.id}", value, True)
 
 
-def folders(config: Config) -> Iterator[Finding]:
+def _device_memory(stats: dict[str, int]) -> str:
+    if "bytes_limit" not in stats:
+        return ""
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return f", {free / _GIB:.1f} GiB free of {stats['bytes_limit'] / _GIB:.1f}"
+
+
+def _folders(config: Config) -> Iterator[Finding]:
     folder = cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -152,20 +169,21 @@ def folders(config: Config) -> Iterator[Finding]:
         yield Finding("compiled programs", f"{programs} files in {compilation_cache_dir()}")
 
 
-def port(config: Config) -> Iterator[Finding]:
+def _port(config: Config) -> Iterator[Finding]:
     server = config.server
     listen(server.host, server.port).close()
     yield Finding("port", f"{server.port} on {server.host} is free", True)
 
 
 def model(config: Config) -> Iterator[Finding]:
-    here = is_here(config.model.id, config.model.revision)
-    yield Finding("model", f"{config.model.id}: {'on this machine' if here else 'to be fetched'}")
-    if here and config.engine.tensor_parallel > 1:
-        yield from split(config)
+    is_here = _is_here(config.model.id, config.model.revision)
+    where = "on this machine" if is_here else "to be fetched"
+    yield Finding("model", f"{config.model.id}: {where}")
+    if is_here and config.engine.tensor_parallel > 1:
+        yield from _split(config)
 
 
-def split(config: Config) -> Iterator[Finding]:
+def _split(config: Config) -> Iterator[Finding]:
     """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its
     weights.
     """
@@ -178,7 +196,7 @@ def split(config: Config) -> Iterator[Finding]:
         )
 
 
-def is_here(name: str, revision: str) -> bool:
+def _is_here(name: str, revision: str) -> bool:
     """True when running the model needs no network. Raises ModelError if there can be no such
     model.
     """
@@ -189,9 +207,8 @@ def is_here(name: str, revision: str) -> bool:
     if is_repository(name):
         from huggingface_hub import try_to_load_from_cache
 
-        return isinstance(
-            try_to_load_from_cache(name, "config.json", revision=revision or None), str
-        )
+        cached = try_to_load_from_cache(name, "config.json", revision=revision or None)
+        return isinstance(cached, str)
     resolve(name)
     return True
 
@@ -202,40 +219,35 @@ def one_token(config: Config) -> Iterator[Finding]:
     from jitney.engine.llm import LLM
     from jitney.engine.types import SamplingParams
 
-    small = config.model_copy(
-        update={
-            "model": config.model.model_copy(
-                update={"id": "tiny-random", "revision": "", "context": 0}
-            ),
-            "engine": config.engine.model_copy(
-                update={
-                    "max_seats": 4,
-                    "token_budget": 64,
-                    "pages": 64,
-                    "seat_buckets": (4,),
-                    "token_buckets": (64,),
-                    "tensor_parallel": math.gcd(config.engine.tensor_parallel, 4),
-                }
-            ),
-        }
-    )
     started = time.perf_counter()
-    llm = LLM(small)
+    llm = LLM(_tiny(config))
     try:
         yield Finding("kernels", llm.info.kernels, True)
-        yield from (proof_finding(proof) for proof in llm.info.proofs)
+        for proof in llm.info.proofs:
+            yield proof_finding(proof)
         yield Finding("weights and KV", f"{llm.info.weights} and {llm.info.kv_dtype}", True)
-        (output,) = llm.generate(
-            [[1, 2, 3]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        )
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        (output,) = llm.generate([[1, 2, 3]], params)
         tokens = len(output.outputs[0].token_ids)
     finally:
         llm.close()
-    yield Finding(
-        "one token",
-        f"computed in {time.perf_counter() - started:.1f} s, compilation included",
-        tokens == 1,
-    )
+    seconds = time.perf_counter() - started
+    yield Finding("one token", f"computed in {seconds:.1f} s, compilation included", tokens == 1)
+
+
+def _tiny(config: Config) -> Config:
+    """The same settings for a model of a few kilobytes, in few and small programs."""
+    model = config.model.model_copy(update={"id": "tiny-random", "revision": "", "context": 0})
+    sizes = {
+        "max_seats": 4,
+        "token_budget": 64,
+        "pages": 64,
+        "seat_buckets": (4,),
+        "token_buckets": (64,),
+        "tensor_parallel": math.gcd(config.engine.tensor_parallel, 4),
+    }
+    engine = config.engine.model_copy(update=sizes)
+    return config.model_copy(update={"model": model, "engine": engine})
 
 
 def proof_finding(proof: KernelProof) -> Finding:
@@ -250,11 +262,11 @@ def proof_finding(proof: KernelProof) -> Finding:
 
 
 CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {
-    "versions": versions,
-    "cpu": processor,
+    "versions": _versions,
+    "cpu": _processor,
     "devices": devices,
-    "cache folder": folders,
-    "port": port,
+    "cache folder": _folders,
+    "port": _port,
     "model": model,
     "one token": one_token,
 }

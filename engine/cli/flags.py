@@ -5,13 +5,17 @@ disagree.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from jitney.engine.cli.dispatch import suggestion
 from jitney.engine.config.layers import Setting, load_config, settings
 from jitney.engine.config.schema import Config
+
+#: What help calls the values of a setting.
+_METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,8 +34,7 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(arguments)
         if unknown:
             word = unknown[0].partition("=")[0]
-            close = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            self.error(f"{word} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
+            self.error(f"{word} is unknown{suggestion(word, self._option_string_actions)}")
         return args
 
 
@@ -52,28 +55,27 @@ def add_settings(
     for section in sections:
         group = parser.add_argument_group(f"[{section}]")
         for setting in settings().values():
-            if setting.section == section and not setting.secret and setting.name not in leave_out:
+            is_shown = not setting.secret and setting.name not in leave_out
+            if setting.section == section and is_shown:
                 _add(group, setting)
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
     default = setting.field.default
-    shown = f" [{str(default).lower()}]" if default not in ("", ()) else ""
-    text = f"{setting.field.description}{shown}".replace("%", "%%")  # argparse formats help with %
-    if setting.kind is bool:
-        group.add_argument(
-            setting.flag,
-            dest=setting.name,
-            action=argparse.BooleanOptionalAction,
-            default=argparse.SUPPRESS,
-            help=text,
-        )
-    else:
-        kinds = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
-        metavar = "|".join(filter(None, setting.choices)) or kinds[setting.kind]
-        group.add_argument(
-            setting.flag, dest=setting.name, metavar=metavar, default=argparse.SUPPRESS, help=text
-        )
+    text = str(setting.field.description)
+    if default not in ("", ()):
+        text += f" [{str(default).lower()}]"
+    options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    if setting.kind is not bool:
+        choices = [choice for choice in setting.choices if choice]
+        options = {"metavar": "|".join(choices) or _METAVARS[setting.kind]}
+    group.add_argument(
+        setting.flag,
+        dest=setting.name,
+        default=argparse.SUPPRESS,
+        help=text.replace("%", "%%"),  # argparse formats help with %
+        **options,
+    )
 
 
 def config_from(args: argparse.Namespace) -> Config:

@@ -6,24 +6,47 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.config.layers import NOTHING
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.types import SamplingParams
 
 if TYPE_CHECKING:
     from jitney.engine.llm import Completion
 
-NOTHING: Mapping[str, float] = MappingProxyType({})
+#: Sampling parameters that a model may bring its own defaults of, and what their flags are for.
+_MODEL_DEFAULTED = {
+    "temperature": "0 is greedy",
+    "top_p": "keep the likeliest tokens up to this mass",
+    "top_k": "keep this many of the likeliest tokens; 0: all",
+    "min_p": "drop tokens below this share of the best",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print one text per prompt; exit status 0."""
+    args = _parse(arguments)
+    config = config_from(args)
+    sampling_from(args, n=args.n)  # raises for a bad flag before anything is loaded
+    prompts = args.prompt or [sys.stdin.read()]
+    llm = load_llm(config)
+    params = sampling_from(args, n=args.n, defaults=llm.info.sampling_defaults)
+    outputs = llm.generate(prompts, params)
+    llm.close()
+    show = _show_json if args.json else _show_text
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for sequence in output.outputs:
+            show(prompt, sequence)
+    for output in outputs:
+        if output.error is not None:
+            raise RequestError.from_info(output.error)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("generate", "Complete prompts offline and print the texts.")
     parser.add_argument(
         "--prompt",
@@ -37,65 +60,32 @@ def run(arguments: Sequence[str]) -> int:
     add_sampling(parser)
     parser.add_argument("--n", type=int, default=1, metavar="N", help="sequences per prompt [1]")
     add_settings(parser, ("model", "engine", "sampling"))
-    args = parser.parse(arguments)
-    config = config_from(args)
-    sampling_from(args, n=args.n)  # a bad flag is told before anything is loaded
-    prompts = args.prompt or [sys.stdin.read()]
-    llm = load_llm(config)
-    params = sampling_from(args, args.n, llm.info.sampling_defaults)
-    failed = None
-    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-        for sequence in output.outputs:
-            show(prompt, sequence, as_json=args.json)
-        failed = failed or output.error
-    llm.close()
-    if failed is not None:
-        raise RequestError.from_info(failed)
-    return 0
+    return parser.parse(arguments)
 
 
-def show(prompt: str, sequence: Completion, *, as_json: bool) -> None:
-    """One sequence on standard output."""
-    if as_json:
-        print(
-            json.dumps(
-                {
-                    "prompt": prompt,
-                    "index": sequence.index,
-                    "text": sequence.text,
-                    "finish_reason": sequence.finish_reason,
-                    "tokens": len(sequence.token_ids),
-                },
-                ensure_ascii=False,
-            )
-        )
-    else:
-        print(sequence.text)
+def _show_text(prompt: str, sequence: Completion) -> None:
+    print(sequence.text)
+
+
+def _show_json(prompt: str, sequence: Completion) -> None:
+    line = {
+        "prompt": prompt,
+        "index": sequence.index,
+        "text": sequence.text,
+        "finish_reason": sequence.finish_reason,
+        "tokens": len(sequence.token_ids),
+    }
+    print(json.dumps(line, ensure_ascii=False))
 
 
 def add_sampling(parser: Parser) -> None:
     """The sampling flags that `generate` and `chat` share."""
     add = parser.add_argument_group("sampling").add_argument
     add("--max-tokens", type=int, metavar="N", default=256, help="most tokens to generate [256]")
-    add("--temperature", type=float, metavar="X", help="0 is greedy [the model's own]")
-    add(
-        "--top-p",
-        type=float,
-        metavar="X",
-        help="keep the likeliest tokens up to this mass [the model's own]",
-    )
-    add(
-        "--top-k",
-        type=int,
-        metavar="N",
-        help="keep this many of the likeliest tokens; 0: all [the model's own]",
-    )
-    add(
-        "--min-p",
-        type=float,
-        metavar="X",
-        help="drop tokens below this share of the best [the model's own]",
-    )
+    for name, text in _MODEL_DEFAULTED.items():
+        kind, metavar = (int, "N") if name == "top_k" else (float, "X")
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=kind, metavar=metavar, help=f"{text} [the model's own]")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text")
     add(
         "--stop",
@@ -107,17 +97,19 @@ def add_sampling(parser: Parser) -> None:
 
 
 def sampling_from(
-    args: argparse.Namespace, n: int = 1, defaults: Mapping[str, float] = NOTHING
+    args: argparse.Namespace, *, n: int = 1, defaults: Mapping[str, float] = NOTHING
 ) -> SamplingParams:
     """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming the
-    flag that is out of range."""
-    values = dict(defaults)
-    for name in ("temperature", "top_p", "top_k", "min_p"):
-        given = getattr(args, name)
-        if given is not None:
-            values[name] = given
-    params = SamplingParams(n=n, max_tokens=args.max_tokens, seed=args.seed, stop=tuple(args.stop))
-    params = msgspec.structs.replace(params, **values)
+    flag that is out of range.
+    """
+    fields: dict[str, Any] = dict(defaults)
+    for name in _MODEL_DEFAULTED:
+        value = getattr(args, name)
+        if value is not None:
+            fields[name] = value
+    params = SamplingParams(
+        n=n, max_tokens=args.max_tokens, seed=args.seed, stop=tuple(args.stop), **fields
+    )
     try:
         params.validate(vocab_size=1)  # the flags name no token
     except RequestError as error:

@@ -10,7 +10,7 @@ import os
 from jitney.engine.cli.listen import read_keys
 from jitney.engine.config.schema import ServerSection
 
-ENV = "JITNEY_ENGINE_KEY"
+_VARIABLE = "JITNEY_ENGINE_KEY"
 
 
 def add_key_flag(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_key_flag(parser: argparse.ArgumentParser) -> None:
         default="",
         help=(
             "file whose first line is the engine's API key, readable by its owner only (or set "
-            f"{ENV})"
+            f"{_VARIABLE})"
         ),
     )
 
@@ -30,4 +30,4 @@ def engine_key(args: argparse.Namespace) -> str:
     """The key, empty if none was given. Raises ConfigError, never showing a key."""
     if args.key_file:
         return read_keys(ServerSection(api_key_file=args.key_file))[0]
-    return os.environ.get(ENV, "")
+    return os.environ.get(_VARIABLE, "")

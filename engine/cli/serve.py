@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import base_url, listen, read_keys
 from jitney.engine.config.layers import to_toml
 from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import Config
+from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.messages import Progress
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("jitney")
 
 #: Most bytes of a request line with its headers.
-HEADER_LIMIT = 1 << 16
+_HEADER_LIMIT = 1 << 16
 #: Seconds that answers get to leave after the engine has stopped.
-FAREWELL_S = 2
-DASHBOARD = "/dashboard"
+_FAREWELL_S = 2
+_DASHBOARD = "/dashboard"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -65,7 +66,8 @@ def start(config: Config) -> int:
     check_platform(config.engine.platform)
     keys = read_keys(config.server)
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        return asyncio.run(Server(config, keys, bound, make_display()).serve())
+        server = Server(config, keys, bound, make_display())
+        return asyncio.run(server.serve())
 
 
 class Server:
@@ -78,18 +80,21 @@ class Server:
         from jitney.engine.process.trace_recorder import Recorder, recording
 
         self.config = config
+        #: The listening socket, and its address as a client here writes it.
         self.bound = bound
-        self.display = display
         self.url = base_url(config.server, bound.getsockname()[1])
-        self.client = ProcessClient(config, on_progress=display.progress)
+        self.display = display
+        #: The engine's process.
+        self.client = client = ProcessClient(config, on_progress=display.progress)
+        #: Writes down what traffic comes, if that is asked for.
+        self.recorder: Recorder | None = None
+        if config.server.record:
+            self.recorder = Recorder(config.server.record)
+            client = recording(client, self.recorder)
         settings = limits(config, keys)
-        self.recorder = Recorder(config.server.record) if config.server.record else None
-        self.app = build_app(
-            config,
-            settings,
-            recording(self.client, self.recorder) if self.recorder else self.client,
-        )
+        self.app = _build_app(config, settings, client)
         self.web = web_server(config, settings, self.app)
+        #: Numbers of the signals that came.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
     async def serve(self) -> int:
@@ -100,43 +105,48 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.signals.put_nowait, number)
         web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
-        work = asyncio.create_task(self.work())
+        work = asyncio.create_task(self._work())
         stop = asyncio.create_task(self.signals.get())
         try:
             await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
-            status = await self.drain() if stop.done() else 1
+            status = await self._drain() if stop.done() else 1
             if work.done():
                 work.result()  # the reason, as an exception
             return status
         finally:
-            self.display.close()
-            for task in (work, stop):
-                task.cancel()
-            await self.client.close()
-            self.web.should_exit = True
-            await asyncio.wait((web,), timeout=FAREWELL_S + 1)
-            if self.recorder is not None:
-                self.recorder.close()
+            work.cancel()
+            stop.cancel()
+            await self._close(web)
 
-    async def work(self) -> None:
+    async def _close(self, web: asyncio.Task[None]) -> None:
+        self.display.close()
+        await self.client.close()
+        self.web.should_exit = True
+        await asyncio.wait((web,), timeout=_FAREWELL_S + 1)
+        if self.recorder is not None:
+            self.recorder.close()
+
+    async def _work(self) -> None:
         """Load everything, say so, and return only when the engine is lost for good."""
-        source = await in_thread(lambda: find_model(self.config, self.display))
+        source = await _in_thread(lambda: _find_model(self.config, self.display))
         await self.client.start()
+        tokenizer = await _in_thread(lambda: _load_tokenizer(source))
         service = self.app.state.service
         service.model_name = source.name
-        service.tokenizer = tokenizer = await in_thread(lambda: load_tokenizer(source))
+        service.tokenizer = tokenizer
         info = await self.client.wait_ready()
         self.display.close()
-        for line in greeting(self.config, self.url, info, tokenizer):
+        for line in _greeting(self.config, self.url, info, tokenizer):
             print(line, flush=True)
         await self.client.until("dead")
         await self.client.wait_ready()  # raises the reason
 
-    async def drain(self) -> int:
+    async def _drain(self) -> int:
         """Let running requests finish, at most drain_s seconds; a second signal ends everything at
         once.
         """
-        service, limit = self.app.state.service, self.config.server.drain_s
+        service = self.app.state.service
+        limit = self.config.server.drain_s
         service.begin_drain()
         self.client.drain()
         log.info("stopping: running requests have %g s; a second signal stops at once", limit)
@@ -171,7 +181,7 @@ def limits(config: Config, keys: tuple[str, ...]) -> ServerSettings:
     )
 
 
-def build_app(config: Config, settings: ServerSettings, client: EngineClient) -> Starlette:
+def _build_app(config: Config, settings: ServerSettings, client: EngineClient) -> Starlette:
     """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
     from jitney.dashboard import dashboard_routes
     from jitney.engine.api.app import create_app
@@ -180,18 +190,13 @@ def build_app(config: Config, settings: ServerSettings, client: EngineClient) ->
         tokenizer = app.state.service.tokenizer
         return tokenizer.decode(ids) if tokenizer is not None else ""
 
-    routes = dashboard_routes(
-        client,
-        settings,
-        DASHBOARD,
-        config.engine,
-        decode if config.server.dashboard_show_text else None,
-    )
+    shown = decode if config.server.dashboard_show_text else None
+    routes = dashboard_routes(client, settings, _DASHBOARD, config.engine, shown)
     # The page's own sign-in guards it: a browser cannot send a bearer key with a page.
     settings = replace(
         settings,
-        public_prefixes=(DASHBOARD + "/",),
-        public_paths=frozenset({DASHBOARD}),
+        public_prefixes=(_DASHBOARD + "/",),
+        public_paths=frozenset({_DASHBOARD}),
     )
     app = create_app(client, None, settings, config.model.id, extra_routes=routes)
     return app
@@ -221,90 +226,92 @@ def web_server(config: Config, settings: ServerSettings, app: Starlette) -> uvic
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=max(1, round(config.server.keep_alive_s)),
-            timeout_graceful_shutdown=FAREWELL_S,
-            h11_max_incomplete_event_size=HEADER_LIMIT,
+            timeout_graceful_shutdown=_FAREWELL_S,
+            h11_max_incomplete_event_size=_HEADER_LIMIT,
         )
     )
 
 
-def find_model(config: Config, display: Display) -> ModelSource:
+def _find_model(config: Config, display: Display) -> ModelSource:
     """The model's files, fetched if need be. Raises ModelError."""
     from jitney.engine.checkpoints.sources import resolve
 
-    return resolve(
-        config.model.id,
-        revision=config.model.revision or None,
-        progress=lambda *news: display.progress(Progress(*news)),
-    )
+    def report(stage: str, done: int, total: int, detail: str) -> None:
+        display.progress(Progress(stage, done, total, detail))
+
+    return resolve(config.model.id, revision=config.model.revision or None, progress=report)
 
 
-def load_tokenizer(source: ModelSource) -> Tokenizer:
+def _load_tokenizer(source: ModelSource) -> Tokenizer:
     from jitney.engine.text.tokenizer import load_tokenizer
 
     return load_tokenizer(source)
 
 
-async def in_thread[T](work: Callable[[], T]) -> T:
+async def _in_thread[T](work: Callable[[], T]) -> T:
     """Run blocking work on a thread that the program's end does not wait for, such as a
     download.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error else future.set_result(value)  # pyright: ignore[reportArgumentType]
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from here on it ends only with the work
 
     def body() -> None:
-        value, error = None, None
         try:
-            value = work()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-            loop.call_soon_threadsafe(settle, value, error)
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
     threading.Thread(target=body, daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
-def greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -> Iterator[str]:
+def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -> Iterator[str]:
     """What a person wants to know now: what runs, a line that works as it stands, and where the
     page is.
     """
-    narrow = [
-        f"{name} {kept}, "
-        for name, kept in (("weights", info.weights), ("KV", info.kv_dtype))
-        if kept not in ("", info.dtype)
-    ]
+    kv_tokens = info.pages * info.page_size
     yield (
-        f"Jitney serves {info.model} ({info.dtype}, {''.join(narrow)}{info.kernels} kernels on "
-        f"{info.device}): "
-        f"{info.seats} seats, {info.pages * info.page_size:,} tokens of KV memory, context "
-        f"{info.context_length:,}"
+        f"Jitney serves {info.model} ({_formats(info)}, {info.kernels} kernels on {info.device}): "
+        f"{info.seats} seats, {kv_tokens:,} tokens of KV memory, context {info.context_length:,}"
     )
     if info.kernels_out:
         yield (
             f"  WRONG HERE: {', '.join(info.kernels_out)} of the {info.kernels} kernels; the "
-            "slower reference "
-            "serves in their place (jitney doctor says more)"
+            "slower reference serves in their place (jitney doctor says more)"
         )
     yield f"  endpoint  {url}/v1"
     yield f"  try       {curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
-    yield f"  page      {url}{DASHBOARD}"
+    yield f"  page      {url}{_DASHBOARD}"
+
+
+def _formats(info: EngineInfo) -> str:
+    """The dtype, and what is stored in another one."""
+    formats = [info.dtype]
+    for name, stored in (("weights", info.weights), ("KV", info.kv_dtype)):
+        if stored not in ("", info.dtype):
+            formats.append(f"{name} {stored}")
+    return ", ".join(formats)
 
 
 def curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:
     """A shell command that asks the running endpoint for a few words."""
-    what = (
-        {"messages": [{"role": "user", "content": "Say hello."}]} if chat else {"prompt": "Hello"}
-    )
-    body = json.dumps({"model": model, **what, "max_tokens": 32})
-    server, key = config.server, ""
+    body: dict[str, object] = {"model": model, "max_tokens": 32}
+    if chat:
+        route = "chat/completions"
+        body["messages"] = [{"role": "user", "content": "Say hello."}]
+    else:
+        route = "completions"
+        body["prompt"] = "Hello"
+    data = shlex.quote(json.dumps(body))
+    key = _key_header(config.server)
+    return f"curl {url}/v1/{route} -H 'content-type: application/json'{key} -d {data}"
+
+
+def _key_header(server: ServerSection) -> str:
+    """A flag of curl that gives the first accepted key without showing it."""
     if server.api_key_file:
         first_line = f"grep -m1 '^[^#]' {shlex.quote(server.api_key_file)}"
-        key = f' -H "authorization: Bearer $({first_line})"'
-    elif server.api_keys:
-        key = ' -H "authorization: Bearer ${JITNEY_API_KEYS%%,*}"'
-    route = "chat/completions" if chat else "completions"
-    return f"curl {url}/v1/{route} -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
+        return f' -H "authorization: Bearer $({first_line})"'
+    if server.api_keys:
+        return ' -H "authorization: Bearer ${JITNEY_API_KEYS%%,*}"'
+    return ""

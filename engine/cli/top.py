@@ -13,30 +13,33 @@ from jitney.engine.cli.flags import Parser
 from jitney.engine.cli.keys import add_key_flag, engine_key
 
 if TYPE_CHECKING:
-    from jitney.dashboard.remote import RemoteEngine
-    from jitney.dashboard.replica import Replica
-    from jitney.engine.cli.topview import Rates
+    from rich.console import Group
+    from rich.live import Live
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-#: Seconds between two drawings, between two attempts to connect, and that --once waits to know
-#: rates.
-DRAW_S, RETRY_S, RATES_S = 0.25, 2.0, 1.2
+_DEFAULT_URL = "http://127.0.0.1:8000"
+#: Seconds between two drawings.
+_DRAW_S = 0.25
+#: Seconds between two attempts to connect.
+_RETRY_S = 2.0
+#: Seconds that --once waits until rates are known.
+_RATES_S = 1.2
 
 
 def run(arguments: Sequence[str]) -> int:
     """Watch until interrupted; exit status 0. With --once: 0 after one picture."""
-    args = parse(arguments)
-    engine = args.url, engine_key(args)
+    args = _parse(arguments)
+    key = engine_key(args)
+    shows = once(args.url, key) if args.once else watch(args.url, key)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(once(*engine) if args.once else watch(*engine))
+        asyncio.run(shows)
     return 0
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("top", "Watch an engine's seats in the terminal, here or over ssh.")
     parser.usage = "jitney top [URL] [FLAG ...]"
     parser.add_argument(
-        "url", nargs="?", metavar="URL", default=DEFAULT_URL, help=f"the engine [{DEFAULT_URL}]"
+        "url", nargs="?", metavar="URL", default=_DEFAULT_URL, help=f"the engine [{_DEFAULT_URL}]"
     )
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
     add_key_flag(parser)
@@ -44,23 +47,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def once(url: str, key: str) -> None:
-    """One picture, after a moment in which rates can be args. Raises Unreachable."""
+    """One picture, after a moment in which rates can be known. Raises Unreachable."""
     from rich.console import Console
 
-    from jitney.dashboard.remote import RemoteEngine
-    from jitney.dashboard.replica import Replica
-    from jitney.engine.cli.topview import Rates, picture
-
-    engine, replica, rates = RemoteEngine(url, key), Replica(), Rates()
+    watched = _Watched(url, key)
     try:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None) as limit:
-                async for _ in changes(engine, replica, rates):
-                    if replica.t and limit.when() is None:
-                        limit.reschedule(asyncio.get_running_loop().time() + RATES_S)
+                async for now in watched.frames():
+                    if watched.replica.t and limit.when() is None:
+                        limit.reschedule(now + _RATES_S)
     finally:
-        await engine.close()
-    Console(highlight=False).print(picture(replica, rates, engine.url))
+        await watched.engine.close()
+    Console(highlight=False).print(watched.picture())
 
 
 async def watch(url: str, key: str) -> None:
@@ -69,42 +68,62 @@ async def watch(url: str, key: str) -> None:
     """
     from rich.live import Live
 
-    from jitney.dashboard.remote import RemoteEngine, Unreachable
-    from jitney.dashboard.replica import Replica
-    from jitney.engine.cli.topview import Rates, picture
+    from jitney.dashboard.remote import Unreachable
 
-    engine, replica, rates = RemoteEngine(url, key), Replica(), Rates()
+    watched = _Watched(url, key)
     live = Live(auto_refresh=False, screen=sys.stdout.isatty())
-    trouble, drawn = "", 0.0
     try:
         while True:
+            trouble = "the feed ended; connecting again"
             try:
-                async for now in changes(engine, replica, rates):
-                    trouble = ""
-                    live.start()
-                    if now - drawn >= DRAW_S:
-                        drawn = now
-                        live.update(picture(replica, rates, engine.url), refresh=True)
+                await _draw_feed(watched, live)
             except Unreachable as error:
-                if replica.hello is None:
+                if watched.replica.hello is None:
                     raise
                 trouble = str(error)
-            trouble = trouble or "the feed ended; connecting again"
-            live.update(picture(replica, rates, engine.url, trouble), refresh=True)
-            await asyncio.sleep(RETRY_S)
+            live.update(watched.picture(trouble), refresh=True)
+            await asyncio.sleep(_RETRY_S)
     finally:
         live.stop()
-        await engine.close()
+        await watched.engine.close()
 
 
-async def changes(engine: RemoteEngine, replica: Replica, rates: Rates) -> AsyncIterator[float]:
-    """Keep `replica` and `rates` up to date; yields the time (loop seconds) of each frame."""
-    from jitney.dashboard.replica import EventReader
+async def _draw_feed(watched: _Watched, live: Live) -> None:
+    """Draw until the feed ends."""
+    drawn = 0.0
+    async for now in watched.frames():
+        live.start()
+        if now - drawn >= _DRAW_S:
+            drawn = now
+            live.update(watched.picture(), refresh=True)
 
-    reader, loop = EventReader(), asyncio.get_running_loop()
-    async for part in engine.feed():
-        for name, data in reader.feed(part):
-            replica.apply(name, data)
-            if name in ("key_frame", "delta"):
-                rates.add(replica)
-                yield loop.time()
+
+class _Watched:
+    """An engine, and what its feed has said so far."""
+
+    def __init__(self, url: str, key: str):
+        from jitney.dashboard.remote import RemoteEngine
+        from jitney.dashboard.replica import Replica
+        from jitney.engine.cli.topview import Rates
+
+        self.engine = RemoteEngine(url, key)
+        self.replica = Replica()
+        self.rates = Rates()
+
+    def picture(self, trouble: str = "") -> Group:
+        from jitney.engine.cli.topview import picture
+
+        return picture(self.replica, self.rates, self.engine.url, trouble)
+
+    async def frames(self) -> AsyncIterator[float]:
+        """Keep `replica` and `rates` up to date; yields the time (loop seconds) of each frame."""
+        from jitney.dashboard.replica import EventReader
+
+        reader = EventReader()
+        loop = asyncio.get_running_loop()
+        async for part in self.engine.feed():
+            for name, data in reader.feed(part):
+                self.replica.apply(name, data)
+                if name in ("key_frame", "delta"):
+                    self.rates.add(self.replica)
+                    yield loop.time()

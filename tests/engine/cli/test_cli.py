@@ -4,12 +4,14 @@ do.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,7 +53,7 @@ def test_help_comes_at_once_and_lists_every_command():
     done = jitney("--help")
     assert time.monotonic() - began < 2  # it takes 0.1 s; the margin is for a busy machine
     assert done.returncode == 0
-    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+    assert all(f"  {name} " in done.stdout for name in COMMANDS.table)
 
 
 def test_help_loads_nothing_heavy():
@@ -72,11 +74,27 @@ def test_help_loads_nothing_heavy():
     assert done.stdout.endswith("set()\n")
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["bench", "--version"]])
+def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"jitney {version('jitney')}\n"
+
+
+def test_every_command_has_a_module_that_runs_it():
+    for name in COMMANDS.table:
+        assert callable(importlib.import_module(f"jitney.engine.cli.{name}").run)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
         ([], 2, ""),
         (["serv"], 2, "no command 'serv'; did you mean serve?"),
+        (["bench"], 2, ""),
+        (["bench", "polices"], 2, "no command 'polices'; did you mean policies?"),
+        (["bench", "--kind", "serve"], 2, "unrecognized arguments: --kind"),
         (["serve", "--max-seat", "3"], 2, "--max-seat is unknown; did you mean --max-seats?"),
         (["serve", "--api-keys", "k"], 2, "--api-keys is unknown"),
         (["generate", "--port", "1"], 2, "--port is unknown"),

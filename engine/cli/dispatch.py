@@ -1,0 +1,66 @@
+"""From the first word of a command line to the module that runs it, imported only then."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """The commands of one program. The module of each is named after it, and has `run(arguments) ->
+    exit status`.
+    """
+
+    #: The words that come before the command, such as "jitney bench".
+    program: str
+    description: str
+    #: Command -> its line in the help.
+    table: dict[str, str]
+    #: What the names of the modules begin with.
+    prefix: str = ""
+
+    def run(self, words: Sequence[str]) -> int:
+        """Hand over to the command that the first word names; its exit status. Ends the program
+        with status 2 and one line if there is no such command.
+        """
+        command = self._parse(words[:1])
+        module = importlib.import_module(f"jitney.engine.cli.{self.prefix}{command}")
+        return module.run(words[1:])
+
+    def _parse(self, words: Sequence[str]) -> str:
+        parser = argparse.ArgumentParser(
+            prog=self.program,
+            description=self.description,
+            usage=f"{self.program} [-h] [--version] COMMAND ...",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=self._list(),
+        )
+        parser.add_argument("--version", action="store_true", help="print the version and exit")
+        parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+        args = parser.parse_args(words)
+        if args.version:
+            from importlib.metadata import version
+
+            print(f"jitney {version('jitney')}")
+            parser.exit(0)
+        if args.command is None:
+            parser.print_help()
+            parser.exit(2)
+        if args.command not in self.table:
+            parser.error(f"no command {args.command!r}{suggestion(args.command, self.table)}")
+        return args.command
+
+    def _list(self) -> str:
+        lines = [f"  {command:<10}{text}" for command, text in self.table.items()]
+        hint = f"`{self.program} COMMAND --help` lists the command's flags."
+        return "\n".join(["commands:", *lines, "", hint])
+
+
+def suggestion(word: str, words: Iterable[str]) -> str:
+    """What to add to the complaint about an unknown word."""
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
