@@ -157,9 +157,8 @@ class GenerationEndpoint(Endpoint):
         context = context_of(scope)
         request = Request(scope, receive)
         try:
-            await (
-                request.body()
-            )  # kept in the request, so that `receive` waits for the client's end
+            # Kept in the request, so that from here on `receive` waits for the client's leaving.
+            await request.body()
             with self.service.generating(), self.service.quotas.open(context.tenant):
                 answering = self._answer(request, send)
                 context.left = await _until_disconnect(receive, answering)

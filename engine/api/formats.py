@@ -106,22 +106,23 @@ class CompletionFormat(Format):
         self, index: int, choice: Choice, delta: ChoiceDelta, *, first: bool
     ) -> dict[str, Any]:
         """first: the first one of its choice, where the prompt is repeated if it is to be."""
-        text, tokens, finish = delta.text, delta.tokens, delta.finish
         if self.request.prompt_only:
-            text, tokens, finish = "", [], "length"
-        echo = self.generation.echoes[choice.prompt] if self.request.echo else _NO_ECHO
+            delta = ChoiceDelta(finish="length")
+        echo = _NO_ECHO
+        if self.request.echo:
+            echo = self.generation.echoes[choice.prompt]
         entry = {
             "index": index,
-            "text": echo.text + text if first else text,
-            "finish_reason": finish,
+            "text": echo.text + delta.text if first else delta.text,
+            "finish_reason": delta.finish,
             "logprobs": None,
         }
         if self.request.top_logprobs is not None:
             before = echo.tokens() if first else []
-            entry["logprobs"] = self._logprobs(before, tokens, len(echo.text))
+            entry["logprobs"] = self._logprobs(before, delta.tokens, len(echo.text))
         if self.request.return_token_ids and first:
             entry["prompt_token_ids"] = choice.engine_request.prompt
-        return entry | self._token_ids(tokens)
+        return entry | self._token_ids(delta.tokens)
 
     def _logprobs(self, prompt: list[Token], output: list[Token], shift: int) -> dict[str, Any]:
         """shift: characters of the prompt before the output's first."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from jitney.engine.api.errors import from_output
 from jitney.engine.api.request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.service import Context, Service
-from jitney.engine.text.detokenizer import TextStream, TokenBytes
+from jitney.engine.text.detokenizer import TextDelta, TextStream, TokenBytes
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
 #: An output of the n-th engine request, or why there will be no more.
@@ -96,18 +96,22 @@ class Choice:
         text = self.stream.push(
             output.tokens, final=output.finish is not None, stop_token=output.stop_token
         )
-        self.n_tokens += text.tokens
-        logprobs = output.logprobs or [None] * text.tokens
-        for token, offset, entry in zip(output.tokens, text.offsets, logprobs, strict=False):
-            self.unsent.append(Token(token, offset, entry))
-            if entry is not None:
-                self.cumulative += entry.logprob
+        self._count(output, text)
         self.finish = "stop" if text.stopped else output.finish
         if not text.text and self.finish is None:
             return None
         delta = ChoiceDelta(text.text, self.unsent, self.finish)
         self.unsent = []
         return delta
+
+    def _count(self, output: SequenceOutput, text: TextDelta) -> None:
+        """Take the tokens that count, which a stop string may have cut."""
+        self.n_tokens += text.tokens
+        logprobs = output.logprobs or [None] * text.tokens
+        for token, offset, entry in zip(output.tokens, text.offsets, logprobs, strict=False):
+            self.unsent.append(Token(token, offset, entry))
+            if entry is not None:
+                self.cumulative += entry.logprob
 
 
 class Generation:
@@ -210,12 +214,16 @@ class Generation:
             self._metrics.finished.labels(output.finish).inc()
             raise from_output(output.error, output.finish)
         self._take_prompt_facts(number, output)
+        delta = self._accept(choice, output)
+        return [] if delta is None else [(choice, delta)]
+
+    def _accept(self, choice: Choice, output: SequenceOutput) -> ChoiceDelta | None:
         if output.tokens:
             self._observe_tokens(choice, output)
         delta = choice.accept(output)
         if choice.finish is not None:
             self._observe_end(choice, by_core=output.finish is not None)
-        return [] if delta is None else [(choice, delta)]
+        return delta
 
     def _take_prompt_facts(self, number: int, output: SequenceOutput) -> None:
         """Keep what comes once per prompt."""

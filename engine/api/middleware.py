@@ -78,15 +78,13 @@ class ErrorMiddleware:
 
     def _record(self, scope: Scope, context: Context) -> None:
         """Count the request and write its line in the access log."""
-        route, method = context.route, scope["method"]
-        # Routes that are not in the table, such as the page's, are known once they have run.
-        template = route.path if route else getattr(scope.get("route"), "path", "none")
+        template, level = _template(scope, context)
         status = _LEFT if context.left or not context.status else context.status
         self.service.metrics.requests.labels(template, f"{status // 100}xx").inc()
         _access.log(
-            route.log_level if route else logging.INFO,
+            level,
             "%s %s %d %.1fms id=%s prompt=%d completion=%d",
-            method if method in _METHODS else "other",
+            scope["method"] if scope["method"] in _METHODS else "other",
             template,
             status,
             context.elapsed_ms,
@@ -94,6 +92,14 @@ class ErrorMiddleware:
             context.prompt_tokens,
             context.completion_tokens,
         )
+
+
+def _template(scope: Scope, context: Context) -> tuple[str, int]:
+    """What metrics and the log call the request's route, and the level of its line."""
+    if context.route is not None:
+        return context.route.path, context.route.log_level
+    # Routes that are not in the table, such as the page's, are known once they have run.
+    return getattr(scope.get("route"), "path", "none"), logging.INFO
 
 
 def _request_id(scope: Scope) -> str:

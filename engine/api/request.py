@@ -161,20 +161,23 @@ def _generation_request(
     prompts: list[EncodedPrompt],
     sampling: SamplingParams,
 ) -> GenerationRequest:
+    """Without what only one of the routes shows."""
     if body.truncate_prompt_tokens is not None:
         for prompt in prompts:
             _truncate(prompt, body.truncate_prompt_tokens)
-    engine_id = uuid.uuid4().hex
     context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+    wanted = _engine_request(service, body, context, sampling)
+    info, _ = service.ready()
+    engine_requests = [
+        _for_prompt(wanted, number, prompt.ids, info, kind) for number, prompt in enumerate(prompts)
+    ]
     options = body.stream_options
     return GenerationRequest(
-        id=kind.id_prefix + (body.request_id or engine_id),
+        id=kind.id_prefix + (body.request_id or wanted.id),
         created=int(time.time()),
         model=body.model,
         prompts=prompts,
-        engine_requests=_engine_requests(
-            service, body, context, kind, prompts, sampling, engine_id
-        ),
+        engine_requests=engine_requests,
         sampling=sampling,
         n=body.n or 1,
         stream=bool(body.stream),
@@ -185,35 +188,46 @@ def _generation_request(
     )
 
 
-def _engine_requests(
-    service: Service,
-    body: GenerationBody,
-    context: Context,
-    kind: _Kind,
-    prompts: list[EncodedPrompt],
-    sampling: SamplingParams,
-    engine_id: str,
-) -> list[EngineRequest]:
-    """One per prompt, each such that the engine could run it."""
+def _engine_request(
+    service: Service, body: GenerationBody, context: Context, sampling: SamplingParams
+) -> EngineRequest:
+    """What the engine requests of all prompts share."""
     info, _ = service.ready()
-    deadline = _deadline(service, body, context)
-    priority = _priority(body, info)
-    requests = []
-    for number, prompt in enumerate(prompts):
-        request = EngineRequest(
-            id=f"{engine_id}-{number}",
-            prompt=prompt.ids,
-            arrival=context.started,
-            deadline=deadline,
-            sampling=_with_max_tokens(sampling, len(prompt.ids), info, kind),
-            priority=priority,
-            tenant=context.tenant,
-            cache_salt=body.cache_salt or "",
-            user=body.user or "",
-        )
-        _check_room(request, info, kind)
-        requests.append(request)
-    return requests
+    if body.priority and info.order != "priority":
+        raise RequestError("priority needs a server started with order priority", param="priority")
+    return EngineRequest(
+        id=uuid.uuid4().hex,
+        prompt=[],
+        sampling=sampling,
+        arrival=context.started,
+        deadline=_deadline(service, body, context),
+        priority=body.priority or 0,
+        tenant=context.tenant,
+        cache_salt=body.cache_salt or "",
+        user=body.user or "",
+    )
+
+
+def _for_prompt(
+    wanted: EngineRequest, number: int, ids: list[int], info: EngineInfo, kind: _Kind
+) -> EngineRequest:
+    """The engine request of one prompt. What the engine would refuse is refused here, and blamed on
+    the field that the client sent.
+    """
+    request = msgspec.structs.replace(
+        wanted,
+        id=f"{wanted.id}-{number}",
+        prompt=ids,
+        sampling=_with_max_tokens(wanted.sampling, len(ids), info, kind),
+    )
+    try:
+        info.request_limits.check(request)
+    except RequestError as error:
+        param = error.info.param
+        if param in ("prompt", "max_tokens"):  # which by now can only be too many after it
+            param = kind.prompt_field
+        raise RequestError(str(error), code=error.info.code, param=param) from None
+    return request
 
 
 def _with_max_tokens(
@@ -223,19 +237,7 @@ def _with_max_tokens(
     room = info.request_limits.longest - prompt_tokens
     if sampling.max_tokens is not None or room < 1:
         return sampling
-    tokens = room if kind.default_tokens is None else min(kind.default_tokens, room)
-    return msgspec.structs.replace(sampling, max_tokens=tokens)
-
-
-def _check_room(request: EngineRequest, info: EngineInfo, kind: _Kind) -> None:
-    """What the engine would refuse is refused here, blamed on the field that the client sent."""
-    try:
-        info.request_limits.check(request)
-    except RequestError as error:
-        param = error.info.param
-        if param in ("prompt", "max_tokens"):  # by now max_tokens can only be too many after it
-            param = kind.prompt_field
-        raise RequestError(str(error), code=error.info.code, param=param) from None
+    return msgspec.structs.replace(sampling, max_tokens=min(kind.default_tokens or room, room))
 
 
 def _check_model(service: Service, name: str) -> None:
@@ -289,12 +291,6 @@ def _template_message(message: Message) -> dict[str, Any]:
     fields["role"] = "system" if message.role == "developer" else message.role
     fields.setdefault("content", "")
     return fields
-
-
-def _priority(body: GenerationBody, info: EngineInfo) -> int:
-    if body.priority and info.order != "priority":
-        raise RequestError("priority needs a server started with order priority", param="priority")
-    return body.priority or 0
 
 
 def _deadline(service: Service, body: GenerationBody, context: Context) -> float | None:

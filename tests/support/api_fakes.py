@@ -69,29 +69,27 @@ class ByteTokenizer:
 
 @dataclass
 class Script:
-    """What the fake engine does with requests: says `text` (per sequence: plus its index), one
-    token per output.
-
-    delay_s: before each output. first_delay_s: before the first. error: instead of any output.
-    fail_after: the engine dies after so many tokens. hang: never says anything. chunk: tokens per
-    output.
-    """
+    """What the fake engine does with a request: it generates `text`, one token per output."""
 
     text: str = "Hello, wörld!"
+    #: Seconds before each output, and before the first.
     delay_s: float = 0.0
     first_delay_s: float = 0.0
+    #: Comes instead of any output.
     error: ErrorInfo | None = None
+    #: The engine dies after so many tokens.
     fail_after: int | None = None
+    #: Nothing ever comes.
     hang: bool = False
+    #: Tokens per output.
     chunk: int = 1
+    #: Each sequence's text ends with its index.
     numbered: bool = False
     cached_tokens: int = 0
 
 
 class FakeClient:
-    """`EngineClient` by script; keeps what it was told in `requests`, `aborts` (id, index, reason)
-    and `open`.
-    """
+    """`EngineClient` by script. What came: `requests`, `aborts` (id, index, reason), `open`."""
 
     def __init__(self, script: Script | None = None, **info: Any):
         self.state: EngineState = "ready"
@@ -146,12 +144,14 @@ class FakeClient:
                 for index in range(request.sampling.n):
                     yield self._end(request, index, script.error)
                 return
-            async for output in self._said(request, script):
+            async for output in self._outputs_of(request, script):
                 yield output
         finally:
             self.open.discard(request.id)
 
-    async def _said(self, request: EngineRequest, script: Script) -> AsyncIterator[SequenceOutput]:
+    async def _outputs_of(
+        self, request: EngineRequest, script: Script
+    ) -> AsyncIterator[SequenceOutput]:
         n = request.sampling.n
         tokens = {index: self._tokens(request, script, index) for index in range(n)}
         position = 0
@@ -174,9 +174,9 @@ class FakeClient:
             position += script.chunk
 
     def _tokens(self, request: EngineRequest, script: Script, index: int) -> list[int]:
-        said = list((script.text + (str(index) if script.numbered else "")).encode())
-        said += [] if request.sampling.ignore_eos else [EOS]
-        return said[: request.sampling.max_tokens]
+        tokens = list((script.text + (str(index) if script.numbered else "")).encode())
+        tokens += [] if request.sampling.ignore_eos else [EOS]
+        return tokens[: request.sampling.max_tokens]
 
     def _output(
         self,

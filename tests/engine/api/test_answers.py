@@ -10,6 +10,9 @@ from itertools import pairwise
 import pytest
 from api_fakes import EOS, FakeClient, Script, call, make_app, run, score
 
+from jitney.engine.api.schema import ChatBody, CompletionBody
+from jitney.engine.types import SamplingParams
+
 PROMPT = {"model": "m", "prompt": "ab"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "ab"}]}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -335,6 +338,13 @@ def test_return_token_ids():
         for id in entry.get("token_ids", [])
     ]
     assert ids == [*"é".encode(), EOS]
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_every_sampling_parameter_can_be_asked_for(kind):
+    """A new one needs a field of its name in the body; then it reaches the engine."""
+    fields = set(SamplingParams.__struct_fields__)
+    assert fields - set(kind.model_fields) == {"prompt_logprobs"}  # which echo asks for
 
 
 def test_every_sampling_field_reaches_the_engine():

@@ -87,7 +87,7 @@ def test_an_engine_that_dies_mid_way(path, body):
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_deadlines_while_decoding(path, body):
     class Late(FakeClient):
-        async def _said(self, request, script):
+        async def _outputs_of(self, request, script):
             yield SequenceOutput(request_id=request.id, index=0, tokens=[65])
             yield SequenceOutput(request_id=request.id, index=0, finish="deadline")
 
@@ -343,8 +343,8 @@ def test_models_version_and_slots():
         "owned_by": "jitney",
         "max_model_len": 256,
     }
-    told = run(call(app, "/version", method="GET")).json()
-    assert list(told) == [
+    shown = run(call(app, "/version", method="GET")).json()
+    assert list(shown) == [
         "version",
         "platform",
         "device",
@@ -357,7 +357,7 @@ def test_models_version_and_slots():
         "sampling_defaults",
         "kernel_proofs",
     ]
-    assert told["tensor_parallel"] == 1
+    assert shown["tensor_parallel"] == 1
     busy, free = run(call(app, "/slots", method="GET")).json()
     assert busy == {
         "id": 0,

@@ -206,17 +206,17 @@ def test_the_openai_client_runs_against_it(server: Serving):
             extra_body={"ignore_eos": True},
         )
         assert "".join(chunk.choices[0].text for chunk in stream) == plain.choices[0].text
-        asked = {
+        body = {
             "model": "tiny-random",
             "messages": [{"role": "user", "content": "Hi"}],
             "max_tokens": 9,
             "seed": 4,
         }
-        answer = client.chat.completions.create(**asked, n=2)
+        answer = client.chat.completions.create(**body, n=2)
         assert len(answer.choices) == 2 and answer.choices[0].message.role == "assistant"
         pieces = list(
             client.chat.completions.create(
-                **asked, stream=True, stream_options={"include_usage": True}
+                **body, stream=True, stream_options={"include_usage": True}
             )
         )
         text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
@@ -225,7 +225,7 @@ def test_the_openai_client_runs_against_it(server: Serving):
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="other", prompt="abc")
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(**asked, temperature=5)
+            client.chat.completions.create(**body, temperature=5)
         assert caught.value.param == "temperature"
 
 

@@ -65,9 +65,11 @@ def shown(renderable, width: int = 100) -> str:
 def test_once_prints_the_seats(capsys):
     with served(app_of(busy_client())) as (url, _):
         assert main(["top", url, "--once"]) == 0
-    told = capsys.readouterr().out
-    assert "2 of 8 seats taken, 3 waiting" in told and "fake" in told and "continuous" in told
-    assert "   0  ▅»······" in told
+    printed = capsys.readouterr().out
+    assert (
+        "2 of 8 seats taken, 3 waiting" in printed and "fake" in printed and "continuous" in printed
+    )
+    assert "   0  ▅»······" in printed
 
 
 def test_once_signs_in_with_a_key_from_the_environment_or_a_file(capsys, monkeypatch, tmp_path):
@@ -171,9 +173,12 @@ def test_rates_are_differences_over_the_window():
         and rates.step_ms() == 50
         and rates.rows()["padding"] == 150
     )
-    told = shown(topview.picture(replica, rates, "http://x"))
+    printed = shown(topview.picture(replica, rates, "http://x"))
     assert (
-        "generated 67%" in told and "padding 33%" in told and "250 ms" in told and "2.5 s" in told
+        "generated 67%" in printed
+        and "padding 33%" in printed
+        and "250 ms" in printed
+        and "2.5 s" in printed
     )
     replica.t = 0.0  # another server
     rates.add(replica)
