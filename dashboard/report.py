@@ -13,7 +13,7 @@ from jitney.dashboard import latency, timeline
 from jitney.dashboard.request_detail import Steps, causes
 from jitney.dashboard.sse import Note
 from jitney.engine.process.client import EngineClient
-from jitney.engine.report.page import Section, Table, page
+from jitney.engine.report.page import PageSection, Table, page
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
@@ -60,8 +60,8 @@ class ReportData(NamedTuple):
     #: What runs on what, and when.
     summary: list[str]
     #: Before the charts, and after them.
-    above: list[Section]
-    below: list[Section]
+    above: list[PageSection]
+    below: list[PageSection]
     #: From `timeline.timeline`.
     shown: Mapping[str, Any]
 
@@ -83,7 +83,7 @@ def collect(
     return ReportData(
         title=f"Jitney: {model}",
         summary=[_facts(client), span],
-        above=[Section("Figures", [_headline(client)], [figures])],
+        above=[PageSection("Figures", [_headline(client)], [figures])],
         below=[_slowest(history, start, now), *_notes(notes)],
         shown=shown,
     )
@@ -95,11 +95,11 @@ def render(snapshot: ReportData) -> str:
     return page(snapshot.title, snapshot.summary, sections)
 
 
-def _notes(notes: Sequence[Note]) -> list[Section]:
+def _notes(notes: Sequence[Note]) -> list[PageSection]:
     if not notes:
         return []
     rows = [(note["level"], note["message"]) for note in notes]
-    return [Section("Notes", tables=[Table((), rows, words=True)])]
+    return [PageSection("Notes", tables=[Table((), rows, words=True)])]
 
 
 def _facts(client: EngineClient) -> str:
@@ -152,7 +152,7 @@ def _latency_rows(
             yield f"{_LATENCIES[name]}, p50 / p95 / p99", shown
 
 
-def _slowest(history: History, start: float, now: float) -> Section:
+def _slowest(history: History, start: float, now: float) -> PageSection:
     """The requests that took longest, and their three largest causes."""
     ended = sorted(history.ended(start), key=lambda request: -(request.e2e_s or 0.0))
     rows = []
@@ -171,18 +171,18 @@ def _slowest(history: History, start: float, now: float) -> Section:
         rows.append(row)
     table = Table(_REQUEST_HEADS, rows, words=True)
     notes = ["End to end, and where the time went."]
-    return Section("Slowest requests of this time", notes, [table])
+    return PageSection("Slowest requests of this time", notes, [table])
 
 
 def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _chart_sections(shown: Mapping[str, Any]) -> Iterator[Section]:
+def _chart_sections(shown: Mapping[str, Any]) -> Iterator[PageSection]:
     """A section for each of `TITLES`."""
     charts = {"seats": _seat_chart(shown)} | _charts(_Bins(shown))
     for name, (title, text) in TITLES.items():
-        yield Section(title, [text], charts=[charts[name]])
+        yield PageSection(title, [text], charts=[charts[name]])
 
 
 class _Bins:

@@ -5,69 +5,74 @@ the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from jitney.engine.bench.offline import Bench, Measured, Request
+from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
 
 POLICIES = ("static", "dynamic", "continuous")
 #: What others report for in-flight batching over each of these, as (least, most) times the
 #: throughput; over dynamic batching at high concurrency.
 PUBLISHED = {"static": (1.6, 3.4), "dynamic": (3.0, 5.0)}
-#: Told what runs (a policy, or "capacity"), and how many of how many requests have ended.
-Watch = Callable[[str, int, int], None]
+#: Called with what runs (a policy, or "capacity"), and how many of how many requests have ended.
+NamedWatch = Callable[[str, int, int], None]
 
 
 class Difference(NamedTuple):
-    """A request whose tokens under two policies part at output position `at`."""
+    """A request that did not get the same tokens under two policies."""
 
     request: int
+    #: The one compared with, and the other.
     policies: tuple[str, str]
+    #: Output position at which they part.
     at: int
 
 
 def run_policies(
-    bench: Bench,
-    requests: Sequence[Request],
+    bench: OfflineBench,
+    requests: Sequence[PromptedArrival],
     policies: Sequence[str] = POLICIES,
     *,
     concurrency: int = 0,
-    watch: Watch = lambda policy, done, total: None,
+    watch: NamedWatch = lambda policy, done, total: None,
     **limits: Any,
-) -> dict[str, Measured]:
-    """Serve the same requests once under each policy, in that order. limits: as in `Bench.run`, for
-    all of them.
+) -> dict[str, OfflineRun]:
+    """Serve the same requests once under each policy, in that order. limits: as in
+    `OfflineBench.run`, for all of them.
     """
-    return {
-        policy: bench.run(
+    runs = {}
+    for policy in policies:
+        runs[policy] = bench.run(
             requests,
             concurrency=concurrency,
             policy=policy,
-            watch=lambda done, total, policy=policy: watch(policy, done, total),
+            watch=partial(watch, policy),
             **limits,
         )
-        for policy in policies
-    }
+    return runs
 
 
-def differences(runs: Mapping[str, Measured]) -> list[Difference]:
+def differences(runs: Mapping[str, OfflineRun]) -> list[Difference]:
     """Requests that did not get the same tokens under every policy; the first policy is the one
     compared with.
     """
     (first, reference), *others = runs.items()
-    return [
-        Difference(number, (first, policy), part(ours, theirs))
-        for policy, run in others
-        for number, (ours, theirs) in enumerate(zip(reference.tokens, run.tokens, strict=True))
-        if ours != theirs
-    ]
+    differences = []
+    for policy, run in others:
+        for number, (ours, theirs) in enumerate(zip(reference.tokens, run.tokens, strict=True)):
+            if ours != theirs:
+                differences.append(Difference(number, (first, policy), _parting(ours, theirs)))
+    return differences
 
 
-def part(ours: Sequence[int], theirs: Sequence[int]) -> int:
+def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int:
     """The first position at which two different outputs differ, or at which the shorter one
     ends.
     """
-    pairs = zip(ours, theirs, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return position
+    return min(len(ours), len(theirs))
 
 
 def ratios(
@@ -78,50 +83,51 @@ def ratios(
     """
     if best not in figures:
         return {}
-    ours = figures[best]
-    return {
-        name: {
-            "output_tok_s": ratio(ours["output_tok_s"], theirs["output_tok_s"]),
-            "req_s": ratio(ours["req_s"], theirs["req_s"]),
-            **{
-                f"{what}_{q}": ratio(at(theirs, what, q), at(ours, what, q))
-                for what in ("ttft_s", "e2e_s")
-                for q in ("p50", "p99")
-            },
-            "published_output_tok_s": PUBLISHED.get(name),
-        }
-        for name, theirs in figures.items()
-        if name != best
-    }
+    gains = {}
+    for name, theirs in figures.items():
+        if name != best:
+            gains[name] = _gains(figures[best], theirs)
+            gains[name]["published_output_tok_s"] = PUBLISHED.get(name)
+    return gains
 
 
-def at(figures: Mapping[str, Any], what: str, quantile: str) -> float | None:
+def _gains(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    gains: dict[str, Any] = {}
+    for rate in ("output_tok_s", "req_s"):
+        gains[rate] = _ratio(ours[rate], theirs[rate])
+    for wait in ("ttft_s", "e2e_s"):
+        for quantile in ("p50", "p99"):
+            longer, shorter = (_percentile(figures, wait, quantile) for figures in (theirs, ours))
+            gains[f"{wait}_{quantile}"] = _ratio(longer, shorter)
+    return gains
+
+
+def _percentile(figures: Mapping[str, Any], name: str, quantile: str) -> float | None:
     """One percentile of a distribution among the figures; None if it is not known."""
-    return figures[what][quantile] if figures.get(what) else None
+    return figures[name][quantile] if figures.get(name) else None
 
 
-def ratio(above: float | None, below: float | None) -> float | None:
+def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
 
 
 def capacity(
-    bench: Bench,
-    requests: Sequence[Request],
+    bench: OfflineBench,
+    requests: Sequence[PromptedArrival],
     seats: int,
-    watch: Watch = lambda policy, done, total: None,
-) -> tuple[float, Measured]:
+    watch: NamedWatch = lambda policy, done, total: None,
+) -> tuple[float, OfflineRun]:
     """(requests a second that continuous batching serves when there is always a next one, the run
     that showed it).
 
     Measured on the first requests, four for each seat at most, as a closed loop with twice as many
     open as seats; only the time in which all seats could be busy counts.
     """
-    some = requests[: 4 * seats]
     run = bench.run(
-        some,
+        requests[: 4 * seats],
         concurrency=2 * seats,
         policy="continuous",
-        watch=lambda done, total: watch("capacity", done, total),
+        watch=partial(watch, "capacity"),
     )
     ends = sorted(times.finished for times in run.times)
     full = max(1, len(ends) - 2 * seats)  # from then on the queue is empty and seats stay free

@@ -5,14 +5,15 @@ as differences.
 from __future__ import annotations
 
 import re
+from itertools import accumulate, pairwise
 
 import httpx
 
 from jitney.engine.records import ROW_KINDS
 from jitney.engine.telemetry.cost import IDLE, NANO, SPLIT_ORDER, Line
 
-SAMPLE = re.compile(r"^(jitney_\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|\+Inf)$")
-LABEL = re.compile(r'(\w+)="([^"]*)"')
+_SAMPLE = re.compile(r"^(jitney_\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|\+Inf)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 #: (name, sorted labels) -> value.
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -20,12 +21,13 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 def parse_metrics(text: str) -> Samples:
     """Our samples of a page in Prometheus' text format."""
-    found: Samples = {}
+    samples: Samples = {}
     for line in text.splitlines():
-        if match := SAMPLE.match(line):
+        match = _SAMPLE.match(line)
+        if match:
             name, labels, value = match.groups()
-            found[name, tuple(sorted(LABEL.findall(labels or "")))] = float(value)
-    return found
+            samples[name, tuple(sorted(_LABEL.findall(labels or "")))] = float(value)
+    return samples
 
 
 async def read_metrics(client: httpx.AsyncClient, base: str) -> Samples | None:
@@ -34,11 +36,13 @@ async def read_metrics(client: httpx.AsyncClient, base: str) -> Samples | None:
         response = await client.get(f"{base}/metrics")
     except httpx.HTTPError:
         return None
-    samples = parse_metrics(response.text) if response.status_code == 200 else {}
-    return samples if rows(samples, "prefill") is not None else None
+    if response.status_code != 200:
+        return None
+    samples = parse_metrics(response.text)
+    return samples if _rows(samples, "prefill") is not None else None
 
 
-def rows(samples: Samples, kind: str) -> float | None:
+def _rows(samples: Samples, kind: str) -> float | None:
     return samples.get(("jitney_rows_total", (("kind", kind),)))
 
 
@@ -48,22 +52,20 @@ def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, L
     The server tells the time of all steps together, so it is split over the rows of all steps
     alike, unlike a bill made from step records; idle is the rest of `seconds`.
     """
-    counts = {
-        kind: round((rows(after, kind) or 0) - (rows(before, kind) or 0)) for kind in ROW_KINDS
-    }
-    busy = round((step_seconds(after) - step_seconds(before)) * NANO)
-    total, edge, lines = max(1, sum(counts.values())), 0, {}
-    passed = 0
+    counts = []
     for kind in SPLIT_ORDER:
-        passed += counts[kind]
-        lines[kind] = Line(counts[kind], busy * passed // total - edge)
-        edge = busy * passed // total
-    return {kind: lines[kind] for kind in ROW_KINDS} | {
-        IDLE: Line(0, max(0, round(seconds * NANO) - busy))
-    }
+        counts.append(round((_rows(after, kind) or 0) - (_rows(before, kind) or 0)))
+    busy = round((_step_seconds(after) - _step_seconds(before)) * NANO)
+    total = max(1, sum(counts))
+    edges = [busy * passed // total for passed in accumulate(counts, initial=0)]
+    lines = {}
+    for kind, count, (low, high) in zip(SPLIT_ORDER, counts, pairwise(edges), strict=True):
+        lines[kind] = Line(count, high - low)
+    idle = Line(0, max(0, round(seconds * NANO) - busy))
+    return {kind: lines[kind] for kind in ROW_KINDS} | {IDLE: idle}
 
 
-def step_seconds(samples: Samples) -> float:
+def _step_seconds(samples: Samples) -> float:
     """Device time of all steps since the server started."""
     return sum(value for (name, _), value in samples.items() if name == "jitney_step_seconds_sum")
 
@@ -72,8 +74,9 @@ def queue_mean(before: Samples, after: Samples) -> float | None:
     """Mean wait in the server's queue, seconds, of who boarded between two readings; None if nobody
     did.
     """
-    count, total = (
-        after.get((name, ()), 0.0) - before.get((name, ()), 0.0)
-        for name in ("jitney_queue_seconds_count", "jitney_queue_seconds_sum")
-    )
-    return total / count if count > 0 else None
+    count = _growth("jitney_queue_seconds_count", before, after)
+    return _growth("jitney_queue_seconds_sum", before, after) / count if count > 0 else None
+
+
+def _growth(name: str, before: Samples, after: Samples) -> float:
+    return after.get((name, ()), 0.0) - before.get((name, ()), 0.0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jitney.engine.bench.load import Watch
 from jitney.engine.bench.text import arrival_ids
 from jitney.engine.core import EngineCore, Runner
 from jitney.engine.errors import ConfigError
@@ -28,12 +29,9 @@ from jitney.engine.telemetry.cost import Riders
 from jitney.engine.telemetry.summary import RequestTimes, Slo, seated, summarise
 from jitney.engine.types import EngineRequest, SamplingParams
 
-#: Told how many requests have ended, of how many.
-Watch = Callable[[int, int], None]
-
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PromptedArrival:
     """An arrival and the prompt ids it brings."""
 
     arrival: Arrival
@@ -41,7 +39,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Measured:
+class OfflineRun:
     """One run. times: in order of the requests, seconds of time.monotonic(); tokens: output ids of
     each request.
 
@@ -112,7 +110,7 @@ class Watched:
         return self._runner.fetch(ticket)
 
 
-class Bench:
+class OfflineBench:
     """Measures traffic on an engine of this process, given its core and how its text becomes ids.
 
     The engine must be idle. Every run starts with empty pages; what differs between runs is said to
@@ -131,7 +129,7 @@ class Bench:
         pool = core.scheduler.pool
         self.shape = EngineShape(self.limits, core.scheduler.buckets, pool.n_pages, pool.page_size)
 
-    def requests(self, arrivals: Sequence[Arrival], seed: int = 0) -> list[Request]:
+    def requests(self, arrivals: Sequence[Arrival], seed: int = 0) -> list[PromptedArrival]:
         """The arrivals with prompts of exactly their lengths. ConfigError if one does not fit the
         engine.
         """
@@ -144,11 +142,11 @@ class Bench:
                     f"tokens, a sequence here {most} at most: lower the lengths or give more pages"
                 )
         return [
-            Request(arrival, arrival_ids(self._encode, arrival, number, seed))
+            PromptedArrival(arrival, arrival_ids(self._encode, arrival, number, seed))
             for number, arrival in enumerate(arrivals)
         ]
 
-    def warm_up(self, requests: Sequence[Request], seconds: float = 2.0) -> None:
+    def warm_up(self, requests: Sequence[PromptedArrival], seconds: float = 2.0) -> None:
         """Run some of the requests for about so long, for caches and clock frequencies; nothing of
         it is kept.
         """
@@ -162,12 +160,12 @@ class Bench:
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[PromptedArrival],
         *,
         concurrency: int = 0,
         watch: Watch = lambda done, total: None,
         **limits: Any,
-    ) -> Measured:
+    ) -> OfflineRun:
         """Serve the requests (ascending in time) and take everything down.
 
         concurrency: a closed loop, in which a request comes when fewer than so many are open; 0: by
@@ -185,7 +183,7 @@ class Bench:
             times.arrival for times in book.times
         )
         core.check()
-        return Measured(
+        return OfflineRun(
             book.times,
             tokens,
             np.frombuffer(b"".join(records), STEP_DTYPE),
@@ -198,7 +196,7 @@ class Bench:
         )
 
     def _fresh(
-        self, runner: Watched, requests: Sequence[Request], limits: dict[str, Any]
+        self, runner: Watched, requests: Sequence[PromptedArrival], limits: dict[str, Any]
     ) -> EngineCore:
         """A core as the engine's own, with other limits; nobody is refused for the length of the
         queue.
@@ -222,7 +220,7 @@ class Bench:
         core: EngineCore,
         runner: Watched,
         book: Conductor,
-        requests: Sequence[Request],
+        requests: Sequence[PromptedArrival],
         tokens: list[list[int]],
         started: float,
         concurrency: int,
@@ -238,7 +236,7 @@ class Bench:
             ):
                 at = clock() if concurrency else started + requests[coming].arrival.at
                 core.add(
-                    engine_request(
+                    _engine_request(
                         book.enter(coming, requests[coming].arrival, at), requests[coming], at
                     )
                 )
@@ -260,11 +258,13 @@ class Bench:
                 self._sleep(LOOK_AGAIN_S)
         return records
 
-    def _comes(self, request: Request, n_open: int, concurrency: int, started: float) -> bool:
+    def _comes(
+        self, request: PromptedArrival, n_open: int, concurrency: int, started: float
+    ) -> bool:
         return n_open < concurrency if concurrency else started + request.arrival.at <= self.clock()
 
 
-def engine_request(name: str, request: Request, at: float) -> EngineRequest:
+def _engine_request(name: str, request: PromptedArrival, at: float) -> EngineRequest:
     """A greedy request that ends by length alone."""
     arrival = request.arrival
     sampling = SamplingParams(

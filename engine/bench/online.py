@@ -7,12 +7,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
-from jitney.engine.bench.client import Target, ask, first_model, open_client, probe
-from jitney.engine.bench.load import Load, Watch, run_load
+from jitney.engine.bench.client import (
+    Answer,
+    Endpoint,
+    ask,
+    count_tokens,
+    first_model,
+    open_client,
+)
+from jitney.engine.bench.load import LoadResult, Watch, run_load
 from jitney.engine.bench.metrics import bill_between, queue_mean, read_metrics
 from jitney.engine.bench.text import arrival_prose, prose
 from jitney.engine.errors import JitneyError
@@ -21,15 +28,16 @@ from jitney.engine.telemetry.cost import Line
 
 #: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the
 #: longest prompt has, but no more than this.
-FEW_WORDS, MANY_WORDS = 16, 160
+_FEW_WORDS, _MANY_WORDS = 16, 160
 #: Requests open while the capacity of a server is measured that does not say how many it runs at
 #: once.
-UNKNOWN_STREAMS = 64
+_UNKNOWN_STREAMS = 64
 
 
 class Ruler(NamedTuple):
-    """How many tokens a text has on an endpoint: `fixed` (its template) and `per_word`."""
+    """How many tokens a text has on an endpoint."""
 
+    #: Of the template around it.
     fixed: float
     per_word: float
 
@@ -56,15 +64,13 @@ class EngineAbout(NamedTuple):
     dtype: str = ""
 
     def __str__(self) -> str:
+        if not self.version and not self.device:
+            return "an engine that does not say what it is"
         if not self.device:
-            return (
-                f"version {self.version}"
-                if self.version
-                else "an engine that does not say what it is"
-            )
+            return f"version {self.version}"
         return (
-            f"version {self.version}, {self.dtype}, {self.kernels} "
-            f"kernels on {self.device} ({self.platform})"
+            f"version {self.version}, {self.dtype}, {self.kernels} kernels on {self.device} "
+            f"({self.platform})"
         )
 
 
@@ -73,132 +79,138 @@ UNKNOWN_ENGINE = EngineAbout()
 
 
 @dataclass(slots=True)
-class Online:
-    """What was measured. bill: the server's own ledger over the run; queue_mean_s: mean wait in its
-    queue. Both are None where it publishes none. about: what the endpoint says of itself."""
+class OnlineRun:
+    """What was measured."""
 
-    target: Target
-    load: Load
+    endpoint: Endpoint
+    load: LoadResult
+    #: The server's own ledger over the run; None where it publishes none.
     bill: dict[str, Line] | None = None
+    #: Mean wait in its queue, seconds; None likewise.
     queue_mean_s: float | None = None
+    #: What the endpoint says of itself.
     about: EngineAbout = UNKNOWN_ENGINE
 
 
 async def measure(
-    target: Target,
+    endpoint: Endpoint,
     arrivals: Sequence[Arrival],
     *,
     concurrency: int,
     closed: bool,
     warmup: int,
     watch: Watch,
-) -> Online:
-    """Send the arrivals to the endpoint. Raises ConfigError or JitneyError if it does not answer at
-    all.
+) -> OnlineRun:
+    """Send the arrivals to the endpoint; warmup: short requests sent before anything is timed.
+
+    Raises ConfigError or JitneyError if the endpoint does not answer at all.
     """
-    async with open_client(target) as client:
-        ready, ruler = await prepare(client, target, max(arrival.n_prompt for arrival in arrivals))
-        return await measure_with(
-            client,
-            ready,
-            ruler,
-            arrivals,
-            concurrency=concurrency,
-            closed=closed,
-            warmup=warmup,
-            watch=watch,
+    async with open_client(endpoint) as client:
+        longest = max(arrival.n_prompt for arrival in arrivals)
+        session = await _Session.open(client, endpoint, longest)
+        return await session.measure(
+            arrivals, concurrency=concurrency, closed=closed, warmup=warmup, watch=watch
         )
-
-
-async def prepare(client: httpx.AsyncClient, target: Target, longest: int) -> tuple[Target, Ruler]:
-    """The target with its model named, and the ruler for its texts of up to `longest` tokens."""
-    ready = target if target.model else replace(target, model=await first_model(client, target))
-    one, few = await probe(client, ready, [prose(words, seed=words) for words in (1, FEW_WORDS)])
-    if few <= one:
-        raise JitneyError(
-            f"the endpoint counts {one} and {few} tokens for texts of 1 and {FEW_WORDS} words"
-        )
-    ruler = Ruler.of(one, few, FEW_WORDS)
-    words = min(MANY_WORDS, ruler.words(longest))
-    if words > FEW_WORDS:
-        (many,) = await probe(client, ready, [prose(words, seed=words)])
-        ruler = Ruler.of(one, many, words)
-    return ready, ruler
 
 
 async def read_about(client: httpx.AsyncClient, base: str) -> EngineAbout:
     """What the endpoint's /version says; nothing where there is no such page."""
-    try:
-        response = await client.get(f"{base}/version")
-        said = response.json() if response.status_code == 200 else {}
-    except (httpx.HTTPError, ValueError):
-        said = {}
-    if not isinstance(said, dict):
-        return EngineAbout()
-    return EngineAbout(*(str(said.get(name) or "") for name in EngineAbout._fields))
+    about = await _read_json(client, f"{base}/version")
+    if not isinstance(about, dict):
+        return UNKNOWN_ENGINE
+    return EngineAbout(*[str(about.get(name) or "") for name in EngineAbout._fields])
 
 
-async def read_seats(client: httpx.AsyncClient, base: str) -> int | None:
-    """How many requests the server runs at once, by its list of seats at /slots; None if it has
-    none.
-    """
+async def _read_json(client: httpx.AsyncClient, url: str) -> Any:
+    """The page's content; None where there is no such page."""
     try:
-        response = await client.get(f"{base}/slots")
-        listed = response.json() if response.status_code == 200 else None
+        response = await client.get(url)
+        return response.json() if response.status_code == 200 else None
     except (httpx.HTTPError, ValueError):
         return None
-    return len(listed) if isinstance(listed, list) and listed else None
 
 
-async def measure_with(
-    client: httpx.AsyncClient,
-    target: Target,
-    ruler: Ruler,
-    arrivals: Sequence[Arrival],
-    *,
-    concurrency: int,
-    closed: bool,
-    warmup: int,
-    watch: Watch,
-) -> Online:
-    """As `measure`, on an endpoint that is known already.
+@dataclass(slots=True)
+class _Session:
+    """An endpoint that is known already."""
 
-    Texts are new in every run: an endpoint that remembers prompts would answer those of an earlier
-    run too fast.
-    """
-    salt = secrets.randbits(32)
-    texts = [
-        arrival_prose(arrival, ruler.words, number, salt) for number, arrival in enumerate(arrivals)
-    ]
-    sizes = [ruler.words(arrival.n_prompt) for arrival in arrivals[:warmup]]
-    extra = [prose(size, [salt, number, 1]) for number, size in enumerate(sizes)]
-    if extra:
-        await run_load(
-            lambda n: ask(client, target, target.body(extra[n], min(16, arrivals[n].n_output))),
-            [Arrival(0.0, 1, 1)] * len(extra),
-            concurrency=concurrency or len(extra),
-            closed=True,
-        )
-    before = await read_metrics(client, target.base)
-    load = await run_load(
-        lambda n: ask(
-            client, target, target.body(texts[n], arrivals[n].n_output, arrivals[n].tenant)
-        ),
-        arrivals,
-        concurrency=concurrency,
-        closed=closed,
-        watch=watch,
-    )
-    online = Online(target, load, about=await read_about(client, target.base))
-    after = await read_metrics(client, target.base) if before is not None else None
-    if before is not None and after is not None:
-        online.bill = bill_between(before, after, load.seconds)
-        online.queue_mean_s = queue_mean(before, after)
-    return online
+    client: httpx.AsyncClient
+    #: With its model named.
+    endpoint: Endpoint
+    ruler: Ruler
+
+    @classmethod
+    async def open(cls, client: httpx.AsyncClient, endpoint: Endpoint, longest: int) -> _Session:
+        """Find the model, and learn how long texts of up to `longest` tokens are."""
+        if not endpoint.model:
+            endpoint = replace(endpoint, model=await first_model(client, endpoint))
+        texts = [prose(words, seed=words) for words in (1, _FEW_WORDS)]
+        one, few = await count_tokens(client, endpoint, texts)
+        if few <= one:
+            raise JitneyError(
+                f"the endpoint counts {one} and {few} tokens for texts of 1 and {_FEW_WORDS} words"
+            )
+        ruler = Ruler.of(one, few, _FEW_WORDS)
+        words = min(_MANY_WORDS, ruler.words(longest))
+        if words > _FEW_WORDS:
+            (many,) = await count_tokens(client, endpoint, [prose(words, seed=words)])
+            ruler = Ruler.of(one, many, words)
+        return cls(client, endpoint, ruler)
+
+    async def measure(
+        self,
+        arrivals: Sequence[Arrival],
+        *,
+        concurrency: int,
+        closed: bool,
+        warmup: int,
+        watch: Watch,
+    ) -> OnlineRun:
+        """As the function `measure`.
+
+        Texts are new in every run: an endpoint that remembers prompts would answer those of an
+        earlier run too fast.
+        """
+        salt = secrets.randbits(32)
+        texts = []
+        for number, arrival in enumerate(arrivals):
+            texts.append(arrival_prose(arrival, self.ruler.words, number, salt))
+
+        async def send(number: int) -> Answer:
+            arrival = arrivals[number]
+            return await self._ask(texts[number], arrival.n_output, arrival.tenant)
+
+        await self._warm_up(arrivals[:warmup], concurrency, salt)
+        before = await read_metrics(self.client, self.endpoint.base)
+        load = await run_load(send, arrivals, concurrency=concurrency, closed=closed, watch=watch)
+        about = await read_about(self.client, self.endpoint.base)
+        run = OnlineRun(self.endpoint, load, about=about)
+        if before is not None:
+            after = await read_metrics(self.client, self.endpoint.base)
+            if after is not None:
+                run.bill = bill_between(before, after, load.seconds)
+                run.queue_mean_s = queue_mean(before, after)
+        return run
+
+    async def _ask(self, text: str, max_tokens: int, user: str = "") -> Answer:
+        return await ask(self.client, self.endpoint, self.endpoint.body(text, max_tokens, user))
+
+    async def _warm_up(self, arrivals: Sequence[Arrival], concurrency: int, salt: int) -> None:
+        """Send requests with such prompts and short outputs, as a closed loop."""
+        if not arrivals:
+            return
+
+        async def send(number: int) -> Answer:
+            arrival = arrivals[number]
+            text = prose(self.ruler.words(arrival.n_prompt), [salt, number, 1])
+            return await self._ask(text, min(16, arrival.n_output))
+
+        at_once = [Arrival(0.0, 1, 1)] * len(arrivals)
+        await run_load(send, at_once, concurrency=concurrency or len(arrivals), closed=True)
 
 
 async def capacity_at(
-    target: Target, arrivals: Sequence[Arrival], *, streams: int, warmup: int, watch: Watch
+    endpoint: Endpoint, arrivals: Sequence[Arrival], *, streams: int, warmup: int, watch: Watch
 ) -> float:
     """Requests a second that the endpoint serves when there is always a next one.
 
@@ -206,21 +218,27 @@ async def capacity_at(
     lists, 64 where it lists none), at most three times as many in all; only the time in which all
     of them were open counts. JitneyError if too few were served to tell.
     """
-    async with open_client(target) as client:
+    async with open_client(endpoint) as client:
         longest = max(arrival.n_prompt for arrival in arrivals)
-        ready, ruler = await prepare(client, target, longest)
-        if not streams:
-            seats = await read_seats(client, target.base)
-            streams = 2 * seats if seats else UNKNOWN_STREAMS
+        session = await _Session.open(client, endpoint, longest)
+        streams = streams or await _likely_streams(client, endpoint.base)
         some = arrivals[: 3 * streams]
         streams = min(streams, max(1, len(some) // 2))
-        online = await measure_with(
-            client, ready, ruler, some, concurrency=streams, closed=True, warmup=warmup, watch=watch
+        run = await session.measure(
+            some, concurrency=streams, closed=True, warmup=warmup, watch=watch
         )
-    ends = sorted(t.finished for t in online.load.times if t.served)
+    ends = sorted(times.finished for times in run.load.times if times.served)
     full = len(ends) - streams
     if full < 1:
         raise JitneyError(
             f"the endpoint's capacity is unknown: it served {len(ends)} of {len(some)} requests"
         )
-    return full / (ends[full - 1] - online.load.started)
+    return full / (ends[full - 1] - run.load.started)
+
+
+async def _likely_streams(client: httpx.AsyncClient, base: str) -> int:
+    """Twice as many requests as the server runs at once, by its list of seats at /slots."""
+    seats = await _read_json(client, f"{base}/slots")
+    if isinstance(seats, list) and seats:
+        return 2 * len(seats)
+    return _UNKNOWN_STREAMS

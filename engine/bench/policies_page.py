@@ -9,101 +9,126 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.bench.cases import case_lines
-from jitney.engine.bench.offline import Measured
+from jitney.engine.bench.offline import OfflineRun
 from jitney.engine.report import figures, tables
-from jitney.engine.report.page import Section, write_page
+from jitney.engine.report.page import PageSection, write_page
+from jitney.engine.telemetry.backlog import Backlog
 from jitney.engine.telemetry.cost import bill
 
 
 def write_policies_page(
     path: str,
     report: Mapping[str, Any],
-    runs: Mapping[str, Mapping[str, Measured]],
+    runs: Mapping[str, Mapping[str, OfflineRun]],
     summary: Sequence[str],
     price_per_hour: float | None,
 ) -> None:
     """Write the page. ConfigError if the file cannot be written."""
-    sections: list[Section] = []
-    for case, found in report["cases"].items():
-        sections += case_sections(case, found, runs[case], price_per_hour)
+    sections: list[PageSection] = []
+    for name, case in report["cases"].items():
+        sections.append(_figures(name, case))
+        sections.append(_cross_errors(name, case))
+        sections.append(_seats(name, runs[name]))
+        sections.append(_over_time(name, runs[name]))
+        sections.append(_ledger(name, runs[name], price_per_hour))
+        sections.append(_request_shares(name, runs[name], price_per_hour))
     if report["load_curve"]:
-        sections.append(load_section(report))
-    write_page(
-        path, "Static, dynamic and continuous batching on the same requests", summary, sections
-    )
+        sections.append(_load_curve(report))
+    title = "Static, dynamic and continuous batching on the same requests"
+    write_page(path, title, summary, sections)
 
 
-def case_sections(
-    case: str, found: Mapping[str, Any], runs: Mapping[str, Measured], price_per_hour: float | None
-) -> list[Section]:
-    """A case's parts: figures and errors, seats, curves, ledger, the costliest requests."""
+def case_lines(case: Mapping[str, Any]) -> list[str]:
+    """What came, whether the answers agree, and whose queue grew for the whole run."""
+    lines = [case["what"], _agreement(case["differences"])]
+    for policy, figures_of in case["policies"].items():
+        backlog = figures_of["backlog"]
+        if backlog is not None and backlog["grew"]:
+            line = f"{policy}: {Backlog(**backlog)}"
+            share = case["share_of_capacity"].get(policy)
+            if share is not None:
+                line += f"; it was offered {share:.2f} times what it can serve"
+            lines.append(line)
+    return lines
+
+
+def _agreement(unlike: Sequence[Mapping[str, Any]]) -> str:
+    """Whether all policies gave the same tokens, and of which requests they did not."""
+    if not unlike:
+        return "all policies gave every request the same tokens"
+    requests = {difference["request"] for difference in unlike}
+    examples = []
+    for difference in unlike[:5]:
+        where = f"request {difference['request']} from token {difference['at']}"
+        examples.append(f"{where} ({' / '.join(difference['policies'])})")
+    return f"got other tokens under another policy: {len(requests)}; {', '.join(examples)}"
+
+
+def _figures(name: str, case: Mapping[str, Any]) -> PageSection:
+    shown = [tables.figures_table(case["policies"])]
+    if case["ratios"]:
+        shown.append(tables.ratio_table(case["ratios"]))
+    notes = [*case_lines(case), "Latencies count from the time a request should have come."]
+    return PageSection(f"Figures: {name}", notes, shown)
+
+
+def _cross_errors(name: str, case: Mapping[str, Any]) -> PageSection:
+    table = tables.cross_table(case["cross_errors"])
+    return PageSection(f"Predicted from one another: {name}", [tables.CROSS_NOTE], [table])
+
+
+def _seats(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
     until = max(run.seconds for run in runs.values())
-    bills = {name: bill(run.records, run.seconds) for name, run in runs.items()}
-    timelines = [
-        figures.seat_timeline(
-            name, run.rides, run.started, run.limits.max_seats, until, held=name != "continuous"
+    charts = []
+    for policy, run in runs.items():
+        held = policy != "continuous"
+        seats = run.limits.max_seats
+        charts.append(
+            figures.seat_timeline(policy, run.rides, run.started, seats, until, held=held)
         )
-        for name, run in runs.items()
-    ]
-    ends = {
-        name: (np.array([(t.finished, t.n_output) for t in run.times]), run.started)
-        for name, run in runs.items()
-    }
-    best = "continuous" if "continuous" in runs else next(iter(runs))
-    shares, _ = runs[best].riders.bill(runs[best].records)
-    shown = [tables.figures_table(found["policies"])]
-    if found["ratios"]:
-        shown.append(tables.ratio_table(found["ratios"]))
-    notes = [*case_lines(found), "Latencies count from the time a request should have come."]
-    return [
-        Section(f"Figures: {case}", notes, shown),
-        Section(
-            f"Predicted from one another: {case}",
-            [tables.CROSS_NOTE],
-            [tables.cross_table(found["cross_errors"])],
-        ),
-        Section(
-            f"Seats: {case}",
-            ["All runs share one time scale. White: the seat is empty."],
-            charts=timelines,
-        ),
-        Section(
-            f"Over time: {case}",
-            charts=[
-                figures.tokens_over_time(ends),
-                *figures.latency_charts({name: run.times for name, run in runs.items()}),
-            ],
-        ),
-        Section(
-            f"Ledger: {case}",
-            [
-                "Where every computed row went. A step's time is split evenly over its rows, "
-                "padding included."
-            ],
-            [tables.ledgers_table(bills, price_per_hour)],
-            [figures.ledger_bars(bills)],
-        ),
-        Section(
-            f"What each request took ({case}, {best})",
-            [
-                "Its rows' share of the steps they were computed in; "
-                "padding is nobody's and stands in the ledger."
-            ],
-            [tables.costliest_table(shares, price_per_hour)],
-            [figures.request_costs(shares, price_per_hour)],
-        ),
-    ]
+    notes = ["All runs share one time scale. White: the seat is empty."]
+    return PageSection(f"Seats: {name}", notes, charts=charts)
 
 
-def load_section(report: Mapping[str, Any]) -> Section:
-    """p99 time to first token over the load, simulated and, where it was asked for, measured."""
-    shown = [tables.curve_table(report["load_curve"])]
-    if report["measured_loads"]:
-        shown.append(tables.curve_table(report["measured_loads"]))
-    return Section(
-        "Waits over the load",
-        [tables.CURVE_NOTE],
-        shown,
-        [figures.load_curve(report["load_curve"], report["measured_loads"])],
+def _over_time(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
+    ends = {}
+    for policy, run in runs.items():
+        finished = np.array([(times.finished, times.n_output) for times in run.times])
+        ends[policy] = finished, run.started
+    latencies = figures.latency_charts({policy: run.times for policy, run in runs.items()})
+    return PageSection(f"Over time: {name}", charts=[figures.tokens_over_time(ends), *latencies])
+
+
+def _ledger(name: str, runs: Mapping[str, OfflineRun], price_per_hour: float | None) -> PageSection:
+    bills = {policy: bill(run.records, run.seconds) for policy, run in runs.items()}
+    note = (
+        "Where every computed row went. A step's time is split evenly over its rows, padding "
+        "included."
     )
+    table = tables.ledgers_table(bills, price_per_hour)
+    return PageSection(f"Ledger: {name}", [note], [table], [figures.ledger_bars(bills)])
+
+
+def _request_shares(
+    name: str, runs: Mapping[str, OfflineRun], price_per_hour: float | None
+) -> PageSection:
+    """The costliest requests of continuous batching, or of the first policy that ran."""
+    policy = "continuous" if "continuous" in runs else next(iter(runs))
+    shares, _ = runs[policy].riders.bill(runs[policy].records)
+    note = (
+        "Its rows' share of the steps they were computed in; padding is nobody's and stands in the "
+        "ledger."
+    )
+    table = tables.costliest_table(shares, price_per_hour)
+    chart = figures.request_costs(shares, price_per_hour)
+    return PageSection(f"What each request took ({name}, {policy})", [note], [table], [chart])
+
+
+def _load_curve(report: Mapping[str, Any]) -> PageSection:
+    """p99 time to first token over the load, simulated and, where it was asked for, measured."""
+    simulated, measured = report["load_curve"], report["measured_loads"]
+    shown = [tables.curve_table(simulated)]
+    if measured:
+        shown.append(tables.curve_table(measured))
+    chart = figures.load_curve(simulated, measured)
+    return PageSection("Waits over the load", [tables.CURVE_NOTE], shown, [chart])

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from jitney.engine.bench.offline import Measured
+from jitney.engine.bench.offline import OfflineRun
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import RunNote
 from jitney.engine.simulation.workload import TraceLine
@@ -34,39 +34,41 @@ RIDES_DTYPE = np.dtype(
 
 def write_recording(path: str | Path, times: Iterable[RequestTimes], started: float) -> None:
     """One line per request, with what was measured, as `jitney serve --record` writes it; times
-    since `started`.
+    since `started`. ConfigError if the file cannot be written.
     """
-    lines = (
-        TraceLine(
-            at=max(0.0, t.arrival - started),
-            n_prompt=t.n_prompt,
-            n_output=t.n_output,
-            tenant=t.tenant,
-            queue_s=t.queue_s,
-            ttft_s=t.ttft_s,
-            e2e_s=t.e2e_s,
-            finish=t.finish,
-        )
-        for t in times
-    )
+    lines = [_trace_line(request, started) for request in times]
     try:
         Path(path).write_bytes(msgspec.json.Encoder().encode_lines(lines))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
-def write_records(path: str | Path, runs: Mapping[str, Measured]) -> None:
+def _trace_line(times: RequestTimes, started: float) -> TraceLine:
+    return TraceLine(
+        at=max(0.0, times.arrival - started),
+        n_prompt=times.n_prompt,
+        n_output=times.n_output,
+        tenant=times.tenant,
+        queue_s=times.queue_s,
+        ttft_s=times.ttft_s,
+        e2e_s=times.e2e_s,
+        finish=times.finish,
+    )
+
+
+def write_records(path: str | Path, runs: Mapping[str, OfflineRun]) -> None:
     """An .npz with records_<name> (STEP_DTYPE), times_<name>, rides_<name> (seconds since the run's
-    start, NaN: never) and note_<name> (`accuracy.RunNote` as JSON) for each run."""
+    start, NaN: never) and note_<name> (`accuracy.RunNote` as JSON) for each run.
+
+    ConfigError if the file cannot be written.
+    """
     arrays = {}
     for name, run in runs.items():
         note = RunNote(run.shape, run.concurrency)
-        arrays |= {
-            f"records_{name}": run.records,
-            f"times_{name}": times_array(run),
-            f"rides_{name}": rides_array(run),
-            f"note_{name}": np.array(msgspec.json.encode(note).decode()),
-        }
+        arrays[f"records_{name}"] = run.records
+        arrays[f"times_{name}"] = _times_array(run)
+        arrays[f"rides_{name}"] = _rides_array(run)
+        arrays[f"note_{name}"] = np.array(msgspec.json.encode(note).decode())
     try:
         with open(path, "wb") as file:  # a name without .npz stays as it is
             np.savez_compressed(file, **arrays)
@@ -74,41 +76,26 @@ def write_records(path: str | Path, runs: Mapping[str, Measured]) -> None:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
-def times_array(run: Measured) -> np.ndarray:
+def _times_array(run: OfflineRun) -> np.ndarray:
     """[requests] TIMES_DTYPE, seconds since the run's start."""
-    return np.array(
-        [
-            (
-                t.request,
-                t.n_prompt,
-                t.n_output,
-                t.arrival - run.started,
-                _since(t.boarded, run.started),
-                _since(t.first_token, run.started),
-                t.finished - run.started,
-            )
-            for t in run.times
-        ],
-        TIMES_DTYPE,
-    )
+    array = np.empty(len(run.times), TIMES_DTYPE)
+    for name in ("request", "n_prompt", "n_output"):
+        array[name] = [getattr(times, name) for times in run.times]
+    for name in ("arrival", "boarded", "first_token", "finished"):
+        array[name] = _since(run.started, [getattr(times, name) for times in run.times])
+    return array
 
 
-def rides_array(run: Measured) -> np.ndarray:
+def _rides_array(run: OfflineRun) -> np.ndarray:
     """[rides] RIDES_DTYPE, seconds since the run's start."""
-    return np.array(
-        [
-            (
-                r.seat,
-                r.request,
-                r.start - run.started,
-                _since(r.first_token, run.started),
-                r.end - run.started,
-            )
-            for r in run.rides
-        ],
-        RIDES_DTYPE,
-    )
+    array = np.empty(len(run.rides), RIDES_DTYPE)
+    for name in ("seat", "request"):
+        array[name] = [getattr(ride, name) for ride in run.rides]
+    for name in ("start", "first_token", "end"):
+        array[name] = _since(run.started, [getattr(ride, name) for ride in run.rides])
+    return array
 
 
-def _since(at: float | None, started: float) -> float:
-    return float("nan") if at is None else at - started
+def _since(started: float, times: list[float | None]) -> np.ndarray:
+    """Seconds since `started` [n] f8; NaN for None."""
+    return np.array(times, np.float64) - started

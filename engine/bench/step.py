@@ -43,173 +43,206 @@ if TYPE_CHECKING:
     from jitney.engine.llm import LLM
 
 #: Contexts of decode rows, where the engine's context and its pages allow them.
-CONTEXTS = (64, 384, 1024)
+_CONTEXTS = (64, 384, 1024)
 #: Where a prompt chunk with a long past starts.
-LATE = 768
-GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+_LATE = 768
+_GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 #: Bytes of the array whose copying tells the bandwidth, and the side of the square product that
 #: tells the rate, on a CPU and on anything faster, where smaller ones would time the launch.
 COPY_BYTES = {True: 1 << 28, False: 1 << 30}
 PRODUCT_SIDE = {True: 2048, False: 8192}
-IDEAL = Assumptions(bandwidth=1.0, flops=1.0, overhead_s=0.0, hop_s=0.0)
-Progress = Callable[[int, int], None]
+_IDEAL = Assumptions(bandwidth=1.0, flops=1.0, overhead_s=0.0, hop_s=0.0)
+#: Called with how many rounds are done, of how many.
+Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One made-up step. decode: contexts of its decode rows; prompts: (start, rows) of its prompt
-    chunks.
-    """
+class StepCase:
+    """One made-up step."""
 
     bucket: Bucket
+    #: Contexts of its decode rows.
     decode: tuple[int, ...] = ()
+    #: (start, rows) of its prompt chunks.
     prompts: tuple[tuple[int, int], ...] = ()
 
     @property
     def positions(self) -> int:
         """KV positions that its sequences hold."""
-        return (
-            sum(self.decode)
-            + len(self.decode)
-            + sum(start + count for start, count in self.prompts)
-        )
+        prompts = sum(start + count for start, count in self.prompts)
+        return sum(self.decode) + len(self.decode) + prompts
 
 
 @dataclass(slots=True)
-class Timing:
-    """A case and its repeats, in seconds."""
+class StepTiming:
+    """A case and how long it took."""
 
-    case: Case
+    case: StepCase
     work: StepWork
+    #: Of each repeat.
     seconds: list[float]
 
     @property
     def median(self) -> float:
+        """Seconds."""
         return median(self.seconds)
 
 
-def cases(buckets: Buckets, room: int, context: int) -> list[Case]:
+def cases(buckets: Buckets, room: int, context: int) -> list[StepCase]:
     """What to measure: room is how many KV positions the pool holds, context the most of one
     sequence.
     """
-    contexts = sorted({min(length, context - 1) for length in CONTEXTS})
-    found = [case for bucket in buckets.decode for case in decode_cases(bucket, contexts, room)]
-    found += [case for bucket in buckets.mixed for case in mixed_cases(bucket, contexts, context)]
-    return list(dict.fromkeys(case for case in found if case.positions <= room))
+    contexts = sorted({min(length, context - 1) for length in _CONTEXTS})
+    made: dict[StepCase, None] = {}  # in order, each once
+    for bucket in buckets.decode:
+        made |= dict.fromkeys(_decode_cases(bucket, contexts, room))
+    for bucket in buckets.mixed:
+        made |= dict.fromkeys(_mixed_cases(bucket, contexts, context))
+    return [case for case in made if case.positions <= room]
 
 
-def decode_cases(bucket: Bucket, contexts: Sequence[int], room: int) -> Iterator[Case]:
+def _decode_cases(bucket: Bucket, contexts: Sequence[int], room: int) -> Iterator[StepCase]:
     """All seats alike at each context that fits, half of them, and one long among short ones."""
-    fit = [length for length in contexts if length * bucket.seats < room] or [contexts[0]]
+    seats = bucket.seats
+    fit = [length for length in contexts if length * seats < room] or [contexts[0]]
     for length in fit:
-        yield Case(bucket, (length,) * bucket.seats)
-    yield Case(bucket, (fit[-1],) * (bucket.seats // 2 + 1))
-    yield Case(bucket, (contexts[-1], *(contexts[0],) * (bucket.seats - 1)))
+        yield StepCase(bucket, (length,) * seats)
+    yield StepCase(bucket, (fit[-1],) * (seats // 2 + 1))
+    yield StepCase(bucket, (contexts[-1], *(contexts[0],) * (seats - 1)))
 
 
-def mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Iterator[Case]:
+def _mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Iterator[StepCase]:
     """Prompts alone (one, several, late in a long one, half a bucket), and beside decoding
     seats.
     """
     rows, seats = bucket.tokens, bucket.seats
     whole = min(rows, context - 1)
-    yield Case(bucket, (), ((0, whole),))
-    yield Case(bucket, (), ((0, max(1, whole // 2)),))
+    late = max(0, min(_LATE, context - 1 - whole))
+    yield StepCase(bucket, (), ((0, whole),))
+    yield StepCase(bucket, (), ((0, max(1, whole // 2)),))
     if seats >= 4:
-        yield Case(bucket, (), ((0, rows // 4),) * 4)
-    late = max(0, min(LATE, context - 1 - whole))
-    yield Case(bucket, (), ((late, whole),))
+        yield StepCase(bucket, (), ((0, rows // 4),) * 4)
+    yield StepCase(bucket, (), ((late, whole),))
     if seats > 1:
         beside = min(seats - 1, rows - 1)
+        chunk = (0, min(rows - beside, context - 1))
         for length in (contexts[0], contexts[-1]):
-            yield Case(bucket, (length,) * beside, ((0, min(rows - beside, context - 1)),))
+            yield StepCase(bucket, (length,) * beside, (chunk,))
 
 
-def plan_of(case: Case, number: int, page_size: int) -> Plan:
+def plan_of(case: StepCase, number: int, page_size: int) -> Plan:
     """The case as a plan whose sequences have just boarded, each with pages of its own."""
-    rows = [(length, 1, True) for length in case.decode] + [
-        (start, count, False) for start, count in case.prompts
-    ]
-    chunks, page = [], 1
-    for seat, (start, count, decode) in enumerate(rows):
-        n_pages = -(-(start + count) // page_size)
+    maker = _ChunkMaker(number, page_size)
+    chunks = [maker.chunk(length, 1, decode=True) for length in case.decode]
+    chunks += [maker.chunk(start, count, decode=False) for start, count in case.prompts]
+    boarded = [chunk.seq for chunk in chunks]
+    return Plan(number, chunks, case.bucket, True, work_of(chunks), boarded=boarded)
+
+
+@dataclass(slots=True)
+class _ChunkMaker:
+    """Makes the chunks of one plan, seat after seat."""
+
+    #: Of the plan.
+    number: int
+    page_size: int
+    seat: int = 0
+    #: The first one that nobody holds.
+    page: int = 1
+
+    def chunk(self, start: int, count: int, *, decode: bool) -> Chunk:
+        """Rows of a sequence that has computed `start` positions."""
+        n_pages = -(-(start + count) // self.page_size)
+        pages = list(range(self.page, self.page + n_pages))
         # A decode row's token is still on the device, as it is when the engine runs.
         tokens = [1] * (start if decode else start + count)
-        request = EngineRequest(id=f"{number}-{seat}", prompt=tokens, sampling=GREEDY, arrival=0.0)
-        seq = Seq(request, 0, 0, tokens, 1, seat=seat, pages=list(range(page, page + n_pages)))
-        chunks.append(Chunk(seq, start, count, decode, True))
-        page += n_pages
-    return Plan(
-        number, chunks, case.bucket, True, work_of(chunks), boarded=[chunk.seq for chunk in chunks]
-    )
+        name = f"{self.number}-{self.seat}"
+        request = EngineRequest(id=name, prompt=tokens, sampling=_GREEDY, arrival=0.0)
+        seq = Seq(request, 0, 0, tokens, 1, seat=self.seat, pages=pages)
+        self.page += n_pages
+        self.seat += 1
+        return Chunk(seq, start, count, decode, True)
 
 
 def time_cases(
     runner: Runner,
-    wanted: Sequence[Case],
+    wanted: Sequence[StepCase],
     page_size: int,
     repeats: int,
     seconds: float,
-    progress: Progress = lambda done, total: None,
-) -> list[Timing]:
+    watch: Watch = lambda done, total: None,
+) -> list[StepTiming]:
     """Each case `repeats` times in shuffled rounds after one that does not count; at least one
-    round counts, and no new one begins after `seconds`."""
+    round counts, and no new one begins after `seconds`.
+    """
     plans = [plan_of(case, number, page_size) for number, case in enumerate(wanted)]
-    timings = [Timing(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
-    order, rng, started = list(range(len(plans))), random.Random(0), time.perf_counter()
+    timings = [StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
+    order = list(range(len(plans)))
+    rng = random.Random(0)
+    started = time.perf_counter()
     for turn in range(repeats + 1):
         if turn > 1 and time.perf_counter() - started > seconds:
             break
         rng.shuffle(order)
-        for at, spent in zip(order, run_in_turn(runner, [plans[at] for at in order]), strict=True):
-            if turn:
-                timings[at].seconds.append(spent)
-        progress(turn + 1, repeats + 1)
+        spent = _run_in_turn(runner, [plans[at] for at in order])
+        if turn:
+            for at, case_s in zip(order, spent, strict=True):
+                timings[at].seconds.append(case_s)
+        watch(turn + 1, repeats + 1)
     return timings
 
 
-def run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
-    """Device seconds of each plan, as `ledger.STEP_DTYPE` defines them."""
-    clock, spent = time.perf_counter, []
-    flying: tuple[Any, float] | None = None
+def _run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
+    """Device seconds of each plan, as `records.STEP_DTYPE` defines them: each is launched before
+    the one before it is fetched.
+    """
+    spent = []
     ready = -np.inf
-    for plan in [*plans, None]:
-        launched = None
-        if plan is not None:
-            ticket = runner.launch(runner.batch(plan))
-            launched = ticket, clock()
-        if flying is not None:
-            runner.fetch(flying[0])
-            now = clock()
-            spent.append(now - max(flying[1], ready))
-            ready = now
-        flying = launched
+    launched = _launch(runner, plans[0])
+    for following in [*plans[1:], None]:
+        in_flight = launched
+        if following is not None:
+            launched = _launch(runner, following)
+        ticket, since = in_flight
+        runner.fetch(ticket)
+        now = time.perf_counter()
+        spent.append(now - max(since, ready))
+        ready = now
     return spent
 
 
-def copy_bandwidth() -> float:
+def _launch(runner: Runner, plan: Plan) -> tuple[Any, float]:
+    """(the ticket to fetch it by, when it was launched)."""
+    ticket = runner.launch(runner.batch(plan))
+    return ticket, time.perf_counter()
+
+
+def _copy_bandwidth() -> float:
     """Bytes/s that an addition over a large array reads and writes."""
     import jax
     import jax.numpy as jnp
 
     size = COPY_BYTES[jax.default_backend() == "cpu"]
-    step = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = jax.block_until_ready(step(jnp.zeros(size // 4, jnp.float32)))
+    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jax.block_until_ready(add_one(jnp.zeros(size // 4, jnp.float32)))
     best = np.inf
     for _ in range(8):
         started = time.perf_counter()
-        x = jax.block_until_ready(step(x))
+        x = jax.block_until_ready(add_one(x))
         best = min(best, time.perf_counter() - started)
     return 2 * size / best
 
 
-def product_rate(dtype: str) -> float:
+def _product_rate(dtype: str) -> float:
     """Operations/s of a large square matrix product."""
     import jax
     import jax.numpy as jnp
 
+    @jax.jit
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(dtype)
+
     side = PRODUCT_SIDE[jax.default_backend() == "cpu"]
-    multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32).astype(dtype))
     a = jnp.ones((side, side), dtype)
     jax.block_until_ready(multiply(a, a))
     best = np.inf
@@ -226,25 +259,21 @@ def measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: floa
     chip = Accelerator(
         "measured", 0.0, bandwidth, MappingProxyType({"bf16": rate, "f32": rate}), 1.0
     )
-    return Roofline(ModelCost(config, number, number), chip, assumed=IDEAL)
+    return Roofline(ModelCost(config, number, number), chip, assumed=_IDEAL)
 
 
-def host_of(core: EngineCore, encode_seats: int) -> HostTimes:
-    """What the host needs for a step, from a short run of the engine itself."""
+def _host_of(core: EngineCore, seats: int) -> HostTimes:
+    """What the host needs for a step, from a short run of the engine itself with full seats."""
     pool, limits = core.scheduler.pool, core.scheduler.limits
-    longest = min(limits.context_length, pool.capacity * pool.page_size // max(1, encode_seats))
-    n_prompt, n_output = max(1, min(32, longest // 2 - 1)), max(2, min(24, longest // 2))
+    longest = min(limits.context_length, pool.capacity * pool.page_size // max(1, seats))
+    prompt = [1] * max(1, min(32, longest // 2 - 1))
+    n_output = max(2, min(24, longest // 2))
     first = core.ledger.steps
-    for number in range(2 * encode_seats):
-        sampling = msgspec.structs.replace(GREEDY, max_tokens=n_output - number % 2)
-        core.add(
-            EngineRequest(
-                id=f"host-{first}-{number}",
-                prompt=[1] * n_prompt,
-                sampling=sampling,
-                arrival=core.clock(),
-            )
-        )
+    for number in range(2 * seats):
+        sampling = msgspec.structs.replace(_GREEDY, max_tokens=n_output - number % 2)
+        name = f"host-{first}-{number}"
+        request = EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=core.clock())
+        core.add(request)
     core.run_until_idle()
     return host_times(core.ledger.since(first))
 
@@ -255,23 +284,22 @@ def measure(
     *,
     repeats: int,
     seconds: float,
-    progress: Progress = lambda done, total: None,
+    watch: Watch = lambda done, total: None,
 ) -> dict[str, Any]:
     """The whole report, ready for JSON; "table" is what `StepTable.load` reads. Raises ConfigError
     if the pool is too small for any step."""
     core, info = llm.core, llm.info
-    runner, pool = core.runner, core.scheduler.pool
-    wanted = cases(core.scheduler.buckets, pool.capacity * pool.page_size // 2, info.context_length)
+    pool = core.scheduler.pool
+    room = pool.capacity * pool.page_size // 2
+    wanted = cases(core.scheduler.buckets, room, info.context_length)
     if not wanted:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
-    host = host_of(core, info.seats)
-    timings = time_cases(runner, wanted, pool.page_size, repeats, seconds, progress)  # pyright: ignore[reportArgumentType]
-    bandwidth, rate = copy_bandwidth(), product_rate(info.dtype)
-    table = table_of(
-        timings,
-        host,
-        f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}",
-    )
+    host = _host_of(core, info.seats)
+    runner: Any = core.runner
+    timings = time_cases(runner, wanted, pool.page_size, repeats, seconds, watch)
+    bandwidth, rate = _copy_bandwidth(), _product_rate(info.dtype)
+    source = f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}"
+    table = table_of(timings, host, source)
     floor = measured_floor(config, info.dtype, bandwidth, rate)
     return {
         "model": info.model,
@@ -284,29 +312,25 @@ def measure(
         "page_size": info.page_size,
         "copy_bytes_s": bandwidth,
         "product_flops_s": rate,
-        "cases": [row_of(timing, table, floor) for timing in timings],
+        "cases": [_row_of(timing, table, floor) for timing in timings],
         "table": table.contents(),
     }
 
 
-def table_of(timings: Sequence[Timing], host: HostTimes, source: str) -> StepTable:
+def table_of(timings: Sequence[StepTiming], host: HostTimes, source: str) -> StepTable:
     """Curves through the medians, and the scatter of the repeats around them."""
-    noise = {}
-    for kind in ("decode", "mixed"):
-        ratios = [
-            spent / t.median
-            for t in timings
-            if kind_of(t.case.bucket) == kind
-            for spent in t.seconds
-        ]
-        if ratios:
-            noise[kind] = noise_factors(np.array(ratios))
-    return StepTable.from_points(
-        [Point(t.case.bucket, t.work, t.median) for t in timings], host, source, noise
-    )
+    ratios: dict[str, list[float]] = {}
+    points = []
+    for timing in timings:
+        bucket, middle = timing.case.bucket, timing.median
+        points.append(Point(bucket, timing.work, middle))
+        of_kind = ratios.setdefault(kind_of(bucket), [])
+        of_kind += [spent / middle for spent in timing.seconds]
+    noise = {kind: noise_factors(np.array(values)) for kind, values in ratios.items()}
+    return StepTable.from_points(points, host, source, noise)
 
 
-def row_of(timing: Timing, table: StepTable, floor: Roofline) -> dict[str, Any]:
+def _row_of(timing: StepTiming, table: StepTable, floor: Roofline) -> dict[str, Any]:
     """One case for the report."""
     case, work = timing.case, timing.work
     return {

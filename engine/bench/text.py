@@ -10,7 +10,7 @@ import numpy as np
 
 from jitney.engine.simulation.workload import Arrival
 
-ADJECTIVES = (
+_ADJECTIVES = (
     "old",
     "quiet",
     "bright",
@@ -34,7 +34,7 @@ ADJECTIVES = (
     "green",
     "clever",
 )
-NOUNS = (
+_NOUNS = (
     "river",
     "letter",
     "garden",
@@ -68,7 +68,7 @@ NOUNS = (
     "meadow",
     "clock",
 )
-VERBS = (
+_VERBS = (
     "follows",
     "remembers",
     "repairs",
@@ -90,8 +90,8 @@ VERBS = (
     "changes",
     "keeps",
 )
-PLACES = ("near", "behind", "under", "beside", "above", "across from", "far from", "in front of")
-ENDS = (
+_PLACES = ("near", "behind", "under", "beside", "above", "across from", "far from", "in front of")
+_ENDS = (
     "every morning",
     "before the rain",
     "without a word",
@@ -105,30 +105,31 @@ ENDS = (
 )
 #: Last words of the seeds of a conversation's text and of the system prompt, so that no other text
 #: has the same seed.
-CONVERSATION, SYSTEM = 2, 3
+_CONVERSATION, _SYSTEM = 2, 3
 #: No sentence has more words than this.
-LONGEST_SENTENCE = 18
+_LONGEST_SENTENCE = 18
 
 
-def sentence(rng: np.random.Generator) -> str:
-    """One sentence of 9 to 18 words."""
+def _sentence(rng: np.random.Generator) -> list[str]:
+    """The words of one sentence of 9 to 18 words."""
 
     def pick(words: Sequence[str]) -> str:
         return words[int(rng.integers(len(words)))]
 
-    return (
-        f"The {pick(ADJECTIVES)} {pick(NOUNS)} {pick(VERBS)} the {pick(ADJECTIVES)} {pick(NOUNS)} "
-        f"{pick(PLACES)} a {pick(NOUNS)} {pick(ENDS)}."
+    text = (
+        f"The {pick(_ADJECTIVES)} {pick(_NOUNS)} {pick(_VERBS)} the {pick(_ADJECTIVES)} "
+        f"{pick(_NOUNS)} {pick(_PLACES)} a {pick(_NOUNS)} {pick(_ENDS)}."
     )
+    return text.split()
 
 
 def prose(words: int, seed: int | Sequence[int]) -> str:
     """Exactly `words` words (at least one) of text; the same seed gives the same text."""
     rng = np.random.default_rng(seed)
-    found: list[str] = []
-    while len(found) < words:
-        found += sentence(rng).split()
-    return " ".join(found[: max(1, words)])
+    text: list[str] = []
+    while len(text) < words:
+        text += _sentence(rng)
+    return " ".join(text[: max(1, words)])
 
 
 def prompt_ids(
@@ -140,7 +141,7 @@ def prompt_ids(
     ids: list[int] = []
     words = n_tokens
     while len(ids) < n_tokens:
-        words += n_tokens // 4 + LONGEST_SENTENCE
+        words += n_tokens // 4 + _LONGEST_SENTENCE
         ids = encode(prose(words, seed))
     return ids[:n_tokens]
 
@@ -149,13 +150,16 @@ def arrival_prose(arrival: Arrival, n_words: Callable[[int], int], number: int, 
     """The prompt of request `number`; n_words: words of so many tokens. Prompts of one conversation
     begin alike.
     """
+    wanted = n_words(arrival.n_prompt)
     if not arrival.conversation:
-        return prose(n_words(arrival.n_prompt), [seed, number])
-    shared = prose(n_words(arrival.n_shared), [seed, 0, SYSTEM]) if arrival.n_shared else ""
-    words = n_words(arrival.n_prompt) - len(shared.split())
-    if words < 1:
-        return shared
-    return f"{shared} {prose(words, [seed, arrival.conversation, CONVERSATION])}".lstrip()
+        return prose(wanted, [seed, number])
+    shared: list[str] = []
+    if arrival.n_shared:
+        shared = prose(n_words(arrival.n_shared), [seed, 0, _SYSTEM]).split()
+    own = wanted - len(shared)
+    if own >= 1:
+        shared.append(prose(own, [seed, arrival.conversation, _CONVERSATION]))
+    return " ".join(shared)
 
 
 def arrival_ids(
@@ -164,8 +168,6 @@ def arrival_ids(
     """The same as ids [n_prompt], exactly as long as wanted."""
     if not arrival.conversation:
         return prompt_ids(encode, arrival.n_prompt, [seed, number])
-    shared = prompt_ids(encode, arrival.n_shared, [seed, 0, SYSTEM]) if arrival.n_shared else []
+    shared = prompt_ids(encode, arrival.n_shared, [seed, 0, _SYSTEM])
     own = arrival.n_prompt - len(shared)
-    return shared + (
-        prompt_ids(encode, own, [seed, arrival.conversation, CONVERSATION]) if own else []
-    )
+    return shared + prompt_ids(encode, own, [seed, arrival.conversation, _CONVERSATION])

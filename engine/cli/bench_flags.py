@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from jitney.engine.simulation.workload import (
     PATTERNS,
     WORKLOADS,
     Arrival,
+    Lengths,
     LengthSummary,
     at_rate,
     make_arrivals,
@@ -29,10 +30,16 @@ from jitney.engine.simulation.workload import (
 )
 from jitney.engine.telemetry.summary import Slo
 
+if TYPE_CHECKING:
+    from jitney.engine.bench.compare import NamedWatch
 
-def add_traffic(parser: Parser, *, requests: int, arrivals: str, told: str = "") -> None:
-    """The flags that say what traffic comes, with a command's own defaults; told: how many requests
-    come, in words, where that is not one number."""
+
+def add_traffic(parser: Parser, *, requests: int, arrivals: str, requests_help: str = "") -> None:
+    """The flags that say what traffic comes.
+
+    requests, arrivals: the command's own defaults. requests_help: how many requests come, in words,
+    where that is not one number.
+    """
     add = parser.add_argument_group("traffic").add_argument
     presets = "; ".join(f"{name}: {workload.about}" for name, workload in WORKLOADS.items())
     add("--preset", choices=WORKLOADS, default="mixed", help=f"what comes; {presets} [mixed]")
@@ -50,12 +57,13 @@ def add_traffic(parser: Parser, *, requests: int, arrivals: str, told: str = "")
         metavar="X",
         help="multiply all output lengths, for a quicker run [1]",
     )
+    shown = requests_help or requests
     add(
         "--requests",
         type=int,
         default=requests,
         metavar="N",
-        help=f"how many requests come [{told or requests}]",
+        help=f"how many requests come [{shown}]",
     )
     add("--arrivals", choices=PATTERNS, default=arrivals, help=f"when they come [{arrivals}]")
     add(
@@ -102,102 +110,150 @@ def add_report(parser: Parser, *, html: bool = True) -> None:
         add("--html", metavar="FILE", help="write one page with charts that needs no network")
 
 
-def check_numbers(known: argparse.Namespace, **least: float) -> None:
+def check_numbers(args: argparse.Namespace, **least: float) -> None:
     """Raise ConfigError naming the first flag below its least value; absent flags (None) pass."""
     for name, low in least.items():
-        value = getattr(known, name)
+        value = getattr(args, name)
         if value is not None and not low <= value < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {low:g}, not {value:g}")
+            raise ConfigError(f"{flag_of(name)} must be at least {low:g}, not {value:g}")
 
 
-def traffic_from(known: argparse.Namespace, rate: float) -> list[Arrival]:
+def flag_of(name: str) -> str:
+    """The flag of an attribute of the parsed arguments."""
+    return f"--{name.replace('_', '-')}"
+
+
+def names_from(flag: str, text: str, known: Collection[str]) -> list[str]:
+    """Words between commas, each once. ConfigError if one is not known, or if there is none."""
+    words = [word.strip() for word in text.split(",")]
+    names = list(dict.fromkeys(word for word in words if word))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        wrong = ", ".join(unknown) or "nothing"
+        raise ConfigError(f"{flag}: {wrong} is none of {', '.join(known)}")
+    return names
+
+
+def numbers_from[N: (int, float)](flag: str, text: str, kind: type[N]) -> list[N]:
+    """Positive numbers between commas, each once. ConfigError for anything else."""
+    try:
+        numbers = list(dict.fromkeys(kind(word) for word in text.split(",") if word.strip()))
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number < float("inf") for number in numbers):
+        whole = "whole " if kind is int else ""
+        raise ConfigError(f"{flag}: must be positive {whole}numbers separated by commas")
+    return numbers
+
+
+def is_closed(args: argparse.Namespace) -> bool:
+    """True where a request comes when another one ends."""
+    return not args.trace and args.arrivals == "closed"
+
+
+def traffic_from(args: argparse.Namespace, rate: float) -> list[Arrival]:
     """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
-    check_numbers(known, requests=1, scale=0.001, burst_shape=0.001, seed=0)
-    if known.trace:
-        arrivals = read_trace(known.trace)
-        return scaled(at_rate(arrivals, rate) if rate else arrivals, known.scale)
-    pattern = make_pattern(known.arrivals, rate=rate, shape=known.burst_shape)
-    arrivals = make_arrivals(
-        WORKLOADS[known.preset],
-        known.requests,
-        pattern,
-        known.seed,
-        prompt=parse_lengths(known.prompt, "--prompt") if known.prompt else None,
-        output=parse_lengths(known.output, "--output") if known.output else None,
+    check_numbers(args, requests=1, scale=0.001, burst_shape=0.001, seed=0)
+    arrivals = _recorded(args.trace, rate) if args.trace else _made_up(args, rate)
+    for number, arrival in enumerate(arrivals):
+        n_output = max(1, round(arrival.n_output * args.scale))
+        arrivals[number] = msgspec.structs.replace(arrival, n_output=n_output)
+    return arrivals
+
+
+def _recorded(trace: str, rate: float) -> list[Arrival]:
+    arrivals = read_trace(trace)
+    return at_rate(arrivals, rate) if rate else arrivals
+
+
+def _made_up(args: argparse.Namespace, rate: float) -> list[Arrival]:
+    return make_arrivals(
+        WORKLOADS[args.preset],
+        args.requests,
+        make_pattern(args.arrivals, rate=rate, shape=args.burst_shape),
+        args.seed,
+        prompt=_lengths(args.prompt, "--prompt"),
+        output=_lengths(args.output, "--output"),
     )
-    return scaled(arrivals, known.scale)
 
 
-def scaled(arrivals: list[Arrival], scale: float) -> list[Arrival]:
-    """The same requests with output lengths multiplied, at least 1."""
-    return [
-        msgspec.structs.replace(arrival, n_output=max(1, round(arrival.n_output * scale)))
-        for arrival in arrivals
-    ]
+def _lengths(text: str | None, flag: str) -> Lengths | None:
+    return parse_lengths(text, flag) if text else None
 
 
 def describe_traffic(
-    known: argparse.Namespace, arrivals: list[Arrival], rate: float
+    args: argparse.Namespace, arrivals: list[Arrival], rate: float
 ) -> dict[str, Any]:
     """The traffic for the report: what was asked for, and what it came to."""
-    workload = WORKLOADS[known.preset]
-    prompt = known.prompt or workload.prompt
-    output = known.output or workload.output
+    prompts = [arrival.n_prompt for arrival in arrivals]
+    outputs = [arrival.n_output for arrival in arrivals]
     conversations = {arrival.conversation for arrival in arrivals if arrival.conversation}
     return {
         "requests": len(arrivals),
-        "prompt_tokens": sum(a.n_prompt for a in arrivals),
-        "output_tokens": sum(a.n_output for a in arrivals),
-        "trace": known.trace,
-        "preset": None if known.trace else preset_of(known),
-        "about": None if known.trace or preset_of(known) == "custom" else workload.about,
-        "prompt": None if known.trace else prompt,
-        "output": None if known.trace else output,
-        "prompt_lengths": msgspec.to_builtins(LengthSummary.of(a.n_prompt for a in arrivals)),
-        "output_lengths": msgspec.to_builtins(LengthSummary.of(a.n_output for a in arrivals)),
+        "prompt_tokens": sum(prompts),
+        "output_tokens": sum(outputs),
+        "trace": args.trace,
+        **_source(args),
+        "prompt_lengths": msgspec.to_builtins(LengthSummary.of(prompts)),
+        "output_lengths": msgspec.to_builtins(LengthSummary.of(outputs)),
         "conversations": len(conversations),
         "repeated_prompt_tokens": repeated_tokens(arrivals),
-        "scale": known.scale,
-        "arrivals": "trace" if known.trace else known.arrivals,
+        "scale": args.scale,
         "rate": rate or None,
-        "seed": known.seed,
+        "seed": args.seed,
     }
 
 
-def preset_of(known: argparse.Namespace) -> str:
-    """The preset's name; "custom" where a flag says other lengths than it has."""
-    return "custom" if known.prompt or known.output else known.preset
+def _source(args: argparse.Namespace) -> dict[str, str | None]:
+    """What was asked for; a preset is "custom" where a flag says other lengths than it has."""
+    if args.trace:
+        unknown = dict.fromkeys(("preset", "about", "prompt", "output"))
+        return unknown | {"arrivals": "trace"}
+    workload = WORKLOADS[args.preset]
+    preset, about = args.preset, workload.about
+    if args.prompt or args.output:
+        preset, about = "custom", None
+    return {
+        "preset": preset,
+        "about": about,
+        "prompt": args.prompt or workload.prompt,
+        "output": args.output or workload.output,
+        "arrivals": args.arrivals,
+    }
 
 
 def traffic_line(traffic: Mapping[str, Any]) -> str:
     """The same in a sentence, with what its lengths came to."""
-    scale = f", output lengths times {traffic['scale']:g}" if traffic["scale"] != 1 else ""
-    rate = f" at {traffic['rate']:.3g} a second" if traffic["rate"] else ""
-    prompts, outputs = (
-        LengthSummary(**traffic[name]) for name in ("prompt_lengths", "output_lengths")
-    )
-    source = traffic["trace"] or traffic["preset"]
     line = (
-        f"{source}: {traffic['requests']} requests, {traffic['prompt_tokens']:,} prompt and "
-        f"{traffic['output_tokens']:,} output tokens{scale}; {traffic['arrivals']} arrivals{rate}; "
-        f"prompts {prompts}; outputs {outputs}"
+        f"{traffic['trace'] or traffic['preset']}: {traffic['requests']} requests, "
+        f"{traffic['prompt_tokens']:,} prompt and {traffic['output_tokens']:,} output tokens"
     )
+    if traffic["scale"] != 1:
+        line += f", output lengths times {traffic['scale']:g}"
+    line += f"; {traffic['arrivals']} arrivals"
+    if traffic["rate"]:
+        line += f" at {traffic['rate']:.3g} a second"
+    line += f"; prompts {LengthSummary(**traffic['prompt_lengths'])}"
+    line += f"; outputs {LengthSummary(**traffic['output_lengths'])}"
     if traffic["conversations"]:
         share = traffic["repeated_prompt_tokens"] / traffic["prompt_tokens"]
         line += (
-            f"; {traffic['conversations']} conversations, {share:.0%} of "
-            "the prompt tokens came before"
+            f"; {traffic['conversations']} conversations, {share:.0%} of the prompt tokens came "
+            "before"
         )
     return line
 
 
-def slo_from(known: argparse.Namespace) -> Slo | None:
+def slo_from(args: argparse.Namespace) -> Slo | None:
     """The service level that the flags name, None if they name none."""
-    check_numbers(known, slo_ttft_ms=0, slo_itl_ms=0, price_per_hour=0)
-    ttft, itl = known.slo_ttft_ms, known.slo_itl_ms
-    if ttft is None and itl is None:
+    check_numbers(args, slo_ttft_ms=0, slo_itl_ms=0, price_per_hour=0)
+    if args.slo_ttft_ms is None and args.slo_itl_ms is None:
         return None
-    return Slo(None if ttft is None else ttft / 1e3, None if itl is None else itl / 1e3)
+    return Slo(_as_seconds(args.slo_ttft_ms), _as_seconds(args.slo_itl_ms))
+
+
+def _as_seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def write_json(file: str, report: Mapping[str, Any]) -> None:
@@ -212,18 +268,18 @@ def write_json(file: str, report: Mapping[str, Any]) -> None:
         raise ConfigError(f"--json {file}: {error.strerror or error}") from None
 
 
-def check_writable(known: argparse.Namespace, *names: str) -> None:
+def check_writable(args: argparse.Namespace, *names: str) -> None:
     """Raise ConfigError before anything runs if a file that the flags name could not be written at
     the end.
     """
     for name in names:
-        file = getattr(known, name)
+        file = getattr(args, name)
         if file and file != "-" and not Path(file).resolve().parent.is_dir():
-            raise ConfigError(f"--{name.replace('_', '-')} {file}: there is no such folder")
+            raise ConfigError(f"{flag_of(name)} {file}: there is no such folder")
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
+def progress() -> Iterator[NamedWatch]:
     """A progress bar per name on standard error, where a person watches it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

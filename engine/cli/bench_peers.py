@@ -1,30 +1,29 @@
 """`jitney bench peers`: this engine and others on this machine, one after another, driven by one
-client over HTTP."""
+client over HTTP.
+"""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jitney.engine.bench.peers import (
-    Encode,
-    Peer,
-    compare,
-    kernel_ratios,
-    make_work,
-    markdown,
-    ours,
-    vllm,
+from jitney.engine.bench.peer_process import Peer, ours, vllm
+from jitney.engine.bench.peers import Encode, PeerBench, kernel_ratios, make_measurements, markdown
+from jitney.engine.cli.bench_flags import (
+    check_numbers,
+    check_writable,
+    names_from,
+    numbers_from,
+    write_json,
 )
-from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_json
 from jitney.engine.cli.flags import Parser
 from jitney.engine.errors import ConfigError
 
-ENGINES = {
+_ENGINES = {
     "auto": "this engine with the kernels that it chooses",
     "reference": "this engine with its plain JAX path",
     "vllm": "vLLM's CPU build",
@@ -33,49 +32,39 @@ ENGINES = {
 
 def run(arguments: Sequence[str]) -> int:
     """Measure the engines in turn and print the table; exit status 0, 1 if an engine failed."""
-    known = make_parser().parse(arguments)
-    check_writable(known, "json", "markdown")
-    check_numbers(known, repetitions=1, requests=1, port=0)
-    streams = streams_of(known.streams)
-    peers = peers_of(known)
-    works = make_work(encoder(known.model), streams, known.requests)
-    report = compare(
-        peers,
-        works,
-        known.repetitions,
-        port=known.port,
-        save=lambda report: (
-            write_json(known.json, report) if known.json and known.json != "-" else None
-        ),
-        say=say,
-    )
-    report["auto_over_reference"] = kernel_ratios(
-        report,
-        (
-            ours(known.model, "auto", known.dtype).name,
-            ours(known.model, "reference", known.dtype).name,
-        ),
-    )
-    deliver(known, report)
+    args = _make_parser().parse(arguments)
+    check_writable(args, "json", "markdown")
+    check_numbers(args, repetitions=1, requests=1, port=0)
+    streams = numbers_from("--streams", args.streams, int)
+    peers = _peers_from(args)
+    measurements = make_measurements(_encoder(args.model), streams, args.requests)
+
+    def save(report: Mapping[str, Any]) -> None:
+        if args.json and args.json != "-":
+            write_json(args.json, report)
+
+    report = PeerBench(measurements, args.port, save, _say).compare(peers, args.repetitions)
+    kernels = [ours(args.model, name, args.dtype).name for name in ("auto", "reference")]
+    report["auto_over_reference"] = kernel_ratios(report, (kernels[0], kernels[1]))
+    _deliver(args, report)
     return int(any(engine["failed"] for engine in report["engines"].values()))
 
 
-def make_parser() -> Parser:
-    engines = "; ".join(f"{name}: {about}" for name, about in ENGINES.items())
+def _make_parser() -> Parser:
+    engines = "; ".join(f"{name}: {about}" for name, about in _ENGINES.items())
     parser = Parser(
         "bench peers",
         "Serve this engine and others in turn on this machine and drive each over HTTP with the "
-        "same requests: closed "
-        "loops, and 512-token prompts with one output token. Prompts are token ids, outputs have "
-        "fixed lengths, no "
-        "engine has a prefix cache. About 20 minutes with three engines on two cores.",
+        "same requests: closed loops, and 512-token prompts with one output token. Prompts are "
+        "token ids, outputs have fixed lengths, no engine has a prefix cache. About 20 minutes "
+        "with three engines on two cores.",
     )
     add = parser.add_argument
     add(
         "--engines",
-        default=",".join(ENGINES),
+        default=",".join(_ENGINES),
         metavar="A,B",
-        help=f"{engines} [{','.join(ENGINES)}]",
+        help=f"{engines} [{','.join(_ENGINES)}]",
     )
     add(
         "--model", default="smollm2-135m", metavar="NAME", help="this engine's model [smollm2-135m]"
@@ -129,46 +118,31 @@ def make_parser() -> Parser:
     return parser
 
 
-def streams_of(text: str) -> list[int]:
-    """Streams in the order given, each once. ConfigError for anything else than positive whole
-    numbers."""
-    try:
-        streams = list(dict.fromkeys(int(word) for word in text.split(",")))
-    except ValueError:
-        streams = [0]
-    if min(streams) < 1:
-        raise ConfigError("--streams: must be positive whole numbers separated by commas")
-    return streams
-
-
-def peers_of(known: argparse.Namespace) -> list[Peer]:
+def _peers_from(args: argparse.Namespace) -> list[Peer]:
     """The engines to measure; one line for each that is not here."""
-    names = list(dict.fromkeys(word.strip() for word in known.engines.split(",") if word.strip()))
-    unknown = [name for name in names if name not in ENGINES]
-    if unknown or not names:
-        raise ConfigError(
-            f"--engines: {', '.join(unknown) or 'nothing'} is none of {', '.join(ENGINES)}"
-        )
     peers = []
-    for name in names:
-        if name != "vllm":
-            peers.append(ours(known.model, name, known.dtype))
-            continue
-        program = shutil.which(known.vllm or "vllm")
-        if program is None:
-            say("vLLM is not installed here and is left out; --vllm FILE names its program")
-        elif not Path(known.vllm_model, "config.json").is_file():
-            raise ConfigError(
-                "--vllm-model must name a Hugging Face folder of the same model, for vLLM"
-            )
-        else:
-            peers.append(vllm(program, known.vllm_model, known.dtype))
+    for name in names_from("--engines", args.engines, _ENGINES):
+        peer = _vllm_from(args) if name == "vllm" else ours(args.model, name, args.dtype)
+        if peer is not None:
+            peers.append(peer)
     if not peers:
         raise ConfigError("--engines: none of them is installed here")
     return peers
 
 
-def encoder(model: str) -> Encode:
+def _vllm_from(args: argparse.Namespace) -> Peer | None:
+    program = shutil.which(args.vllm or "vllm")
+    if program is None:
+        _say("vLLM is not installed here and is left out; --vllm FILE names its program")
+        return None
+    if not Path(args.vllm_model, "config.json").is_file():
+        raise ConfigError(
+            "--vllm-model must name a Hugging Face folder of the same model, for vLLM"
+        )
+    return vllm(program, args.vllm_model, args.dtype)
+
+
+def _encoder(model: str) -> Encode:
     """How the model's text becomes ids."""
     from jitney.engine.checkpoints.sources import resolve
     from jitney.engine.text.tokenizer import load_tokenizer
@@ -176,17 +150,17 @@ def encoder(model: str) -> Encode:
     return load_tokenizer(resolve(model)).encode
 
 
-def deliver(known: argparse.Namespace, report: Mapping[str, Any]) -> None:
+def _deliver(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     """Print the table and write the files that were asked for."""
     table = markdown(report)
-    if known.markdown:
+    if args.markdown:
         try:
-            Path(known.markdown).write_text(table, encoding="utf-8")
+            Path(args.markdown).write_text(table, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--markdown {known.markdown}: {error.strerror or error}") from None
-    if known.json:
-        write_json(known.json, report)
-    if known.json == "-":
+            raise ConfigError(f"--markdown {args.markdown}: {error.strerror or error}") from None
+    if args.json:
+        write_json(args.json, report)
+    if args.json == "-":
         return
     print(table)
     for line in remarks(report):
@@ -197,25 +171,31 @@ def remarks(report: Mapping[str, Any]) -> list[str]:
     """What a reader of the table has to know beside it."""
     lines = []
     for name, engine in report["engines"].items():
-        if engine["failed"]:
-            lines.append(f"{name} failed: {engine['failed']}")
-        shares = [figures["client_cpu_share"]["median"] for figures in engine["medians"].values()]
-        if shares:
-            lines.append(
-                f"{name}: the client used {min(shares):.0%} to {max(shares):.0%} of a core; "
-                f"{engine['settings']}"
-            )
+        lines += _engine_remarks(name, engine)
     ratios = report["auto_over_reference"]
     if ratios:
-        each = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
-        below = [name for name, ratio in ratios.items() if ratio < 1]
-        verdict = (
-            f"BELOW the reference: {', '.join(below)}" if below else "none below the reference"
-        )
-        lines.append(f"auto over reference kernels: {each}; {verdict}")
+        lines.append(_ratio_line(ratios))
     return lines
 
 
-def say(news: str) -> None:
+def _engine_remarks(name: str, engine: Mapping[str, Any]) -> Iterator[str]:
+    if engine["failed"]:
+        yield f"{name} failed: {engine['failed']}"
+    shares = [figures["client_cpu_share"]["median"] for figures in engine["medians"].values()]
+    if shares:
+        yield (
+            f"{name}: the client used {min(shares):.0%} to {max(shares):.0%} of a core; "
+            f"{engine['settings']}"
+        )
+
+
+def _ratio_line(ratios: Mapping[str, float]) -> str:
+    each = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
+    below = ", ".join(name for name, ratio in ratios.items() if ratio < 1)
+    verdict = f"BELOW the reference: {below}" if below else "none below the reference"
+    return f"auto over reference kernels: {each}; {verdict}"
+
+
+def _say(message: str) -> None:
     """A line of progress, at once."""
-    print(news, file=sys.stderr, flush=True)
+    print(message, file=sys.stderr, flush=True)

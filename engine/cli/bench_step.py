@@ -14,40 +14,41 @@ from jitney.engine.cli.flags import Parser, add_settings, config_from
 
 def run(arguments: Sequence[str]) -> int:
     """Measure, print, and write the table; exit status 0."""
+    args = _make_parser().parse(arguments)
+    check_numbers(args, repeats=1, seconds=0)
+    check_writable(args, "json")
+    from jitney.engine.bench.step import measure
+    from jitney.engine.checkpoints.sources import resolve
+
+    config = config_from(args)
+    llm = load_llm(config)
+    shape = resolve(config.model.id, revision=config.model.revision or None).config
+    report = measure(llm, shape, repeats=args.repeats, seconds=args.seconds)
+    llm.close()
+    if args.json:
+        write_json(args.json, report)
+    if args.json != "-":
+        show(report)
+    return 0
+
+
+def _make_parser() -> Parser:
     parser = Parser(
         "bench step",
         "Time single steps of the engine: the table that jitney simulate --table reads.",
     )
-    parser.add_argument(
-        "--repeats", type=int, default=7, metavar="N", help="times each step is run [7]"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--repeats", type=int, default=7, metavar="N", help="times each step is run [7]")
+    add(
         "--seconds",
         type=float,
         default=60.0,
         metavar="X",
         help="begin no new round after this [60]",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the report with the table; - is standard output"
-    )
+    add("--json", metavar="FILE", help="write the report with the table; - is standard output")
     add_settings(parser, ("model", "engine"))
-    known = parser.parse(arguments)
-    check_numbers(known, repeats=1, seconds=0)
-    check_writable(known, "json")
-    from jitney.engine.bench.step import measure
-    from jitney.engine.checkpoints.sources import resolve
-
-    config = config_from(known)
-    llm = load_llm(config)
-    shape = resolve(config.model.id, revision=config.model.revision or None).config
-    report = measure(llm, shape, repeats=known.repeats, seconds=known.seconds)
-    llm.close()
-    if known.json:
-        write_json(known.json, report)
-    if known.json != "-":
-        show(report)
-    return 0
+    return parser
 
 
 def show(report: Mapping[str, Any]) -> None:
@@ -62,30 +63,35 @@ def show(report: Mapping[str, Any]) -> None:
         title=f"{report['model']} {report['dtype']}, {report['kernels']} kernels on "
         f"{report['device']}",
         caption="rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: "
-        "what the "
-        "table says; floor: bytes or operations at the measured rates",
+        "what the table says; floor: bytes or operations at the measured rates",
         box=SIMPLE_HEAD,
         padding=(0, 1),
     )
     for name in ("bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"):
         table.add_column(name, justify="left" if name == "bucket" else "right", no_wrap=True)
     for case in report["cases"]:
-        floor = max(case["bytes_floor_s"], case["flops_floor_s"])
-        table.add_row(
-            case["bucket"],
-            f"{case['decode']} + {case['prompt']}",
-            str(case["keys"]),
-            str(case["longest"]),
-            *(f"{1e3 * seconds:.2f}" for seconds in (case["median_s"], case["fitted_s"], floor)),
-            f"{case['median_s'] / floor:.1f}",
-        )
+        table.add_row(*_cells(case))
     console = Console()
     console.print(table)
-    for line in notes(report):
+    for line in _notes(report):
         console.print(line, highlight=False)
 
 
-def notes(report: Mapping[str, Any]) -> Iterator[str]:
+def _cells(case: Mapping[str, Any]) -> list[str]:
+    floor = max(case["bytes_floor_s"], case["flops_floor_s"])
+    return [
+        case["bucket"],
+        f"{case['decode']} + {case['prompt']}",
+        str(case["keys"]),
+        str(case["longest"]),
+        f"{1e3 * case['median_s']:.2f}",
+        f"{1e3 * case['fitted_s']:.2f}",
+        f"{1e3 * floor:.2f}",
+        f"{case['median_s'] / floor:.1f}",
+    ]
+
+
+def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     """What else was measured, and how well the table fits."""
     yield (
         f"copying {report['copy_bytes_s'] / 1e9:.1f} GB/s, matrix products "

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -18,72 +19,69 @@ from jitney.engine.cli.bench_flags import (
     check_numbers,
     check_writable,
     describe_traffic,
+    flag_of,
+    numbers_from,
     progress,
     slo_from,
     traffic_from,
     traffic_line,
     write_json,
 )
-from jitney.engine.cli.bench_serve import ENOUGH_FOR_P99, add_target, target_from
+from jitney.engine.cli.bench_serve import ENOUGH_FOR_P99, add_endpoint, endpoint_from
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.backlog import Backlog, backlog_of
-from jitney.engine.telemetry.summary import RequestTimes, summarise
+from jitney.engine.telemetry.summary import RequestTimes
 
 if TYPE_CHECKING:
-    from jitney.engine.bench.online import EngineAbout
+    from jitney.engine.bench.load import Watch
+    from jitney.engine.report.page import PageSection, Table
 
-DEFAULT_CONCURRENCIES = "1,2,4,8,16,32"
+_DEFAULT_CONCURRENCIES = "1,2,4,8,16,32"
 #: Requests at a point unless told otherwise: enough for a p99 where requests come at times of their
 #: own.
-CLOSED_REQUESTS, OPEN_REQUESTS = 32, 128
-STEEPENS = "the knee is where the p99 end-to-end time steepens (Kneedle, Satopää et al. 2011)"
-METHODS = {
+_CLOSED_REQUESTS, _OPEN_REQUESTS = 32, 128
+_STEEPENS = "the knee is where the p99 end-to-end time steepens (Kneedle, Satopää et al. 2011)"
+_METHODS = {
     "concurrency": "the knee is where output tokens/s flatten (Kneedle, Satopää et al. 2011)",
-    "rate": STEEPENS,
-    "load": f"load 1 is what continuous batching served with a full queue; {STEEPENS}",
+    "rate": _STEEPENS,
+    "load": f"load 1 is what continuous batching served with a full queue; {_STEEPENS}",
 }
-UNITS = {
+_UNITS = {
     "concurrency": "requests open at a time",
     "rate": "requests a second",
     "load": "share of what continuous batching can serve",
 }
-#: Told how many requests have ended, of how many.
-Watch = Callable[[int, int], None]
-#: Makes the arrivals of one point and measures them: (axis value, told how far it is) -> figures.
-Measure = Callable[[float, Watch], dict[str, Any]]
+#: Columns of the latencies in the table, by a point's figures.
+_LATENCIES = {
+    "ttft_p50_s": "TTFT p50",
+    "ttft_p99_s": "TTFT p99",
+    "itl_p50_s": "ITL p50",
+    "itl_p99_s": "ITL p99",
+    "e2e_p50_s": "e2e p50",
+    "e2e_p99_s": "e2e p99",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
     """Measure every point, print the curve and mark its knee; exit status 0."""
-    known = make_parser().parse(arguments)
-    check_writable(known, "json", "html")
-    check_numbers(known, warmup=0, timeout_s=0.001, requests=1, capacity_streams=0)
-    slo_from(known)
-    axis, values = axis_of(known)
-    traffic_at(known, axis, values[0])  # bad flags are told before anything is loaded
-    report = online(known, axis, values) if known.url else offline(known, axis, values)
+    args = _make_parser().parse(arguments)
+    check_writable(args, "json", "html")
+    check_numbers(args, warmup=0, timeout_s=0.001, requests=1, capacity_streams=0)
+    slo_from(args)
+    axis, values = _axis_from(args)
+    _arrivals_at(args, axis, values[0])  # bad flags are reported before anything is loaded
+    engine = _AtEndpoint(args) if args.url else _InProcess(args, axis, values)
+    report = _sweep(args, axis, values, engine)
     knee = knee_of(axis, report["points"])
-    last = values[-1] * (report["capacity_req_s"] or 1.0)
-    report |= {
-        "axis": axis,
-        "knee": None if knee is None else report["points"][knee][axis],
-        "method": METHODS[axis],
-        "target": known.url or "this process",
-        "client_machine": cpu_name(),
-        "traffic": describe_traffic(
-            asked_at(known, axis, last),
-            traffic_at(known, axis, last),
-            0.0 if axis == "concurrency" else last,
-        ),
-    }
-    deliver(known, report, knee)
+    report["knee"] = None if knee is None else report["points"][knee][axis]
+    _deliver(args, report, knee)
     return 0
 
 
-def make_parser() -> Parser:
+def _make_parser() -> Parser:
     parser = Parser(
         "bench sweep",
         "Throughput and latency over concurrency, rate or load: of an engine in this "
@@ -93,7 +91,7 @@ def make_parser() -> Parser:
     add(
         "--concurrencies",
         metavar="A,B,...",
-        help=f"requests open at a time: one point each, as closed loops [{DEFAULT_CONCURRENCIES}]",
+        help=f"requests open at a time: one point each, as closed loops [{_DEFAULT_CONCURRENCIES}]",
     )
     add(
         "--rates",
@@ -115,13 +113,13 @@ def make_parser() -> Parser:
         "capacity is measured; 0: twice the server's seats, 64 where it does not list them [0]",
     )
     add("--warmup", type=int, default=8, metavar="N", help="short requests before each point [8]")
-    add_target(parser, required=False)
+    add_endpoint(parser, required=False)
     add_traffic(
         parser,
-        requests=CLOSED_REQUESTS,
+        requests=_CLOSED_REQUESTS,
         arrivals="poisson",
-        told=f"{CLOSED_REQUESTS} and four for each open "
-        f"one; with --rates and --loads {OPEN_REQUESTS}",
+        requests_help=f"{_CLOSED_REQUESTS} and four for each open one; with --rates and --loads "
+        f"{_OPEN_REQUESTS}",
     )
     parser.set_defaults(requests=None)
     add_report(parser)
@@ -129,319 +127,316 @@ def make_parser() -> Parser:
     return parser
 
 
-def axis_of(known: argparse.Namespace) -> tuple[str, list[float]]:
+def _axis_from(args: argparse.Namespace) -> tuple[str, list[float]]:
     """What grows, and its values, ascending."""
-    given = [name for name in ("concurrencies", "rates", "loads") if getattr(known, name)]
+    given = [name for name in ("concurrencies", "rates", "loads") if getattr(args, name)]
     if len(given) > 1:
         raise ConfigError(f"give --{given[0]} or --{given[1]}, not both")
-    if known.trace:
+    if args.trace:
         raise ConfigError("a trace has its own times: --trace cannot be swept")
-    if known.capacity_streams and not (known.loads and known.url):
+    if args.capacity_streams and not (args.loads and args.url):
         raise ConfigError("--capacity-streams is for --loads with --url")
-    if known.rates or known.loads:
-        name = given[0]
-        if known.arrivals == "closed":
-            raise ConfigError(f"--{name} needs --arrivals poisson or gamma")
-        return name.removesuffix("s"), numbers(f"--{name}", getattr(known, name), float)
-    return "concurrency", numbers(
-        "--concurrencies", known.concurrencies or DEFAULT_CONCURRENCIES, int
-    )
+    if not (args.rates or args.loads):
+        text = args.concurrencies or _DEFAULT_CONCURRENCIES
+        return "concurrency", sorted(numbers_from("--concurrencies", text, int))
+    name = given[0]
+    if args.arrivals == "closed":
+        raise ConfigError(f"--{name} needs --arrivals poisson or gamma")
+    return name.removesuffix("s"), sorted(numbers_from(f"--{name}", getattr(args, name), float))
 
 
-def numbers(flag: str, text: str, kind: type) -> list[float]:
-    """Ascending positive numbers from a list with commas."""
-    try:
-        values = sorted({kind(word) for word in text.split(",") if word.strip()})
-    except ValueError:
-        values = []
-    if not values or not 0 < values[0] <= values[-1] < float("inf"):
-        raise ConfigError(
-            f"{flag}: must be positive {'whole ' if kind is int else ''}numbers separated by commas"
-        )
-    return values
-
-
-def traffic_at(known: argparse.Namespace, axis: str, value: float) -> list[Arrival]:
+def _arrivals_at(args: argparse.Namespace, axis: str, value: float) -> list[Arrival]:
     """The requests of one point, where `value` requests are open or come a second: the same lengths
-    at every point, more of them at a high concurrency."""
-    return traffic_from(asked_at(known, axis, value), 0.0 if axis == "concurrency" else value)
-
-
-def asked_at(known: argparse.Namespace, axis: str, value: float) -> argparse.Namespace:
-    """The traffic flags as they hold for one point."""
-    if axis == "concurrency":
-        requests = max(known.requests or CLOSED_REQUESTS, 4 * int(value))
-        changed = {"arrivals": "closed", "requests": requests}
-    else:
-        changed = {"requests": known.requests or OPEN_REQUESTS}
-    return argparse.Namespace(**vars(known) | changed)
-
-
-def offline(known: argparse.Namespace, axis: str, values: Sequence[float]) -> dict[str, Any]:
-    """All points on an engine in this process, with as many seats as the highest concurrency unless
-    told otherwise.
+    at every point, more of them at a high concurrency.
     """
-    from jitney.engine.bench.compare import capacity
-    from jitney.engine.bench.offline import Bench
-    from jitney.engine.cli.display import load_llm
+    return traffic_from(_args_at(args, axis, value), 0.0 if axis == "concurrency" else value)
 
-    if axis == "concurrency" and "max_seats" not in vars(known):
-        known.max_seats = str(int(values[-1]))
-    config = config_from(known)
-    llm = load_llm(config)
-    bench = Bench(llm.core, llm.tokenizer.encode)
-    first = bench.requests(traffic_at(known, axis, values[0]), known.seed)
-    bench.warm_up(first)
-    most = None
-    if axis == "load":
-        with progress() as watch:
-            most, _ = capacity(bench, first, config.engine.max_seats, watch)
 
-    def measure(value: float, watch: Watch) -> dict[str, Any]:
-        scaled = value * (most or 1.0)
-        requests = bench.requests(traffic_at(known, axis, scaled), known.seed)
-        concurrency = int(value) if axis == "concurrency" else 0
-        run = bench.run(requests, concurrency=concurrency, watch=watch)
-        return run.figures(slo_from(known), known.price_per_hour) | queue_of(axis, run.times)
+def _args_at(args: argparse.Namespace, axis: str, value: float) -> argparse.Namespace:
+    """The arguments as they hold for one point."""
+    if axis == "concurrency":
+        requests = max(args.requests or _CLOSED_REQUESTS, 4 * int(value))
+        changes = {"arrivals": "closed", "requests": requests}
+    else:
+        changes = {"requests": args.requests or _OPEN_REQUESTS}
+    return argparse.Namespace(**vars(args) | changes)
 
-    points = points_of(axis, values, most, measure)
-    info = llm.info
-    llm.close()
+
+class _Engine(Protocol):
+    """What is swept."""
+
+    def capacity(self, first: list[Arrival], watch: Watch) -> float:
+        """Requests a second at load 1."""
+        ...
+
+    def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> dict[str, Any]:
+        """The figures of one point; concurrency 0: requests come at their own times."""
+        ...
+
+    def close(self) -> dict[str, str]:
+        """Stop it; returns what it is."""
+        ...
+
+
+def _sweep(
+    args: argparse.Namespace, axis: str, values: Sequence[float], engine: _Engine
+) -> dict[str, Any]:
+    """Measure every point; everything but the knee, ready for JSON."""
+    capacity = None
+    points = []
+    with progress() as watch:
+        if axis == "load":
+            first = _arrivals_at(args, axis, values[0])
+            capacity = engine.capacity(first, partial(watch, "capacity"))
+        for value in values:
+            rate = value * (capacity or 1.0)
+            concurrency = int(value) if axis == "concurrency" else 0
+            arrivals = _arrivals_at(args, axis, rate)
+            watch_point = partial(watch, f"{axis} {value:g}")
+            figures = engine.measure(arrivals, concurrency, watch_point)
+            point = {axis: value, **point_of(figures), "figures": figures}
+            if capacity is not None:
+                point["rate"] = rate
+            points.append(point)
     return {
         "points": points,
-        "capacity_req_s": most,
-        "engine": {
-            "version": info.version,
-            "device": info.device,
-            "platform": info.platform,
-            "kernels": info.kernels,
-            "dtype": info.dtype,
-            "policy": info.policy,
-        },
+        "capacity_req_s": capacity,
+        "engine": engine.close(),
+        "axis": axis,
+        "method": _METHODS[axis],
+        "target": args.url or "this process",
+        "client_machine": cpu_name(),
+        "traffic": _last_traffic(args, axis, values[-1] * (capacity or 1.0)),
     }
 
 
-def online(known: argparse.Namespace, axis: str, values: Sequence[float]) -> dict[str, Any]:
-    """All points at the endpoint."""
-    from jitney.engine.bench.online import EngineAbout, capacity_at
-    from jitney.engine.bench.online import measure as measure_online
-
-    settings = [name for name in ("max_seats", "policy", "order") if name in vars(known)]
-    if settings:
-        raise ConfigError(
-            f"--{settings[0].replace('_', '-')} is the server's business: leave it out with --url"
-        )
-    target = target_from(known)
-    about = EngineAbout()
-    most = None
-    if axis == "load":
-        with progress() as watch:
-            most = asyncio.run(
-                capacity_at(
-                    target,
-                    traffic_at(known, axis, values[0]),
-                    streams=known.capacity_streams,
-                    warmup=known.warmup,
-                    watch=lambda done, total: watch("capacity", done, total),
-                )
-            )
-
-    def measure(value: float, watch: Watch) -> dict[str, Any]:
-        nonlocal about
-        closed = axis == "concurrency"
-        found = asyncio.run(
-            measure_online(
-                target,
-                traffic_at(known, axis, value * (most or 1.0)),
-                concurrency=int(value) if closed else 0,
-                closed=closed,
-                warmup=known.warmup,
-                watch=watch,
-            )
-        )
-        about, load = found.about, found.load
-        figures = summarise(
-            load.times,
-            records=None,
-            seats=0,
-            seconds=load.seconds,
-            slo=slo_from(known),
-            price_per_hour=known.price_per_hour,
-        )
-        return figures | {"client": load.sender.as_json()} | queue_of(axis, load.times)
-
-    points = points_of(axis, values, most, measure)
-    return {"points": points, "capacity_req_s": most, "engine": about._asdict()}
+def _last_traffic(args: argparse.Namespace, axis: str, value: float) -> dict[str, Any]:
+    """What came at the last point."""
+    rate = 0.0 if axis == "concurrency" else value
+    return describe_traffic(_args_at(args, axis, value), _arrivals_at(args, axis, value), rate)
 
 
-def queue_of(axis: str, times: Sequence[RequestTimes]) -> dict[str, Any]:
-    """How the queue went, None for a closed loop: there it cannot grow."""
-    backlog = None if axis == "concurrency" else backlog_of(times)
-    return {"backlog": None if backlog is None else msgspec.to_builtins(backlog)}
-
-
-def points_of(
-    axis: str, values: Sequence[float], capacity: float | None, measure: Measure
-) -> list[dict[str, Any]]:
-    """One measured point for each value, with the run's figures in it; capacity: requests a second
-    at load 1.
+class _InProcess:
+    """An engine in this process, with as many seats as the highest concurrency unless told
+    otherwise.
     """
-    points = []
-    with progress() as watch:
-        for value in values:
-            name = f"{axis} {value:g}"
-            figures = measure(value, lambda done, total, name=name: watch(name, done, total))
-            point = {axis: value, **point_of(figures), "figures": figures}
-            if capacity is not None:
-                point["rate"] = value * capacity
-            points.append(point)
-    return points
+
+    def __init__(self, args: argparse.Namespace, axis: str, values: Sequence[float]):
+        from jitney.engine.bench.offline import OfflineBench
+        from jitney.engine.cli.display import load_llm
+
+        if axis == "concurrency" and "max_seats" not in vars(args):
+            args.max_seats = str(int(values[-1]))
+        self._args = args
+        self._llm = load_llm(config_from(args))
+        self._bench = OfflineBench(self._llm.core, self._llm.tokenizer.encode)
+        self._bench.warm_up(self._bench.requests(_arrivals_at(args, axis, values[0]), args.seed))
+
+    def capacity(self, first: list[Arrival], watch: Watch) -> float:
+        """As `compare.capacity`."""
+        from jitney.engine.bench.compare import capacity
+
+        def without_name(name: str, done: int, total: int) -> None:
+            watch(done, total)
+
+        requests = self._bench.requests(first, self._args.seed)
+        rate, _ = capacity(self._bench, requests, self._bench.limits.max_seats, without_name)
+        return rate
+
+    def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> dict[str, Any]:
+        """One run."""
+        requests = self._bench.requests(arrivals, self._args.seed)
+        run = self._bench.run(requests, concurrency=concurrency, watch=watch)
+        figures = run.figures(slo_from(self._args), self._args.price_per_hour)
+        figures["backlog"] = _backlog(concurrency, run.times)
+        return figures
+
+    def close(self) -> dict[str, str]:
+        """Let the engine go."""
+        info = self._llm.info
+        self._llm.close()
+        names = ("version", "device", "platform", "kernels", "dtype", "policy")
+        return {name: getattr(info, name) for name in names}
 
 
-def deliver(known: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:
+class _AtEndpoint:
+    """A server elsewhere."""
+
+    def __init__(self, args: argparse.Namespace):
+        from jitney.engine.bench.online import UNKNOWN_ENGINE
+
+        settings = [name for name in ("max_seats", "policy", "order") if name in vars(args)]
+        if settings:
+            flag = flag_of(settings[0])
+            raise ConfigError(f"{flag} is the server's business: leave it out with --url")
+        self._args = args
+        self._endpoint = endpoint_from(args)
+        self._about = UNKNOWN_ENGINE
+
+    def capacity(self, first: list[Arrival], watch: Watch) -> float:
+        """As `online.capacity_at`."""
+        from jitney.engine.bench.online import capacity_at
+
+        measuring = capacity_at(
+            self._endpoint,
+            first,
+            streams=self._args.capacity_streams,
+            warmup=self._args.warmup,
+            watch=watch,
+        )
+        return asyncio.run(measuring)
+
+    def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> dict[str, Any]:
+        """One run over HTTP."""
+        from jitney.engine.bench.online import measure
+
+        measuring = measure(
+            self._endpoint,
+            arrivals,
+            concurrency=concurrency,
+            closed=concurrency > 0,
+            warmup=self._args.warmup,
+            watch=watch,
+        )
+        online = asyncio.run(measuring)
+        self._about = online.about
+        figures = online.load.figures(slo_from(self._args), self._args.price_per_hour)
+        figures["client"] = online.load.sender.as_json()
+        figures["backlog"] = _backlog(concurrency, online.load.times)
+        return figures
+
+    def close(self) -> dict[str, str]:
+        """What it said of itself."""
+        return self._about._asdict()
+
+
+def _backlog(concurrency: int, times: Sequence[RequestTimes]) -> dict[str, Any] | None:
+    """How the queue went, None for a closed loop: there it cannot grow."""
+    return None if concurrency else msgspec.to_builtins(backlog_of(times))
+
+
+def _deliver(args: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:
     """Print the curve and write the files that were asked for."""
+    from jitney.engine.report.page import write_page
     from jitney.engine.report.tables import print_table
 
-    if known.html:
-        _write_html(known, report, knee)
-    if known.json:
-        write_json(known.json, report)
-    if known.json == "-":
+    table, summary = _curve_table(report, knee), _summary(report)
+    if args.html:
+        title = f"Throughput and latency over {report['axis']}"
+        write_page(args.html, title, summary, _sections(report, table, knee))
+    if args.json:
+        write_json(args.json, report)
+    if args.json == "-":
         return
-    for line in summary(report):
+    for line in summary:
         print(line)
-    print_table(curve_table(report, knee))
+    print_table(table)
 
 
-def summary(report: Mapping[str, Any]) -> list[str]:
+def _summary(report: Mapping[str, Any]) -> list[str]:
     """What was swept on what, and whatever casts doubt on the figures."""
     lines = [
-        f"{report['target']}; {engine_line(report)}",
+        f"{report['target']}; {_engine_line(report)}",
         f"{traffic_line(report['traffic'])} (the last point)",
         report["method"],
     ]
     if report["capacity_req_s"] is not None:
         lines.append(f"load 1: {report['capacity_req_s']:.3g} requests a second")
-    points = report["points"]
+    return [*lines, *_doubts(report), *_client_lines(report["points"])]
+
+
+def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
+    """Too few requests, queues that grew, and failures."""
+    axis, points = report["axis"], report["points"]
     fewest = min(point["figures"]["served"] for point in points)
     if fewest < ENOUGH_FOR_P99:
-        lines.append(
-            f"p99 of {fewest} requests is nearly the slowest of them: give more --requests"
-        )
-    lines += [
-        f"{report['axis']} {point[report['axis']]:g}: {Backlog(**point['figures']['backlog'])}"
-        for point in points
-        if grew(point)
-    ]
+        yield f"p99 of {fewest} requests is nearly the slowest of them: give more --requests"
+    for point in points:
+        if _grew(point):
+            yield f"{axis} {point[axis]:g}: {Backlog(**point['figures']['backlog'])}"
     failed = sum(point["figures"]["requests"] - point["figures"]["served"] for point in points)
     if failed:
-        lines.append(f"failed requests: {failed}, in no percentile")
+        yield f"failed requests: {failed}, in no percentile"
+
+
+def _client_lines(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How well the client kept up, where there was one."""
     clients = [point["figures"]["client"] for point in points if "client" in point["figures"]]
     if clients:
-        lines.append(
-            f"this client used at most {max(client['cpu_share'] for client in clients):.0%} of a "
-            "core"
-        )
-    return lines + sorted({str(client["trouble"]) for client in clients if client["trouble"]})
+        most = max(client["cpu_share"] for client in clients)
+        yield f"this client used at most {most:.0%} of a core"
+    yield from sorted({client["trouble"] for client in clients if client["trouble"]})
 
 
-def engine_line(report: Mapping[str, Any]) -> str:
+def _engine_line(report: Mapping[str, Any]) -> str:
     """What the engine runs on; beside it, for an endpoint, what this client runs on."""
     from jitney.engine.bench.online import EngineAbout
 
     facts = dict(report["engine"])
     policy = facts.pop("policy", None)
-    about: EngineAbout = EngineAbout(**facts)
+    about = EngineAbout(**facts)
     if policy is not None:
         return f"{about}, {policy} batching"
     return f"{about}; client's machine: {report['client_machine']}"
 
 
-def grew(point: Mapping[str, Any]) -> bool:
+def _grew(point: Mapping[str, Any]) -> bool:
     """True if the point's queue grew for the whole run."""
     backlog = point["figures"]["backlog"]
     return backlog is not None and backlog["grew"]
 
 
-def curve_table(report: Mapping[str, Any], knee: int | None) -> Any:
+def _curve_table(report: Mapping[str, Any], knee: int | None) -> Table:
     """The curve, the knee marked."""
-    from jitney.engine.report import tables
+    from jitney.engine.report.page import Table
 
-    axis = report["axis"]
-    heads = ["open" if axis == "concurrency" else axis]
+    columns = [_cells(report["axis"], point) for point in report["points"]]
+    rows = [list(cells.values()) for cells in columns]
+    if knee is not None:
+        rows[knee][0] += " knee"
+    return Table(list(columns[0]), rows)
+
+
+def _cells(axis: str, point: Mapping[str, Any]) -> dict[str, str]:
+    """A point's cells by the names of their columns."""
+    from jitney.engine.report.tables import duration, number, queue
+
+    cells = {"open" if axis == "concurrency" else axis: f"{point[axis]:g}"}
     if axis == "load":
-        heads.append("rate")
-    heads += [
-        "output tok/s",
-        "req/s",
-        "TTFT p50",
-        "TTFT p99",
-        "ITL p50",
-        "ITL p99",
-        "e2e p50",
-        "e2e p99",
-    ]
+        cells["rate"] = f"{point['rate']:.3g}"
+    cells["output tok/s"] = number(point["output_tok_s"])
+    cells["req/s"] = number(point["req_s"])
+    for name, head in _LATENCIES.items():
+        cells[head] = duration(point[name])
     if axis != "concurrency":
-        heads.append("queue")
-    rows = []
-    for number, point in enumerate(report["points"]):
-        row = [f"{point[axis]:g}{' knee' if number == knee else ''}"]
-        if axis == "load":
-            row.append(f"{point['rate']:.3g}")
-        row += [tables.number(point["output_tok_s"]), tables.number(point["req_s"])]
-        row += [
-            tables.duration(point[f"{what}_{quantile}_s"])
-            for what in ("ttft", "itl", "e2e")
-            for quantile in ("p50", "p99")
-        ]
-        if axis != "concurrency":
-            row.append(
-                "grew" if grew(point) else "did not grow" if point["figures"]["backlog"] else ""
-            )
-        rows.append(row)
-    return tables.Table(heads, rows)
+        cells["queue"] = queue(point["figures"]["backlog"], grew="grew")
+    return cells
 
 
-def _write_html(known: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:
-    """The HTML report."""
-    from jitney.engine.report.figures import curve, waits_over
-    from jitney.engine.report.page import Section, write_page
+def _sections(report: Mapping[str, Any], table: Table, knee: int | None) -> list[PageSection]:
+    """The page's parts."""
+    from jitney.engine.report import figures
+    from jitney.engine.report.page import PageSection
 
     axis, points = report["axis"], report["points"]
-    unit = UNITS[axis]
+    unit = _UNITS[axis]
+    values = [point[axis] for point in points]
 
-    def chart(title: str, y: str, name: str, x: str = axis, x_title: str = unit) -> Any:
-        pairs = [
-            (point[x], point[name])
-            for point in points
-            if point[x] is not None and point[name] is not None
-        ]
-        return curve(title, x_title, y, pairs, knee if len(pairs) == len(points) else None)
+    def column(name: str) -> list[Any]:
+        return [point[name] for point in points]
 
-    waits = waits_over(
-        unit,
-        [point[axis] for point in points],
-        {
-            quantile: [point[f"ttft_{quantile}_s"] for point in points]
-            for quantile in ("p50", "p99")
-        },
-        [grew(point) for point in points],
-    )
+    waits = {"p50": column("ttft_p50_s"), "p99": column("ttft_p99_s")}
     charts = [
-        chart("Throughput", "output tokens/s", "output_tok_s"),
-        waits,
-        chart("Between tokens, p99", "s", "itl_p99_s"),
-        chart(
+        figures.curve("Throughput", unit, "output tokens/s", values, column("output_tok_s"), knee),
+        figures.waits_over(unit, values, waits, [_grew(point) for point in points]),
+        figures.curve("Between tokens, p99", unit, "s", values, column("itl_p99_s"), knee),
+        figures.curve(
             "What throughput costs in latency",
-            "end to end p99, s",
-            "e2e_p99_s",
-            "output_tok_s",
             "output tokens/s",
+            "end to end p99, s",
+            column("output_tok_s"),
+            column("e2e_p99_s"),
+            knee,
         ),
     ]
-    write_page(
-        known.html,
-        f"Throughput and latency over {axis}",
-        summary(report),
-        [Section("Points", tables=[curve_table(report, knee)]), Section("Curves", charts=charts)],
-    )
+    return [PageSection("Points", tables=[table]), PageSection("Curves", charts=charts)]

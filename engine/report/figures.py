@@ -56,7 +56,7 @@ def figure(traces: Iterable[Any], title: str, x: str, y: str, **layout: Any) -> 
 
 def line(
     name: str,
-    x: Sequence[float] | np.ndarray,
+    x: Sequence[float | None] | np.ndarray,
     y: Sequence[float | None] | np.ndarray,
     colour: str,
     *,
@@ -257,18 +257,21 @@ def request_costs(lines: Mapping[str, Line], price_per_hour: float | None) -> go
 
 
 def curve(
-    title: str, x: str, y: str, points: Sequence[tuple[float, float]], knee: int | None = None
+    title: str,
+    x: str,
+    y: str,
+    xs: Sequence[float | None],
+    ys: Sequence[float | None],
+    knee: int | None = None,
 ) -> go.Figure:
-    """A line through points, with one of them marked as the knee."""
-    xs = [point[0] for point in points]
-    ys = [point[1] for point in points]
+    """A line through points, with one of them marked as the knee; None leaves a gap."""
     traces = [line(y, xs, ys, _colour_of(y, 0), mode="lines+markers")]
     if knee is not None:
         traces.append(_knee_mark(xs[knee], ys[knee]))
     return figure(traces, title, x, y, yaxis_rangemode="tozero", showlegend=False)
 
 
-def _knee_mark(x: float, y: float) -> go.Scatter:
+def _knee_mark(x: float | None, y: float | None) -> go.Scatter:
     return go.Scatter(
         mode="markers+text",
         x=[x],

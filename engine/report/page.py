@@ -30,7 +30,7 @@ class Table:
 
 
 @dataclass(slots=True)
-class Section:
+class PageSection:
     """A part of a page. Texts and cells are shown as they are, markup and all."""
 
     title: str
@@ -42,7 +42,7 @@ class Section:
     charts: Sequence[go.Figure] = ()
 
 
-def page(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:
+def page(title: str, summary: Sequence[str], sections: Sequence[PageSection]) -> str:
     """The whole document; summary: sentences under the title."""
     from plotly.io.json import to_json_plotly
 
@@ -60,7 +60,7 @@ def page(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str
 
 
 def write_page(
-    path: str | Path, title: str, summary: Sequence[str], sections: Sequence[Section]
+    path: str | Path, title: str, summary: Sequence[str], sections: Sequence[PageSection]
 ) -> None:
     """Write the page. ConfigError if the file cannot be written."""
     try:

@@ -23,14 +23,14 @@ parser.add_argument("--extra-token", action="store_true")
 parser.add_argument("--die", action="store_true")
 parser.add_argument("--host")
 parser.add_argument("--port", type=int)
-known = parser.parse_args()
+args = parser.parse_args()
 lock = threading.Lock()
 open_now = most_open = looks = 0
 
 
 def write(line: str) -> None:
-    with open(known.log, "a") as log:
-        log.write(f"{known.name} {line}\n")
+    with open(args.log, "a") as log:
+        log.write(f"{args.name} {line}\n")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
             looks += 1
             self.reply(200 if looks > 1 else 503, b"")
         elif self.path == "/version":
-            self.reply(200, json.dumps({"version": f"{known.name}-1.0"}).encode())
+            self.reply(200, json.dumps({"version": f"{args.name}-1.0"}).encode())
         else:
             self.reply(200, b'{"data":[{"id":"fake"}]}')
 
@@ -73,11 +73,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("connection", "close")
         self.end_headers()
         for _ in range(body["max_tokens"]):
-            time.sleep(1 / known.tokens_s)
+            time.sleep(1 / args.tokens_s)
             self.send({"choices": [{"text": "x", "finish_reason": None}]})
         with lock:
             open_now -= 1
-        count = body["max_tokens"] + known.extra_token
+        count = body["max_tokens"] + args.extra_token
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
         self.send({"choices": [{"text": "", "finish_reason": "length"}]})
         self.send({"choices": [], "usage": usage})
@@ -93,11 +93,11 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 64
 
 
-if known.die:
+if args.die:
     write("dies")
     sys.exit("no such model, says the fake")
 write("starts")
 try:
-    Server((known.host, known.port), Handler).serve_forever()
+    Server((args.host, args.port), Handler).serve_forever()
 except KeyboardInterrupt:
     write("stops")

@@ -17,8 +17,7 @@ import numpy as np
 
 from jitney.engine.bench.device.rows import Job, Row, Task, Tasks
 from jitney.engine.bench.device.steps import Bench, compile_buckets, make_bench
-from jitney.engine.bench.offline import Bench as Traffic
-from jitney.engine.bench.offline import Measured, Request
+from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
 from jitney.engine.core import EngineCore
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.admission import SchedulerLimits
@@ -63,7 +62,7 @@ def loop_buckets(job: Job) -> Buckets:
     )
 
 
-def make_traffic(job: Job, kernels: KernelSet, dtype: Any) -> tuple[Traffic, Bench]:
+def make_traffic(job: Job, kernels: KernelSet, dtype: Any) -> tuple[OfflineBench, Bench]:
     """A core with as many seats as streams; the greedy programs are all that is compiled."""
     buckets, sizes = loop_buckets(job), job.sizes
     context = max(sum(sizes.loop), sum(sizes.batch)) + job.page_size
@@ -73,12 +72,12 @@ def make_traffic(job: Job, kernels: KernelSet, dtype: Any) -> tuple[Traffic, Ben
     pool = PagePool(bench.positions // job.page_size + 1, job.page_size, retain=False)
     limits = SchedulerLimits(max_seats=sizes.streams, context_length=context)
     scheduler = Scheduler(limits, buckets, pool, eos_ids=(), vocab_size=job.config.vocab_size)
-    return Traffic(EngineCore(scheduler, bench.runner, Ledger()), lambda text: []), bench
+    return OfflineBench(EngineCore(scheduler, bench.runner, Ledger()), lambda text: []), bench
 
 
 def random_requests(
     job: Job, count: int, prompt: tuple[int, int], output: tuple[int, int]
-) -> list[Request]:
+) -> list[PromptedArrival]:
     """Requests whose lengths are drawn evenly from the ranges, both ends included."""
     rng = np.random.default_rng(0)
     lengths = zip(
@@ -87,7 +86,7 @@ def random_requests(
         strict=True,
     )
     return [
-        Request(
+        PromptedArrival(
             Arrival(0.0, n_prompt, n_output),
             rng.integers(0, job.config.vocab_size, n_prompt).tolist(),
         )
@@ -126,7 +125,9 @@ def loop_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
     yield gap_row(job, by, run, kept)
 
 
-def run_row(job: Job, by: str, bench: Bench, run: Measured, name: str, case: str, goal: str) -> Row:
+def run_row(
+    job: Job, by: str, bench: Bench, run: OfflineRun, name: str, case: str, goal: str
+) -> Row:
     """Output tokens a second, and the floor of all its steps one after another."""
     tokens = sum(len(output) for output in run.tokens)
     return Row(
@@ -159,7 +160,7 @@ def floors_of(job: Job, bench: Bench, records: np.ndarray) -> Iterator[float]:
         )[0]
 
 
-def gap_row(job: Job, by: str, run: Measured, kept: str) -> Row:
+def gap_row(job: Job, by: str, run: OfflineRun, kept: str) -> Row:
     """How long the device had nothing to do before a step, on average, and as a share of the time
     between steps.
     """

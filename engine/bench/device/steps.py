@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from jitney.engine.bench.device.rows import Job, Row, Sizes, Task, Tasks
 from jitney.engine.bench.device.timing import REPEATS, repeated
-from jitney.engine.bench.step import Case, plan_of
+from jitney.engine.bench.step import StepCase, plan_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import GIB
 from jitney.engine.executor.program import StateSizes, allocate, compile_step
@@ -159,7 +159,7 @@ def compile_buckets(bench: Bench, buckets: Sequence[Bucket]) -> None:
             runner.executables[key] = done.result()
 
 
-def time_step(bench: Bench, case: Case, sample_s: float) -> tuple[list[float], StepWork]:
+def time_step(bench: Bench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
     """Seconds of a made-up step, many in flight, its upload included. RuntimeError if its logits
     are not finite.
     """
@@ -178,7 +178,7 @@ def step_row(
     group: Sequence[Bucket],
     name: str,
     by: str,
-    case: Case,
+    case: StepCase,
     text: str,
     goal: str = "",
 ) -> Iterator[Row]:
@@ -209,7 +209,7 @@ def step_row(
     )
 
 
-def room_of(case: Case, page: int) -> int:
+def room_of(case: StepCase, page: int) -> int:
     """KV positions in whole pages."""
     lengths = [length + 1 for length in case.decode] + [
         start + count for start, count in case.prompts
@@ -279,7 +279,7 @@ def decode_tasks(
                         group,
                         "decode step",
                         kernels.label,
-                        Case(bucket, (context - 1,) * bucket.seats),
+                        StepCase(bucket, (context - 1,) * bucket.seats),
                         text,
                         goal,
                     ),
@@ -311,7 +311,7 @@ def prefill_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
                 [bucket],
                 "prompt step",
                 kernels.label,
-                Case(bucket, (), ((0, rows),)),
+                StepCase(bucket, (), ((0, rows),)),
                 text,
             ),
         )

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import pytest
 
-from jitney.engine.bench.client import Answer, Target, ask, events, open_client
+from jitney.engine.bench.client import Answer, Endpoint, ask, events, open_client
 from jitney.engine.bench.load import Sender, run_load, times_of
 from jitney.engine.bench.metrics import bill_between, parse_metrics, queue_mean
 from jitney.engine.bench.online import Ruler, measure
@@ -95,7 +96,7 @@ def one_at_a_time() -> Handler:
 
 async def against(handler: Handler, arrivals: list[Arrival], **options):
     async with ScriptedServer(handler) as url:
-        target = Target(url, "m")
+        target = Endpoint(url, "m")
         async with open_client(target) as client:
             return await run_load(
                 lambda n: ask(client, target, target.body("hi", arrivals[n].n_output)),
@@ -131,7 +132,7 @@ def test_a_stall_is_in_the_waits_of_all_who_should_have_come_during_it():
         began.append(now)
         await asyncio.sleep(max(0.0, began[0] + stall - now))
         end = time.monotonic()
-        return Answer(sent=now, finished=end, finish="length", n_output=1, pieces=[end])
+        return Answer(sent=now, finished=end, finish="length", n_output=1, chunks=[end])
 
     for concurrency in (0, 1):  # one at a time: the client itself holds the others back
         began.clear()
@@ -191,10 +192,10 @@ def test_every_failure_is_counted_by_kind():
 
     async def main() -> list[Answer]:
         async with ScriptedServer(handler) as url:
-            target = Target(url, "m", timeout_s=1.0)
+            target = Endpoint(url, "m", timeout_s=1.0)
             async with open_client(target) as client:
                 answers = [await ask(client, target, target.body("x", n)) for n in range(1, 7)]
-        gone = Target(url, "m")
+        gone = Endpoint(url, "m")
         async with open_client(gone) as client:
             return [*answers, await ask(client, gone, gone.body("x", 1))]
 
@@ -231,11 +232,11 @@ def test_frames_may_be_cut_anywhere():
 
 
 def test_chat_and_completions_are_asked_alike():
-    chat = Target("http://h/v1/", "m", chat=True, extras=())
+    chat = Endpoint("http://h/v1/", "m", chat=True, extras=())
     assert chat.generation == "http://h/v1/chat/completions"
     assert chat.body("hi", 5)["messages"] == [{"role": "user", "content": "hi"}]
     assert "ignore_eos" not in chat.body("hi", 5)
-    plain = Target("http://h", "m", api_key="secret")
+    plain = Endpoint("http://h", "m", api_key="secret")
     assert (
         plain.generation == "http://h/v1/completions" and plain.body("hi", 5)["ignore_eos"] is True
     )
@@ -301,7 +302,7 @@ def test_texts_are_sized_by_the_endpoints_own_count():
         async with ScriptedServer(handler) as url:
             arrivals = [Arrival(0.0, 101, 4), Arrival(0.0, 33, 2)]
             return await measure(
-                Target(url, ""),
+                Endpoint(url, ""),
                 arrivals,
                 concurrency=2,
                 closed=True,
@@ -314,7 +315,7 @@ def test_texts_are_sized_by_the_endpoints_own_count():
         (101, 4, "length"),
         (33, 2, "length"),
     ]
-    assert online.bill is None and online.target.model == "other"
+    assert online.bill is None and online.endpoint.model == "other"
     assert len({prompt[:40] for prompt in prompts}) == len(prompts) == 6, (
         "no text begins like another"
     )
@@ -552,7 +553,7 @@ def test_a_report_names_the_engines_device_and_the_growing_queue(
     )
     for text in (over, (tmp_path / "s.html").read_text()):
         assert "version 0.9, bfloat16, native kernels on Some CPU 9, 4 cores (cpu)" in text
-        assert "client&#x27;s machine: " in text or "client's machine: " in text
+        assert "client's machine: " in unescape(text)
         assert "outputs 3 (" in text and "median 4" in text
     assert "grew: p99 is the run's length" in over and "p99 is the length of the run" in over
     assert (
@@ -618,7 +619,7 @@ def test_an_endpoint_that_is_not_there_is_one_clear_error():
     async def main(model: str):
         async with ScriptedServer(nobody) as url:
             await measure(
-                Target(url, model),
+                Endpoint(url, model),
                 [Arrival(0.0, 9, 1)],
                 concurrency=1,
                 closed=True,

@@ -17,19 +17,15 @@ import numpy as np
 import pytest
 from places import SUPPORT
 
+from jitney.engine.bench.peer_process import Peer, free_port, ours, serving, vllm
 from jitney.engine.bench.peers import (
     OUTPUTS,
     PROMPTS,
-    Peer,
-    compare,
-    free_port,
+    PeerBench,
     kernel_ratios,
-    make_work,
+    make_measurements,
     markdown,
     medians_of,
-    ours,
-    serving,
-    vllm,
 )
 from jitney.engine.cli import main
 from jitney.engine.cli.bench_peers import remarks
@@ -49,20 +45,18 @@ def fake(name: str, log: Path, *flags: str) -> Peer:
 def run(peers: list[Peer], works: list[Any], repetitions: int, port: int = 0) -> tuple[dict, list]:
     """The report, and what was saved on the way, as JSON has it."""
     saved: list[dict] = []
-    report = compare(
-        peers,
+    bench = PeerBench(
         works,
-        repetitions,
         port=port,
         save=lambda report: saved.append(json.loads(json.dumps(report))),
-        say=lambda news: None,
+        say=lambda message: None,
     )
-    return report, saved
+    return bench.compare(peers, repetitions), saved
 
 
 def test_engines_take_turns_and_get_the_same_work(tmp_path: Path):
     log = tmp_path / "log"
-    works = [work for work in make_work(encode, [3, 1], 6) if work.name != "prompts_512"]
+    works = [work for work in make_measurements(encode, [3, 1], 6) if work.name != "prompts_512"]
     works = [work._replace(outputs=[min(n, 12) for n in work.outputs]) for work in works]
     port = free_port()
     peers = [fake("slow", log, "--tokens-s", "100"), fake("fast", log)]
@@ -96,7 +90,7 @@ def test_an_engine_that_fails_is_left_out_with_its_reason(tmp_path: Path):
     log = tmp_path / "log"
     works = [
         work._replace(outputs=[2] * 4, prompts=work.prompts[:4])
-        for work in make_work(encode, [2], 4)
+        for work in make_measurements(encode, [2], 4)
     ][:1]
     gone = Peer("gone", ("/nowhere/engine",), {}, "a fake")
     peers = [
@@ -179,7 +173,7 @@ def test_the_table_has_a_column_for_each_measurement_and_the_machine_above():
 
 
 def test_the_work_is_that_of_the_table():
-    works = make_work(encode, [32, 1], 96)
+    works = make_measurements(encode, [32, 1], 96)
     assert [(work.name, work.streams, len(work.outputs)) for work in works] == [
         ("streams_32", 32, 96),
         ("streams_1", 1, 16),

@@ -13,7 +13,7 @@ import pytest
 
 from jitney.engine import LLM
 from jitney.engine.bench import step
-from jitney.engine.bench.step import Case, Timing, cases, measured_floor, plan_of, table_of
+from jitney.engine.bench.step import StepCase, StepTiming, cases, measured_floor, plan_of, table_of
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_step import show
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
@@ -45,7 +45,7 @@ def test_every_case_is_a_step_the_engine_could_plan(
 
 
 def test_the_work_of_a_case_by_hand():
-    plan = plan_of(Case(Bucket(64, 8), (100, 20), ((0, 10), (30, 4))), 0, 16)
+    plan = plan_of(StepCase(Bucket(64, 8), (100, 20), ((0, 10), (30, 4))), 0, 16)
     # pairs: 1 + 2 + ... + 10, and 31 + 32 + 33 + 34
     assert plan.work == StepWork(decode=2, prompt=14, keys=101 + 21, longest=101, pairs=55 + 130)
     assert [len(chunk.seq.pages) for chunk in plan.chunks] == [7, 2, 1, 3]
@@ -54,7 +54,11 @@ def test_the_work_of_a_case_by_hand():
 def test_the_table_goes_through_the_medians():
     bucket = Bucket(4, 4)
     timings = [
-        Timing(Case(bucket, (length,) * 4), StepWork(4, 0, 4 * length, length), [0.9 * t, t, 5 * t])
+        StepTiming(
+            StepCase(bucket, (length,) * 4),
+            StepWork(4, 0, 4 * length, length),
+            [0.9 * t, t, 5 * t],
+        )
         for length in (10, 100, 1000)
         for t in [0.01 + 1e-5 * length]
     ]
