@@ -26,7 +26,7 @@ def jax_triton() -> ModuleType:
     """The `jax_triton` module with a live NVIDIA backend. Raises ImportError with the reason where
     there is none.
     """
-    check_versions()
+    _check_versions()
     name_tf32()
     cache = os.environ.get("TRITON_CACHE_DIR")  # importing jax-triton <= 0.4.1 deletes it
     module = importlib.import_module("jax_triton")
@@ -35,7 +35,7 @@ def jax_triton() -> ModuleType:
     return module
 
 
-def check_versions() -> None:
+def _check_versions() -> None:
     """Raise ImportError for a jax and jax-triton that cannot work together, naming both.
 
     jax 0.12 calls elimination rules with a third argument that jax-triton <= 0.4.1 does not take:

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 #: Largest error that rounding explains, by dtype of the activations, and with a pool of 8 bits.
 LIMITS = {"bfloat16": 0.125, "float16": 0.125, "float32": 0.01}
-NARROW_POOL_LIMIT = 0.5
+_NARROW_POOL_LIMIT = 0.5
 #: Largest share of a row's probability by which two ways to cut it may differ.
-MASS_LIMIT = 1e-3
+_MASS_LIMIT = 1e-3
 
 #: What is proved -> the fields of a kernel set that fall with it.
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -92,7 +92,7 @@ def prove(kernels: KernelSet, shapes: ServedShapes) -> tuple[Proof, ...]:
     proofs = []
     started = time.perf_counter()
     for kernel in CHECKS:
-        if replaces_reference(kernels, kernel):
+        if _replaces_reference(kernels, kernel):
             proofs += _proved(kernel, kernels, shapes)
     seconds = time.perf_counter() - started
     errors = ", ".join(f"{proof.kernel} {proof.error:.2g}" for proof in proofs)
@@ -100,7 +100,7 @@ def prove(kernels: KernelSet, shapes: ServedShapes) -> tuple[Proof, ...]:
     return tuple(proofs)
 
 
-def replaces_reference(kernels: KernelSet, kernel: str) -> bool:
+def _replaces_reference(kernels: KernelSet, kernel: str) -> bool:
     """Whether the set has a kernel of its own under this key of FIELDS."""
     plain = reference()
     return any(getattr(kernels, field) is not getattr(plain, field) for field in FIELDS[kernel])
@@ -122,9 +122,9 @@ def _proved(kernel: str, kernels: KernelSet, shapes: ServedShapes) -> list[Proof
 def _limit_for(kernel: str, shapes: ServedShapes) -> float:
     """The error that rounding explains."""
     if kernel == "sampling cut":
-        return MASS_LIMIT
+        return _MASS_LIMIT
     if kernel == "attention" and shapes.kv_dtype not in LIMITS:
-        return NARROW_POOL_LIMIT
+        return _NARROW_POOL_LIMIT
     return LIMITS[shapes.dtype]
 
 

@@ -20,10 +20,10 @@ from jitney.kernels.scales import limit_of
 #: Most sequences of a step whose contexts are long; the others have a page or two.
 LONG = 8
 #: Random numbers of a quantised pool: so many times their spread fills its range.
-SPREADS = 8
+_SPREADS = 8
 
 
-class StepArrays(NamedTuple):
+class _StepArrays(NamedTuple):
     """What a kernel is given of a step."""
 
     q: Any  # [T, H, D]
@@ -35,10 +35,10 @@ class StepArrays(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionStep:
+class _AttentionStep:
     """The attention's part of one step, in numpy."""
 
-    arrays: StepArrays
+    arrays: _StepArrays
     rows: int  # that are not padding, the first of the T
     limit: float  # greatest number of a pool of 8 bits, else 0
 
@@ -79,14 +79,14 @@ def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
     A set with `rotate_and_write` is asked for that and for `attend`, as models do.
     """
     sizes = sorted({shapes.decode[0], shapes.decode[-1]})
-    steps = [decode_step(shapes, seats) for seats in sizes]
-    steps.append(mixed_step(shapes))
+    steps = [_decode_step(shapes, seats) for seats in sizes]
+    steps.append(_mixed_step(shapes))
     writes = kernels.rotate_and_write is None
     if not writes:
-        yield from rotation_errors(kernels, shapes, steps[-1])
+        yield from _rotation_errors(kernels, shapes, steps[-1])
     scale = shapes.head_dim**-0.5
 
-    def call(given: StepArrays, window: int) -> tuple[jax.Array, jax.Array]:
+    def call(given: _StepArrays, window: int) -> tuple[jax.Array, jax.Array]:
         q, k, v, kv, meta, factors = given
         options: dict[str, Any] = {"scale": scale, "window": window, **factors}
         if shapes.softcap:
@@ -95,7 +95,7 @@ def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
             return kernels.paged_attention(q, k, v, kv, meta, **options)
         return kernels.attend(q, kv, meta, **options), kv
 
-    def call_all(inputs: list[StepArrays]) -> list[tuple[jax.Array, jax.Array]]:
+    def call_all(inputs: list[_StepArrays]) -> list[tuple[jax.Array, jax.Array]]:
         return [call(given, window) for window in shapes.windows for given in inputs]
 
     results = iter(jax.jit(call_all)([step.arrays for step in steps]))
@@ -109,7 +109,7 @@ def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
 
 
 def _definition(
-    shapes: ServedShapes, step: AttentionStep, pool: np.ndarray, scale: float, window: int
+    shapes: ServedShapes, step: _AttentionStep, pool: np.ndarray, scale: float, window: int
 ) -> np.ndarray:
     """What the step's rows ought to be, [T, H, D], over this pool."""
     meta = step.arrays.meta
@@ -125,8 +125,8 @@ def _definition(
     )
 
 
-def rotation_errors(
-    kernels: KernelSet, shapes: ServedShapes, step: AttentionStep
+def _rotation_errors(
+    kernels: KernelSet, shapes: ServedShapes, step: _AttentionStep
 ) -> Iterator[float]:
     """Of the kernel that norms, rotates and writes, in a step with prompts."""
     assert kernels.rotate_and_write is not None
@@ -151,7 +151,7 @@ def rotation_errors(
     yield distance(_in_floats(np.asarray(got_kv), step), _in_floats(pool, step))
 
 
-def _written(step: AttentionStep, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+def _written(step: _AttentionStep, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """The step's pool with k and v [T, K, D] in it."""
     given = step.arrays
     kv = given.kv.copy()
@@ -166,7 +166,7 @@ def _written(step: AttentionStep, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return kv
 
 
-def _in_floats(kv: np.ndarray, step: AttentionStep) -> np.ndarray:
+def _in_floats(kv: np.ndarray, step: _AttentionStep) -> np.ndarray:
     """The numbers that a pool [N, page, 2K, D] stands for, float32."""
     wide = kv.astype(np.float32)
     factors = step.arrays.factors
@@ -182,13 +182,13 @@ def _context_lengths(shapes: ServedShapes, count: int) -> list[int]:
     return [max(1, min(length, shapes.context)) for length in lengths]
 
 
-def decode_step(shapes: ServedShapes, seats: int) -> AttentionStep:
+def _decode_step(shapes: ServedShapes, seats: int) -> _AttentionStep:
     """A step of one row a seat; the last seat is empty where there is more than one."""
     lengths = _context_lengths(shapes, max(1, seats - 1))
     return _make_step(shapes, lengths, [], rows=seats, seqs=seats)
 
 
-def mixed_step(shapes: ServedShapes) -> AttentionStep:
+def _mixed_step(shapes: ServedShapes) -> _AttentionStep:
     """The smallest step with prompts: some rows decode, one prompt begins, others go on in the
     middle of a page and of a context."""
     rows, seqs = shapes.mixed[0], shapes.decode[-1]
@@ -212,7 +212,7 @@ def _make_step(
     *,
     rows: int,
     seqs: int,
-) -> AttentionStep:
+) -> _AttentionStep:
     """Random numbers for rows that decode at these contexts, and prompts of (context, new rows).
 
     Their pages are scattered over the pool; T rows and S sequences, so the rest is padding.
@@ -245,8 +245,8 @@ def _make_step(
     new_shape = (2, rows, shapes.n_kv_heads, shapes.head_dim)
     k, v = rng.standard_normal(new_shape, np.float32).astype(dtype)
     pool, factors, limit = _random_pool(rng, shapes, n_pages)
-    arrays = StepArrays(q, k, v, pool, meta, factors)
-    return AttentionStep(arrays, rows=sequences.rows, limit=limit)
+    arrays = _StepArrays(q, k, v, pool, meta, factors)
+    return _AttentionStep(arrays, rows=sequences.rows, limit=limit)
 
 
 def _random_pool(
@@ -259,6 +259,6 @@ def _random_pool(
     factors: dict[str, np.ndarray] = {}
     limit = limit_of(jnp.zeros((), shapes.kv_dtype))
     if limit:
-        kv = np.clip(kv * limit / SPREADS, -limit, limit)
-        factors["kv_scales"] = np.full(n_rows, SPREADS / limit, np.float32)
+        kv = np.clip(kv * limit / _SPREADS, -limit, limit)
+        factors["kv_scales"] = np.full(n_rows, _SPREADS / limit, np.float32)
     return kv.astype(jnp.dtype(shapes.kv_dtype)), factors, limit

@@ -19,12 +19,12 @@ from jitney.kernels.scales import as_stored, scales_of
 
 #: Keys per chunk: small enough that a short context wastes little, large enough for XLA:CPU's
 #: matrix products.
-DECODE_KEYS = 128
-PREFILL_KEYS = 128
+_DECODE_KEYS = 128
+_PREFILL_KEYS = 128
 #: Sequences that share a trip count in decode.
-DECODE_GROUP = 8
+_DECODE_GROUP = 8
 #: Query rows per prefill block.
-PREFILL_ROWS = 128
+_PREFILL_ROWS = 128
 #: Score of a key a row must not see; finite, so that a row that sees nothing gives 0 and not NaN.
 HIDDEN = -1e30
 
@@ -39,7 +39,7 @@ class Scoring(NamedTuple):
     values: jax.Array | None  # and of its values
 
 
-class Carry(NamedTuple):
+class _Carry(NamedTuple):
     """The running softmax of some rows, float32."""
 
     top: jax.Array  # [..., rows] greatest score so far
@@ -76,15 +76,15 @@ def attend(
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `jitney.kernels.interface.Attend`."""
-    keys, values = head_factors(kv, kv_scales, q.shape[1])
+    keys, values = _head_factors(kv, kv_scales, q.shape[1])
     how = Scoring(scale, window, softcap, keys, values)
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     if n_rows == n_seqs:  # a decode-only bucket: row s is sequence s
-        return attend_decode(q, kv, meta.page_table, meta.kv_lens, how)
+        return _attend_decode(q, kv, meta.page_table, meta.kv_lens, how)
     decodes = jnp.arange(n_seqs) < meta.counts[0]
     decode_lens = jnp.where(decodes, meta.kv_lens, 0)
-    decoded = attend_decode(q[:n_seqs], kv, meta.page_table, decode_lens, how)
-    o = attend_prefill(q, kv, meta, how)
+    decoded = _attend_decode(q[:n_seqs], kv, meta.page_table, decode_lens, how)
+    o = _attend_prefill(q, kv, meta, how)
     first = jnp.where(decodes[:, None, None], decoded, o[:n_seqs])
     return jax.lax.dynamic_update_slice_in_dim(o, first, 0, axis=0)
 
@@ -160,7 +160,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def head_factors(
+def _head_factors(
     kv: jax.Array, kv_scales: jax.Array | None, n_heads: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """(keys [H], values [H]): factors of what each query head reads from a quantised pool, None for
@@ -189,7 +189,7 @@ def write_kv(
     return flat.at[rows].set(new, mode="drop", unique_indices=True).reshape(kv.shape)
 
 
-def attend_decode(
+def _attend_decode(
     q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, how: Scoring
 ) -> jax.Array:
     """One query row a sequence: q [S, H, D], page_table [S, P], kv_lens [S] (0: no sequence) -> [S,
@@ -200,24 +200,24 @@ def attend_decode(
     that take none.
     """
     n_seqs = q.shape[0]
-    if n_seqs <= DECODE_GROUP or n_seqs % DECODE_GROUP:
-        return attend_group(q, kv, page_table, kv_lens, how)
+    if n_seqs <= _DECODE_GROUP or n_seqs % _DECODE_GROUP:
+        return _attend_group(q, kv, page_table, kv_lens, how)
 
     def group(g: jax.Array, o: jax.Array) -> jax.Array:
-        first = g * DECODE_GROUP
-        queries = jax.lax.dynamic_slice_in_dim(q, first, DECODE_GROUP)
-        tables = jax.lax.dynamic_slice_in_dim(page_table, first, DECODE_GROUP)
-        lens = jax.lax.dynamic_slice_in_dim(kv_lens, first, DECODE_GROUP)
-        done = attend_group(queries, kv, tables, lens, how)
+        first = g * _DECODE_GROUP
+        queries = jax.lax.dynamic_slice_in_dim(q, first, _DECODE_GROUP)
+        tables = jax.lax.dynamic_slice_in_dim(page_table, first, _DECODE_GROUP)
+        lens = jax.lax.dynamic_slice_in_dim(kv_lens, first, _DECODE_GROUP)
+        done = _attend_group(queries, kv, tables, lens, how)
         return jax.lax.dynamic_update_slice_in_dim(o, done, first, 0)
 
-    return jax.lax.fori_loop(0, n_seqs // DECODE_GROUP, group, jnp.zeros_like(q))
+    return jax.lax.fori_loop(0, n_seqs // _DECODE_GROUP, group, jnp.zeros_like(q))
 
 
-def attend_group(
+def _attend_group(
     q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, how: Scoring
 ) -> jax.Array:
-    """`attend_decode` for sequences that take the same number of rounds; same shapes.
+    """`_attend_decode` for sequences that take the same number of rounds; same shapes.
 
     The queries are spread over a row of the pool ([H, W], W = 2K * D, zero outside their own key
     head), so that scores and values are one product per sequence over the pages as they lie: six
@@ -226,33 +226,33 @@ def attend_group(
     """
     n_seqs, n_heads, dim = q.shape
     n_kv = kv.shape[2] // 2
-    wide = spread_queries(q, n_kv)  # [S, H, W]
-    pages = chunk_pages(kv, page_table, DECODE_KEYS)
+    wide = _spread_queries(q, n_kv)  # [S, H, W]
+    pages = _chunk_pages(kv, page_table, _DECODE_KEYS)
     n_keys = pages * kv.shape[1]  # C
     first_seen = jnp.zeros_like(kv_lens)
     if how.window:
         first_seen = jnp.maximum(kv_lens - how.window, 0)
 
-    def chunk(i: jax.Array, carry: Carry) -> Carry:
+    def chunk(i: jax.Array, carry: _Carry) -> _Carry:
         ids = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
-        rows = read_pages(kv, ids).reshape(n_seqs, n_keys, -1).astype(q.dtype)
+        rows = _read_pages(kv, ids).reshape(n_seqs, n_keys, -1).astype(q.dtype)
         scores = product("shw,scw->shc", wide, rows)
         position = i * n_keys + jnp.arange(n_keys)
         seen = (position < kv_lens[:, None]) & (position >= first_seen[:, None])
-        scores = finish_scores(scores, seen[:, None], how, how.keys)
+        scores = _finish_scores(scores, seen[:, None], how, how.keys)
         return merge(carry, scores, lambda p: product("shc,scw->shw", p.astype(rows.dtype), rows))
 
     present = kv_lens > 0
     start = jnp.min(jnp.where(present, first_seen, jnp.max(first_seen))) // n_keys
     stop = rounds(jnp.max(kv_lens), n_keys)
-    o = online_softmax(chunk, start, stop, (n_seqs, n_heads), 2 * n_kv * dim)
-    o = gather_values(o, n_kv, dim)
+    o = _online_softmax(chunk, start, stop, (n_seqs, n_heads), 2 * n_kv * dim)
+    o = _gather_values(o, n_kv, dim)
     if how.values is not None:
         o *= how.values[:, None]
     return o.astype(q.dtype)
 
 
-def spread_queries(q: jax.Array, n_kv: int) -> jax.Array:
+def _spread_queries(q: jax.Array, n_kv: int) -> jax.Array:
     """q [S, H, D] -> [S, H, 2K * D]: each query in the columns of its key head, zero elsewhere.
 
     Slices are copied: a product with a 0/1 mask costs XLA:CPU five times as much in index
@@ -268,7 +268,7 @@ def spread_queries(q: jax.Array, n_kv: int) -> jax.Array:
     return wide
 
 
-def gather_values(o: jax.Array, n_kv: int, dim: int) -> jax.Array:
+def _gather_values(o: jax.Array, n_kv: int, dim: int) -> jax.Array:
     """o [S, H, 2K * D] -> [S, H, D]: each query head's own value columns."""
     group = o.shape[1] // n_kv
     own = []
@@ -278,7 +278,7 @@ def gather_values(o: jax.Array, n_kv: int, dim: int) -> jax.Array:
     return jnp.concatenate(own, axis=1)
 
 
-def attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: Scoring) -> jax.Array:
+def _attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: Scoring) -> jax.Array:
     """The rows of prompt chunks: q [T, H, D] -> [T, H, D]; rows of decoding sequences and padding
     are undefined.
 
@@ -286,7 +286,7 @@ def attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: Scorin
     next block, since blocks lie in row order.
     """
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
-    size = min(PREFILL_ROWS, n_rows)
+    size = min(_PREFILL_ROWS, n_rows)
     q_lens = jnp.diff(meta.cu_q)
     blocks = jnp.where(jnp.arange(n_seqs) < meta.counts[0], 0, -(-q_lens // size))
     last_block = jnp.cumsum(blocks)  # [S], exclusive end of each sequence's blocks
@@ -298,13 +298,13 @@ def attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: Scorin
         row = meta.cu_q[seq] + skip
         first = meta.kv_lens[seq] - q_lens[seq] + skip  # absolute position of the block's first row
         rows = jax.lax.dynamic_slice_in_dim(q, row, size, 0)
-        done = attend_block(rows, kv, meta.page_table[seq], first, meta.kv_lens[seq], how)
+        done = _attend_block(rows, kv, meta.page_table[seq], first, meta.kv_lens[seq], how)
         return jax.lax.dynamic_update_slice_in_dim(o, done, row, 0)
 
     return jax.lax.fori_loop(0, last_block[-1], block, jnp.zeros_like(q))[:n_rows]
 
 
-def attend_block(
+def _attend_block(
     q: jax.Array,
     kv: jax.Array,
     pages_of: jax.Array,
@@ -318,16 +318,16 @@ def attend_block(
     n_rows, n_heads, dim = q.shape
     n_kv = kv.shape[2] // 2
     group = n_heads // n_kv
-    tall = by_key_head(q, n_kv)  # [K, M, D]
-    pages = chunk_pages(kv, pages_of[None], PREFILL_KEYS)
+    tall = _by_key_head(q, n_kv)  # [K, M, D]
+    pages = _chunk_pages(kv, pages_of[None], _PREFILL_KEYS)
     n_keys = pages * kv.shape[1]  # C
     position = first + jnp.arange(n_rows)[:, None]  # [B, 1]
     key_factors = per_row(how.keys, n_kv, n_rows)
     value_factors = per_row(how.values, n_kv, n_rows)
 
-    def chunk(i: jax.Array, carry: Carry) -> Carry:
+    def chunk(i: jax.Array, carry: _Carry) -> _Carry:
         ids = jax.lax.dynamic_slice_in_dim(pages_of, i * pages, pages, axis=0)
-        rows = read_pages(kv, ids).reshape(n_keys, n_kv, 2, dim).astype(q.dtype)
+        rows = _read_pages(kv, ids).reshape(n_keys, n_kv, 2, dim).astype(q.dtype)
         keys = rows[:, :, 0].transpose(1, 0, 2)  # [K, C, D]
         values = rows[:, :, 1].transpose(1, 0, 2)  # [K, C, D]
         scores = product("kmd,kcd->kmc", tall, keys)
@@ -335,21 +335,21 @@ def attend_block(
         seen = (key_position <= position) & (key_position < kv_len)
         if how.window:
             seen &= key_position > position - how.window
-        scores = finish_scores(scores, jnp.tile(seen, (group, 1)), how, key_factors)
+        scores = _finish_scores(scores, jnp.tile(seen, (group, 1)), how, key_factors)
         return merge(
             carry, scores, lambda p: product("kmc,kcd->kmd", p.astype(values.dtype), values)
         )
 
     start = jnp.maximum(first - how.window + 1, 0) // n_keys if how.window else 0
     stop = rounds(jnp.minimum(first + n_rows, kv_len), n_keys)
-    o = online_softmax(chunk, start, stop, (n_kv, group * n_rows), dim)
+    o = _online_softmax(chunk, start, stop, (n_kv, group * n_rows), dim)
     if value_factors is not None:
         o *= value_factors[:, :, None]
     by_row = o.reshape(n_kv, group, n_rows, dim).transpose(2, 0, 1, 3)
     return by_row.reshape(n_rows, n_heads, dim).astype(q.dtype)
 
 
-def by_key_head(q: jax.Array, n_kv: int) -> jax.Array:
+def _by_key_head(q: jax.Array, n_kv: int) -> jax.Array:
     """q [B, H, D] -> [K, G * B, D]: the rows of one query head together."""
     n_rows, n_heads, dim = q.shape
     grouped = q.reshape(n_rows, n_kv, n_heads // n_kv, dim).transpose(1, 2, 0, 3)
@@ -357,7 +357,7 @@ def by_key_head(q: jax.Array, n_kv: int) -> jax.Array:
 
 
 def per_row(factors: jax.Array | None, n_kv: int, n_rows: int) -> jax.Array | None:
-    """A factor per query head [H] for each row of `by_key_head`: [K, G * B]; None stays."""
+    """A factor per query head [H] for each row of `_by_key_head`: [K, G * B]; None stays."""
     if factors is None:
         return None
     return jnp.repeat(factors.reshape(n_kv, -1), n_rows, axis=1)
@@ -368,7 +368,7 @@ def product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(axes, x, y, preferred_element_type=jnp.float32)
 
 
-def read_pages(kv: jax.Array, ids: jax.Array) -> jax.Array:
+def _read_pages(kv: jax.Array, ids: jax.Array) -> jax.Array:
     """Pages [...] of the pool, each as one row of all its numbers."""
     return kv.reshape(kv.shape[0], -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
 
@@ -378,7 +378,7 @@ def rounds(keys: jax.Array, n_keys: int) -> jax.Array:
     return -(-keys // n_keys)
 
 
-def finish_scores(
+def _finish_scores(
     scores: jax.Array, seen: jax.Array, how: Scoring, factors: jax.Array | None
 ) -> jax.Array:
     """Products of queries and keys [..., rows, C] scaled, capped, and HIDDEN where not `seen`.
@@ -392,8 +392,8 @@ def finish_scores(
     return jnp.where(seen, scores, HIDDEN)
 
 
-def online_softmax(
-    chunk: Callable[[jax.Array, Carry], Carry],
+def _online_softmax(
+    chunk: Callable[[jax.Array, _Carry], _Carry],
     start: jax.Array | int,
     stop: jax.Array,
     shape: tuple[int, ...],
@@ -402,12 +402,12 @@ def online_softmax(
     """Run `chunk` over the chunks [start, stop) -> sums of weighted values, float32 [*shape,
     width].
     """
-    empty = Carry(jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    empty = _Carry(jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
     done = jax.lax.fori_loop(start, stop, chunk, empty)
     return done.acc / jnp.maximum(done.total, 1e-30)[..., None]
 
 
-def merge(carry: Carry, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Carry:
+def merge(carry: _Carry, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> _Carry:
     """Add one chunk's scores [..., rows, C] to the running softmax; weigh(p) gives p's sum of
     values.
 
@@ -419,10 +419,10 @@ def merge(carry: Carry, scores: jax.Array, weigh: Callable[[jax.Array], jax.Arra
     p = jnp.exp(scores - top[..., None])
     keep = jnp.exp(carry.top - top)
     total = carry.total * keep + jnp.sum(p, axis=-1)
-    return Carry(top, total, carry.acc * keep[..., None] + weigh(p))
+    return _Carry(top, total, carry.acc * keep[..., None] + weigh(p))
 
 
-def chunk_pages(kv: jax.Array, page_table: jax.Array, keys: int) -> int:
+def _chunk_pages(kv: jax.Array, page_table: jax.Array, keys: int) -> int:
     """Pages per chunk: about `keys` positions, a divisor of P so that the last chunk never runs off
     the table.
     """

@@ -119,7 +119,7 @@ def pallas() -> KernelSet:
 
     Raises KernelError on another platform.
     """
-    return on_tpu(pallas_set())
+    return _on_tpu(pallas_set())
 
 
 @cache
@@ -138,7 +138,7 @@ def pallas_set() -> KernelSet:
     )
 
 
-def on_tpu(kernels: KernelSet) -> KernelSet:
+def _on_tpu(kernels: KernelSet) -> KernelSet:
     """These kernels, if jax runs on a TPU; KernelError if not."""
     if jax.default_backend() != "tpu":
         raise KernelError(f"kernels {kernels.name} need a TPU; jax runs on {jax.default_backend()}")

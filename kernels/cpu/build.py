@@ -44,7 +44,7 @@ FLAGS = (
 )
 #: Without the compiler's own runtime libraries a library runs beside whatever versions of them are
 #: loaded already.
-STATIC = ("-static-libstdc++", "-static-libgcc")
+_STATIC = ("-static-libstdc++", "-static-libgcc")
 #: What a library holds beside the digest of the sources it was made of.
 MARK = "jitney kernel sources "
 ADVICE = (
@@ -67,11 +67,11 @@ class Level:
 
 
 V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
-V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 #: Greatest first.
 LEVELS = (
-    Level("avx512_bf16", "x86-64-v4", ("avx512bf16",), V4 | {"avx512_bf16"}),
-    Level("avx512", "x86-64-v4", (), V4),
+    Level("avx512_bf16", "x86-64-v4", ("avx512bf16",), _V4 | {"avx512_bf16"}),
+    Level("avx512", "x86-64-v4", (), _V4),
     Level("avx2", "x86-64-v3", (), V3),
 )
 
@@ -209,7 +209,7 @@ def compile_level(
             str(linked),
         ]
         try:
-            run([*link, *STATIC])
+            run([*link, *_STATIC])
         except BuildError:  # some systems have no static ones
             run(link)
         target.parent.mkdir(parents=True, exist_ok=True)

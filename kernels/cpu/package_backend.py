@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 Settings = dict[str, Any] | None
 
 
-def build_module() -> ModuleType:
+def _build_module() -> ModuleType:
     """`jitney.kernels.cpu.build`, which cannot be imported by its name yet."""
     spec = importlib.util.spec_from_file_location(
         "jitney_kernels_build", Path(__file__).parent / "build.py"
@@ -41,7 +41,7 @@ def build_module() -> ModuleType:
     return module
 
 
-def requirements() -> list[str]:
+def _requirements() -> list[str]:
     """What compiling needs besides setuptools: jaxlib as the package asks for jax, and a compiler
     if there is none.
     """
@@ -50,22 +50,22 @@ def requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     jax = next(line for line in project["dependencies"] if line.startswith("jax>"))
     needed = [f"jaxlib{jax.removeprefix('jax')}"]
-    if next(build_module().compilers(), None) is None:
+    if next(_build_module().compilers(), None) is None:
         needed.append("ziglang>=0.14")
     return needed
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *requirements()]
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *_requirements()]
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    return [*build_meta.get_requires_for_build_editable(config_settings), *requirements()]
+    return [*build_meta.get_requires_for_build_editable(config_settings), *_requirements()]
 
 
-def compile_kernels(every_level: bool) -> bool:
+def _compile_kernels(every_level: bool) -> bool:
     """Compile them; False, with a line that says why, if none could be."""
-    build = build_module()
+    build = _build_module()
     made = []
     try:
         levels = build.LEVELS if every_level else build.levels_here()[:1]
@@ -88,7 +88,7 @@ def build_wheel(
     if (
         platform.system() == "Linux"
         and platform.machine() == "x86_64"
-        and compile_kernels(every_level=True)
+        and _compile_kernels(every_level=True)
     ):
         name = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         settings["--build-option"] = ["--plat-name", name]
@@ -99,5 +99,5 @@ def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
     """An editable install, with the library for this CPU beside its sources."""
-    compile_kernels(every_level=False)
+    _compile_kernels(every_level=False)
     return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)

@@ -20,7 +20,7 @@ from jitney.kernels.cpu import library
 #: Most rows that are multiplied with weights that are not arranged.
 MOST_ROWS = 8
 #: Columns of a vector, and most vectors of a panel's rows.
-LANES, VECTORS = 16, 6
+LANES, _VECTORS = 16, 6
 
 
 def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
@@ -38,7 +38,7 @@ def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
         or size_out % (LANES * parts)
     ):
         return w
-    vectors = divisor(size_out // parts // LANES, VECTORS // parts)
+    vectors = divisor(size_out // parts // LANES, _VECTORS // parts)
     split = w.reshape(size_in // 2, 2, parts, -1, vectors * LANES)
     return split.transpose(3, 0, 2, 4, 1).reshape(-1, size_in // 2, parts * vectors * LANES, 2)
 
@@ -53,7 +53,7 @@ def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     `dtype`.
     """
     if w.ndim == 4:
-        return call_panels(x, w, dtype, gated=False)
+        return _call_panels(x, w, dtype, gated=False)
     if x.ndim != 2 or not served(x, w) or w.shape[1] % LANES:
         return reference.matmul(x, w, dtype)
     shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
@@ -67,7 +67,7 @@ def gated(x: jax.Array, w: jax.Array) -> jax.Array:
     in x's dtype.
     """
     if w.ndim == 4:
-        return call_panels(x, w, jnp.bfloat16, gated=True)
+        return _call_panels(x, w, jnp.bfloat16, gated=True)
     return reference.gate(matmul(x, w), x.dtype)
 
 
@@ -94,7 +94,7 @@ def served(x: jax.Array, w: jax.Array) -> bool:
     return 1 <= x.shape[0] <= MOST_ROWS and w.dtype in (jnp.bfloat16, jnp.float32)
 
 
-def call_panels(x: jax.Array, w: jax.Array, dtype: Any, *, gated: bool) -> jax.Array:
+def _call_panels(x: jax.Array, w: jax.Array, dtype: Any, *, gated: bool) -> jax.Array:
     """bfloat16 [T, I] times panels [P, I / 2, C, 2] -> [T, P * C], or half as many columns if
     gated, in dtype.
     """

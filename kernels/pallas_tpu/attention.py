@@ -37,17 +37,17 @@ LOG2E = math.log2(math.e)
 HIDDEN = -1e30
 
 
-class Ring(NamedTuple):
+class _Ring(NamedTuple):
     """Blocks of the pool on their way in."""
 
     pages: Any  # [depth, C, R, W]
     arrived: Any  # DMA semaphores [depth]
 
 
-class Buffers(NamedTuple):
+class _Buffers(NamedTuple):
     """Scratch memory of a sweep; B query rows, M = G * B."""
 
-    ring: Ring
+    ring: _Ring
     rows: Any  # [depth, B, H, W]: query rows as they came
     queries: Any  # [K, M, W]: of the item
     top: Any  # float32 [K, M, 128]: running maximum, alike in all lanes
@@ -76,22 +76,22 @@ def attention_kernel(
         write(fixed, step, wrote)
     for slot in range(fixed.depth):  # a hidden key still meets its value, as 0 * v
         pages[slot] = jnp.zeros(pages.shape[1:], pages.dtype)
-    ring = Ring(pages, arrived)
+    ring = _Ring(pages, arrived)
     n_decode, n_seqs = counts[0], counts[1]
-    sweep_in_scope(fixed, step, ring, 1, jnp.int32(0), n_decode)
+    _sweep_in_scope(fixed, step, ring, 1, jnp.int32(0), n_decode)
     if fixed.block:
-        sweep_in_scope(fixed, step, ring, fixed.block, n_decode, n_seqs)
+        _sweep_in_scope(fixed, step, ring, fixed.block, n_decode, n_seqs)
 
 
-def sweep_in_scope(
-    fixed: Constants, step: StepRefs, ring: Ring, size: int, first: jax.Array, end: jax.Array
+def _sweep_in_scope(
+    fixed: Constants, step: StepRefs, ring: _Ring, size: int, first: jax.Array, end: jax.Array
 ) -> None:
     """`sweep` with scratch memory for items of `size` query rows."""
     heads, width = fixed.layout.heads, fixed.layout.width
     tile = fixed.group * size
     dtype = step.q.dtype
     pl.run_scoped(
-        lambda *scratch: sweep(fixed, step, Buffers(ring, *scratch), first, end),
+        lambda *scratch: sweep(fixed, step, _Buffers(ring, *scratch), first, end),
         pltpu.VMEM((fixed.depth, size, fixed.n_heads, width), dtype),
         pltpu.VMEM((heads, tile, width), dtype),
         pltpu.VMEM((heads, tile, 128), jnp.float32),
@@ -103,7 +103,7 @@ def sweep_in_scope(
     )
 
 
-Act = Callable[[Any], None]
+_Act = Callable[[Any], None]
 
 
 def begin(copy: Any) -> None:
@@ -120,11 +120,11 @@ def write(fixed: Constants, step: StepRefs, wrote: Any) -> None:
     """Copy the new rows into their pages, whole pages where rows fill one, and wait until all are
     there.
     """
-    each_write(fixed, step, wrote, begin)
-    each_write(fixed, step, wrote, wait)
+    _each_write(fixed, step, wrote, begin)
+    _each_write(fixed, step, wrote, wait)
 
 
-def each_write(fixed: Constants, step: StepRefs, wrote: Any, act: Act) -> None:
+def _each_write(fixed: Constants, step: StepRefs, wrote: Any, act: _Act) -> None:
     """act(copy) for each copy of a row, or of a page of rows, into the pool."""
     page = fixed.page
     n_rows, n_slots = step.new.shape[0], step.pool.shape[0] * page
@@ -148,7 +148,7 @@ def each_write(fixed: Constants, step: StepRefs, wrote: Any, act: Act) -> None:
     lax.while_loop(lambda row: row < step.counts[2], body, jnp.int32(0))
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """Where a sweep is."""
 
     at: Cursor  # the block that is computed on
@@ -158,7 +158,7 @@ class State(NamedTuple):
 
 
 def sweep(
-    fixed: Constants, step: StepRefs, buffers: Buffers, first: jax.Array, end: jax.Array
+    fixed: Constants, step: StepRefs, buffers: _Buffers, first: jax.Array, end: jax.Array
 ) -> None:
     """Attend for sequences [first, end), one item after the other."""
     walk = Walk(fixed, step, buffers.rows.shape[1])
@@ -169,7 +169,7 @@ def sweep(
         pl.when(ahead.seq < end)(partial(fetch, walk, buffers, ahead, slot, begin))
         ahead = walk.after(ahead)
 
-    def body(state: State) -> State:
+    def body(state: _State) -> _State:
         at, ahead, slot, half = state
         free = lax.rem(slot + fixed.depth - 1, fixed.depth)
         pl.when(ahead.seq < end)(partial(fetch, walk, buffers, ahead, free, begin))
@@ -180,15 +180,15 @@ def sweep(
         last = walk.is_last(at)
         pl.when(last)(partial(finish, fixed, step, walk, buffers, at, half))
         next_slot = lax.rem(slot + 1, fixed.depth)
-        return State(walk.after(at), walk.after(ahead), next_slot, jnp.where(last, 1 - half, half))
+        return _State(walk.after(at), walk.after(ahead), next_slot, jnp.where(last, 1 - half, half))
 
-    state = State(walk.begin(first), ahead, jnp.int32(0), jnp.int32(0))
+    state = _State(walk.begin(first), ahead, jnp.int32(0), jnp.int32(0))
     lax.while_loop(lambda state: state.at.seq < end, body, state)
     for half in range(2):
         leave(step, buffers, half, jnp.int32(0), wait)
 
 
-def fetch(walk: Walk, buffers: Buffers, at: Cursor, slot: Any, act: Act) -> None:
+def fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: Any, act: _Act) -> None:
     """Start, or await, the copies of a block's pages, and of the query rows if it is the item's
     first.
     """
@@ -223,7 +223,7 @@ def by_rows(size: int, count: jax.Array, act: Callable[[Any, int], None]) -> Non
         pl.when(count < size)(lambda: lax.fori_loop(0, count, lambda row, _: act(row, 1), None))
 
 
-def start(fixed: Constants, buffers: Buffers, slot: jax.Array) -> None:
+def start(fixed: Constants, buffers: _Buffers, slot: jax.Array) -> None:
     """An item's queries by key head, and the softmax of nothing."""
     size = buffers.rows.shape[1]
     rows = buffers.rows[slot]  # [B, H, W]
@@ -237,13 +237,13 @@ def start(fixed: Constants, buffers: Buffers, slot: jax.Array) -> None:
 def attend(
     fixed: Constants,
     step: StepRefs,
-    buffers: Buffers,
+    buffers: _Buffers,
     slot: jax.Array,
     position: jax.Array,
     first: jax.Array,
 ) -> None:
     """Add a block of keys, the first at position `first`, to the item's softmax."""
-    keys, values = by_head(fixed, buffers.ring.pages[slot], buffers.queries.dtype)  # [K, C, W]
+    keys, values = _by_head(fixed, buffers.ring.pages[slot], buffers.queries.dtype)  # [K, C, W]
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = multiply("kmw,kcw->kmc", buffers.queries[...], keys)
@@ -257,7 +257,7 @@ def attend(
     buffers.acc[...] = buffers.acc[...] * lanes(keep, fixed.layout.width) + summed
 
 
-def by_head(fixed: Constants, block: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _by_head(fixed: Constants, block: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Keys and values [K, C, W] of a block [C, R, W]; both the same where they share rows."""
     layout = fixed.layout
     rows = jnp.swapaxes(block, 0, 1).astype(dtype)
@@ -299,7 +299,7 @@ def lanes(x: jax.Array, width: int) -> jax.Array:
 
 
 def finish(
-    fixed: Constants, step: StepRefs, walk: Walk, buffers: Buffers, at: Cursor, half: jax.Array
+    fixed: Constants, step: StepRefs, walk: Walk, buffers: _Buffers, at: Cursor, half: jax.Array
 ) -> None:
     """Send an item's rows out, once those of the item before last have left."""
     leave(step, buffers, half, jnp.int32(0), wait)
@@ -316,7 +316,7 @@ def finish(
     leave(step, buffers, half, walk.source(at), begin)
 
 
-def leave(step: StepRefs, buffers: Buffers, half: Any, first_row: jax.Array, act: Act) -> None:
+def leave(step: StepRefs, buffers: _Buffers, half: Any, first_row: jax.Array, act: _Act) -> None:
     """Start, or await, the copies of one half of `out` to where its rows were read."""
 
     def copy_rows(row: jax.Array | int, count: int) -> None:

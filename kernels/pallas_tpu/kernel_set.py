@@ -19,7 +19,7 @@ from jitney.kernels.scales import as_stored, scales_of
 
 #: Query rows of a prompt's item times query heads, at most: float32 sums and scores of an item take
 #: 2 MiB then.
-ITEM_ROWS = 2048
+_ITEM_ROWS = 2048
 #: Arrays that are in scalar memory before the kernel starts: `AttentionMeta` but for the positions.
 SCALARS = 5
 #: VMEM the kernel may take: v7x has 64 MiB, v5e and v6e have 128.
@@ -116,7 +116,7 @@ class PallasKernels:
             page=page,
             keys=max(self.keys, page),
             depth=self.depth,
-            block=item_rows(q, meta),
+            block=_item_rows(q, meta),
             scale=scale,
             window=window,
             softcap=softcap,
@@ -173,14 +173,14 @@ def _by_lanes(scales: jax.Array, heads: int) -> jax.Array:
     return jnp.broadcast_to(pairs[:, :, None, None], (2, heads, 1, LANES))
 
 
-def item_rows(q: jax.Array, meta: AttentionMeta) -> int:
+def _item_rows(q: jax.Array, meta: AttentionMeta) -> int:
     """Query rows of a prompt's item, a power of two; 0 in a bucket of as many rows as sequences:
     one of decode only.
     """
     n_rows, n_heads, _ = q.shape
     if n_rows == meta.kv_lens.shape[0]:
         return 0
-    rows = max(1, min(ITEM_ROWS // n_heads, n_rows))
+    rows = max(1, min(_ITEM_ROWS // n_heads, n_rows))
     return 1 << rows.bit_length() - 1
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 #: Numbers in a row of a vector register, and rows of 32-bit numbers in one.
-LANES, SUBLANES = 128, 8
+LANES, _SUBLANES = 128, 8
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def layout_of(heads: int, dim: int, itemsize: int) -> PoolLayout:
 def whole_tiles(rows: int, packing: int) -> int:
     """The smallest number of rows from `rows` on that fills tiles; packing: numbers in 32 bits."""
     words = -(-rows // packing)
-    if words > SUBLANES:
-        return -(-words // SUBLANES) * SUBLANES * packing
+    if words > _SUBLANES:
+        return -(-words // _SUBLANES) * _SUBLANES * packing
     return packing << (words - 1).bit_length()
 
 

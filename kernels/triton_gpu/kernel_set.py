@@ -24,10 +24,10 @@ from jitney.kernels.triton_gpu.tiles import DecodeTiles, PromptTiles, attention_
 #: Bytes per activation -> rows up to which a product with narrow weights has a kernel of its own.
 #: Above 64 it is bound by arithmetic, not by weights, and XLA's product is the faster one; float32
 #: takes three times the registers.
-NARROW_ROWS = {2: 64, 4: 16}
-FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_NARROW_ROWS = {2: 64, 4: 16}
+_FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Inputs that a program of the fp8 product multiplies at a time.
-FP8_INPUTS = 64
+_FP8_INPUTS = 64
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class TritonKernels:
             stages=1,
             K=n_kv,
             D=dim,
-            DP=power_of_two(dim),
-            HEADS=power_of_two(n_kv),
+            DP=_power_of_two(dim),
+            HEADS=_power_of_two(n_kv),
             POOL=kv.shape[0] * kv.shape[1],
             LIMIT=limit,
         )
@@ -130,7 +130,7 @@ class TritonKernels:
             H=n_heads,
             K=n_kv,
             D=dim,
-            HALF=power_of_two(dim // 2),
+            HALF=_power_of_two(dim // 2),
             POOL=kv.shape[0] * kv.shape[1],
             LIMIT=limit,
             NORMED=norms is not None,
@@ -159,10 +159,10 @@ class TritonKernels:
             "H": n_heads,
             "K": kv.shape[2] // 2,
             "D": dim,
-            "DP": power_of_two(dim),
+            "DP": _power_of_two(dim),
             "PAGE": kv.shape[1],
             "P": pages,
-            "SEATS": power_of_two(n_seqs),
+            "SEATS": _power_of_two(n_seqs),
             "SCALE": float(scale),
             "WINDOW": window,
             "SOFTCAP": float(softcap),
@@ -189,7 +189,7 @@ class TritonKernels:
         n_kv = constants["K"]
         group = n_heads // n_kv
         _, tiles = self.tiles(self.launch.sm, constants["DP"], q.dtype.itemsize, group)
-        packed = max(tiles.block_m, power_of_two(group))
+        packed = max(tiles.block_m, _power_of_two(group))
         blocks = n_rows // (packed // group) + meta.kv_lens.shape[0]
         return self.launch(
             attention.prompt_attention,
@@ -227,8 +227,8 @@ class TritonKernels:
         longest = constants["P"] * constants["PAGE"]
         if constants["WINDOW"]:
             longest = min(longest, constants["WINDOW"] + tiles.block_n)
-        splitting = splitting_of(tiles, longest)
-        splitting["BLOCK_M"] = max(16, power_of_two(group))
+        splitting = _splitting_of(tiles, longest)
+        splitting["BLOCK_M"] = max(16, _power_of_two(group))
         splits = splitting["SPLITS"]
         programs = min(tiles.programs, n_seqs * n_kv * splits)
         part_o = jax.ShapeDtypeStruct((n_seqs, n_heads, splits, constants["DP"]), jnp.float32)
@@ -279,7 +279,7 @@ class TritonKernels:
         """
         n_rows, size_in = x.shape
         size_out, group = weights.shape[1], weights.group_size
-        if n_rows > NARROW_ROWS[x.dtype.itemsize]:
+        if n_rows > _NARROW_ROWS[x.dtype.itemsize]:
             return matmul_int4(x, weights)
         tiles, splits = matmul_tiles(self.launch.sm, size_in // group, size_out)
         y = self.launch(
@@ -296,7 +296,7 @@ class TritonKernels:
             SIZE_IN=size_in,
             SIZE_OUT=size_out,
             R=group,
-            BLOCK_M=max(16, power_of_two(n_rows)),
+            BLOCK_M=max(16, _power_of_two(n_rows)),
             BLOCK_N=tiles.block_n,
             SPLITS=splits,
             ZEROS=weights.zeros is not None,
@@ -314,9 +314,9 @@ class TritonKernels:
         n_rows, size_in = x.shape
         size_out = w.shape[1]
         written_out = w.dtype == jnp.float8_e4m3fn and self.launch.sm < 90
-        if not written_out or n_rows > NARROW_ROWS[x.dtype.itemsize]:
+        if not written_out or n_rows > _NARROW_ROWS[x.dtype.itemsize]:
             return reference.matmul(x, w, dtype)
-        tiles, splits = matmul_tiles(self.launch.sm, size_in // FP8_INPUTS, size_out)
+        tiles, splits = matmul_tiles(self.launch.sm, size_in // _FP8_INPUTS, size_out)
         y = self.launch(
             narrow_products.matmul_fp8,
             x,
@@ -328,9 +328,9 @@ class TritonKernels:
             M=n_rows,
             SIZE_IN=size_in,
             SIZE_OUT=size_out,
-            BLOCK_M=max(16, power_of_two(n_rows)),
+            BLOCK_M=max(16, _power_of_two(n_rows)),
             BLOCK_N=tiles.block_n,
-            BLOCK_K=FP8_INPUTS,
+            BLOCK_K=_FP8_INPUTS,
             SPLITS=splits,
             PRECISION="tf32x3",
         )
@@ -349,14 +349,14 @@ class TritonKernels:
             warps=16,
             stages=3,
             V=vocab,
-            BLOCK=min(4096, power_of_two(vocab)),
+            BLOCK=min(4096, _power_of_two(vocab)),
         )
 
     def pool_scales(self, kv: jax.Array, kv_scales: jax.Array | None) -> tuple[jax.Array, float]:
         """(float32 [2K] factors, or one nobody reads; the pool's limit). Raises KernelError for
         what cannot run.
         """
-        if kv.dtype in FP8 and self.launch.sm < 89:
+        if kv.dtype in _FP8 and self.launch.sm < 89:
             raise KernelError(
                 f"fp8 pools need compute capability 8.9, this GPU has {self.launch.sm / 10}; use "
                 "int8"
@@ -367,12 +367,12 @@ class TritonKernels:
         return scales, limit_of(kv)
 
 
-def splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:
+def _splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:
     """How sequences of at most `longest` keys are split, as constants of the decode kernels.
 
     SPLITS is a power of two, DOUBLINGS how often the span is doubled at most.
     """
-    splits = min(tiles.splits, power_of_two(-(-longest // tiles.span)))
+    splits = min(tiles.splits, _power_of_two(-(-longest // tiles.span)))
     doublings = max(0, math.ceil(math.log2(longest / (splits * tiles.span))))
     return {
         "BLOCK_N": tiles.block_n,
@@ -382,7 +382,7 @@ def splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:
     }
 
 
-def power_of_two(n: int) -> int:
+def _power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 

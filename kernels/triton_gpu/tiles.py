@@ -73,7 +73,7 @@ ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
 #: registers leave room for fewer programs, or spill, that is said here. Up to 16 query heads, and
 #: for any page size, the compiler makes the same of a kernel (registers within 4, shared memory
 #: alike), so neither is a key of the table.
-WIDE: dict[tuple[int, int, int], DecodeTiles] = {
+_WIDE: dict[tuple[int, int, int], DecodeTiles] = {
     (80, 128, 2): DecodeTiles(32, 256, 32, 108 * 3, 4, 3),
     (80, 256, 2): DecodeTiles(32, 256, 32, 108, 8, 2),
     (89, 64, 2): DecodeTiles(64, 256, 32, 58 * 3, 4, 3),
@@ -81,7 +81,7 @@ WIDE: dict[tuple[int, int, int], DecodeTiles] = {
     (89, 256, 2): DecodeTiles(32, 256, 32, 58, 4, 2),
 }
 #: generation -> tiles of the int4 product.
-MATMUL: dict[int, MatmulTiles] = {
+_MATMUL: dict[int, MatmulTiles] = {
     80: MatmulTiles(64, 4, 4),
     89: MatmulTiles(64, 4, 3),
     90: MatmulTiles(64, 4, 4),
@@ -110,7 +110,7 @@ def attention_tiles(
     key = generation(sm), max(head_dim, 64), itemsize
     decode, prompt = ATTENTION[key]
     if group > 16:
-        decode = WIDE.get(key, decode)
+        decode = _WIDE.get(key, decode)
     return decode, prompt
 
 
@@ -121,7 +121,7 @@ def matmul_tiles(sm: int, groups: int, size_out: int) -> tuple[MatmulTiles, int]
     many rows there are.
     """
     tuned = generation(sm)
-    tiles = MATMUL[tuned]
+    tiles = _MATMUL[tuned]
     blocks = -(-size_out // tiles.block_n)
     splits = 1
     while 2 * splits * blocks <= 2 * PROCESSORS[tuned] and 8 * splits <= groups:
