@@ -11,7 +11,7 @@ from typing import get_args
 
 from jitney.engine.bench.device.report import goal_table, write
 from jitney.engine.bench.device.rows import NAMES
-from jitney.engine.bench.device.run import PARTS, Plan, check_parts, measure
+from jitney.engine.bench.device.run import PARTS, DevicePlan, DeviceResults, check_parts, measure
 from jitney.engine.cli.bench_flags import check_numbers
 from jitney.engine.cli.flags import Parser
 from jitney.engine.config.platforms import check_platform
@@ -27,32 +27,43 @@ def run(arguments: Sequence[str]) -> int:
     """Measure, write both files after every row, print the goals; exit status 0, 1 if a kernel gave
     wrong answers.
     """
-    parser = make_parser()
-    known = parser.parse(arguments)
-    check_numbers(known, budget_s=1, page_size=8)
-    folder = Path(known.out_dir) if known.out_dir else RESULTS if RESULTS.is_dir() else Path()
-    if not folder.is_dir():
-        raise ConfigError(f"--out-dir {folder}: there is no such folder")
-    settings = EngineSection(platform=known.platform, page_size=known.page_size or 16)
+    args = make_parser().parse(arguments)
+    check_numbers(args, budget_s=1, page_size=8)
+    folder = _folder(args.out_dir)
+    settings = EngineSection(platform=args.platform, page_size=args.page_size or 16)
     check_platform(settings.platform)
-    plan = Plan(
-        shape=known.shape,
-        dtype=known.dtype,
-        kernels=known.kernels,
-        against=known.against,
+    plan = DevicePlan(
+        shape=args.shape,
+        dtype=args.dtype,
+        kernels=args.kernels,
+        against=args.against,
         platform=settings.platform,
-        page_size=known.page_size or 0,
-        only=check_parts(known.only.split(",") if known.only else ()),
-        seconds=known.budget_s,
+        page_size=args.page_size or 0,
+        only=check_parts(args.only.split(",") if args.only else ()),
+        seconds=args.budget_s,
         environment=platform_environment(settings),
     )
-    found = measure(
-        plan, lambda found: None if found.floors is None else write(found, folder) and None, say
-    )
-    for line in goal_table(found):
+
+    def save(results: DeviceResults) -> None:
+        if results.floors is not None:
+            write(results, folder)
+
+    results = measure(plan, save, say)
+    for line in goal_table(results):
         print(line)
-    print("written:", *write(found, folder))
-    return int(any(row.note.startswith("WRONG") for row in found.rows))
+    print("written:", *write(results, folder))
+    wrong = any(row.note.startswith("WRONG") for row in results.rows)
+    return int(wrong)
+
+
+def _folder(named: str | None) -> Path:
+    """Where the report goes. Raises ConfigError if there is no such folder."""
+    folder = RESULTS if RESULTS.is_dir() else Path()
+    if named:
+        folder = Path(named)
+    if not folder.is_dir():
+        raise ConfigError(f"--out-dir {folder}: there is no such folder")
+    return folder
 
 
 def make_parser() -> Parser:
@@ -112,6 +123,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def say(news: str) -> None:
+def say(message: str) -> None:
     """A line of progress, at once."""
-    print(news, file=sys.stderr, flush=True)
+    print(message, file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import FULL, Job, Row, Task, Tasks
+from jitney.engine.bench.device.rows import FULL, PartJob, Row, Task, Tasks
 from jitney.engine.bench.device.timing import copies_for, distance, timed
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.quantization import KV_TYPES
@@ -32,7 +32,7 @@ WRONG = {2: 2e-2, 4: 2e-3}
 TABLE = 16
 
 
-class Given(NamedTuple):
+class AttentionInputs(NamedTuple):
     """One attention's inputs; kv_scales None: the pool holds plain floats."""
 
     q: jax.Array
@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Contexts:
     """Who attends in one case. decode: contexts, this step's token included; prompts: (context,
     rows of them new).
     """
@@ -77,7 +77,7 @@ class Load:
         return 4.0 * config.n_heads * config.head_dim * self.pairs
 
 
-def make_meta(load: Load, page: int, total: int) -> tuple[AttentionMeta, int]:
+def make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, int]:
     """(the metadata, pages of the pool): pages of all sequences shuffled, `total` rows, no padding
     of sequences.
     """
@@ -106,7 +106,9 @@ def make_meta(load: Load, page: int, total: int) -> tuple[AttentionMeta, int]:
     return AttentionMeta(*(jnp.asarray(part, jnp.int32) for part in parts)), sum(held) + 1
 
 
-def make_inputs(load: Load, job: Job, dtype: Any, seed: int, kv: str = "auto") -> Given:
+def make_inputs(
+    load: Contexts, job: PartJob, dtype: Any, seed: int, kv: str = "auto"
+) -> AttentionInputs:
     """Random queries and pages; one row of padding where there would be as many rows as sequences,
     but prompts.
 
@@ -120,11 +122,11 @@ def make_inputs(load: Load, job: Job, dtype: Any, seed: int, kv: str = "auto") -
     q = jax.random.normal(keys[0], (total, config.n_heads, config.head_dim), dtype)
     pool = jax.random.normal(keys[1], shape, dtype)
     if kv == "auto":
-        return Given(q, pool, meta)
+        return AttentionInputs(q, pool, meta)
     scale = jnp.full(
         (shape[2],), 4 / LIMITS[KV_TYPES[kv]], jnp.float32
     )  # 4 spreads are the greatest number held
-    return Given(
+    return AttentionInputs(
         q,
         as_stored(pool.reshape(-1, *shape[2:]), jnp.zeros((0,), KV_TYPES[kv]), scale).reshape(
             shape
@@ -134,24 +136,24 @@ def make_inputs(load: Load, job: Job, dtype: Any, seed: int, kv: str = "auto") -
     )
 
 
-def attention(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def attention(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode attention over sequences and contexts, one long sequence, prompts."""
     sizes, heads = job.sizes, job.config.n_kv_heads
     loads = [
         (
             "decode attention",
             f"{seqs} x {context:,}",
-            Load((context,) * seqs),
+            Contexts((context,) * seqs),
             "decode" if context >= 4096 and seqs * heads >= FULL else "",
         )
         for seqs, context in sizes.attention
     ]
-    loads.insert(1, ("decode attention", f"1 x {sizes.long:,}", Load((sizes.long,)), "long"))
+    loads.insert(1, ("decode attention", f"1 x {sizes.long:,}", Contexts((sizes.long,)), "long"))
     loads[2:2] = [
         (
             "prompt attention",
             f"{rows:,} rows",
-            Load((), ((rows, rows),)),
+            Contexts((), ((rows, rows),)),
             "prefill" if rows >= 4096 else "",
         )
         for rows in sizes.prompts
@@ -161,7 +163,7 @@ def attention(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
         (
             "mixed attention",
             f"{seqs} x {context:,} + {rows} rows",
-            Load((context,) * seqs, ((rows, rows),)),
+            Contexts((context,) * seqs, ((rows, rows),)),
             "",
         )
     )
@@ -192,12 +194,12 @@ def attention(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 
 
 def attend_row(
-    job: Job,
+    job: PartJob,
     kernels: KernelSet,
     dtype: Any,
     name: str,
     case: str,
-    load: Load,
+    load: Contexts,
     goal: str,
     kv: str = "auto",
 ) -> Iterator[Row]:
@@ -235,11 +237,13 @@ def attend_row(
     yield replace(row, **timing.fields())
 
 
-def attend_with(kernels: KernelSet, scale: float, given: Given) -> jax.Array:
+def attend_with(kernels: KernelSet, scale: float, given: AttentionInputs) -> jax.Array:
     return kernels.attend(given.q, given.kv, given.meta, scale=scale, kv_scales=given.kv_scales)
 
 
-def attention_error(kernels: KernelSet, attend: Any, given: Given, rows: int) -> float | None:
+def attention_error(
+    kernels: KernelSet, attend: Any, given: AttentionInputs, rows: int
+) -> float | None:
     """Distance from the reference on this device; None for the reference itself."""
     if kernels.name == "reference":
         return None
@@ -252,7 +256,7 @@ def wrong(row: Row) -> Row:
     return replace(row, note=f"WRONG: {row.error:.3g} from the reference", goal="", floor_s=None)
 
 
-def writes(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def writes(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Norm, rotation and write of a step's keys and values, for the sets that have it in one."""
     for rows in job.sizes.rows:
         for kernels in sets:
@@ -264,7 +268,7 @@ def writes(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
             )
 
 
-def write_row(job: Job, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[Row]:
+def write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[Row]:
     """One decode-like write: every row to a page of its own."""
     name, case, config = "rotate and write", f"{rows} rows", job.config
     if kernels.rotate_and_write is None:
@@ -277,7 +281,7 @@ def write_row(job: Job, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[R
         )
         return
     size, n_kv, dim = jnp.dtype(dtype).itemsize, config.n_kv_heads, config.head_dim
-    given = make_inputs(Load((job.page_size,) * rows), job, dtype, 0)
+    given = make_inputs(Contexts((job.page_size,) * rows), job, dtype, 0)
     heads = jax.random.normal(jax.random.key(1), (rows, config.n_heads + 2 * n_kv, dim), dtype)
     angles = given.meta.positions.astype(jnp.float32)[:, None, None] * jnp.linspace(
         1, 1e-4, dim // 2

@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jitney.engine.bench.device.rows import Job, Row, Task, Tasks
-from jitney.engine.bench.device.steps import Bench, compile_buckets, make_bench
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.steps import StepBench, compile_buckets, make_bench
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
 from jitney.engine.core import EngineCore
 from jitney.engine.records import Ledger
@@ -34,7 +34,7 @@ WARM_S = 2.0
 HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
 
 
-def closed_loop(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """The two runs; weights in the run's dtype."""
     sizes, kernels = job.sizes, sets[0]
     get = cache(partial(make_traffic, job, kernels, dtype))
@@ -51,7 +51,7 @@ def closed_loop(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     )
 
 
-def loop_buckets(job: Job) -> Buckets:
+def loop_buckets(job: PartJob) -> Buckets:
     """Few programs: a large and a small decode step, and two sizes with prompt rows."""
     seats, budget = job.sizes.streams, job.sizes.token_budget
     return make_buckets(
@@ -62,7 +62,7 @@ def loop_buckets(job: Job) -> Buckets:
     )
 
 
-def make_traffic(job: Job, kernels: KernelSet, dtype: Any) -> tuple[OfflineBench, Bench]:
+def make_traffic(job: PartJob, kernels: KernelSet, dtype: Any) -> tuple[OfflineBench, StepBench]:
     """A core with as many seats as streams; the greedy programs are all that is compiled."""
     buckets, sizes = loop_buckets(job), job.sizes
     context = max(sum(sizes.loop), sum(sizes.batch)) + job.page_size
@@ -76,7 +76,7 @@ def make_traffic(job: Job, kernels: KernelSet, dtype: Any) -> tuple[OfflineBench
 
 
 def random_requests(
-    job: Job, count: int, prompt: tuple[int, int], output: tuple[int, int]
+    job: PartJob, count: int, prompt: tuple[int, int], output: tuple[int, int]
 ) -> list[PromptedArrival]:
     """Requests whose lengths are drawn evenly from the ranges, both ends included."""
     rng = np.random.default_rng(0)
@@ -94,7 +94,7 @@ def random_requests(
     ]
 
 
-def batch_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
+def batch_rows(job: PartJob, by: str, get: Any, kept: str) -> Iterator[Row]:
     """All requests at once, as many as there are seats."""
     traffic, bench = get()
     (n_prompt, n_output), sizes = job.sizes.batch, job.sizes
@@ -112,7 +112,7 @@ def batch_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
     )
 
 
-def loop_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
+def loop_rows(job: PartJob, by: str, get: Any, kept: str) -> Iterator[Row]:
     """A request comes when one leaves; and what the host cost between its steps."""
     traffic, bench = get()
     sizes = job.sizes
@@ -126,7 +126,7 @@ def loop_rows(job: Job, by: str, get: Any, kept: str) -> Iterator[Row]:
 
 
 def run_row(
-    job: Job, by: str, bench: Bench, run: OfflineRun, name: str, case: str, goal: str
+    job: PartJob, by: str, bench: StepBench, run: OfflineRun, name: str, case: str, goal: str
 ) -> Row:
     """Output tokens a second, and the floor of all its steps one after another."""
     tokens = sum(len(output) for output in run.tokens)
@@ -150,7 +150,7 @@ def run_row(
     )
 
 
-def floors_of(job: Job, bench: Bench, records: np.ndarray) -> Iterator[float]:
+def floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[float]:
     """The floor of each recorded step."""
     names = ("bucket_tokens", "bucket_seats", "decode", "prefill", "keys", "longest", "pairs")
     for tokens, seats, *work in zip(*(records[name].tolist() for name in names), strict=True):
@@ -160,7 +160,7 @@ def floors_of(job: Job, bench: Bench, records: np.ndarray) -> Iterator[float]:
         )[0]
 
 
-def gap_row(job: Job, by: str, run: OfflineRun, kept: str) -> Row:
+def gap_row(job: PartJob, by: str, run: OfflineRun, kept: str) -> Row:
     """How long the device had nothing to do before a step, on average, and as a share of the time
     between steps.
     """

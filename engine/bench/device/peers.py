@@ -19,7 +19,7 @@ from functools import cache, partial
 from statistics import median
 from typing import Any
 
-from jitney.engine.bench.device.rows import Job, Row, Task, Tasks
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
 
@@ -46,11 +46,11 @@ def missing(*packages: str) -> str:
     )
 
 
-def unable(job: Job, name: str, case: str, by: str, why: str) -> Iterator[Row]:
+def unable(job: PartJob, name: str, case: str, by: str, why: str) -> Iterator[Row]:
     yield Row(part=job.part, name=name, case=case, by=by, note=why)
 
 
-def batching(job: Job) -> Tasks:
+def batching(job: PartJob) -> Tasks:
     """transformers' `generate_batch`, as many requests as streams, all at once."""
     n_prompt, n_output = job.sizes.batch
     case = f"{job.sizes.streams} streams, {job.dtype}, {n_prompt} + {n_output} tokens"
@@ -65,7 +65,7 @@ def batching(job: Job) -> Tasks:
     )
 
 
-def torch_tasks(job: Job) -> Tasks:
+def torch_tasks(job: PartJob) -> Tasks:
     """Attention by SDPA over whole, contiguous caches, and compiled decode steps."""
     sizes, why = job.sizes, missing("torch", "transformers")
     for seqs, context in (*sizes.attention[:2], (1, sizes.long)):
@@ -101,7 +101,7 @@ def torch_tasks(job: Job) -> Tasks:
 
 
 def task(
-    job: Job, name: str, case: str, by: str, why: str, run: Callable[[], Iterator[Row]]
+    job: PartJob, name: str, case: str, by: str, why: str, run: Callable[[], Iterator[Row]]
 ) -> Task:
     return Task(name, case, by, partial(unable, job, name, case, by, why) if why else run)
 
@@ -119,7 +119,7 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def make_model(job: Job) -> Any:
+def make_model(job: PartJob) -> Any:
     """A model of the job's shape with random weights, made on the device."""
     torch, transformers, shape = module("torch"), module("transformers"), job.config
     family = "Qwen3" if shape.qk_norm else "Llama"
@@ -146,7 +146,7 @@ def make_model(job: Job) -> Any:
         torch.set_default_dtype(previous)
 
 
-def batching_row(job: Job, case: str) -> Iterator[Row]:
+def batching_row(job: PartJob, case: str) -> Iterator[Row]:
     """Output tokens a second of the second of two batches; the first one captures and compiles."""
     (n_prompt, n_output), streams, model = job.sizes.batch, job.sizes.streams, make_model(job)
     wanted = module("transformers").GenerationConfig(
@@ -184,7 +184,9 @@ def batching_row(job: Job, case: str) -> Iterator[Row]:
     )
 
 
-def sdpa_row(job: Job, name: str, case: str, seqs: int, rows: int, context: int) -> Iterator[Row]:
+def sdpa_row(
+    job: PartJob, name: str, case: str, seqs: int, rows: int, context: int
+) -> Iterator[Row]:
     """Attention of `rows` new rows of each sequence, keys and values contiguous."""
     torch = module("torch")
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -214,7 +216,7 @@ def sdpa_row(job: Job, name: str, case: str, seqs: int, rows: int, context: int)
 
 
 def compiled_row(
-    job: Job, get: Callable[[], Any], case: str, seqs: int, context: int
+    job: PartJob, get: Callable[[], Any], case: str, seqs: int, context: int
 ) -> Iterator[Row]:
     """One decode step of a compiled model whose cache holds `context` positions of each sequence,
     and a few more.

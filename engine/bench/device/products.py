@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from msgspec.structs import replace
 
 from jitney.engine.bench.device.kernels import WRONG, wrong
-from jitney.engine.bench.device.rows import Job, Row, Task, Tasks
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.bench.device.timing import chained, copies_for, distance, timed
 from jitney.engine.executor.sampling import threshold
 from jitney.engine.models.quantization import SCHEMES, Packed, product, quantise, widened
@@ -26,7 +26,7 @@ from jitney.kernels.interface import KernelSet
 TOP_P, TOP_K = 0.95, 0
 
 
-def products(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def products(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """The two large matrices of a layer, for few rows: every way to keep weights."""
     config = job.config
     shapes = {
@@ -47,7 +47,7 @@ def products(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 
 
 def product_row(
-    job: Job,
+    job: PartJob,
     kernels: KernelSet,
     dtype: Any,
     scheme: str,
@@ -96,7 +96,7 @@ def make_weights(scheme: str, shape: tuple[int, int], dtype: Any, seed: int) -> 
     )
 
 
-def thresholds(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Where nucleus sampling cuts, over the whole vocabulary: the set's kernel beside the sampler's
     own search.
     """
@@ -114,7 +114,7 @@ def thresholds(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
         )
 
 
-def threshold_row(job: Job, kernels: KernelSet | None, rows: int, case: str) -> Iterator[Row]:
+def threshold_row(job: PartJob, kernels: KernelSet | None, rows: int, case: str) -> Iterator[Row]:
     """One search; kernels None: the sampler's own, which the others are checked against."""
     name, by = "top-p threshold", kernels.label if kernels else "sampler"
     search = kernels.threshold if kernels else threshold

@@ -13,20 +13,20 @@ from typing import Any
 import msgspec
 
 from jitney.engine.bench.device.rows import GOALS, Goal, Row, goal_values
-from jitney.engine.bench.device.run import PARTS, Measured
+from jitney.engine.bench.device.run import PARTS, DeviceResults
 from jitney.engine.errors import ConfigError
 
 VERDICTS = {None: "", True: "met", False: "**missed**"}
 HEAD = ("what", "case", "by", "time", "floor", "fraction", "spread", "error", "")
 
 
-def slug(found: Measured) -> str:
+def slug(found: DeviceResults) -> str:
     """device_<its name>_<shape>: of both files."""
     device = found.about.device if found.about else "unknown"
     return "_".join(["device", re.sub(r"[^a-z0-9.]+", "_", device.lower()).strip("_"), found.shape])
 
 
-def write(found: Measured, folder: Path) -> tuple[Path, Path]:
+def write(found: DeviceResults, folder: Path) -> tuple[Path, Path]:
     """Write both files, each whole or not at all. ConfigError if the folder cannot be written
     to.
     """
@@ -42,7 +42,7 @@ def write(found: Measured, folder: Path) -> tuple[Path, Path]:
     return files
 
 
-def report_of(found: Measured) -> dict[str, Any]:
+def report_of(found: DeviceResults) -> dict[str, Any]:
     """Everything, as plain data."""
     plain = msgspec.to_builtins
     return {
@@ -57,7 +57,7 @@ def report_of(found: Measured) -> dict[str, Any]:
     }
 
 
-def goals(found: Measured) -> list[dict[str, Any]]:
+def goals(found: DeviceResults) -> list[dict[str, Any]]:
     """Each goal with the worst value that counts for it, and whether all of them keep its limits;
     met None: not measured."""
     judged = []
@@ -79,12 +79,12 @@ def goals(found: Measured) -> list[dict[str, Any]]:
     return judged
 
 
-def markdown(found: Measured) -> str:
+def markdown(found: DeviceResults) -> str:
     """The page."""
     return "\n".join([*opening(found), "", *goal_table(found), "", *row_tables(found)])
 
 
-def opening(found: Measured) -> Iterator[str]:
+def opening(found: DeviceResults) -> Iterator[str]:
     """What was measured, on what, and how to read it."""
     about, floors = found.about, found.floors
     yield f"# jitney bench device: {found.shape} on {about.device if about else 'unknown'}"
@@ -120,7 +120,7 @@ def opening(found: Measured) -> Iterator[str]:
     yield f"{found.seconds:.0f} s of {found.plan.seconds:.0f} were used."
 
 
-def goal_table(found: Measured) -> Iterator[str]:
+def goal_table(found: DeviceResults) -> Iterator[str]:
     """Goals beside the worst that was measured."""
     yield "| goal | first | then | measured (worst) | figures | first | then |"
     yield "|---|---|---|---|---|---|---|"
@@ -147,7 +147,7 @@ def bound(goal: Goal, limit: float) -> str:
     return ("< " if goal.most else ">= ") + number(goal, limit)
 
 
-def row_tables(found: Measured) -> Iterator[str]:
+def row_tables(found: DeviceResults) -> Iterator[str]:
     """A table a part, in the order of the run."""
     for part, what in PARTS.items():
         rows = [row for row in found.rows if row.part == part]

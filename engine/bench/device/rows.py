@@ -48,7 +48,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]  # of the packages that decide the figures
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class PartJob(msgspec.Struct, frozen=True, kw_only=True):
     """What one part is told. seconds: after so many it begins nothing new; against: a second kernel
     set, "" for none; platform: auto, or the one whose devices jax must have.
 

@@ -21,8 +21,8 @@ from typing import IO, Any
 
 import msgspec
 
-from jitney.engine.bench.device.rows import TINY, About, Floors, Job, Row
-from jitney.engine.bench.device.worker import OURS, PEERS, Line
+from jitney.engine.bench.device.rows import TINY, About, Floors, PartJob, Row
+from jitney.engine.bench.device.worker import OURS, PEERS, PartMessage
 from jitney.engine.errors import ConfigError, JitneyError
 
 #: In the order of what matters most: the goals first, then the peer that one goal names.
@@ -51,7 +51,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DevicePlan:
     """What to measure. shape "": by the device; seconds: for everything."""
 
     shape: str = ""
@@ -70,10 +70,10 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Measured:
+class DeviceResults:
     """What has been found so far."""
 
-    plan: Plan
+    plan: DevicePlan
     about: About | None = None
     floors: Floors | None = None
     rows: list[Row] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Measured:
         """Whether goals are judged: not on a shape that only shows that all of it runs."""
         return self.shape != TINY
 
-    def job(self, part: str, seconds: float) -> Job:
+    def job(self, part: str, seconds: float) -> PartJob:
         """What a part is told; what was found first holds for all."""
         page = self.plan.page_size or (16 if self.shape == TINY else 64)
         dtype, kernels = self.plan.dtype, self.plan.kernels
@@ -99,7 +99,7 @@ class Measured:
             dtype = self.about.dtype
             kernels = self.about.kernel_set
         shape = self.plan.shape if part == "floors" else self.shape
-        return Job(
+        return PartJob(
             part=part,
             shape=shape,
             dtype=dtype,
@@ -113,15 +113,15 @@ class Measured:
 
 
 def measure(
-    plan: Plan,
-    save: Callable[[Measured], None],
+    plan: DevicePlan,
+    save: Callable[[DeviceResults], None],
     tell: Tell,
-    start: Callable[[Job, Mapping[str, str]], Iterator[Line]] | None = None,
-) -> Measured:
+    start: Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]] | None = None,
+) -> DeviceResults:
     """Run the parts; `save` is called after every row, `tell` with a line of news. start: runs a
     job, in a process of its own by default. Raises JitneyError if the floors cannot be measured,
     ConfigError for a shape too large."""
-    started, found = time.monotonic(), Measured(plan)
+    started, found = time.monotonic(), DeviceResults(plan)
     for part in plan.parts():
         left = plan.seconds - (time.monotonic() - started)
         for line in lines_of(found, part, left, start or run_apart):
@@ -134,22 +134,22 @@ def measure(
 
 
 def lines_of(
-    found: Measured,
+    found: DeviceResults,
     part: str,
     left: float,
-    start: Callable[[Job, Mapping[str, str]], Iterator[Line]],
-) -> Iterator[Line]:
+    start: Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]],
+) -> Iterator[PartMessage]:
     """What a part says; a row why it says nothing, if it was not begun."""
     why = unfit(found, part, left)
     if why:
-        yield Line(row=Row(part=part, name=PARTS[part], case="all", by="", note=why))
+        yield PartMessage(row=Row(part=part, name=PARTS[part], case="all", by="", note=why))
         return
     yield from start(
         found.job(part, left), {**found.plan.environment, **extended(ENVIRONMENT.get(part, {}))}
     )
 
 
-def unfit(found: Measured, part: str, left: float) -> str:
+def unfit(found: DeviceResults, part: str, left: float) -> str:
     """Why a part is not begun; empty if it is."""
     if part == "graphs" and found.about is not None and found.about.platform not in ("gpu", "cuda"):
         return f"not run: CUDA graphs are of NVIDIA GPUs, this is {found.about.platform}"
@@ -164,7 +164,7 @@ def extended(wanted: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def take(found: Measured, line: Line, tell: Tell) -> None:
+def take(found: DeviceResults, line: PartMessage, tell: Tell) -> None:
     """Keep what a line says, and tell it."""
     if line.about is not None:
         found.about = line.about
@@ -189,7 +189,7 @@ def outcome(row: Row) -> str:
     return f"{1e3 * row.seconds:.3f} ms{share}"
 
 
-def check(found: Measured, tell: Tell) -> None:
+def check(found: DeviceResults, tell: Tell) -> None:
     """Say on what this runs; refuse a shape that a CPU cannot be asked for."""
     if found.about is None or found.floors is None:
         raise JitneyError(
@@ -208,7 +208,7 @@ def check(found: Measured, tell: Tell) -> None:
         )
 
 
-def run_apart(job: Job, environment: Mapping[str, str]) -> Iterator[Line]:
+def run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
     """A job in a process of its own. What it says last on standard error becomes a row's note if it
     dies.
     """
@@ -238,12 +238,12 @@ def run_apart(job: Job, environment: Mapping[str, str]) -> Iterator[Line]:
             process.kill()
             process.wait()
         if why:
-            yield Line(
+            yield PartMessage(
                 row=Row(part=job.part, name=PARTS[job.part], case="the rest", by="", note=why)
             )
 
 
-def read_lines(stream: IO[bytes], seconds: float) -> Iterator[Line]:
+def read_lines(stream: IO[bytes], seconds: float) -> Iterator[PartMessage]:
     """The lines until the stream ends; TimeoutError if that takes longer."""
     lines: queue.Queue[bytes] = queue.Queue()
 
@@ -262,7 +262,7 @@ def read_lines(stream: IO[bytes], seconds: float) -> Iterator[Line]:
         if not text:
             return
         if text.startswith(b"{"):  # a library may print what it likes
-            yield msgspec.json.decode(text, type=Line)
+            yield msgspec.json.decode(text, type=PartMessage)
 
 
 def last_line(errors: IO[bytes]) -> str:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import Job, Row, Sizes, Task, Tasks
+from jitney.engine.bench.device.rows import PartJob, Row, Sizes, Task, Tasks
 from jitney.engine.bench.device.timing import REPEATS, repeated
 from jitney.engine.bench.step import StepCase, plan_of
 from jitney.engine.errors import ConfigError
@@ -45,7 +45,7 @@ THREADS = 8
 
 
 @dataclass
-class Bench:
+class StepBench:
     """A runner over random weights, and what a step of it must move. weight_bytes: read in every
     step; embed_bytes: of one token's embedding; row_bytes: of one token's keys and values in all
     layers."""
@@ -110,8 +110,8 @@ def fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any) -> jax.A
 
 
 def make_bench(
-    job: Job, kernels: KernelSet, dtype: Any, weights: str, buckets: Buckets, context: int
-) -> Bench:
+    job: PartJob, kernels: KernelSet, dtype: Any, weights: str, buckets: Buckets, context: int
+) -> StepBench:
     """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases
     need.
     """
@@ -130,7 +130,7 @@ def make_bench(
     sizes = StateSizes(buckets.seats, pages, job.page_size, context, dtype)
     runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
     runner.state = allocate(runner.shapes, runner.config)
-    return Bench(
+    return StepBench(
         runner,
         ModelCost(config),
         held - table,
@@ -149,7 +149,7 @@ def free_positions(row_bytes: int) -> int:
     return int((1 - SPARE) * stats["bytes_limit"] - stats["bytes_in_use"]) // row_bytes
 
 
-def compile_buckets(bench: Bench, buckets: Sequence[Bucket]) -> None:
+def compile_buckets(bench: StepBench, buckets: Sequence[Bucket]) -> None:
     """Compile the greedy step of these buckets, side by side."""
     runner = bench.runner
     keys = [(bucket, runner.is_plain(bucket, True)) for bucket in buckets]
@@ -159,7 +159,7 @@ def compile_buckets(bench: Bench, buckets: Sequence[Bucket]) -> None:
             runner.executables[key] = done.result()
 
 
-def time_step(bench: Bench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
+def time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
     """Seconds of a made-up step, many in flight, its upload included. RuntimeError if its logits
     are not finite.
     """
@@ -173,8 +173,8 @@ def time_step(bench: Bench, case: StepCase, sample_s: float) -> tuple[list[float
 
 
 def step_row(
-    job: Job,
-    get: Callable[[], Bench],
+    job: PartJob,
+    get: Callable[[], StepBench],
     group: Sequence[Bucket],
     name: str,
     by: str,
@@ -221,13 +221,13 @@ def decode_buckets(groups: Sequence[Sequence[int]]) -> list[list[Bucket]]:
     return [[Bucket(seats, seats) for seats in group] for group in groups]
 
 
-def short_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode steps of few seats and short contexts: what the goal is about."""
     sizes = job.sizes
     yield from decode_tasks(job, sets[0], dtype, "plain", sizes.steps[:1], sizes.contexts[0])
 
 
-def long_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode steps of more seats, and of longer contexts."""
     sizes = job.sizes
     yield from decode_tasks(
@@ -235,7 +235,7 @@ def long_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     )
 
 
-def quantised_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode steps with weights in 8 and 4 bits."""
     for weights in ("fp8", "int8", "int4"):
         yield from decode_tasks(
@@ -244,7 +244,7 @@ def quantised_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 
 
 def decode_tasks(
-    job: Job,
+    job: PartJob,
     kernels: KernelSet,
     dtype: Any,
     weights: str,
@@ -286,7 +286,7 @@ def decode_tasks(
                 )
 
 
-def prefill_steps(job: Job, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Steps of one prompt, whole."""
     kernels, sizes = sets[0], job.sizes
     buckets = Buckets(

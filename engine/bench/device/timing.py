@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jitney.engine.bench.device.rows import Floors, Job, Sizes
+from jitney.engine.bench.device.rows import Floors, PartJob, Sizes
 
 REPEATS = 7
 #: Device seconds that one call should take at least, by its floor, and repeats of the work that it
@@ -106,7 +106,7 @@ def measure_floors(sizes: Sizes, dtype: Any) -> Floors:
     )
 
 
-def copies_for(job: Job, moved: float) -> int:
+def copies_for(job: PartJob, moved: float) -> int:
     """How many copies of inputs of `moved` bytes exceed the cache."""
     return max(1, min(MOST_COPIES, math.ceil(job.sizes.cache_bytes / moved)))
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from jitney.engine.bench.device.rows import LARGE, SMALL, About, Floors, Job, Row, Task, Tasks
+from jitney.engine.bench.device.rows import LARGE, SMALL, About, Floors, PartJob, Row, Task, Tasks
 
 #: Part -> module and function that yields its tasks. Those of the peers are not given kernels.
 OURS = {
@@ -36,7 +36,7 @@ PEERS = {"transformers": ("peers", "batching"), "torch": ("peers", "torch_tasks"
 PACKAGES = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu", "torch", "transformers")
 
 
-class Line(msgspec.Struct, omit_defaults=True):
+class PartMessage(msgspec.Struct, omit_defaults=True):
     """What the process prints: one of these."""
 
     row: Row | None = None
@@ -46,23 +46,25 @@ class Line(msgspec.Struct, omit_defaults=True):
 
 def main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
     """Run the job; exit status 0."""
-    job = msgspec.json.decode(given.read(), type=Job)
+    job = msgspec.json.decode(given.read(), type=PartJob)
     for line in lines_of(job):
         out.write(msgspec.json.encode(line).decode() + "\n")
         out.flush()
     return 0
 
 
-def lines_of(job: Job) -> Iterator[Line]:
+def lines_of(job: PartJob) -> Iterator[PartMessage]:
     """Everything the job yields."""
     if job.part in PEERS:
-        yield from (Line(row=row) for row in rows_of(job, tasks_of(PEERS[job.part], job)))
+        yield from (PartMessage(row=row) for row in rows_of(job, tasks_of(PEERS[job.part], job)))
         return
     sets, dtype = kernels_of(job)
     if job.part == "floors":
         yield from floors_of(sets, dtype)
         return
-    yield from (Line(row=row) for row in rows_of(job, tasks_of(OURS[job.part], job, sets, dtype)))
+    yield from (
+        PartMessage(row=row) for row in rows_of(job, tasks_of(OURS[job.part], job, sets, dtype))
+    )
 
 
 def tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
@@ -70,7 +72,7 @@ def tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
     return getattr(importlib.import_module(f"jitney.engine.bench.device.{module}"), name)(*args)
 
 
-def rows_of(job: Job, tasks: Tasks) -> Iterator[Row]:
+def rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
     """The rows of all tasks. One that raises says so in a row; none begins when the time is up."""
     until = time.monotonic() + job.seconds
     for task in tasks:
@@ -87,11 +89,11 @@ def rows_of(job: Job, tasks: Tasks) -> Iterator[Row]:
             )
 
 
-def noted(job: Job, task: Task, note: str) -> Row:
+def noted(job: PartJob, task: Task, note: str) -> Row:
     return Row(part=job.part, name=task.name, case=task.case, by=task.by, note=note)
 
 
-def kernels_of(job: Job) -> tuple[Sequence[Any], Any]:
+def kernels_of(job: PartJob) -> tuple[Sequence[Any], Any]:
     """(the chosen kernel set and the one to compare with, dtype); starts jax."""
     from jitney.engine.build import choose_dtype, choose_kernels, start_jax
     from jitney.engine.config.layers import load_config
@@ -101,7 +103,7 @@ def kernels_of(job: Job) -> tuple[Sequence[Any], Any]:
     return [choose_kernels(platform, name) for name in names], choose_dtype(job.dtype, platform)
 
 
-def floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[Line]:
+def floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[PartMessage]:
     """What the device is, and what it reaches, at sizes that suit it whatever shape is measured
     after.
     """
@@ -120,8 +122,8 @@ def floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[Line]:
         memory=memory,
         versions=versions(),
     )
-    yield Line(about=about)
-    yield Line(floors=measure_floors(SMALL if device.platform == "cpu" else LARGE, dtype))
+    yield PartMessage(about=about)
+    yield PartMessage(floors=measure_floors(SMALL if device.platform == "cpu" else LARGE, dtype))
 
 
 def versions() -> dict[str, str]:

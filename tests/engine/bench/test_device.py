@@ -14,11 +14,18 @@ import numpy as np
 import pytest
 
 from jitney.engine.bench.device import kernels, worker
-from jitney.engine.bench.device.kernels import Load, attend_row, make_inputs
+from jitney.engine.bench.device.kernels import Contexts, attend_row, make_inputs
 from jitney.engine.bench.device.report import goals, markdown, report_of, write
-from jitney.engine.bench.device.rows import GOALS, About, Floors, Job, Row, Task, goal_values
-from jitney.engine.bench.device.run import PARTS, Measured, Plan, check_parts, measure, run_apart
-from jitney.engine.bench.device.worker import Line, lines_of, rows_of
+from jitney.engine.bench.device.rows import GOALS, About, Floors, PartJob, Row, Task, goal_values
+from jitney.engine.bench.device.run import (
+    PARTS,
+    DevicePlan,
+    DeviceResults,
+    check_parts,
+    measure,
+    run_apart,
+)
+from jitney.engine.bench.device.worker import PartMessage, lines_of, rows_of
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_device import run
 from jitney.engine.errors import ConfigError, JitneyError
@@ -46,7 +53,7 @@ GPU = About(
 )
 
 
-def job(part: str, **changes: object) -> Job:
+def job(part: str, **changes: object) -> PartJob:
     fields = {
         "part": part,
         "shape": "tiny",
@@ -56,7 +63,7 @@ def job(part: str, **changes: object) -> Job:
         "seconds": 60.0,
         "floors": FLOORS,
     } | changes
-    return Job(**fields)  # type: ignore[arg-type]
+    return PartJob(**fields)  # type: ignore[arg-type]
 
 
 def row(**changes: object) -> Row:
@@ -74,7 +81,7 @@ def test_a_floor_is_the_larger_of_bytes_and_operations():
 
 def test_the_bytes_and_operations_of_attention_by_hand():
     config = tiny_config()  # H 4, K 2, D 16
-    load = Load((100, 20), ((12, 10),))
+    load = Contexts((100, 20), ((12, 10),))
     # pairs: 100 + 20, and 3 + 4 + ... + 12
     assert load.pairs == 120 + 75
     assert load.operations(config) == 4 * 4 * 16 * 195
@@ -82,7 +89,7 @@ def test_the_bytes_and_operations_of_attention_by_hand():
 
 
 def test_inputs_are_a_batch_the_engine_could_make():
-    given = make_inputs(Load((33, 1), ((40, 7),)), job("attention"), jnp.float32, 0)
+    given = make_inputs(Contexts((33, 1), ((40, 7),)), job("attention"), jnp.float32, 0)
     meta = given.meta
     assert meta.counts.tolist() == [2, 3, 9] and meta.kv_lens.tolist() == [33, 1, 40]
     assert meta.cu_q.tolist() == [0, 1, 2, 9] and meta.positions.tolist() == [32, 0, *range(33, 40)]
@@ -115,7 +122,9 @@ def test_a_goal_is_met_when_every_figure_meets_it(
 ):
     name = "share" if goal == "gap" else "x"
     rows = [row(goal=goal, seconds=1.0, floor_s=value, figures={name: value}) for value in values]
-    judged = next(g for g in goals(Measured(Plan(), GPU, FLOORS, rows)) if g["goal"] == goal)
+    judged = next(
+        g for g in goals(DeviceResults(DevicePlan(), GPU, FLOORS, rows)) if g["goal"] == goal
+    )
     assert (judged["met_first"], judged["met_then"]) == (first, then)
     assert judged["worst"] == (max if GOALS[goal].most else min)(values) and judged[
         "counted"
@@ -132,24 +141,24 @@ def test_the_peer_goal_is_a_ratio_of_tokens_per_second():
 
 
 def test_goals_are_not_judged_on_the_tiny_shape():
-    found = Measured(Plan(), CPU, FLOORS, [row(goal="decode", seconds=1.0, floor_s=2.0)])
+    found = DeviceResults(DevicePlan(), CPU, FLOORS, [row(goal="decode", seconds=1.0, floor_s=2.0)])
     assert found.shape == "tiny" and all(g["met_first"] is None for g in goals(found))
-    assert Measured(Plan(), GPU, FLOORS).shape == "llama-3.1-8b"
+    assert DeviceResults(DevicePlan(), GPU, FLOORS).shape == "llama-3.1-8b"
     assert found.job("steps", 1.0).kernels == "native"  # without its instructions
 
 
 # All parts, in this process
 
 
-def in_process(job: Job, environment: Mapping[str, str]) -> Iterator[Line]:
+def in_process(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
     yield from lines_of(job)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measured, Path]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceResults, Path]:
     """Everything at the tiny shape, with the CPU's own kernels."""
     folder, saved = tmp_path_factory.mktemp("out"), []
-    plan = Plan(dtype="float32", seconds=300.0)
+    plan = DevicePlan(dtype="float32", seconds=300.0)
     measured = measure(
         plan, lambda found: saved.append(len(found.rows)), lambda news: None, in_process
     )
@@ -158,7 +167,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measured, Path]:
     return measured, folder
 
 
-def test_every_part_yields_figures_or_says_why_not(found: tuple[Measured, Path]):
+def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, Path]):
     rows = found[0].rows
     assert {r.part for r in rows} == set(PARTS) - {"floors"}
     assert not [r for r in rows if "failed" in r.note or "WRONG" in r.note]
@@ -187,7 +196,9 @@ def test_a_second_kernel_set_is_timed_beside_the_first_and_counts_for_no_goal():
     assert {task.run.args[6] for task in tasks[::2]} == {"", "decode", "long", "prefill"}  # type: ignore[attr-defined]
 
 
-def test_figures_are_finite_and_fractions_follow_from_their_parts(found: tuple[Measured, Path]):
+def test_figures_are_finite_and_fractions_follow_from_their_parts(
+    found: tuple[DeviceResults, Path],
+):
     measured = found[0]
     floors = measured.floors
     assert floors and min(floors.copy_bytes_s, floors.product_flops_s, floors.launch_s) > 0
@@ -204,7 +215,7 @@ def test_figures_are_finite_and_fractions_follow_from_their_parts(found: tuple[M
             assert r["figures"]["tokens_s"] == pytest.approx(rows / r["seconds"])
 
 
-def test_the_floor_of_a_decode_step_by_hand(found: tuple[Measured, Path]):
+def test_the_floor_of_a_decode_step_by_hand(found: tuple[DeviceResults, Path]):
     measured = found[0]
     step = next(r for r in measured.rows if r.part == "steps")
     c = tiny_config()
@@ -219,14 +230,14 @@ def test_the_floor_of_a_decode_step_by_hand(found: tuple[Measured, Path]):
     assert step.floor_s == pytest.approx(moved / measured.floors.copy_bytes_s)
 
 
-def test_the_loop_gives_every_request_its_tokens(found: tuple[Measured, Path]):
+def test_the_loop_gives_every_request_its_tokens(found: tuple[DeviceResults, Path]):
     loop = {r.name: r for r in found[0].rows if r.part == "loop"}
     batch = loop["batch of equal requests"]
     assert batch.seconds and batch.figures["tokens_s"] * batch.seconds == pytest.approx(4 * 8)
     assert loop["host gap"].figures["share"] < 1 and loop["closed loop"].figures["steps"] >= 8
 
 
-def test_both_files_say_the_same(found: tuple[Measured, Path]):
+def test_both_files_say_the_same(found: tuple[DeviceResults, Path]):
     measured, folder = found
     report = json.loads((folder / "device_cpu_tiny.json").read_text())
     page = (folder / "device_cpu_tiny.md").read_text()
@@ -250,10 +261,16 @@ def test_a_wrong_kernel_is_said_and_not_timed():
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
     (told,) = attend_row(
-        job("attention"), broken, jnp.float32, "decode attention", "1 x 64", Load((64,)), "decode"
+        job("attention"),
+        broken,
+        jnp.float32,
+        "decode attention",
+        "1 x 64",
+        Contexts((64,)),
+        "decode",
     )
     assert told.note.startswith("WRONG") and told.seconds is None and told.goal == "" and told.error
-    assert "WRONG" in markdown(Measured(Plan(), GPU, FLOORS, [told]))
+    assert "WRONG" in markdown(DeviceResults(DevicePlan(), GPU, FLOORS, [told]))
 
 
 def test_nan_counts_as_wrong():
@@ -262,7 +279,7 @@ def test_nan_counts_as_wrong():
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
     (told,) = attend_row(
-        job("attention"), broken, jnp.float32, "decode attention", "1 x 64", Load((64,)), ""
+        job("attention"), broken, jnp.float32, "decode attention", "1 x 64", Contexts((64,)), ""
     )
     assert told.note.startswith("WRONG") and told.seconds is None
 
@@ -281,11 +298,13 @@ def test_a_case_that_raises_is_a_row_and_the_next_one_runs():
 def test_nothing_begins_when_the_time_is_up():
     ran = []
 
-    def start(job: Job, environment: Mapping[str, str]) -> Iterator[Line]:
+    def start(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
         ran.append(job.part)
-        yield from (Line(about=GPU), Line(floors=FLOORS)) if job.part == "floors" else ()
+        yield from (
+            (PartMessage(about=GPU), PartMessage(floors=FLOORS)) if job.part == "floors" else ()
+        )
 
-    found = measure(Plan(seconds=0.0), lambda found: None, lambda news: None, start)
+    found = measure(DevicePlan(seconds=0.0), lambda found: None, lambda news: None, start)
     assert ran == ["floors"]
     assert {r.part: r.note for r in found.rows} == dict.fromkeys(
         list(PARTS)[1:], "not run: the time was up"
@@ -293,14 +312,16 @@ def test_nothing_begins_when_the_time_is_up():
 
 
 def test_parts_run_in_order_with_what_was_found_first():
-    seen: list[tuple[Job, Mapping[str, str]]] = []
+    seen: list[tuple[PartJob, Mapping[str, str]]] = []
 
-    def start(job: Job, environment: Mapping[str, str]) -> Iterator[Line]:
+    def start(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
         seen.append((job, environment))
-        yield from (Line(about=GPU), Line(floors=FLOORS)) if job.part == "floors" else ()
+        yield from (
+            (PartMessage(about=GPU), PartMessage(floors=FLOORS)) if job.part == "floors" else ()
+        )
 
     measure(
-        Plan(only=("graphs", "steps"), environment={"A": "b"}),
+        DevicePlan(only=("graphs", "steps"), environment={"A": "b"}),
         lambda found: None,
         lambda news: None,
         start,
@@ -315,13 +336,15 @@ def test_parts_run_in_order_with_what_was_found_first():
 
 
 def test_a_large_shape_on_a_cpu_and_no_floors_are_one_line():
-    def start(job: Job, environment: Mapping[str, str]) -> Iterator[Line]:
-        yield from (Line(about=CPU), Line(floors=FLOORS))
+    def start(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
+        yield from (PartMessage(about=CPU), PartMessage(floors=FLOORS))
 
     with pytest.raises(ConfigError, match="needs a GPU or TPU"):
-        measure(Plan(shape="qwen3-8b"), lambda found: None, lambda news: None, start)
+        measure(DevicePlan(shape="qwen3-8b"), lambda found: None, lambda news: None, start)
     with pytest.raises(JitneyError, match="could not be measured"):
-        measure(Plan(), lambda found: None, lambda news: None, lambda job, environment: iter(()))
+        measure(
+            DevicePlan(), lambda found: None, lambda news: None, lambda job, environment: iter(())
+        )
     with pytest.raises(ConfigError, match=r"unknown part 'step'; known: floors, steps"):
         check_parts(["step"])
 
