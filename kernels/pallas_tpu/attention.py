@@ -64,12 +64,12 @@ def attention_kernel(
     """Body of the kernel. refs: [factors], then pool, new, q, pool, q if it writes, the
     last two being results in place of operands, else pool, q, q; then the ring, its semaphores and
     one for writes."""
-    refs = list(refs)
-    factors = refs.pop(0) if fixed.scaled else None
+    waiting = list(refs)
+    factors = waiting.pop(0) if fixed.scaled else None
     if fixed.writes:
-        _, new, _, pool, q, pages, arrived, wrote = refs
+        _, new, _, pool, q, pages, arrived, wrote = waiting
     else:
-        pool, _, q, pages, arrived, wrote = refs
+        pool, _, q, pages, arrived, wrote = waiting
         new = None
     step = StepRefs(kv_lens, cu_q, table, write_rows, counts, new, q, pool, factors)
     if fixed.writes:
