@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -63,16 +64,10 @@ class _Dashboard(PageRoutes):
             *self.page_routes(),
             Route("/feed", FeedEndpoint(self.feed), methods=["GET"]),
             Route("/engines", self.engines),
-            Route("/slots", self.seats),
-            Route("/frames", self.step_records),
-            Route("/timeline", self.timeline),
-            Route("/trace", self.trace),
-            Route("/requests", self.requests),
-            Route("/request/{id}", self.request),
-            Route("/report", self.report),
-            Route("/lab", self.lab_status, methods=["GET"]),
-            Route("/lab", self.start_experiment, methods=["POST"]),
-            Route("/lab", self.stop_experiment, methods=["DELETE"]),
+            *[
+                Route(route.path, partial(route.handler, self), methods=route.methods)
+                for route in ENGINE_ROUTES
+            ],
         ]
 
     async def engines(self, request: Request) -> Response:
@@ -160,21 +155,40 @@ class _Dashboard(PageRoutes):
         snapshot = report.collect(self.client, minutes, self.feed.notes, now, wall)
         return HTMLResponse(await run_in_threadpool(report.render, snapshot))
 
-    async def lab_status(self, request: Request) -> Response:
-        """How the policy lab stands, see `lab.Lab.status`."""
+    async def experiment(self, request: Request) -> Response:
+        """The policy lab: how it stands (GET), a new `lab.Experiment` (POST), an end to the running
+        one (DELETE).
+        """
+        if request.method == "POST":
+            body = await read_body(request)
+            self.lab.start(read_json(body, Experiment, EXPERIMENT_FORM, "body"))
+            return to_json(self.lab.status(), 202)
+        if request.method == "DELETE":
+            await self.lab.stop()
         return to_json(self.lab.status())
 
-    async def start_experiment(self, request: Request) -> Response:
-        """A new experiment of the policy lab (`lab.Experiment`)."""
-        body = await read_body(request)
-        experiment = read_json(body, Experiment, EXPERIMENT_FORM, "body")
-        self.lab.start(experiment)
-        return to_json(self.lab.status(), 202)
 
-    async def stop_experiment(self, request: Request) -> Response:
-        """An end to the running experiment."""
-        await self.lab.stop()
-        return to_json(self.lab.status())
+class EngineRoute(NamedTuple):
+    """What an engine's page answers besides the page itself and the feed."""
+
+    path: str
+    #: GET includes HEAD.
+    methods: tuple[str, ...]
+    handler: Callable[[_Dashboard, Request], Awaitable[Response]]
+
+
+_GET = ("GET",)
+#: A new answer is a handler and its line here; a dashboard elsewhere passes all of them on.
+ENGINE_ROUTES = (
+    EngineRoute("/slots", _GET, _Dashboard.seats),
+    EngineRoute("/frames", _GET, _Dashboard.step_records),
+    EngineRoute("/timeline", _GET, _Dashboard.timeline),
+    EngineRoute("/trace", _GET, _Dashboard.trace),
+    EngineRoute("/requests", _GET, _Dashboard.requests),
+    EngineRoute("/request/{id}", _GET, _Dashboard.request),
+    EngineRoute("/report", _GET, _Dashboard.report),
+    EngineRoute("/lab", ("GET", "POST", "DELETE"), _Dashboard.experiment),
+)
 
 
 def create_dashboard(

@@ -72,12 +72,9 @@ class Relay:
         again.
         """
         last = _ENDED
-        rest = b""
         try:
-            async for part in self.engine.feed():
-                *events, rest = (rest + part).split(b"\n\n")
-                for event in events:
-                    self._take(event + b"\n\n")
+            async for event in self.engine.feed():
+                self._take(event)
         except Unreachable as error:
             last = sse.bye(str(error))
         except Exception:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from jitney.dashboard.sse import whole_events
 from jitney.engine.errors import ConfigError, JitneyError
 
 #: Seconds to connect.
@@ -93,13 +94,13 @@ class RemoteEngine:
             raise Unreachable(f"{self.url} does not accept the API key ({answer.status_code})")
 
     async def feed(self) -> AsyncIterator[bytes]:
-        """The feed's bytes as they come, until it ends. Raises Unreachable."""
+        """The feed's events as they come, until it ends. Raises Unreachable."""
         headers = {"accept": "text/event-stream"}
         async with self.answer("GET", "feed", headers=headers) as answer:
             if answer.status_code != 200:
                 raise Unreachable(f"{self.url}: {_refusal(answer.status_code)}")
-            async for part in answer.aiter_bytes():
-                yield part
+            async for event in whole_events(answer.aiter_bytes()):
+                yield event
 
 
 #: What a status means to who wanted to look.

@@ -8,8 +8,6 @@ import base64
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from jitney.dashboard.sse import Delta, Hello, KeyFrame, Note, SeatLists
 
 #: Newest notes that are kept.
@@ -129,21 +127,3 @@ class Replica:
         self.last_step_age_s = delta.get("last_step_age_s", self.last_step_age_s)
         self.progress = delta.get("progress", self.progress)
         self.metrics = self.metrics | delta.get("metrics", {})
-
-
-class EventReader:
-    """Server-sent events out of parts of bytes as they arrive."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, part: bytes) -> list[tuple[str, Any]]:
-        """The events that are complete now: (name, data)."""
-        *blocks, self._rest = (self._rest + part).split(b"\n\n")
-        return [_event(block) for block in blocks if block and not block.startswith(b":")]
-
-
-def _event(block: bytes) -> tuple[str, Any]:
-    """(name, data) of one event's lines."""
-    fields = dict(line.split(b": ", 1) for line in block.split(b"\n"))
-    return fields[b"event"].decode(), msgspec.json.decode(fields[b"data"])

@@ -26,8 +26,8 @@ from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import Seat
 
-FREE, PREFILL, DECODE, HELD = range(len(SEAT_STATES))
-INDEX, N_PROMPT, N_COMPUTED, N_OUTPUT, MAX_TOKENS = range(len(SEAT_NUMBERS))
+_FREE, _PREFILL, _DECODE, _HELD = range(len(SEAT_STATES))
+_INDEX, _N_PROMPT, _N_COMPUTED, _N_OUTPUT, _MAX_TOKENS = range(len(SEAT_NUMBERS))
 #: Most cells of the page map; a larger pool shows several pages in one cell.
 MAX_PAGE_CELLS = 8192
 
@@ -48,10 +48,10 @@ class SeatColumns:
         more per step.
         """
         numbers = self.numbers.copy()
-        decoding = self.state == DECODE
-        numbers[N_OUTPUT, decoding] += steps
-        n_tokens = numbers[N_PROMPT, decoding] + numbers[N_OUTPUT, decoding]
-        numbers[N_COMPUTED, decoding] = n_tokens - 1
+        decoding = self.state == _DECODE
+        numbers[_N_OUTPUT, decoding] += steps
+        n_tokens = numbers[_N_PROMPT, decoding] + numbers[_N_OUTPUT, decoding]
+        numbers[_N_COMPUTED, decoding] = n_tokens - 1
         return SeatColumns(self.state, self.requests, numbers)
 
     def changed(self, now: SeatColumns) -> np.ndarray:
@@ -104,17 +104,17 @@ class Snapshot:
 def seat_columns(history: History) -> SeatColumns:
     """Who sits where, as the history knows it."""
     n = len(history.seats)
-    state = [FREE] * n
+    state = [_FREE] * n
     numbers = [(0, 0, 0, 0, 0)] * n
     requests: list[str | None] = [None] * n
     for seat, request in enumerate(history.seats):
         if request is None:
             continue
         if request.stays[-1].first_token is None:
-            state[seat] = PREFILL
+            state[seat] = _PREFILL
             n_computed = request.n_computed
         else:
-            state[seat] = DECODE
+            state[seat] = _DECODE
             n_computed = request.n_prompt + request.n_output - 1
         requests[seat] = request.request_id
         # In the order of SEAT_NUMBERS.
@@ -126,7 +126,7 @@ def seat_columns(history: History) -> SeatColumns:
             request.max_tokens,
         )
     for seat in history.held:
-        state[seat] = HELD
+        state[seat] = _HELD
     by_number = np.array(numbers, np.int64).reshape(n, len(SEAT_NUMBERS)).T.copy()
     return SeatColumns(np.array(state, np.uint8), requests, by_number)
 
@@ -224,33 +224,34 @@ def key_frame(snapshot: Snapshot, page_size: int) -> KeyFrame:
 
 def seat_lists(seats: SeatColumns, page_size: int) -> SeatLists:
     """The seats as a key frame has them."""
-    index, n_prompt, n_computed, n_output, max_tokens = seats.numbers.tolist()
-    n_tokens = seats.numbers[N_PROMPT] + seats.numbers[N_OUTPUT]
+    n_tokens = seats.numbers[_N_PROMPT] + seats.numbers[_N_OUTPUT]
     pages = -(-n_tokens // max(1, page_size))
-    return {
-        "state": _base64(seats.state.tobytes()),
-        "request": seats.requests,
-        "index": index,
-        "n_prompt": n_prompt,
-        "n_computed": n_computed,
-        "n_output": n_output,
-        "max_tokens": max_tokens,
-        "pages": pages.tolist(),
-    }
+    return _seat_lists(
+        seats.state.tobytes(), seats.requests, seats.numbers.tolist(), pages.tolist()
+    )
 
 
 def core_seat_lists(seats: list[Seat]) -> SeatLists:
     """The core's own answer, in the same form."""
     states = bytes(SEAT_STATES.index(seat.state) for seat in seats)
+    requests = [seat.request_id for seat in seats]
+    numbers = [[getattr(seat, name) for seat in seats] for name in SEAT_NUMBERS]
+    return _seat_lists(states, requests, numbers, [seat.pages for seat in seats])
+
+
+def _seat_lists(
+    states: bytes, requests: list[str | None], numbers: list[list[int]], pages: list[int]
+) -> SeatLists:
+    """numbers: by SEAT_NUMBERS."""
     return {
         "state": _base64(states),
-        "request": [seat.request_id for seat in seats],
-        "index": [seat.index for seat in seats],
-        "n_prompt": [seat.n_prompt for seat in seats],
-        "n_computed": [seat.n_computed for seat in seats],
-        "n_output": [seat.n_output for seat in seats],
-        "max_tokens": [seat.max_tokens for seat in seats],
-        "pages": [seat.pages for seat in seats],
+        "request": requests,
+        "index": numbers[_INDEX],
+        "n_prompt": numbers[_N_PROMPT],
+        "n_computed": numbers[_N_COMPUTED],
+        "n_output": numbers[_N_OUTPUT],
+        "max_tokens": numbers[_MAX_TOKENS],
+        "pages": pages,
     }
 
 

@@ -10,6 +10,7 @@ have an id; a viewer that comes back sends the last one as Last-Event-ID.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any, Required, TypedDict
 
 import msgspec
@@ -180,6 +181,22 @@ def encode(name: str, data: Any, id: str = "") -> bytes:
     id_line = f"id: {id}\n" if id else ""
     head = f"event: {name}\n{id_line}data: "
     return head.encode() + msgspec.json.encode(data) + b"\n\n"
+
+
+def decode(event: bytes) -> tuple[str, Any]:
+    """(name, data) of one event."""
+    fields = dict(line.split(b": ", 1) for line in event.strip().split(b"\n"))
+    return fields[b"event"].decode(), msgspec.json.decode(fields[b"data"])
+
+
+async def whole_events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events of a feed whose bytes arrive in any parts."""
+    rest = b""
+    async for part in parts:
+        *events, rest = (rest + part).split(b"\n\n")
+        for event in events:
+            if event and not event.startswith(b":"):
+                yield event + b"\n\n"
 
 
 def hello(

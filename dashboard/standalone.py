@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route, Router
 
+from jitney.dashboard.app import ENGINE_ROUTES
 from jitney.dashboard.auth import AuthMiddleware, FeedEndpoint
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
@@ -23,17 +24,8 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
 
-#: First parts of the paths that are asked of an engine, and the methods that each takes.
-_PASSED = {
-    "slots": ("GET",),
-    "frames": ("GET",),
-    "timeline": ("GET",),
-    "trace": ("GET",),
-    "requests": ("GET",),
-    "request": ("GET",),
-    "report": ("GET",),
-    "lab": ("GET", "POST", "DELETE"),
-}
+#: Methods of what is asked of an engine, by the first part of the path.
+_PASSED = {route.path.split("/")[1]: route.methods for route in ENGINE_ROUTES}
 #: Parts of a path that would lead elsewhere.
 _NOT_PARTS = {"", ".", ".."}
 #: Headers of an engine's answer that are passed on.
@@ -74,8 +66,8 @@ class _Standalone(PageRoutes):
         """An engine's own answer."""
         number, path = request.path_params["number"], request.path_params["path"]
         parts = path.split("/")
-        allowed = request.method in _PASSED.get(parts[0], ())
-        if number >= len(self.engines) or not allowed or _NOT_PARTS & set(parts):
+        allowed = request.method in _PASSED.get(parts[0], ()) and not _NOT_PARTS & set(parts)
+        if number >= len(self.engines) or not allowed:
             raise HttpError(404, "there is nothing here", code="not_found")
         body = await read_body(request) if request.method == "POST" else b""
         engine = self.engines[number]

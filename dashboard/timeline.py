@@ -25,6 +25,17 @@ _MAX_TRACED = 50_000
 _SUMMED = ("boarded", "finished", "preempted", "compiled")
 #: Fields of which a bin has the highest.
 _HIGHEST = ("waiting", "pages_used")
+_STAY_COLUMNS = (
+    "seat",
+    "request",
+    "index",
+    "from",
+    "first_token",
+    "to",
+    "end",
+    "n_prompt",
+    "n_output",
+)
 #: Fields that a trace tells of a step.
 _TRACED = ("step", "bucket_tokens", *ROW_KINDS, "seats_busy", "waiting")
 
@@ -74,19 +85,18 @@ def stay_columns(stays: list[tuple[RequestRecord, Stay]]) -> dict[str, list[Any]
     """One list a column; `to` is null for who is still on board, `first_token` for who has none
     yet.
     """
-    requests = [request for request, _ in stays]
-    seated = [stay for _, stay in stays]
-    return {
-        "seat": [stay.seat for stay in seated],
-        "request": [request.request_id for request in requests],
-        "index": [request.index for request in requests],
-        "from": [_t(stay.start) for stay in seated],
-        "first_token": [_t(stay.first_token) for stay in seated],
-        "to": [_t(stay.end) for stay in seated],
-        "end": [stay.how for stay in seated],
-        "n_prompt": [request.n_prompt for request in requests],
-        "n_output": [request.n_output for request in requests],
-    }
+    columns: dict[str, list[Any]] = {name: [] for name in _STAY_COLUMNS}
+    for request, stay in stays:
+        columns["seat"].append(stay.seat)
+        columns["request"].append(request.request_id)
+        columns["index"].append(request.index)
+        columns["from"].append(_t(stay.start))
+        columns["first_token"].append(_t(stay.first_token))
+        columns["to"].append(_t(stay.end))
+        columns["end"].append(stay.how)
+        columns["n_prompt"].append(request.n_prompt)
+        columns["n_output"].append(request.n_output)
+    return columns
 
 
 def binned(history: History, start: float, end: float, bins: int) -> dict[str, Any]:

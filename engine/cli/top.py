@@ -117,13 +117,12 @@ class _Watched:
 
     async def frames(self) -> AsyncIterator[float]:
         """Keep `replica` and `rates` up to date; yields the time (loop seconds) of each frame."""
-        from jitney.dashboard.replica import EventReader
+        from jitney.dashboard.sse import decode
 
-        reader = EventReader()
         loop = asyncio.get_running_loop()
-        async for part in self.engine.feed():
-            for name, data in reader.feed(part):
-                self.replica.apply(name, data)
-                if name in ("key_frame", "delta"):
-                    self.rates.add(self.replica)
-                    yield loop.time()
+        async for event in self.engine.feed():
+            name, data = decode(event)
+            self.replica.apply(name, data)
+            if name in ("key_frame", "delta"):
+                self.rates.add(self.replica)
+                yield loop.time()

@@ -4,8 +4,10 @@ device.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from api_fakes import FakeClient
 from history_fakes import INFO, Watched
 
 from jitney.dashboard import snapshot, sse
-from jitney.dashboard.replica import EventReader, Replica, SeatView
+from jitney.dashboard.replica import Replica, SeatView
 
 
 class Mirror(FakeClient):
@@ -41,11 +43,16 @@ class Mirror(FakeClient):
 
 
 def as_events(*encoded: bytes) -> list[tuple[str, object]]:
-    reader, events = EventReader(), []
     text = b"".join(encoded)
-    for at in range(0, len(text), 37):  # parts as a socket may bring them
-        events += reader.feed(text[at : at + 37])
-    return events
+
+    async def parts() -> AsyncIterator[bytes]:
+        for at in range(0, len(text), 37):  # as a socket may bring them
+            yield text[at : at + 37]
+
+    async def collect() -> list[tuple[str, object]]:
+        return [sse.decode(event) async for event in sse.whole_events(parts())]
+
+    return asyncio.run(collect())
 
 
 def rebuilt(now: snapshot.Snapshot) -> Replica:

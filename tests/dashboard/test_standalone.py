@@ -17,9 +17,9 @@ from api_fakes import ByteTokenizer, FakeClient, call, run, served, until
 from page_fakes import browser
 from starlette.routing import Mount
 
-from jitney.dashboard import dashboard_routes
+from jitney.dashboard import dashboard_routes, sse
 from jitney.dashboard.remote import RemoteEngine
-from jitney.dashboard.replica import EventReader, Replica
+from jitney.dashboard.replica import Replica
 from jitney.dashboard.standalone import create_standalone
 from jitney.engine.api import ServerSettings, create_app
 from jitney.engine.api.settings import digest_key
@@ -128,8 +128,8 @@ def test_many_viewers_are_one_to_the_engine(client):
 
     async def watch(app, number: int) -> Replica:
         reply = await call(app, "/engines/0/feed", method="GET", leave_on_chunk=number)
-        replica, reader = Replica(), EventReader()
-        for name, data in reader.feed(b"".join(reply.chunks)):
+        replica = Replica()
+        for name, data in map(sse.decode, filter(None, reply.chunks)):
             replica.apply(name, data)
         return replica
 
@@ -152,7 +152,7 @@ def test_many_viewers_are_one_to_the_engine(client):
 
 def test_an_engine_that_is_gone_ends_the_feed_with_a_word():
     reply = run(call(standalone("http://127.0.0.1:1"), "/engines/0/feed", method="GET"))
-    events = EventReader().feed(b"".join(reply.chunks))
+    events = [sse.decode(chunk) for chunk in reply.chunks if chunk]
     assert reply.status == 200 and [name for name, _ in events] == ["bye"]
     assert "does not answer" in events[0][1]["reason"] and events[0][1]["retry_ms"] > 0
     slots = run(call(standalone("http://127.0.0.1:1"), "/engines/0/slots", method="GET"))
