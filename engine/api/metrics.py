@@ -32,7 +32,7 @@ _ITL_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
-class Metrics:
+class ServerMetrics:
     """All metrics of one service, in a registry of their own."""
 
     def __init__(self, service: Service):
@@ -194,7 +194,7 @@ class _EngineCollector(Collector):
 class _VllmNames(Collector):
     """The same numbers under the names that gateways scrape from vLLM."""
 
-    def __init__(self, service: Service, metrics: Metrics):
+    def __init__(self, service: Service, metrics: ServerMetrics):
         self._service = service
         self._metrics = metrics
 

@@ -100,13 +100,13 @@ _MEDIA_PARTS = frozenset(
 )
 
 
-class Body(BaseModel):
+class _Body(BaseModel):
     """No coercion: "10" and true are not integers; NaN and infinities are not numbers."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
 
-class _StreamOptions(Body):
+class _StreamOptions(_Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -199,7 +199,7 @@ _Label = Annotated[str, Field(max_length=_LABEL_CHARS)]
 _Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], _Label], Field(max_length=16)]
 
 
-class GenerationBody(Body):
+class GenerationBody(_Body):
     """Fields that both routes share."""
 
     model: Annotated[str, Field(min_length=1)]
@@ -264,12 +264,12 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class _ToolFunction(Body):
+class _ToolFunction(_Body):
     name: Annotated[str, Field(min_length=1, max_length=_LABEL_CHARS)]
     arguments: str
 
 
-class _ToolCall(Body):
+class _ToolCall(_Body):
     """A call made earlier in the conversation; the chat template shows it to the model."""
 
     id: _Label
@@ -277,7 +277,7 @@ class _ToolCall(Body):
     function: _ToolFunction
 
 
-class Message(Body):
+class Message(_Body):
     """One message. An assistant's content may be null when it called tools; everyone else must say
     something.
     """

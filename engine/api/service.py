@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from jitney.engine.api.metrics import Metrics
+from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.quotas import Quotas
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.settings import ServerSettings
@@ -76,7 +76,7 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.draining = False
-        self.metrics = Metrics(self)
+        self.metrics = ServerMetrics(self)
         self.quotas = Quotas(settings.key_max_concurrent, settings.key_tokens_per_minute)
         self._open = 0
         self._idle = asyncio.Event()

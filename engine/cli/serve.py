@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jitney.engine.text.tokenizer import Tokenizer
     from jitney.engine.types import EngineInfo
 
-log = logging.getLogger("jitney")
+_log = logging.getLogger("jitney")
 
 #: Most bytes of a request line with its headers.
 _HEADER_LIMIT = 1 << 16
@@ -58,19 +58,19 @@ def run(arguments: Sequence[str]) -> int:
     if args.print_config:
         print(to_toml(config), end="")
         return 0
-    return start(config)
+    return _start(config)
 
 
-def start(config: Config) -> int:
+def _start(config: Config) -> int:
     """Check what can be checked at once (platform, keys, port), then load and serve."""
     check_platform(config.engine.platform)
     keys = read_keys(config.server)
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        server = Server(config, keys, bound, make_display())
+        server = _Server(config, keys, bound, make_display())
         return asyncio.run(server.serve())
 
 
-class Server:
+class _Server:
     """One run of `jitney serve`: the parts, and the order in which they come and go."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Server:
         limit = self.config.server.drain_s
         service.begin_drain()
         self.client.drain()
-        log.info("stopping: running requests have %g s; a second signal stops at once", limit)
+        _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
         done = asyncio.create_task(service.drained())
         again = asyncio.create_task(self.signals.get())
         await asyncio.wait((done, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)

@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     """Watch until interrupted; exit status 0. With --once: 0 after one picture."""
     args = _parse(arguments)
     key = engine_key(args)
-    shows = once(args.url, key) if args.once else watch(args.url, key)
+    shows = _once(args.url, key) if args.once else watch(args.url, key)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(shows)
     return 0
@@ -46,7 +46,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse(arguments)
 
 
-async def once(url: str, key: str) -> None:
+async def _once(url: str, key: str) -> None:
     """One picture, after a moment in which rates can be known. Raises Unreachable."""
     from rich.console import Console
 

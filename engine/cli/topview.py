@@ -86,11 +86,11 @@ class SeatGrid:
             for offset, seat in enumerate(self.seats[first : first + groups * 8]):
                 if offset and offset % 8 == 0:
                     line.append(" ")
-                line.append(*cell(seat))
+                line.append(*seat_cell(seat))
             yield line
 
 
-def cell(seat: SeatView) -> tuple[str, str]:
+def seat_cell(seat: SeatView) -> tuple[str, str]:
     """Glyph and style of a seat."""
     if seat.state != "decode":
         return _SEATS.get(seat.state, ("?", ""))

@@ -22,10 +22,10 @@ DOCS = Path(__file__).parents[3] / "docs" / "http.md"
 
 async def repeat(service: Service, request: Request) -> Response:
     """Answers with what it was sent."""
-    said = await request.body()
-    if said == b'"bad"':
+    body = await request.body()
+    if body == b'"bad"':
         raise RequestError("say something else", param="body")
-    return JSONResponse([request.path_params["name"], service.model_name, said.decode()])
+    return JSONResponse([request.path_params["name"], service.model_name, body.decode()])
 
 
 async def wait(service: Service, request: Request) -> Response:

@@ -154,8 +154,8 @@ def test_every_seat_is_one_character_in_rows_that_fit():
 
 @pytest.mark.parametrize("output, glyph", [(0, "▁"), (4, "▅"), (8, "█"), (99, "█")])
 def test_a_decoding_seat_shows_how_far_it_has_come(output: int, glyph: str):
-    assert topview.cell(SeatView("decode", "r", n_output=output, max_tokens=8))[0] == glyph
-    assert topview.cell(SeatView("held", "r"))[0] == "×"
+    assert topview.seat_cell(SeatView("decode", "r", n_output=output, max_tokens=8))[0] == glyph
+    assert topview.seat_cell(SeatView("held", "r"))[0] == "×"
 
 
 def test_rates_are_differences_over_the_window():
