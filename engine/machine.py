@@ -11,7 +11,7 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 #: Seconds that macOS gets to tell the processor's name.
-SYSCTL_S = 5.0
+_SYSCTL_S = 5.0
 
 
 @cache
@@ -35,7 +35,7 @@ def processor_name() -> str:
         if name:
             return name
     elif platform.system() == "Darwin":
-        name = apple_name()
+        name = _apple_name()
         if name:
             return name
     return platform.processor() or platform.machine() or "unknown processor"
@@ -69,11 +69,11 @@ def name_in(fields: Mapping[str, str]) -> str:
     return ""
 
 
-def apple_name() -> str:
+def _apple_name() -> str:
     command = ["sysctl", "-n", "machdep.cpu.brand_string"]
     try:
         answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=SYSCTL_S, check=True
+            command, capture_output=True, text=True, timeout=_SYSCTL_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ""

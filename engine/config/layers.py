@@ -22,9 +22,9 @@ from pydantic.fields import FieldInfo
 from jitney.engine.config.schema import Config, Section
 from jitney.engine.errors import ConfigError
 
-ENV_PREFIX = "JITNEY_"
+_ENV_PREFIX = "JITNEY_"
 #: Names with the prefix that are not settings of one run.
-ENV_OTHER = ("JITNEY_CACHE",)
+_ENV_OTHER = ("JITNEY_CACHE",)
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def env(self) -> str:
-        return ENV_PREFIX + self.name.upper()
+        return _ENV_PREFIX + self.name.upper()
 
     @property
     def flag(self) -> str:
@@ -170,7 +170,7 @@ def _read_toml(file: str | Path) -> dict[str, Any]:
 def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[Setting, Any, str]]:
     by_env = {setting.env: setting for setting in settings().values()}
     for name, text in environ.items():
-        if name.startswith(ENV_PREFIX) and name not in ENV_OTHER:
+        if name.startswith(_ENV_PREFIX) and name not in _ENV_OTHER:
             if name not in by_env:
                 raise ConfigError(f"environment: {_unknown(name, list(by_env))}")
             yield by_env[name], by_env[name].parse(text, name), name

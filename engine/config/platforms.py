@@ -28,9 +28,9 @@ DEVICE_PLATFORMS = {"cpu": ("cpu",), "cuda": ("gpu", "cuda"), "tpu": ("tpu",)}
 #: NVIDIA's driver, which CUDA programs load.
 DRIVER = "libcuda.so.1"
 #: Where Linux shows the chips of a TPU machine: device files, or a PCI device made by Google.
-TPU_FILES = ("accel*", "vfio/[0-9]*")
-PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
-GOOGLE = "0x1ae0"
+_TPU_FILES = ("accel*", "vfio/[0-9]*")
+_PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
+_GOOGLE = "0x1ae0"
 
 
 def prepare_platform(engine: EngineSection) -> None:
@@ -48,16 +48,16 @@ def check_platform(platform: str) -> None:
     here.
     """
     if platform == "cuda":
-        check_cuda()
+        _check_cuda()
     elif platform == "tpu":
-        check_tpu()
+        _check_tpu()
 
 
-def check_cuda() -> None:
+def _check_cuda() -> None:
     """Raise ConfigError without jax's CUDA plugin, or where NVIDIA's driver shows no GPU."""
     if not any("cuda" in name for name in jax_plugins()):
         raise ConfigError(f"platform cuda: jax's CUDA plugin is not installed: {INSTALL['cuda']}")
-    problem = gpu_problem()
+    problem = _gpu_problem()
     if problem:
         raise ConfigError(
             f"platform cuda: {problem}; choose another platform, or see to the GPU and its driver "
@@ -65,7 +65,7 @@ def check_cuda() -> None:
         )
 
 
-def check_tpu() -> None:
+def _check_tpu() -> None:
     """Raise ConfigError without libtpu, or where Linux shows no chip."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(f"platform tpu: libtpu is not installed: {INSTALL['tpu']}")
@@ -88,7 +88,7 @@ def jax_plugins() -> set[str]:
     return names
 
 
-def gpu_problem() -> str:
+def _gpu_problem() -> str:
     """Why NVIDIA's driver gives us no GPU; empty if it gives one. Makes no CUDA context and takes
     no GPU memory.
     """
@@ -106,7 +106,7 @@ def gpu_problem() -> str:
 def tpu_chips_shown(root: Path = Path("/")) -> bool:
     """True if there is a sign of a TPU below `root`: a device file, or a PCI device of Google's
     (also its network card, since jax has the last word)."""
-    if any(any((root / "dev").glob(pattern)) for pattern in TPU_FILES):
+    if any(any((root / "dev").glob(pattern)) for pattern in _TPU_FILES):
         return True
-    vendors = root.glob(PCI_VENDORS.lstrip("/"))
-    return any(file.read_text().strip() == GOOGLE for file in vendors)
+    vendors = root.glob(_PCI_VENDORS.lstrip("/"))
+    return any(file.read_text().strip() == _GOOGLE for file in vendors)

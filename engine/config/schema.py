@@ -14,14 +14,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-MIN_PAGE, MAX_PAGE = 8, 256
+_MIN_PAGE, _MAX_PAGE = 8, 256
 #: The kernel sets by name, which `jitney.kernels.select` makes; here, so that a wrong name is
 #: refused without jax.
 KernelsName = Literal["auto", "reference", "native", "triton", "pallas"]
 #: The policies and orders by name, which `jitney.engine.scheduler.policies` makes.
 PolicyName = Literal["continuous", "static", "dynamic"]
 OrderName = Literal["fcfs", "priority", "shortest", "fair"]
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def _tuple_from_list(value: object) -> object:
@@ -270,8 +270,8 @@ class EngineSection(Section):
     @field_validator("page_size")
     @classmethod
     def _page_is_a_power_of_two(cls, size: int) -> int:
-        if not MIN_PAGE <= size <= MAX_PAGE or size & (size - 1):
-            raise ValueError(f"must be a power of two from {MIN_PAGE} to {MAX_PAGE}")
+        if not _MIN_PAGE <= size <= _MAX_PAGE or size & (size - 1):
+            raise ValueError(f"must be a power of two from {_MIN_PAGE} to {_MAX_PAGE}")
         return size
 
     @field_validator("prefill_share")
@@ -474,7 +474,7 @@ class ServerSection(Section):
     @property
     def open_to_others(self) -> bool:
         """True when other machines can reach the endpoint."""
-        return self.host not in LOOPBACK
+        return self.host not in _LOOPBACK
 
     @model_validator(mode="after")
     def _network_needs_a_key(self) -> ServerSection:

@@ -15,14 +15,14 @@ from jitney.engine.scheduler.buckets import Buckets
 GIB = 1 << 30
 #: Share of a GPU's memory that jax may take, 0.75 if nobody says so: what is left is for the
 #: driver, for CUDA graphs and for communication. The planner counts on the same share.
-GPU_SHARE = 0.92
+_GPU_SHARE = 0.92
 #: Where jax reads that share from; the second name is its old one.
-SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 #: On a CPU the pool shares the machine with everything else: a quarter of what is free, and no more
 #: than this.
-CPU_SHARE, CPU_MOST = 0.25, GIB
+_CPU_SHARE, _CPU_MOST = 0.25, GIB
 #: On a device, left free for fragments and for the runtime's own growth.
-DEVICE_RESERVE = 0.04
+_DEVICE_RESERVE = 0.04
 
 
 def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
@@ -39,11 +39,11 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
 
 
 def claim_memory(environ: MutableMapping[str, str]) -> None:
-    """Have jax take GPU_SHARE of a GPU, unless the user says otherwise; must come before jax looks
+    """Have jax take its share of a GPU, unless the user says otherwise; must come before jax looks
     for devices.
     """
-    if not any(environ.get(name) for name in SHARE_NAMES):
-        environ[SHARE_NAMES[0]] = str(GPU_SHARE)
+    if not any(environ.get(name) for name in _SHARE_NAMES):
+        environ[_SHARE_NAMES[0]] = str(_GPU_SHARE)
 
 
 @contextmanager
@@ -66,17 +66,17 @@ def free_bytes(device: Any, temp_bytes: int) -> int:
     temp_bytes.
     """
     if device.platform == "cpu":
-        return min(int(CPU_SHARE * available_host_bytes()), CPU_MOST)
+        return min(int(_CPU_SHARE * _available_host_bytes()), _CPU_MOST)
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError(
             f"{device.device_kind} does not say how much memory it has: set pages or memory_gib"
         )
-    reserve = int(DEVICE_RESERVE * stats["bytes_limit"])
+    reserve = int(_DEVICE_RESERVE * stats["bytes_limit"])
     return stats["bytes_limit"] - stats["bytes_in_use"] - temp_bytes - reserve
 
 
-def available_host_bytes() -> int:
+def _available_host_bytes() -> int:
     """MemAvailable of /proc/meminfo; 4 GiB where there is none (not Linux)."""
     try:
         text = Path("/proc/meminfo").read_text()

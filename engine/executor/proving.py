@@ -45,10 +45,10 @@ def proven(
             kernels.label,
         )
         kernels = without(kernels, [proof.kernel for proof in wrong])
-    return kernels, [as_told(proof) for proof in proofs]
+    return kernels, [_as_told(proof) for proof in proofs]
 
 
-def as_told(proof: Proof) -> KernelProof:
+def _as_told(proof: Proof) -> KernelProof:
     """A proof as the API, the page and `doctor` show it."""
     return KernelProof(proof.kernel, proof.error, proof.limit, proof.reason)
 

@@ -23,9 +23,9 @@ from jitney.kernels.interface import Threshold
 #: the output. Longer than any context: no count reaches it.
 IN_PROMPT = 1 << 30
 #: Rows whose top-k and top-p end within this many candidates need no search over the vocabulary.
-CANDIDATES = 256
+_CANDIDATES = 256
 #: Most bytes of the logits of prompt rows that are scored at a time.
-SCORE_BYTES = 64 << 20
+_SCORE_BYTES = 64 << 20
 #: Lanes of the two-level inverse transform: sums of 128 tokens, then the tokens of one sum.
 LANES = 128
 
@@ -132,22 +132,22 @@ def sample(
         lambda: chosen,
     )
     scores = jax.lax.cond(
-        jnp.any(rows.need(SCORED)), lambda: score(logits, tokens), lambda: no_scores(tokens)
+        jnp.any(rows.need(SCORED)), lambda: score(logits, tokens), lambda: _no_scores(tokens)
     )
-    return Sampled(tokens, *scores), count_tokens(state, rows, tokens)
+    return Sampled(tokens, *scores), _count_tokens(state, rows, tokens)
 
 
 def shape_logits(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
     """Logits [S, V] after penalties and biases, for the rows that have any."""
     logits = jax.lax.cond(
-        jnp.any(rows.need(PENALISED)), lambda: penalise(logits, rows, state), lambda: logits
+        jnp.any(rows.need(PENALISED)), lambda: _penalise(logits, rows, state), lambda: logits
     )
     return jax.lax.cond(
-        jnp.any(rows.need(BIASED)), lambda: add_bias(logits, rows, state), lambda: logits
+        jnp.any(rows.need(BIASED)), lambda: _add_bias(logits, rows, state), lambda: logits
     )
 
 
-def count_tokens(state: SeatState, rows: SamplingRows, tokens: jax.Array) -> SeatState:
+def _count_tokens(state: SeatState, rows: SamplingRows, tokens: jax.Array) -> SeatState:
     """Count the sampled tokens [S] of penalised seats."""
     counted = rows.need(PENALISED) & (tokens >= 0)
     seats = jnp.where(counted, rows.seats, state.counts.shape[0])  # M: dropped
@@ -160,7 +160,7 @@ def count_tokens(state: SeatState, rows: SamplingRows, tokens: jax.Array) -> Sea
     return state._replace(counts=counts)
 
 
-def penalise(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
+def _penalise(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
     """Repetition (arXiv 1909.05858: divide positive, multiply negative logits of seen tokens),
     presence, frequency.
     """
@@ -175,7 +175,7 @@ def penalise(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Arr
     )
 
 
-def add_bias(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
+def _add_bias(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
     """Add each seat's entries that are still in force at the position the sampled token will
     have.
     """
@@ -214,14 +214,14 @@ def draw(logits: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
     )
     least = jnp.where(rows.params["min_p"] > 0, jnp.log(rows.params["min_p"]), -jnp.inf)
     floor = jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
-    return invert(jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0), uniform(rows))
+    return _invert(jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0), uniform(rows))
 
 
 def threshold(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The smallest kept logit per row: from the best CANDIDATES where they decide, else by search
+    """The smallest kept logit per row: from the best candidates where they decide, else by search
     over all.
     """
-    best = jax.lax.top_k(scaled, min(CANDIDATES, scaled.shape[-1]))[0]
+    best = jax.lax.top_k(scaled, min(_CANDIDATES, scaled.shape[-1]))[0]
     n = best.shape[-1]
     by_k = jnp.where((top_k > 0)[:, None], jnp.arange(n) < top_k[:, None], True)
     mass = jnp.where(by_k, jnp.exp(best), 0.0)
@@ -272,7 +272,7 @@ def bisect(holds, rows: int) -> jax.Array:
     return -jax.lax.bitcast_convert_type(high, jnp.float32)
 
 
-def invert(weights: jax.Array, u: jax.Array) -> jax.Array:
+def _invert(weights: jax.Array, u: jax.Array) -> jax.Array:
     """Inverse transform sampling: the token where the running sum of weights [S, V] passes u *
     total -> int32 [S].
     """
@@ -323,7 +323,7 @@ def score_rows_at_once(rows: int, vocab: int) -> int:
     """How many of `rows` scored rows have their logits computed at a time: a power of two, or
     all.
     """
-    most = max(1, SCORE_BYTES // (4 * vocab))
+    most = max(1, _SCORE_BYTES // (4 * vocab))
     return min(rows, 1 << (most.bit_length() - 1))
 
 
@@ -357,12 +357,12 @@ def score_prompt(
 
     def all_blocks() -> Scores:
         return jax.lax.fori_loop(
-            0, (count + block - 1) // block, one_block, Scores(*no_scores(rows))
+            0, (count + block - 1) // block, one_block, Scores(*_no_scores(rows))
         )
 
     # XLA takes what does not change out of a loop, a copy of the output head among it: 90 ms of a
     # step whose loop would not run once. It takes nothing out of a branch.
-    scores = jax.lax.cond(count > 0, all_blocks, lambda: Scores(*no_scores(rows)))
+    scores = jax.lax.cond(count > 0, all_blocks, lambda: Scores(*_no_scores(rows)))
     return Scores(*(column[:size] for column in scores))
 
 
@@ -386,7 +386,7 @@ def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return best, jnp.take_along_axis(blocks, at // LANES, axis=-1) * LANES + at % LANES
 
 
-def no_scores(tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _no_scores(tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What `score` returns, when nobody asked."""
     shape = (*tokens.shape, MAX_LOGPROBS)
     return jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)

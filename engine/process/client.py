@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -21,61 +20,64 @@ from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, Sequenc
 
 EngineState = Literal["loading", "ready", "draining", "dead"]
 
-STEP_KINDS = ("decode", "mixed")
+_STEP_KINDS = ("decode", "mixed")
 #: Upper bounds in seconds of the step-time histograms.
-STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-GAP_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
-FILL_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_GAP_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
+_FILL_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
-@dataclass(slots=True)
 class Histogram:
-    """Counts per upper bound plus one for the rest; `total` is the sum of the values."""
+    """Counts per upper bound plus one for the rest."""
 
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
-    total: float = 0.0
+    __slots__ = ("bounds", "counts", "total")
 
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        #: Sum of the values.
+        self.total = 0.0
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
-def _step_histograms() -> dict[str, Histogram]:
-    return {kind: Histogram(STEP_BOUNDS) for kind in STEP_KINDS}
-
-
-@dataclass(slots=True)
 class EngineCounters:
     """Running totals over the life of the API process; written by the client alone, from step
     reports.
-
-    steps and step_seconds are keyed by STEP_KINDS, rows by ROW_KINDS. A step's time is from one
-    step's result to the next one's: device time plus the gap before it. last: the newest record
-    (numpy scalar of `ledger.STEP_DTYPE`), from which the gauges (seats, pages, queue) are read.
     """
 
-    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STEP_KINDS, 0))
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROW_KINDS, 0))
-    preemptions: int = 0
-    compiles: int = 0
-    nan_rows: int = 0
-    engine_restarts: int = 0
-    canary_checked: int = 0  # sequences computed again with the reference
-    canary_mismatched: int = 0  # of them, those that differed by more than rounding explains
-    canary_worst: float = 0.0  # largest difference of two log-probabilities
-    waiting: int = 0
-    waiting_tokens: int = 0
-    step_seconds: dict[str, Histogram] = field(default_factory=_step_histograms)
-    host_gap_seconds: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS))
-    seat_fill_ratio: Histogram = field(default_factory=lambda: Histogram(FILL_BOUNDS))
-    last: Any = None
+    def __init__(self) -> None:
+        #: Steps by kind: decode, mixed.
+        self.steps: dict[str, int] = dict.fromkeys(_STEP_KINDS, 0)
+        #: Rows by ROW_KINDS.
+        self.rows: dict[str, int] = dict.fromkeys(ROW_KINDS, 0)
+        self.preemptions = 0
+        #: Compilations since the engine was ready.
+        self.compiles = 0
+        #: Sequences that ended because a logit was not finite.
+        self.nan_rows = 0
+        self.engine_restarts = 0
+        #: Sequences computed again with the reference.
+        self.canary_checked = 0
+        #: Of them, those that differed by more than rounding explains.
+        self.canary_mismatched = 0
+        #: Largest difference of two log-probabilities.
+        self.canary_worst = 0.0
+        #: Sequences that wait, and their prompt tokens.
+        self.waiting = 0
+        self.waiting_tokens = 0
+        #: Seconds from one step's result to the next one's, device time plus the gap before it, by
+        #: kind of step.
+        self.step_seconds = {kind: Histogram(_STEP_BOUNDS) for kind in _STEP_KINDS}
+        self.host_gap_seconds = Histogram(_GAP_BOUNDS)
+        self.seat_fill_ratio = Histogram(_FILL_BOUNDS)
+        #: The newest record (numpy scalar of `records.STEP_DTYPE`), which the gauges read.
+        self.last: Any = None
 
     def observe_step(self, record: Any) -> None:
-        """Add one step record (a numpy scalar with the fields of `ledger.STEP_DTYPE`)."""
+        """Add one step record (a numpy scalar with the fields of `records.STEP_DTYPE`)."""
         values = dict(zip(record.dtype.names, record.item(), strict=True))
         kind = "mixed" if values["mixed"] else "decode"
         self.steps[kind] += 1
@@ -162,7 +164,7 @@ class EngineClient(Protocol):
 
     def records(self, after_step: int) -> np.ndarray:
         """Step records newer than `after_step`, oldest first, as far back as they are kept
-        (`ledger.STEP_DTYPE`).
+        (`records.STEP_DTYPE`).
         """
         ...
 

@@ -1,4 +1,4 @@
-"""One life of a core process, as its parent holds it: the process, and the two sockets to it."""
+"""A core process as its parent holds it: the process, and the two sockets to it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from jitney.engine.config.schema import Config, platform_environment
 from jitney.engine.errors import ErrorInfo
 from jitney.engine.process.main import Start, from_core_address, to_core_address
 
-#: Settings the core has no use for, and should not be able to tell anyone.
+#: Settings the core has no use for, and should not be able to give away.
 NOT_FOR_THE_CORE = ("JITNEY_API_KEYS",)
 #: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
 #: otherwise.
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclass(slots=True)
-class Link:
-    """A core process and the sockets to it; a restart makes a new one, so no message crosses lives.
-
-    ready, fatal, tickets: written by the client, from what the core says.
+class CoreLink:
+    """A core process and the sockets to it; a restart makes a new one, so no message of the old
+    core reaches the new one.
     """
 
     to_core: zmq.Socket
     from_core: zmq.asyncio.Socket
     process: asyncio.subprocess.Process
+    #: The core has said `Ready`; this and what follows is written by the client.
     ready: bool = False
+    #: Why the core ended, if it said so.
     fatal: ErrorInfo | None = None
+    #: Who waits for which answer.
     tickets: dict[int, asyncio.Future[messages.SeatMap]] = field(default_factory=dict)
 
     def send(self, message: messages.ToCore) -> None:
@@ -53,7 +55,8 @@ class Link:
 
     def answer(self, seat_map: messages.SeatMap) -> None:
         """Wake whoever asked with this ticket, unless it has given up."""
-        if (waiter := self.tickets.pop(seat_map.ticket, None)) and not waiter.done():
+        waiter = self.tickets.pop(seat_map.ticket, None)
+        if waiter is not None and not waiter.done():
             waiter.set_result(seat_map)
 
     def kill(self) -> None:
@@ -63,7 +66,7 @@ class Link:
 
 
 @contextlib.asynccontextmanager
-async def open_link(config: Config, builder: str) -> AsyncIterator[Link]:
+async def open_link(config: Config, builder: str) -> AsyncIterator[CoreLink]:
     """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder of
     this user's alone.
     """
@@ -81,7 +84,7 @@ async def open_link(config: Config, builder: str) -> AsyncIterator[Link]:
             socket.linger = 0
             socket.bind(address)
         start = Start(config.model_dump(mode="json", exclude={"server"}), folder, builder)
-        link = Link(to_core, from_core, await _spawn(config, start))
+        link = CoreLink(to_core, from_core, await _spawn(config, start))
         try:
             yield link
         finally:
@@ -100,7 +103,7 @@ async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
         "-m",
         "jitney.engine.process.main",
         stdin=asyncio.subprocess.PIPE,
-        env=HUGE_PAGES | environ | platform_environment(config.engine),
+        env=_HUGE_PAGES | environ | platform_environment(config.engine),
     )
     assert (
         process.stdin is not None

@@ -39,21 +39,21 @@ log = logging.getLogger("jitney.core")
 #: Seconds between two ticks of an idle core, and idle ticks between two conservation checks of the
 #: page pool.
 TICK_S = 1.0
-CHECK_EVERY = 10
+_CHECK_EVERY = 10
 #: What makes the core; a test names one that needs no model.
 BUILDER = "jitney.engine.build:build_engine"
 
-Build = Callable[
+_Builder = Callable[
     [Config, ModelSource, Callable[[messages.Progress], None]], "tuple[EngineCore, EngineInfo]"
 ]
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The parent's one line: what to run (sections of the configuration), and the folder with the
-    two sockets.
-    """
+    """The parent's one line."""
 
+    #: Sections of the configuration.
     config: dict[str, Any]
+    #: Of the two sockets.
     folder: str
     builder: str = BUILDER
 
@@ -67,11 +67,11 @@ def from_core_address(folder: str) -> str:
 
 
 def main() -> int:
-    """Run one core until it is told to stop; returns the exit status (0: as asked, 1: after a
+    """Run one core until Shutdown; returns the exit status (0: as asked, 1: after a
     Fatal).
     """
     # Ctrl-C and a service manager's SIGTERM reach the whole group; the parent drains, and then
-    # tells us to stop.
+    # sends Shutdown.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
@@ -79,9 +79,8 @@ def main() -> int:
         stream=sys.stderr,
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
     )
-    logging.getLogger("jax").setLevel(
-        logging.WARNING
-    )  # it tells at INFO which platforms are absent
+    # At INFO it names the platforms that are absent.
+    logging.getLogger("jax").setLevel(logging.WARNING)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with (
@@ -93,10 +92,9 @@ def main() -> int:
             (inbox, to_core_address(start.folder)),
             (outbox, from_core_address(start.folder)),
         ):
-            socket.set_hwm(
-                0
-            )  # a bound would drop or block; the scheduler's caps bound what is in flight
-            socket.linger = 2000  # milliseconds for the last words
+            # A bound would drop or block; the scheduler's caps bound what is in flight.
+            socket.set_hwm(0)
+            socket.linger = 2000  # milliseconds for the last messages
             socket.connect(address)
         return _guarded(start, inbox, outbox)
 
@@ -115,31 +113,32 @@ def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
     log.
     """
     try:
-        config = Config.model_validate(start.config, strict=False)
-        if config.engine.compilation_cache:
-            refuse_open_folder(compilation_cache_dir())
-        source = resolve(config.model.id, revision=config.model.revision or None)
-        core, info = _builder(start.builder)(
-            config, source, lambda news: outbox.send(messages.encode(news))
-        )
-        outbox.send(messages.encode(messages.Ready(info)))
-        serve(core, inbox, outbox)
-        return 0
+        _build_and_serve(start, inbox, outbox)
     except Exception as error:
+        message = str(error)
         if not isinstance(error, JitneyError):
             log.exception("the engine core stopped")
-        message = (
-            str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
-        )
-        outbox.send(
-            messages.encode(
-                messages.Fatal(ErrorInfo("engine_dead", " ".join(message.split())[:500]))
-            )
-        )
+            message = f"{type(error).__name__}: {error}"
+        line = " ".join(message.split())[:500]
+        outbox.send(messages.encode(messages.Fatal(ErrorInfo("engine_dead", line))))
         return 1
+    return 0
 
 
-def _builder(name: str) -> Build:
+def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+    def report(progress: messages.Progress) -> None:
+        outbox.send(messages.encode(progress))
+
+    config = Config.model_validate(start.config, strict=False)
+    if config.engine.compilation_cache:
+        refuse_open_folder(compilation_cache_dir())
+    source = resolve(config.model.id, revision=config.model.revision or None)
+    core, info = _builder(start.builder)(config, source, report)
+    outbox.send(messages.encode(messages.Ready(info)))
+    _serve(core, inbox, outbox)
+
+
+def _builder(name: str) -> _Builder:
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
@@ -151,35 +150,34 @@ def refuse_open_folder(folder: Path) -> None:
     if folder.exists() and folder.stat().st_mode & stat.S_IWOTH:
         raise ConfigError(
             f"{folder} is writable by every user, and programs are run from it: chmod o-w it, or "
-            "turn "
-            "compilation_cache off"
+            "turn compilation_cache off"
         )
 
 
-def serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     """Answer messages and step while there is work; return on Shutdown, after the current step."""
     gc.collect()
     # weights, executables and modules live for ever: no collection needs to look at them again
     gc.freeze()
     idle_ticks, next_tick = 0, 0.0
     while True:
-        for message in received(inbox, min(TICK_S, core.pause_s) if core.has_work else TICK_S):
+        wait_s = min(TICK_S, core.pause_s) if core.has_work else TICK_S
+        for message in _received(inbox, wait_s):
             if isinstance(message, messages.Shutdown):
                 return
-            handle(core, message, outbox)
+            _handle(core, message, outbox)
         if core.has_work:
-            report = core.step()
-            outbox.send(messages.encode(report))
+            outbox.send(messages.encode(core.step()))
             idle_ticks = 0
-        elif (now := time.monotonic()) >= next_tick:
+        elif time.monotonic() >= next_tick:
             outbox.send(messages.encode(messages.Tick(waiting=0)))
-            next_tick = now + TICK_S
+            next_tick = time.monotonic() + TICK_S
             idle_ticks += 1
-            if idle_ticks % CHECK_EVERY == 0:
+            if idle_ticks % _CHECK_EVERY == 0:
                 core.check()
 
 
-def received(inbox: zmq.Socket, wait_s: float) -> Iterator[messages.ToCore]:
+def _received(inbox: zmq.Socket, wait_s: float) -> Iterator[messages.ToCore]:
     """Messages that are here now, or that come within `wait_s` seconds."""
     if wait_s and not inbox.poll(math.ceil(wait_s * 1000)):
         return
@@ -190,7 +188,7 @@ def received(inbox: zmq.Socket, wait_s: float) -> Iterator[messages.ToCore]:
             return
 
 
-def handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> None:
+def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> None:
     """Give one message to the core; its consequences come out of the next step."""
     match message:
         case messages.Add(request=request):

@@ -1,5 +1,5 @@
-"""The API process's end of the core process: start it, talk to it, notice its death, start the next
-one.
+"""Supervises the core process for the API process: start it, talk to it, notice its death, start
+the next one.
 
 Single-threaded: everything here runs on one asyncio loop. Nothing here imports jax.
 """
@@ -19,7 +19,7 @@ from jitney.engine import messages
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.process.client import EngineCounters, EngineState
-from jitney.engine.process.link import Link, open_link
+from jitney.engine.process.link import CoreLink, open_link
 from jitney.engine.process.main import BUILDER
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
@@ -28,14 +28,14 @@ log = logging.getLogger("jitney.process")
 
 #: Restarts are counted within this many seconds; the wait before one doubles from the first to the
 #: second number.
-RESTART_WINDOW_S = 600.0
-BACKOFF_S = (0.5, 30.0)
-#: Seconds to wait for a SeatMap answer, for the last words of a dead core, and for a core to leave
-#: when asked.
-SEAT_MAP_S = 2.0
-LAST_WORDS_S = 0.1
-SHUTDOWN_S = 5.0
-REFUSALS = {
+_RESTART_WINDOW_S = 600.0
+_BACKOFF_S = (0.5, 30.0)
+#: Seconds to wait for a SeatMap, for the last messages of a dead core, and for a core to leave when
+#: asked.
+_SEAT_MAP_S = 2.0
+_LAST_MESSAGES_S = 0.1
+_SHUTDOWN_S = 5.0
+_REFUSALS = {
     "loading": "the model is still loading",
     "draining": "the server is shutting down",
     "engine_dead": "the engine is gone",
@@ -53,16 +53,16 @@ class Stream:
         self.id = request.id
         self.open = set(range(request.sampling.n))
         self._client = client
-        self._news: asyncio.Queue[SequenceOutput] = asyncio.Queue()
+        self._outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
 
     def __aiter__(self) -> AsyncIterator[SequenceOutput]:
         return self
 
     async def __anext__(self) -> SequenceOutput:
-        if self._news.empty() and not self.open:
+        if self._outputs.empty() and not self.open:
             raise StopAsyncIteration
         try:
-            return await self._news.get()
+            return await self._outputs.get()
         except asyncio.CancelledError:
             self._client.forget(self)
             raise
@@ -77,7 +77,7 @@ class Stream:
         if output.index in self.open:
             if output.finish is not None:
                 self.open.discard(output.index)
-            self._news.put_nowait(output)
+            self._outputs.put_nowait(output)
 
     def fail(self, error: ErrorInfo) -> None:
         """End every sequence that is still open."""
@@ -88,8 +88,7 @@ class Stream:
 class ProcessClient:
     """`jitney.engine.process.client.EngineClient` over a core process.
 
-    state: loading | ready | draining | dead (for good; `failure` says why). info: None until first
-    ready. progress: the latest start-up news. on_progress: also told each of them.
+    on_progress: called with each progress of the start.
     """
 
     def __init__(
@@ -97,10 +96,13 @@ class ProcessClient:
         config: Config,
         *,
         builder: str = BUILDER,
-        on_progress: Callable[[messages.Progress], None] = lambda news: None,
+        on_progress: Callable[[messages.Progress], None] = lambda progress: None,
     ):
+        #: "dead" is for good; `failure` says why.
         self.state: EngineState = "loading"
+        #: None until first ready.
         self.info: EngineInfo | None = None
+        #: The latest of the start.
         self.progress: messages.Progress | None = None
         self.counters = EngineCounters()
         self.history = History(keep_tokens=config.server.dashboard_show_text)
@@ -110,15 +112,15 @@ class ProcessClient:
         self._on_progress = on_progress
         self._streams: dict[str, Stream] = {}
         self._tickets = itertools.count()
-        self._link: Link | None = None
-        self._life: asyncio.Task[None] | None = None
+        self._link: CoreLink | None = None
+        self._supervision: asyncio.Task[None] | None = None
         self._closing = False
         self._changed = asyncio.Event()
         self._alive_at = time.monotonic()
 
     async def start(self) -> None:
         """Start the core process and return at once; it is `loading`."""
-        self._life = asyncio.create_task(self._live())
+        self._supervision = asyncio.create_task(self._supervise())
 
     async def until(self, *states: EngineState) -> EngineState:
         """Wait for one of `states`; returns it."""
@@ -139,12 +141,12 @@ class ProcessClient:
         """Stop the core process and end every open request; does nothing the second time."""
         self._closing = True
         self._end_requests("the server is stopping")
-        if self._life is not None:
+        if self._supervision is not None:
             if self._link is not None and self._link.ready:
                 self._link.send(messages.Shutdown())
-                await asyncio.wait([self._life], timeout=SHUTDOWN_S)
-            self._life.cancel()
-            await asyncio.gather(self._life, return_exceptions=True)
+                await asyncio.wait([self._supervision], timeout=_SHUTDOWN_S)
+            self._supervision.cancel()
+            await asyncio.gather(self._supervision, return_exceptions=True)
         self._set_state("dead")
 
     def kill(self) -> None:
@@ -152,33 +154,34 @@ class ProcessClient:
         if self._link is not None:
             self._link.kill()
 
-    async def _live(self) -> None:
-        """One life after another, until closed or past hope."""
+    async def _supervise(self) -> None:
+        """One core process after another, until closed or past hope."""
         restarts: deque[float] = deque()
         while True:
-            ready, fatal = await self._one_life()
+            ready, fatal = await self._run_core()
             why = fatal.message if fatal else "the engine process died"
             self._end_requests(why)
             if self._closing:
                 return
-            if (delay := self._restart_delay(ready, restarts)) is None:
+            delay = self._restart_delay(ready, restarts)
+            if delay is None:
                 self.failure = why
                 self._set_state("dead")
                 return
             log.error("%s; restarting in %.1f s", why, delay)
             self.counters.engine_restarts += 1
-            self.progress = None  # what the dead core said of its start
+            self.progress = None  # it was the dead core's
             self._set_state("loading")
             await asyncio.sleep(delay)
 
     def _restart_delay(self, ready: bool, restarts: deque[float]) -> float | None:
-        """Seconds to wait before the next life, or None to give up.
+        """Seconds to wait before the next start, or None to give up.
 
         A core that never got ready would fail the same way again: a wrong model name is no reason
         to loop.
         """
         server, now = self._config.server, time.monotonic()
-        while restarts and now - restarts[0] > RESTART_WINDOW_S:
+        while restarts and now - restarts[0] > _RESTART_WINDOW_S:
             restarts.popleft()
         never_ready = self.info is None and not ready
         if (
@@ -189,24 +192,24 @@ class ProcessClient:
         ):
             return None
         restarts.append(now)
-        return min(BACKOFF_S[0] * 2 ** (len(restarts) - 1), BACKOFF_S[1])
+        return min(_BACKOFF_S[0] * 2 ** (len(restarts) - 1), _BACKOFF_S[1])
 
-    async def _one_life(self) -> tuple[bool, ErrorInfo | None]:
-        """From the start of a core process to its end. Returns whether it got ready, and its last
-        words.
+    async def _run_core(self) -> tuple[bool, ErrorInfo | None]:
+        """From the start of a core process to its end. Returns whether it got ready, and why it
+        ended, if it said so.
         """
         async with open_link(self._config, self._builder) as link:
             self._link = link
             reader = asyncio.create_task(self._read(link))
             try:
                 await link.process.wait()
-                await asyncio.sleep(LAST_WORDS_S)
+                await asyncio.sleep(_LAST_MESSAGES_S)
             finally:
                 reader.cancel()
                 self._link = None
             return link.ready, link.fatal
 
-    async def _read(self, link: Link) -> None:
+    async def _read(self, link: CoreLink) -> None:
         try:
             while True:
                 self._take(link, await link.receive())
@@ -214,11 +217,11 @@ class ProcessClient:
             log.exception("lost track of the engine process")
             link.kill()
 
-    def _take(self, link: Link, message: messages.FromCore) -> None:
+    def _take(self, link: CoreLink, message: messages.FromCore) -> None:
         self._alive_at = time.monotonic()
         match message:
             case messages.StepReport():
-                self._took_step(message)
+                self._take_report(message)
                 for answer in message.answers:
                     link.answer(answer)
             case messages.Progress():
@@ -236,14 +239,15 @@ class ProcessClient:
             case messages.Tick(waiting=waiting):
                 self.counters.observe_idle(waiting)
 
-    def _took_step(self, report: messages.StepReport) -> None:
+    def _take_report(self, report: messages.StepReport) -> None:
         record = self.history.take(report)
         if record is not None:
             self.counters.observe_step(record)
         self.counters.observe_outputs(report.outputs)
         self.counters.observe_canary(report.canary)
         for output in report.outputs:
-            if stream := self._streams.get(output.request_id):
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
                 stream.put(output)
                 if not stream.open:
                     del self._streams[output.request_id]
@@ -271,14 +275,18 @@ class ProcessClient:
         engine_dead).
         """
         if self.state != "ready" or self._link is None:
-            code = self.state if self.state in ("loading", "draining") else "engine_dead"
-            raise RequestError(
-                REFUSALS[code], code=code, retry_after=None if code == "engine_dead" else 1.0
-            )
-        stream = self._streams[request.id] = Stream(self, request)
+            raise self._refusal()
+        stream = Stream(self, request)
+        self._streams[request.id] = stream
         self.history.submit(request)
         self._link.send(messages.Add(request))
         return stream
+
+    def _refusal(self) -> RequestError:
+        """Why no request is taken now."""
+        if self.state in ("loading", "draining"):
+            return RequestError(_REFUSALS[self.state], code=self.state, retry_after=1.0)
+        return RequestError(_REFUSALS["engine_dead"], code="engine_dead")
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
@@ -296,18 +304,20 @@ class ProcessClient:
             del self._streams[stream.id]
 
     async def page_states(self) -> bytes:
-        """The state of every page now. Raises RequestError if no core answers within SEAT_MAP_S."""
+        """The state of every page now. Raises RequestError if no core answers in time."""
         return (await self.seat_map(seats=False)).page_states
 
     async def seat_map(self, *, seats: bool = True) -> messages.SeatMap:
-        """Who sits where now. Raises RequestError if no core answers within SEAT_MAP_S."""
-        if (link := self._link) is None or not link.ready:
-            raise RequestError(REFUSALS["loading"], code="loading", retry_after=1.0)
+        """Who sits where now. Raises RequestError if no core answers in time."""
+        link = self._link
+        if link is None or not link.ready:
+            raise RequestError(_REFUSALS["loading"], code="loading", retry_after=1.0)
         ticket = next(self._tickets)
-        waiter = link.tickets[ticket] = asyncio.get_running_loop().create_future()
+        waiter = asyncio.get_running_loop().create_future()
+        link.tickets[ticket] = waiter
         link.send(messages.AskSeatMap(ticket, seats))
         try:
-            return await asyncio.wait_for(waiter, SEAT_MAP_S)
+            return await asyncio.wait_for(waiter, _SEAT_MAP_S)
         except TimeoutError:
             raise RequestError(
                 "the engine is busy and did not answer in time", code="internal_error"
@@ -317,10 +327,10 @@ class ProcessClient:
 
     def records(self, after_step: int) -> np.ndarray:
         """Step records newer than `after_step`, oldest first, as many as the history keeps
-        (`ledger.STEP_DTYPE`).
+        (`records.STEP_DTYPE`).
         """
         return self.history.records.since(after_step)
 
     def last_step_age(self) -> float:
-        """Seconds since the core last said anything: a step, an idle tick, start-up news."""
+        """Seconds since the core last said anything: a step, a tick, progress of its start."""
         return time.monotonic() - self._alive_at

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 #: Pre-tokenizers of GPT-2 style GGUF files by `tokenizer.ggml.pre`: (pattern to split by, "" for
 #: GPT-2's own; digits one by one; Unicode normal form C first; whole words that are tokens skip the
 #: merges).
-GPT4_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-GPT4_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2 = ("", False, False, False)
-LLAMA3 = (GPT4_LETTERS + r"\p{N}{1,3}" + GPT4_REST, False, False, True)
-LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-QWEN2 = (GPT4_LETTERS + r"\p{N}" + GPT4_REST, False, True, False)
+_GPT4_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_GPT4_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = ("", False, False, False)
+_LLAMA3 = (_GPT4_LETTERS + r"\p{N}{1,3}" + _GPT4_REST, False, False, True)
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_QWEN2 = (_GPT4_LETTERS + r"\p{N}" + _GPT4_REST, False, True, False)
 PRE_TOKENIZERS = {
-    "gpt-2": GPT2,
-    "default": GPT2,
+    "gpt-2": _GPT2,
+    "default": _GPT2,
     "smollm": ("", True, False, False),
-    **dict.fromkeys(LLAMA3_NAMES, LLAMA3),
-    "qwen2": QWEN2,
+    **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3),
+    "qwen2": _QWEN2,
 }
 #: GGUF token types: control tokens are special; user-defined ones are matched whole but shown.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
-TINY_SPECIALS = ("<|unk|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
-TINY_TEMPLATE = (
+_TINY_SPECIALS = ("<|unk|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
+_TINY_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor "
     "%}"
@@ -44,7 +44,7 @@ TINY_TEMPLATE = (
 )
 
 
-def fast_class() -> type[PreTrainedTokenizerFast]:
+def _fast_class() -> type[PreTrainedTokenizerFast]:
     """transformers' wrapper of a Rust tokenizer, imported late and without its advice to install
     PyTorch.
     """
@@ -83,7 +83,7 @@ def fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
         read_json(folder, name, missing_ok=True)
     safe_file(folder, "chat_template.jinja", missing_ok=True)
     try:
-        return fast_class().from_pretrained(str(folder), local_files_only=True)
+        return _fast_class().from_pretrained(str(folder), local_files_only=True)
     except (
         Exception
     ) as error:  # the readers raise anything from OSError to the Rust parser's bare Exception
@@ -106,21 +106,21 @@ def tiny_fast() -> PreTrainedTokenizerFast:
     spelled = byte_characters()
     tokens = [
         *(spelled[byte] for byte in range(256)),
-        *TINY_SPECIALS,
+        *_TINY_SPECIALS,
         *(first + second for first, second in pairs),
     ]
     rust = RustTokenizer(BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=pairs))
     rust.pre_tokenizer = ByteLevel(add_prefix_space=False)
     rust.decoder = ByteLevelDecoder()
     rust.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in TINY_SPECIALS]
+        [AddedToken(token, special=True, normalized=False) for token in _TINY_SPECIALS]
     )
-    return fast_class()(
+    return _fast_class()(
         tokenizer_object=rust,
         unk_token="<|unk|>",
         bos_token="<|bos|>",
         eos_token="<|im_end|>",
-        chat_template=TINY_TEMPLATE,
+        chat_template=_TINY_TEMPLATE,
     )
 
 
@@ -138,12 +138,12 @@ def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     if len(set(tokens)) != len(tokens):
         raise ModelError("GGUF: tokenizer.ggml.tokens holds a token twice")
     try:
-        rust, add_bos = gguf_rust(metadata, tokens)
-        add_special_tokens(rust, metadata, tokens)
+        rust, add_bos = _gguf_rust(metadata, tokens)
+        _add_special_tokens(rust, metadata, tokens)
         named = {
-            f"{name}_token": tokens[id] for name, id in named_tokens(metadata, len(tokens)).items()
+            f"{name}_token": tokens[id] for name, id in _named_tokens(metadata, len(tokens)).items()
         }
-        add_template(rust, metadata, tokens, add_bos)
+        _add_template(rust, metadata, tokens, add_bos)
     except ModelError:
         raise
     except Exception as error:  # the Rust constructors raise bare Exceptions
@@ -151,28 +151,30 @@ def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
             f"GGUF: the tokenizer cannot be built: {' '.join(str(error).split())[:200]}"
         ) from error
     template = metadata.get("tokenizer.chat_template")
-    return fast_class()(
+    return _fast_class()(
         tokenizer_object=rust,
         chat_template=template if isinstance(template, str) else None,
         **named,
     )
 
 
-def gguf_rust(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[RustTokenizer, bool]:
+def _gguf_rust(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[RustTokenizer, bool]:
     """(tokenizer without its special tokens, whether files of this kind put BOS first unless they
     say otherwise).
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
-        return byte_level_bpe(metadata, tokens), metadata.get("tokenizer.ggml.pre") in LLAMA3_NAMES
+        return _byte_level_bpe(metadata, tokens), metadata.get(
+            "tokenizer.ggml.pre"
+        ) in _LLAMA3_NAMES
     if kind == "llama":
-        return sentencepiece_bpe(metadata, tokens), True
+        return _sentencepiece_bpe(metadata, tokens), True
     raise ModelError(
         f"GGUF: tokenizer.ggml.model {str(kind)[:40]!r} is not supported; known: gpt2, llama"
     )
 
 
-def byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
     """GPT-2 style BPE over bytes; `tokenizer.ggml.pre` says how text is cut into words first."""
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as RustTokenizer
@@ -203,7 +205,7 @@ def byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokeni
     return rust
 
 
-def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
     """SentencePiece BPE with byte fallback: the pair whose joined token scores highest merges
     first.
     """
@@ -214,12 +216,12 @@ def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTok
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise ModelError("GGUF: tokenizer.ggml.scores must give each token a score")
     vocab = {token: id for id, token in enumerate(tokens)}
-    unknown = named_tokens(metadata, len(tokens)).get("unk", 0)
+    unknown = _named_tokens(metadata, len(tokens)).get("unk", 0)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     rust = RustTokenizer(
         models.BPE(
             vocab=vocab,
-            merges=merges_by_score(tokens, scores, vocab),
+            merges=_merges_by_score(tokens, scores, vocab),
             fuse_unk=True,
             unk_token=tokens[unknown],
             byte_fallback=True,
@@ -238,7 +240,7 @@ def sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTok
     return rust
 
 
-def merges_by_score(
+def _merges_by_score(
     tokens: list[str], scores: list[float], vocab: Mapping[str, int]
 ) -> list[tuple[str, str]]:
     """Every way to join two tokens into a third, best result first; equal results in the order of
@@ -255,7 +257,7 @@ def merges_by_score(
     return [(left, right) for *_, left, right in sorted(ways)]
 
 
-def named_tokens(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
+def _named_tokens(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
     """Ids of bos, eos, unk and pad as far as the file gives them; ModelError for one outside the
     vocabulary.
     """
@@ -271,7 +273,9 @@ def named_tokens(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
     return named
 
 
-def add_special_tokens(rust: RustTokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+def _add_special_tokens(
+    rust: RustTokenizer, metadata: Mapping[str, Any], tokens: list[str]
+) -> None:
     """Control tokens become special, user-defined ones are matched before all else."""
     from tokenizers import AddedToken
 
@@ -279,22 +283,22 @@ def add_special_tokens(rust: RustTokenizer, metadata: Mapping[str, Any], tokens:
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ModelError("GGUF: tokenizer.ggml.token_type must give each token a type")
     control = [
-        token for token, kind in zip(tokens, kinds, strict=True) if kind in (UNKNOWN, CONTROL)
+        token for token, kind in zip(tokens, kinds, strict=True) if kind in (_UNKNOWN, _CONTROL)
     ]
-    shown = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
+    shown = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
     rust.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in control]
     )
     rust.add_tokens([AddedToken(token, normalized=False) for token in shown])
 
 
-def add_template(
+def _add_template(
     rust: RustTokenizer, metadata: Mapping[str, Any], tokens: list[str], add_bos: bool
 ) -> None:
     """Put BOS before and EOS after a text, where the file (or its kind) says so."""
     from tokenizers.processors import TemplateProcessing
 
-    named = named_tokens(metadata, len(tokens))
+    named = _named_tokens(metadata, len(tokens))
     first = metadata.get("tokenizer.ggml.add_bos_token", add_bos) and "bos" in named
     last = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in named
     around = [

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 #: SentencePiece's spelling of one byte that no other token covers.
-BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -134,7 +134,7 @@ class Tokenizer:
             return token.encode()
         if self._byte_level:
             return bytes(byte for character in token for byte in self._character_bytes(character))
-        if BYTE_TOKEN.fullmatch(token):
+        if _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
 
