@@ -317,16 +317,21 @@ def _phases(shown: Mapping[str, Any]) -> Iterator[_Phase]:
 def _phase_bars(kind: str, hue: str, phases: Sequence[_Phase]) -> go.Bar:
     import plotly.graph_objects as go
 
+    seats, starts, lengths, texts = [], [], [], []
+    for phase in phases:
+        seats.append(phase.seat)
+        starts.append(phase.start)
+        lengths.append(phase.seconds)
+        texts.append(html.escape(_hover(phase)))  # plotly reads tags in texts
     pattern = _pattern("/" if kind == "prefill" else "")
     return go.Bar(
         orientation="h",
         width=0.86,
         hoverinfo="text",
-        y=[phase.seat for phase in phases],
-        base=[phase.start for phase in phases],
-        x=[phase.seconds for phase in phases],
-        # Plotly reads tags in texts.
-        hovertext=[html.escape(_hover(phase)) for phase in phases],
+        y=seats,
+        base=starts,
+        x=lengths,
+        hovertext=texts,
         marker={"color": hue, "line": {"width": 0}, "pattern": pattern},
     )
 

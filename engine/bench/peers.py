@@ -307,10 +307,10 @@ def kernel_ratios(report: Mapping[str, Any], engines: tuple[str, str]) -> dict[s
 def markdown(report: Mapping[str, Any]) -> str:
     """The table for a page, with what it was taken on above it."""
     work = report["work"]
-    loops = [name for name in work if name.startswith("streams_")]
-    busiest = max(loops, key=lambda name: work[name]["streams"])
+    loops = {name: sent["streams"] for name, sent in work.items() if name.startswith("streams_")}
+    busiest = max(loops, key=loops.__getitem__)
     heads = [_head(name, sent) for name, sent in work.items()]
-    heads.append(f"first token at {work[busiest]['streams']} streams, p50 / p99")
+    heads.append(f"first token at {loops[busiest]} streams, p50 / p99")
     lines = [
         f"{report['machine']}; over HTTP with streaming, the client on the same machine; medians "
         "(least - most).",
@@ -321,11 +321,19 @@ def markdown(report: Mapping[str, Any]) -> str:
     for name, engine in report["engines"].items():
         medians = engine["medians"]
         if medians:
-            cells = [f"{name} {engine['version']}".strip()]
-            cells += [_speed_cell(one, medians) for one in work]
-            cells.append(_wait_cell(busiest, medians))
-            lines.append(f"| {' | '.join(cells)} |")
+            title = f"{name} {engine['version']}".strip()
+            lines.append(_engine_row(title, medians, work, busiest))
     return "\n".join(lines) + "\n"
+
+
+def _engine_row(
+    title: str, medians: Mapping[str, Any], work: Mapping[str, Any], busiest: str
+) -> str:
+    cells = [title]
+    for name in work:
+        cells.append(_speed_cell(name, medians))
+    cells.append(_wait_cell(busiest, medians))
+    return f"| {' | '.join(cells)} |"
 
 
 def _head(name: str, sent: Mapping[str, Any]) -> str:

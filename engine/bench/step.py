@@ -133,8 +133,11 @@ def _mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Itera
 def plan_of(case: StepCase, number: int, page_size: int) -> Plan:
     """The case as a plan whose sequences have just boarded, each with pages of its own."""
     maker = _ChunkMaker(number, page_size)
-    chunks = [maker.chunk(length, 1, decode=True) for length in case.decode]
-    chunks += [maker.chunk(start, count, decode=False) for start, count in case.prompts]
+    chunks = []
+    for length in case.decode:
+        chunks.append(maker.chunk(length, 1, decode=True))
+    for start, count in case.prompts:
+        chunks.append(maker.chunk(start, count, decode=False))
     boarded = [chunk.seq for chunk in chunks]
     return Plan(number, chunks, case.bucket, True, work_of(chunks), boarded=boarded)
 
@@ -164,7 +167,7 @@ class _ChunkMaker:
         return Chunk(seq, start, count, decode, True)
 
 
-def time_cases(
+def _time_cases(
     runner: Runner,
     wanted: Sequence[StepCase],
     page_size: int,
@@ -177,17 +180,17 @@ def time_cases(
     """
     plans = [plan_of(case, number, page_size) for number, case in enumerate(wanted)]
     timings = [StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
-    order = list(range(len(plans)))
+    pairs = list(zip(plans, timings, strict=True))
     rng = random.Random(0)
     started = time.perf_counter()
     for turn in range(repeats + 1):
         if turn > 1 and time.perf_counter() - started > seconds:
             break
-        rng.shuffle(order)
-        spent = _run_in_turn(runner, [plans[at] for at in order])
+        rng.shuffle(pairs)
+        spent = _run_in_turn(runner, [plan for plan, _ in pairs])
         if turn:
-            for at, case_s in zip(order, spent, strict=True):
-                timings[at].seconds.append(case_s)
+            for (_, timing), case_s in zip(pairs, spent, strict=True):
+                timing.seconds.append(case_s)
         watch(turn + 1, repeats + 1)
     return timings
 
@@ -296,7 +299,7 @@ def measure(
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
     host = _host_of(core, info.seats)
     runner: Any = core.runner
-    timings = time_cases(runner, wanted, pool.page_size, repeats, seconds, watch)
+    timings = _time_cases(runner, wanted, pool.page_size, repeats, seconds, watch)
     bandwidth, rate = _copy_bandwidth(), _product_rate(info.dtype)
     source = f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}"
     table = table_of(timings, host, source)

@@ -125,8 +125,7 @@ def flag_of(name: str) -> str:
 
 def names_from(flag: str, text: str, known: Collection[str]) -> list[str]:
     """Words between commas, each once. ConfigError if one is not known, or if there is none."""
-    words = [word.strip() for word in text.split(",")]
-    names = list(dict.fromkeys(word for word in words if word))
+    names = _words(text)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         wrong = ", ".join(unknown) or "nothing"
@@ -134,10 +133,16 @@ def names_from(flag: str, text: str, known: Collection[str]) -> list[str]:
     return names
 
 
+def _words(text: str) -> list[str]:
+    """Words between commas, each once."""
+    words = [word.strip() for word in text.split(",")]
+    return list(dict.fromkeys(filter(None, words)))
+
+
 def numbers_from[N: (int, float)](flag: str, text: str, kind: type[N]) -> list[N]:
     """Positive numbers between commas, each once. ConfigError for anything else."""
     try:
-        numbers = list(dict.fromkeys(kind(word) for word in text.split(",") if word.strip()))
+        numbers = list(dict.fromkeys(map(kind, _words(text))))
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number < float("inf") for number in numbers):

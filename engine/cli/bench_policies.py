@@ -253,7 +253,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace, cases: Cases) -> None:
+def _check(args: argparse.Namespace, cases: _Cases) -> None:
     """Bad flags are reported before the model loads."""
     check_writable(args, "json", "html", "records", "traces")
     closed = [flags for flags, _ in cases.values() if flags.trace or flags.arrivals == "closed"]
@@ -360,10 +360,10 @@ def _loads_from(args: argparse.Namespace) -> list[float]:
 
 
 #: By name: the flags that describe the case, and None for the one that the given flags describe.
-Cases = dict[str, tuple[argparse.Namespace, TrafficCase | None]]
+_Cases = dict[str, tuple[argparse.Namespace, TrafficCase | None]]
 
 
-def cases_from(args: argparse.Namespace) -> Cases:
+def cases_from(args: argparse.Namespace) -> _Cases:
     """The cases that the flags ask for."""
     defaults = make_parser().parse([])
     given = [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(defaults, name)]
@@ -372,7 +372,7 @@ def cases_from(args: argparse.Namespace) -> Cases:
     if given:
         raise ConfigError(f"--cases has traffic of its own: give no {flag_of(given[0])} with it")
     names = list(CASES) if args.cases is None else names_from("--cases", args.cases, CASES)
-    cases: Cases = {}
+    cases: _Cases = {}
     for name in names:
         case = CASES[name]
         requests = _requests(args, case.requests)
@@ -436,7 +436,11 @@ def _case_report(
     args: argparse.Namespace, traffic: Traffic, runs: Mapping[str, OfflineRun]
 ) -> dict[str, Any]:
     """What was found of one case."""
-    figures = {name: _run_figures(args, run) for name, run in runs.items()}
+    figures, limits, measured = {}, {}, {}
+    for name, run in runs.items():
+        figures[name] = _run_figures(args, run)
+        limits[name] = msgspec.to_builtins(run.limits)
+        measured[name] = run.as_measured
     unlike = differences(runs)
     arrivals = [request.arrival for request in traffic.requests]
     described = describe_traffic(traffic.args, arrivals, traffic.rate)
@@ -448,8 +452,8 @@ def _case_report(
         "differences": [difference._asdict() for difference in unlike],
         "traffic": described,
         "share_of_capacity": _shares_of_capacity(traffic, runs),
-        "cross_errors": cross_errors({name: run.as_measured for name, run in runs.items()}),
-        "limits": {name: msgspec.to_builtins(run.limits) for name, run in runs.items()},
+        "cross_errors": cross_errors(measured),
+        "limits": limits,
     }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -192,10 +191,12 @@ def _short_outputs(online: OnlineRun, arrivals: Sequence[Arrival]) -> int:
 
 def _errors_of(online: OnlineRun) -> dict[str, dict[str, Any]]:
     """How many requests failed in which way, and what was said to the first of them."""
-    failed = [answer for answer in online.load.answers if not answer.served]
-    first = {answer.finish: answer.detail for answer in reversed(failed)}
-    counts = Counter(answer.finish for answer in failed)
-    return {kind: {"count": count, "first": first[kind]} for kind, count in counts.most_common()}
+    errors: dict[str, dict[str, Any]] = {}
+    for answer in online.load.answers:
+        if not answer.served:
+            error = errors.setdefault(answer.finish, {"count": 0, "first": answer.detail})
+            error["count"] += 1
+    return dict(sorted(errors.items(), key=lambda item: -item[1]["count"]))
 
 
 def _deliver(args: argparse.Namespace, report: Mapping[str, Any], online: OnlineRun) -> None:

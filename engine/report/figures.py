@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from jitney.engine.telemetry.cost import Line
     from jitney.engine.telemetry.summary import RequestTimes
 
-INK, GRID, WARNING = "#17202a", "#e4e8ed", "#d55e00"
+_INK, _GRID, WARNING = "#17202a", "#e4e8ed", "#d55e00"
 #: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008).
 HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", WARNING, "#7a6a00", "#5b6773")
 _POLICY_COLOURS = {"static": WARNING, "dynamic": "#b8a800", "continuous": "#0072b2"}
 _OTHER_COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#7a7f87")
-_HELD_COLOUR, _IDLE_COLOUR = "#cbb8e4", GRID
+_HELD_COLOUR, _IDLE_COLOUR = "#cbb8e4", _GRID
 #: Stays in seats that are drawn one by one; beyond that a bar is thinner than a pixel.
 MOST_STAYS = 4000
 #: Points of a distribution's curve.
 _CURVE_POINTS = 400
 
-_AXIS = {"gridcolor": GRID, "zeroline": False, "automargin": True}
+_AXIS = {"gridcolor": _GRID, "zeroline": False, "automargin": True}
 _STYLE = go.layout.Template(
     layout={
         "title": {"x": 0, "xanchor": "left", "font": {"size": 15}},
         "xaxis": _AXIS,
         "yaxis": _AXIS,
-        "font": {"family": "system-ui, sans-serif", "color": INK, "size": 13},
+        "font": {"family": "system-ui, sans-serif", "color": _INK, "size": 13},
         "paper_bgcolor": "#ffffff",
         "plot_bgcolor": "#ffffff",
         "margin": {"l": 60, "r": 20, "t": 60, "b": 50},
@@ -188,11 +188,14 @@ def distribution(title: str, x: str, values: Mapping[str, Iterable[float | None]
 
 def latency_charts(runs: Mapping[str, Sequence[RequestTimes]]) -> list[go.Figure]:
     """Time to first token and end to end, of served requests."""
-    first_tokens, ends = {}, {}
+    first_tokens: dict[str, list[float | None]] = {}
+    ends: dict[str, list[float | None]] = {}
     for name, times in runs.items():
-        served = [t for t in times if t.served]
-        first_tokens[name] = [t.ttft_s for t in served]
-        ends[name] = [t.e2e_s for t in served]
+        first_tokens[name], ends[name] = [], []
+        for request in times:
+            if request.served:
+                first_tokens[name].append(request.ttft_s)
+                ends[name].append(request.e2e_s)
     unit = "seconds from the intended arrival"
     return [
         distribution("Time to first token", unit, first_tokens),
@@ -214,18 +217,19 @@ def ledger_bars(bills: Mapping[str, Mapping[str, Line]]) -> go.Figure:
     """Device time by what it was spent on, one bar per run."""
     names = list(bills)[::-1]
     traces = []
-    for kind, label in LEDGER_LABELS.items():
+    for kind in LEDGER_LABELS:
         lines = [bills[name][kind] for name in names]
-        if any(line.nanoseconds for line in lines):
-            style = ROW_KIND_TABLE.get(kind)
-            colour = _IDLE_COLOUR if style is None else style.light
-            traces.append(_ledger_bar(label, names, lines, colour))
+        if sum(line.nanoseconds for line in lines):
+            traces.append(_ledger_bar(kind, names, lines))
     height = 140 + 50 * len(names)
     title = "Where the device's time went"
     return figure(traces, title, "seconds", "", barmode="stack", height=height)
 
 
-def _ledger_bar(label: str, names: list[str], lines: Sequence[Line], colour: str) -> go.Bar:
+def _ledger_bar(kind: str, names: list[str], lines: Sequence[Line]) -> go.Bar:
+    style = ROW_KIND_TABLE.get(kind)
+    colour = _IDLE_COLOUR if style is None else style.light
+    label = LEDGER_LABELS[kind]
     return go.Bar(
         orientation="h",
         name=label,
@@ -239,17 +243,20 @@ def _ledger_bar(label: str, names: list[str], lines: Sequence[Line], colour: str
 
 def request_costs(lines: Mapping[str, Line], price_per_hour: float | None) -> go.Figure:
     """Device time of each request over the rows it computed."""
-    hover = "%{text}: %{x} rows, %{y:.3f} s"
-    costs = None
+    hover = "request %{text}: %{x} rows, %{y:.3f} s"
     if price_per_hour is not None:
         hover += ", costs %{customdata:.3g}"
-        costs = [line.money(price_per_hour) for line in lines.values()]
+    rows, seconds, costs = [], [], []
+    for line in lines.values():
+        rows.append(line.rows)
+        seconds.append(line.seconds)
+        costs.append(line.money(price_per_hour or 0.0))
     trace = go.Scatter(
         mode="markers",
-        x=[line.rows for line in lines.values()],
-        y=[line.seconds for line in lines.values()],
+        x=rows,
+        y=seconds,
         customdata=costs,
-        text=[f"request {name}" for name in lines],
+        text=list(lines),
         marker={"color": ROW_KIND_TABLE["decode"].light},
         hovertemplate=hover + "<extra></extra>",
     )

@@ -125,13 +125,14 @@ def ledgers_table(
 ) -> Table:
     """Rows and device time of several runs side by side."""
     heads = [""]
-    for run in bills:
+    columns = []
+    for run, lines in bills.items():
         heads += [f"{run} rows", f"{run} time"]
-    columns = [_with_sum(lines) for lines in bills.values()]
+        columns.append(_with_sum(lines))
     rows = []
     for kind in columns[0]:
         lines = [column[kind] for column in columns]
-        if any(line != _NOTHING for line in lines):
+        if lines.count(_NOTHING) < len(lines):
             rows.append(_kind_row(kind, lines))
     if price_per_hour is not None:
         rows.append(["cost"])
@@ -150,9 +151,13 @@ def _kind_row(kind: str, lines: Sequence[Line]) -> list[str]:
 
 def _with_sum(lines: Mapping[str, Line]) -> dict[str, Line]:
     """Lines in the order of `LEDGER_LABELS`, and "all", their sum."""
-    rows = sum(line.rows for line in lines.values())
-    total = Line(rows, sum(line.nanoseconds for line in lines.values()))
-    return {kind: lines[kind] for kind in LEDGER_LABELS} | {"all": total}
+    rows = nanoseconds = 0
+    ordered = {}
+    for kind in LEDGER_LABELS:
+        ordered[kind] = lines[kind]
+        rows += lines[kind].rows
+        nanoseconds += lines[kind].nanoseconds
+    return ordered | {"all": Line(rows, nanoseconds)}
 
 
 def _cost_head(price_per_hour: float | None) -> list[str]:
