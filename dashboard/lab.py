@@ -27,10 +27,10 @@ from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 from jitney.engine.process.link import NOT_FOR_THE_CORE
 from jitney.engine.scheduler.policies import POLICIES
-from jitney.engine.simulation.replay import Engine, Job, Served
+from jitney.engine.simulation.replay import RecordedEngine, ReplayJob
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.history import KEEP_S, History
-from jitney.engine.telemetry.request_record import SERVED, RequestRecord, Stay
+from jitney.engine.telemetry.request_record import RequestRecord, Stay
 from jitney.engine.telemetry.summary import seated
 from jitney.engine.types import EngineInfo
 
@@ -162,7 +162,7 @@ class Lab:
         self._started = round(time.monotonic(), 4)
         self._task = asyncio.create_task(self._run(job, basis))
 
-    def _prepare(self, experiment: Experiment) -> tuple[Job, dict[str, Any]]:
+    def _prepare(self, experiment: Experiment) -> tuple[ReplayJob, dict[str, Any]]:
         """What the worker needs, and what is put around its answer."""
         info = self.client.info
         if self.settings is None or info is None:
@@ -182,7 +182,7 @@ class Lab:
             self._state = "idle"
             self._progress = None
 
-    async def _run(self, job: Job, basis: dict[str, Any]) -> None:
+    async def _run(self, job: ReplayJob, basis: dict[str, Any]) -> None:
         try:
             async with asyncio.timeout(self.limit_s):
                 result = await self._simulate(job)
@@ -201,7 +201,7 @@ class Lab:
         self._state = "failed"
         self._error = error
 
-    async def _simulate(self, job: Job) -> dict[str, Any]:
+    async def _simulate(self, job: ReplayJob) -> dict[str, Any]:
         """The worker's result. Raises _Failed; leaving early ends the process."""
         process = await _start_worker()
         assert process.stdin is not None and process.stdout is not None  # asked for
@@ -273,9 +273,9 @@ def _recorded(history: History, minutes: float) -> _Traffic:
 
 def _job(
     experiment: Experiment, traffic: _Traffic, info: EngineInfo, settings: EngineSection
-) -> Job:
+) -> ReplayJob:
     """What the worker needs."""
-    engine = Engine(
+    engine = RecordedEngine(
         settings.model_dump(mode="json"),
         info.context_length,
         info.pages,
@@ -284,13 +284,13 @@ def _job(
         on_device=info.platform != "cpu",
     )
     stays = [stay for _, stay in traffic.stays]
-    return Job(
+    return ReplayJob(
         arrivals=arrivals(traffic.requests, traffic.first),
         engine=engine,
         changes=experiment.settings,
         policies=experiment.policies,
         records=npy(traffic.records),
-        times=[served(request, traffic.last) for request in traffic.requests],
+        requests=[request.until(traffic.last) for request in traffic.requests],
         seconds=traffic.last - traffic.first,
         window=npy(traffic.window),
         seats=info.seats,
@@ -370,7 +370,7 @@ def _check_settings(changes: dict[str, Any], settings: EngineSection) -> None:
 def arrivals(requests: list[RequestRecord], first: float) -> list[Arrival]:
     """The requests as traffic, in seconds since `first`; all of them, however they ended."""
     tenants: dict[str, str] = {}
-    lengths = [request.n_output for request in requests if request.finish in SERVED]
+    lengths = [request.n_output for request in requests if request.served]
     ascending = np.array(sorted(lengths), np.int64)
     traffic = []
     for request in requests:
@@ -422,23 +422,6 @@ def _state_in_the_end(request: RequestRecord) -> str:
     if request.stays:
         return "ended"
     return "refused" if request.finish == "error" else "left"
-
-
-def served(request: RequestRecord, end: float) -> Served:
-    """The request as it went until `end`, where the record ends."""
-    finished, finish = request.finished, request.finish
-    if finished is None:
-        finished, finish = end, request.state
-    return Served(
-        request.number,
-        request.n_prompt,
-        request.n_output,
-        request.arrival,
-        request.boarded,
-        request.first_token,
-        finished,
-        finish,
-    )
 
 
 def _measured_stays(traffic: _Traffic) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from jitney.engine.telemetry.history import History
-from jitney.engine.telemetry.request_record import PromptChunk, RequestRecord, Stay
+from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, Stay
 
 STATES = ("all", "open", "waiting", "prefill", "decode", "finished")
 #: Most output token times in one answer.
@@ -178,7 +178,7 @@ class Steps:
         """bool[steps]: the step read prompts, of whomever."""
         return self.records["prefill"] + self.records["recomputed"] > 0
 
-    def chunk(self, chunk: PromptChunk) -> dict[str, Any]:
+    def chunk(self, chunk: ComputedChunk) -> dict[str, Any]:
         """A prompt chunk and the step it was part of; null where the step's record is not kept any
         more.
         """

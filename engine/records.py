@@ -7,6 +7,7 @@ found again by step number or by time.
 from __future__ import annotations
 
 import struct
+import sys
 
 import numpy as np
 
@@ -60,6 +61,12 @@ CODES = {"i8": "q", "i4": "i", "f8": "d", "f4": "f", "u1": "B"}
 #: The same for `struct`, which packs a record in a tenth of the time that numpy takes for its
 #: fields one by one.
 STEP_STRUCT = struct.Struct("=" + "".join(CODES[STEP_DTYPE[name].str[1:]] for name in FIELDS))
+
+
+def step_of(record: bytes) -> int:
+    """The step number in a packed record."""
+    return int.from_bytes(record[:8], sys.byteorder, signed=True)
+
 
 #: What a computed row can turn out to be.
 ROW_KINDS = ("prefill", "decode", "padding", "recomputed", "past_end", "cancelled")

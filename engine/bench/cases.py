@@ -81,7 +81,7 @@ def simulated_capacity(arrivals: Sequence[Arrival], shape: EngineShape, table: S
     for number in range(_CAPACITY_ROUNDS * a_round):
         coming.append(msgspec.structs.replace(arrivals[number % len(arrivals)], at=0.0))
     run = simulate(coming, shape, table)
-    boarded = sorted(times.boarded for times in run.times if times.boarded is not None)
+    boarded = sorted(request.boarded for request in run.requests if request.boarded is not None)
     return (len(boarded) - a_round) / (boarded[-1] - boarded[0])
 
 

@@ -129,6 +129,6 @@ def capacity(
         policy="continuous",
         watch=partial(watch, "capacity"),
     )
-    ends = sorted(times.finished for times in run.times)
+    ends = sorted(request.end for request in run.requests)
     full = max(1, len(ends) - 2 * seats)  # from then on the queue is empty and seats stay free
     return full / max(1e-9, ends[full - 1] - run.started), run

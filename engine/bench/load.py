@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from jitney.engine.bench.client import Answer
+from jitney.engine.simulation.accuracy import span
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.summary import RequestTimes, Slo, spread, summarise
+from jitney.engine.telemetry.request_record import RequestRecord
+from jitney.engine.telemetry.summary import Slo, spread, summarise
 
 #: How often the event loop is asked whether it is late, seconds.
 _LAG_EVERY_S = 0.02
@@ -76,7 +78,7 @@ class LoadResult:
     """What a run over HTTP brought."""
 
     #: In the order of the arrivals, seconds of time.monotonic().
-    times: list[RequestTimes]
+    requests: list[RequestRecord]
     #: Likewise.
     answers: list[Answer]
     #: Zero of the arrivals.
@@ -90,7 +92,7 @@ class LoadResult:
     ) -> dict[str, Any]:
         """As `summary.summarise`, without what only the server knows."""
         return summarise(
-            self.times,
+            self.requests,
             records=None,
             seconds=self.seconds,
             slo=slo,
@@ -112,7 +114,7 @@ async def run_load(
     those ends, so that its time counts from then; else whoever has to wait for a place among the
     `concurrency` waits on its own time.
     """
-    ended: dict[int, tuple[RequestTimes, Answer]] = {}
+    ended: dict[int, tuple[RequestRecord, Answer]] = {}
     places = asyncio.Semaphore(concurrency or len(arrivals))
     sender = Sender()
     started = time.monotonic()
@@ -124,7 +126,7 @@ async def run_load(
             answer = await send(number)
         finally:
             places.release()
-        ended[number] = times_of(number, arrivals[number], intended, answer), answer
+        ended[number] = record_of(number, arrivals[number], intended, answer), answer
         watch(len(ended), len(arrivals))
 
     async with _watched(sender), asyncio.TaskGroup() as group:
@@ -136,29 +138,26 @@ async def run_load(
             if closed:
                 intended = time.monotonic()
             group.create_task(one(number, intended))
-    times = [ended[number][0] for number in range(len(arrivals))]
+    requests = [ended[number][0] for number in range(len(arrivals))]
     answers = [ended[number][1] for number in range(len(arrivals))]
-    seconds = max(t.finished for t in times) - min(t.arrival for t in times)
-    return LoadResult(times, answers, started, seconds, sender)
+    seconds = span(requests)
+    return LoadResult(requests, answers, started, seconds, sender)
 
 
-def times_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestTimes:
-    """A request's times; the endpoint's token counts where it tells them. When it boarded only the
-    server knows.
-    """
+def record_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestRecord:
+    """A request as its client saw it, with the endpoint's token counts where it tells them."""
     first = answer.chunks[0] if answer.chunks else None
     n_output = 0
     if answer.served:
         n_output = answer.n_output or len(answer.chunks)
         if first is None and answer.n_output:
             first = answer.finished  # its only tokens are no text: they came with the end
-    return RequestTimes(
-        request=number,
+    return RequestRecord(
+        number=number,
         tenant=arrival.tenant,
         n_prompt=answer.n_prompt or arrival.n_prompt,
         n_output=n_output,
         arrival=intended,
-        boarded=None,
         first_token=first,
         finished=answer.finished,
         finish=answer.finish,

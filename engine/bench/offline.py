@@ -5,6 +5,7 @@ core of its own.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,18 +17,20 @@ from jitney.engine.bench.load import Watch
 from jitney.engine.bench.text import arrival_ids
 from jitney.engine.core import EngineCore, Runner
 from jitney.engine.errors import ConfigError
-from jitney.engine.records import STEP_DTYPE, Ledger
+from jitney.engine.records import Ledger
 from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.simulation.accuracy import MeasuredRun, RunNote
-from jitney.engine.simulation.run_log import LOOK_AGAIN_S, Conductor, Ride
+from jitney.engine.simulation.accuracy import MeasuredRun, RunNote, span
+from jitney.engine.simulation.drive import Offer, RealClock, drive
 from jitney.engine.simulation.simulator import EngineShape
-from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.cost import Riders
-from jitney.engine.telemetry.summary import RequestTimes, Slo, seated, summarise
-from jitney.engine.types import EngineRequest, SamplingParams
+from jitney.engine.simulation.workload import Arrival, request_of
+from jitney.engine.telemetry.cost import RowOwners
+from jitney.engine.telemetry.history import RequestRecords
+from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
+from jitney.engine.telemetry.summary import Slo, seated, summarise
+from jitney.engine.types import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +43,29 @@ class PromptedArrival:
 
 @dataclass(slots=True)
 class OfflineRun:
-    """One run. times: in order of the requests, seconds of time.monotonic(); tokens: output ids of
-    each request.
+    """One run."""
 
-    records: [steps] STEP_DTYPE. rides: who sat where and when, first_token None if it came in
-    another ride. started: the zero of the arrivals' times. seconds: from the first arrival to the
-    last end. shape: the engine that ran. concurrency: requests that a closed loop kept open, 0:
-    they came at their times.
-    """
-
-    times: list[RequestTimes]
+    #: In order of the arrivals, with their stays; seconds of time.monotonic().
+    requests: list[RequestRecord]
+    #: Output ids of each request.
     tokens: list[list[int]]
+    #: STEP_DTYPE [steps].
     records: np.ndarray
-    rides: list[Ride]
-    riders: Riders
+    #: Whose rows each step computed.
+    owners: RowOwners
+    #: The zero of the arrivals' times.
     started: float
+    #: From the first arrival to the last end.
     seconds: float
+    #: The engine that ran.
     shape: EngineShape
+    #: Requests that a closed loop kept open, 0: they came at their times.
     concurrency: int = 0
+
+    @property
+    def stays(self) -> list[SeatStay]:
+        """Who sat where, by the beginning of each stay."""
+        return stays_of(self.requests)
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -67,43 +75,39 @@ class OfflineRun:
     @property
     def as_measured(self) -> MeasuredRun:
         """The run as the simulator compares it with a prediction."""
-        return MeasuredRun(
-            self.times, self.records, self.rides, RunNote(self.shape, self.concurrency)
-        )
+        return MeasuredRun(self.requests, self.records, RunNote(self.shape, self.concurrency))
 
     def figures(
         self, slo: Slo | None = None, price_per_hour: float | None = None
     ) -> dict[str, Any]:
         """As `engine.telemetry.summary.summarise`."""
         return summarise(
-            self.times,
+            self.requests,
             records=self.records,
             seats=self.limits.max_seats,
             seconds=self.seconds,
-            seated_s=seated(self.rides),
+            seated_s=seated(stay for request in self.requests for stay in request.stays),
             slo=slo,
             price_per_hour=price_per_hour,
         )
 
 
-class Watched:
-    """A runner that lets the books be kept: every plan passes through `batch`."""
+class NotingRunner:
+    """A runner that notes whose rows each step computes."""
 
-    def __init__(self, runner: Runner, book: Conductor, riders: Riders, clock: Callable[[], float]):
-        self._runner, self._book, self._riders, self._clock = runner, book, riders, clock
-        self.launched = 0
+    def __init__(self, runner: Runner, owners: RowOwners):
+        self._runner = runner
+        self._owners = owners
 
     @property
     def compiles(self) -> int:
         return self._runner.compiles
 
     def batch(self, plan: Plan) -> Any:
-        self._book.planned(plan, self._clock())
-        self._riders.note(plan)
+        self._owners.note(plan)
         return self._runner.batch(plan)
 
     def launch(self, batch: Any) -> Any:
-        self.launched += 1
         return self._runner.launch(batch)
 
     def fetch(self, ticket: Any) -> StepResult:
@@ -172,31 +176,36 @@ class OfflineBench:
         their times. limits: fields of SchedulerLimits that differ from the engine's. Raises
         ConfigError for impossible limits.
         """
-        book, riders = Conductor(keep_tokens=True), Riders()
-        runner = Watched(self._core.runner, book, riders, self.clock)
-        core = self._fresh(runner, requests, limits)
-        tokens: list[list[int]] = [[] for _ in requests]
+        owners = RowOwners()
+        core = self._fresh(NotingRunner(self._core.runner, owners), requests, limits)
+        records = RequestRecords(keep_tokens=True, keep_times=True)
+        ended = itertools.count(1)
+        records.listeners.append(lambda record: watch(next(ended), len(requests)))
         gc.collect()
         started = self.clock()
-        records = self._drive(core, runner, book, requests, tokens, started, concurrency, watch)
-        seconds = max(times.finished for times in book.times) - min(
-            times.arrival for times in book.times
-        )
+
+        def request_at(number: int, at: float) -> EngineRequest:
+            request = requests[number]
+            return request_of(str(number), request.arrival, request.prompt, at)
+
+        times = [started + request.arrival.at for request in requests]
+        offer = Offer(times, request_at, concurrency)
+        log = drive(core, RealClock(self.clock, self._sleep), offer, records)
         core.check()
+        served = list(records.oldest())
         return OfflineRun(
-            book.times,
-            tokens,
-            np.frombuffer(b"".join(records), STEP_DTYPE),
-            [Ride(*ride) for ride in book.rides],
-            riders,
-            started,
-            seconds,
-            replace(self.shape, limits=core.scheduler.limits),
-            concurrency,
+            requests=served,
+            tokens=[(request.tokens or [])[request.n_prompt :] for request in served],
+            records=log.records,
+            owners=owners,
+            started=started,
+            seconds=span(served),
+            shape=replace(self.shape, limits=core.scheduler.limits),
+            concurrency=concurrency,
         )
 
     def _fresh(
-        self, runner: Watched, requests: Sequence[PromptedArrival], limits: dict[str, Any]
+        self, runner: Runner, requests: Sequence[PromptedArrival], limits: dict[str, Any]
     ) -> EngineCore:
         """A core as the engine's own, with other limits; nobody is refused for the length of the
         queue.
@@ -214,67 +223,3 @@ class OfflineBench:
             self.clock,
         )
         return EngineCore(scheduler, runner, Ledger(capacity=1), self.clock)
-
-    def _drive(
-        self,
-        core: EngineCore,
-        runner: Watched,
-        book: Conductor,
-        requests: Sequence[PromptedArrival],
-        tokens: list[list[int]],
-        started: float,
-        concurrency: int,
-        watch: Watch,
-    ) -> list[bytes]:
-        """The loop of the core's process: take in who has come, step, hand out; returns the step
-        records.
-        """
-        clock, records, coming, total = self.clock, [], 0, len(requests)
-        while coming < total or core.has_work:
-            while coming < total and self._comes(
-                requests[coming], book.n_open, concurrency, started
-            ):
-                at = clock() if concurrency else started + requests[coming].arrival.at
-                core.add(
-                    _engine_request(
-                        book.enter(coming, requests[coming].arrival, at), requests[coming], at
-                    )
-                )
-                coming += 1
-            core.scheduler.more_to_come = not concurrency and coming < total
-            if not core.has_work:
-                self._sleep(max(0.0, started + requests[coming].arrival.at - clock()))
-                continue
-            launched = runner.launched
-            report = core.step()
-            for output in report.outputs:
-                tokens[int(output.request_id)] += output.tokens
-            if report.outputs:
-                book.took(report.outputs, clock())
-                watch(coming - book.n_open, total)
-            if report.record:
-                records.append(report.record)
-            elif launched == runner.launched and not report.outputs:
-                self._sleep(LOOK_AGAIN_S)
-        return records
-
-    def _comes(
-        self, request: PromptedArrival, n_open: int, concurrency: int, started: float
-    ) -> bool:
-        return n_open < concurrency if concurrency else started + request.arrival.at <= self.clock()
-
-
-def _engine_request(name: str, request: PromptedArrival, at: float) -> EngineRequest:
-    """A greedy request that ends by length alone."""
-    arrival = request.arrival
-    sampling = SamplingParams(
-        temperature=0.0, seed=0, max_tokens=max(1, arrival.n_output), ignore_eos=True
-    )
-    return EngineRequest(
-        id=name,
-        prompt=request.prompt,
-        sampling=sampling,
-        arrival=at,
-        tenant=arrival.tenant,
-        priority=arrival.priority,
-    )

@@ -227,7 +227,7 @@ async def capacity_at(
         run = await session.measure(
             some, concurrency=streams, closed=True, warmup=warmup, watch=watch
         )
-    ends = sorted(times.finished for times in run.load.times if times.served)
+    ends = sorted(request.end for request in run.load.requests if request.served)
     full = len(ends) - streams
     if full < 1:
         raise JitneyError(

@@ -250,7 +250,7 @@ def _figures_of(load: LoadResult) -> dict[str, Any]:
         "output_tok_s": figures["output_tok_s"],
         "prompt_tok_s": figures["prompt_tokens"] / load.seconds,
         "ttft_s": figures["ttft_s"],
-        "itl_s": spread_of(token_gaps(load.times)),
+        "itl_s": spread_of(token_gaps(load.requests)),
         "client": load.sender.as_json(),
         "load_average": os.getloadavg()[0],
     }

@@ -84,7 +84,7 @@ def _seats(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
         held = policy != "continuous"
         seats = run.limits.max_seats
         charts.append(
-            figures.seat_timeline(policy, run.rides, run.started, seats, until, held=held)
+            figures.seat_timeline(policy, run.stays, run.started, seats, until, held=held)
         )
     notes = ["All runs share one time scale. White: the seat is empty."]
     return PageSection(f"Seats: {name}", notes, charts=charts)
@@ -93,9 +93,9 @@ def _seats(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
 def _over_time(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
     ends = {}
     for policy, run in runs.items():
-        finished = np.array([(times.finished, times.n_output) for times in run.times])
+        finished = np.array([(request.end, request.n_output) for request in run.requests])
         ends[policy] = finished, run.started
-    latencies = figures.latency_charts({policy: run.times for policy, run in runs.items()})
+    latencies = figures.latency_charts({policy: run.requests for policy, run in runs.items()})
     return PageSection(f"Over time: {name}", charts=[figures.tokens_over_time(ends), *latencies])
 
 
@@ -114,7 +114,7 @@ def _request_shares(
 ) -> PageSection:
     """The costliest requests of continuous batching, or of the first policy that ran."""
     policy = "continuous" if "continuous" in runs else next(iter(runs))
-    shares, _ = runs[policy].riders.bill(runs[policy].records)
+    shares, _ = runs[policy].owners.bill(runs[policy].records)
     note = (
         "Its rows' share of the steps they were computed in; padding is nobody's and stands in the "
         "ledger."

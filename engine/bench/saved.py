@@ -14,7 +14,7 @@ from jitney.engine.bench.offline import OfflineRun
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import RunNote
 from jitney.engine.simulation.workload import TraceLine
-from jitney.engine.telemetry.summary import RequestTimes
+from jitney.engine.telemetry.request_record import RequestRecord
 
 TIMES_DTYPE = np.dtype(
     [
@@ -32,27 +32,27 @@ RIDES_DTYPE = np.dtype(
 )
 
 
-def write_recording(path: str | Path, times: Iterable[RequestTimes], started: float) -> None:
+def write_recording(path: str | Path, requests: Iterable[RequestRecord], started: float) -> None:
     """One line per request, with what was measured, as `jitney serve --record` writes it; times
     since `started`. ConfigError if the file cannot be written.
     """
-    lines = [_trace_line(request, started) for request in times]
+    lines = [_trace_line(request, started) for request in requests]
     try:
         Path(path).write_bytes(msgspec.json.Encoder().encode_lines(lines))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
-def _trace_line(times: RequestTimes, started: float) -> TraceLine:
+def _trace_line(request: RequestRecord, started: float) -> TraceLine:
     return TraceLine(
-        at=max(0.0, times.arrival - started),
-        n_prompt=times.n_prompt,
-        n_output=times.n_output,
-        tenant=times.tenant,
-        queue_s=times.queue_s,
-        ttft_s=times.ttft_s,
-        e2e_s=times.e2e_s,
-        finish=times.finish,
+        at=max(0.0, request.arrival - started),
+        n_prompt=request.n_prompt,
+        n_output=request.n_output,
+        tenant=request.tenant,
+        queue_s=request.queue_s,
+        ttft_s=request.ttft_s,
+        e2e_s=request.e2e_s,
+        finish=request.finish,
     )
 
 
@@ -78,21 +78,23 @@ def write_records(path: str | Path, runs: Mapping[str, OfflineRun]) -> None:
 
 def _times_array(run: OfflineRun) -> np.ndarray:
     """[requests] TIMES_DTYPE, seconds since the run's start."""
-    array = np.empty(len(run.times), TIMES_DTYPE)
-    for name in ("request", "n_prompt", "n_output"):
-        array[name] = [getattr(times, name) for times in run.times]
+    array = np.empty(len(run.requests), TIMES_DTYPE)
+    array["request"] = [request.number for request in run.requests]
+    for name in ("n_prompt", "n_output"):
+        array[name] = [getattr(request, name) for request in run.requests]
     for name in ("arrival", "boarded", "first_token", "finished"):
-        array[name] = _since(run.started, [getattr(times, name) for times in run.times])
+        array[name] = _since(run.started, [getattr(request, name) for request in run.requests])
     return array
 
 
 def _rides_array(run: OfflineRun) -> np.ndarray:
-    """[rides] RIDES_DTYPE, seconds since the run's start."""
-    array = np.empty(len(run.rides), RIDES_DTYPE)
-    for name in ("seat", "request"):
-        array[name] = [getattr(ride, name) for ride in run.rides]
+    """[stays] RIDES_DTYPE, seconds since the run's start."""
+    stays = run.stays
+    array = np.empty(len(stays), RIDES_DTYPE)
+    array["request"] = [request.number for request, _ in stays]
+    array["seat"] = [stay.seat for _, stay in stays]
     for name in ("start", "first_token", "end"):
-        array[name] = _since(run.started, [getattr(ride, name) for ride in run.rides])
+        array[name] = _since(run.started, [getattr(stay, name) for _, stay in stays])
     return array
 
 

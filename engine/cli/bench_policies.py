@@ -461,10 +461,10 @@ def _run_figures(args: argparse.Namespace, run: OfflineRun) -> dict[str, Any]:
     """The figures of one run, its ledger and its queue."""
     price = args.price_per_hour
     figures = run.figures(slo_from(args), price)
-    backlog = None if is_closed(args) else backlog_of(run.times)
+    backlog = None if is_closed(args) else backlog_of(run.requests)
     figures["ledger"] = as_json(bill(run.records, run.seconds), price)
     figures["backlog"] = msgspec.to_builtins(backlog)
-    figures["request_shares"] = as_json(run.riders.bill(run.records)[0], price)
+    figures["request_shares"] = as_json(run.owners.bill(run.records)[0], price)
     return figures
 
 
@@ -524,7 +524,7 @@ def _write_runs(args: argparse.Namespace, runs: Mapping[str, Mapping[str, Offlin
         write_records(args.records, everything)
     if args.traces:
         for name, run in everything.items():
-            write_recording(f"{args.traces}.{name}.jsonl", run.times, run.started)
+            write_recording(f"{args.traces}.{name}.jsonl", run.requests, run.started)
 
 
 def _print_report(

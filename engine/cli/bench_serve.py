@@ -161,7 +161,7 @@ def _make_report(
     """Everything that was found, ready for JSON."""
     load, price = online.load, args.price_per_hour
     figures = load.figures(slo_from(args), price)
-    backlog = None if is_closed(args) else backlog_of(load.times)
+    backlog = None if is_closed(args) else backlog_of(load.requests)
     figures["backlog"] = msgspec.to_builtins(backlog)
     traffic = describe_traffic(args, arrivals, _rate_from(args))
     return {
@@ -183,8 +183,8 @@ def _make_report(
 def _short_outputs(online: OnlineRun, arrivals: Sequence[Arrival]) -> int:
     """Served requests that ended before their length."""
     short = 0
-    for times, arrival in zip(online.load.times, arrivals, strict=True):
-        if times.served and times.n_output < _NEARLY_ALL * arrival.n_output:
+    for request, arrival in zip(online.load.requests, arrivals, strict=True):
+        if request.served and request.n_output < _NEARLY_ALL * arrival.n_output:
             short += 1
     return short
 
@@ -204,7 +204,7 @@ def _deliver(args: argparse.Namespace, report: Mapping[str, Any], online: Online
     from jitney.engine.bench.saved import write_recording
 
     if args.trace_to:
-        write_recording(args.trace_to, online.load.times, online.load.started)
+        write_recording(args.trace_to, online.load.requests, online.load.started)
     if args.html:
         _write_page(args, report, online)
     if args.json:
@@ -278,7 +278,7 @@ def _write_page(args: argparse.Namespace, report: Mapping[str, Any], online: Onl
             [tables.figures_table({"measured": report["figures"]})],
         ),
         PageSection(
-            "Distributions", charts=figures.latency_charts({"measured": online.load.times})
+            "Distributions", charts=figures.latency_charts({"measured": online.load.requests})
         ),
     ]
     if online.bill is not None:

@@ -33,7 +33,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.backlog import Backlog, backlog_of
-from jitney.engine.telemetry.summary import RequestTimes
+from jitney.engine.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from jitney.engine.bench.load import Watch
@@ -248,7 +248,7 @@ class _InProcess:
         requests = self._bench.requests(arrivals, self._args.seed)
         run = self._bench.run(requests, concurrency=concurrency, watch=watch)
         figures = run.figures(slo_from(self._args), self._args.price_per_hour)
-        figures["backlog"] = _backlog(concurrency, run.times)
+        figures["backlog"] = _backlog(concurrency, run.requests)
         return figures
 
     def close(self) -> dict[str, str]:
@@ -302,7 +302,7 @@ class _AtEndpoint:
         self._about = online.about
         figures = online.load.figures(slo_from(self._args), self._args.price_per_hour)
         figures["client"] = online.load.sender.as_json()
-        figures["backlog"] = _backlog(concurrency, online.load.times)
+        figures["backlog"] = _backlog(concurrency, online.load.requests)
         return figures
 
     def close(self) -> dict[str, str]:
@@ -310,9 +310,9 @@ class _AtEndpoint:
         return self._about._asdict()
 
 
-def _backlog(concurrency: int, times: Sequence[RequestTimes]) -> dict[str, Any] | None:
+def _backlog(concurrency: int, requests: Sequence[RequestRecord]) -> dict[str, Any] | None:
     """How the queue went, None for a closed loop: there it cannot grow."""
-    return None if concurrency else msgspec.to_builtins(backlog_of(times))
+    return None if concurrency else msgspec.to_builtins(backlog_of(requests))
 
 
 def _deliver(args: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:

@@ -30,7 +30,7 @@ from jitney.engine.simulation.accuracy import (
     errors,
     figure,
     measured_figures,
-    measured_times,
+    measured_requests,
     speed_error,
     verdict,
 )
@@ -39,7 +39,7 @@ from jitney.engine.simulation.workload import Arrival, TraceLine, read_trace_lin
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jitney.engine.simulation.simulator import EngineShape, Run
+    from jitney.engine.simulation.simulator import EngineShape, SimulatedRun
     from jitney.engine.simulation.step_table import StepTimes
 
 POLICIES = "static,dynamic,continuous"
@@ -94,7 +94,9 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def timed_figures(simulated: Callable[[], Run], options: Mapping[str, Any]) -> dict[str, Any]:
+def timed_figures(
+    simulated: Callable[[], SimulatedRun], options: Mapping[str, Any]
+) -> dict[str, Any]:
     """The figures of a run, and how long simulating it took."""
     started = time.perf_counter()
     figures = simulated().figures(**options)
@@ -251,10 +253,10 @@ def clients_of(known: argparse.Namespace, lines: Sequence[TraceLine]) -> int:
     """Clients that sent the recorded requests, each after its last answer; 0 if they came by
     themselves.
     """
-    times = measured_times(lines)
-    if known.open_loop or not times:
+    requests = measured_requests(lines)
+    if known.open_loop or not requests:
         return 0
-    return closed_concurrency(times) or 0
+    return closed_concurrency(requests) or 0
 
 
 def step_times(known: argparse.Namespace, config: Config) -> StepTimes:
@@ -354,7 +356,7 @@ def simulate_policy(
     table: StepTimes,
     known: argparse.Namespace,
     concurrency: int,
-) -> Run:
+) -> SimulatedRun:
     """One run; only the policy differs from those of the others. Static waits for its batch unless
     told otherwise.
 

@@ -16,9 +16,8 @@ from jitney.engine.report.tables import LEDGER_LABELS
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 if TYPE_CHECKING:
-    from jitney.engine.simulation.simulator import Ride
     from jitney.engine.telemetry.cost import Line
-    from jitney.engine.telemetry.summary import RequestTimes
+    from jitney.engine.telemetry.request_record import RequestRecord, SeatStay
 
 _INK, _GRID, WARNING = "#17202a", "#e4e8ed", "#d55e00"
 #: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008).
@@ -83,14 +82,14 @@ class Span(NamedTuple):
 
 
 def seat_timeline(
-    name: str, rides: Sequence[Ride], started: float, seats: int, until: float, *, held: bool
+    name: str, stays: Sequence[SeatStay], started: float, seats: int, until: float, *, held: bool
 ) -> go.Figure:
     """Who sat where: one bar for each stay, its prefill part apart.
 
     started: zero of the time axis. until: seconds that it shows, so that runs side by side share
     their scale. held: draw the seats that a batch keeps as well.
     """
-    shown = sorted(rides, key=lambda ride: ride.start)[:MOST_STAYS]
+    shown = sorted(stays, key=_start_of)[:MOST_STAYS]
     prompts, outputs = _phases(shown)
     traces = [
         _spans("prompt", prompts, started, ROW_KIND_TABLE["prefill"].light),
@@ -99,7 +98,7 @@ def seat_timeline(
     if held:
         traces.append(_spans("held for the batch", held_seats(shown), started, _HELD_COLOUR))
     title = name
-    if len(rides) > MOST_STAYS:
+    if len(stays) > MOST_STAYS:
         title += f", the first {MOST_STAYS} stays"
     return figure(
         traces,
@@ -115,42 +114,45 @@ def seat_timeline(
     )
 
 
-def _phases(rides: Iterable[Ride]) -> tuple[list[Span], list[Span]]:
+def _phases(stays: Iterable[SeatStay]) -> tuple[list[Span], list[Span]]:
     """The prompt parts of stays, and the parts in which tokens were generated."""
     prompts, outputs = [], []
-    for ride in rides:
-        first_token = ride.first_token
-        if first_token is None:
-            prompts.append(Span(ride.seat, ride.start, ride.end, ride.request))
+    for request, stay in stays:
+        if stay.first_token is None:
+            prompts.append(Span(stay.seat, stay.start, stay.left, request.number))
             continue
-        prompts.append(Span(ride.seat, ride.start, min(ride.end, first_token), ride.request))
-        outputs.append(Span(ride.seat, first_token, ride.end, ride.request))
+        prompts.append(Span(stay.seat, stay.start, stay.first_token, request.number))
+        outputs.append(Span(stay.seat, stay.first_token, stay.left, request.number))
     return prompts, outputs
 
 
-def held_seats(rides: Sequence[Ride]) -> list[Span]:
+def held_seats(stays: Sequence[SeatStay]) -> list[Span]:
     """Seats whose request is done while others of its batch are not.
 
     A batch is over when nobody sits any more.
     """
-    overs = np.array(_batch_ends(rides))
+    overs = np.array(_batch_ends(stays))
     held = []
-    for ride in rides:
-        over = float(overs[np.searchsorted(overs, ride.end)])
-        if over > ride.end:
-            held.append(Span(ride.seat, ride.end, over, ride.request))
+    for request, stay in stays:
+        over = float(overs[np.searchsorted(overs, stay.left)])
+        if over > stay.left:
+            held.append(Span(stay.seat, stay.left, over, request.number))
     return held
 
 
-def _batch_ends(rides: Sequence[Ride]) -> list[float]:
+def _batch_ends(stays: Sequence[SeatStay]) -> list[float]:
     """When each batch was over, ascending."""
     ends: list[float] = []
-    for ride in sorted(rides, key=lambda ride: ride.start):
-        if not ends or ride.start >= ends[-1]:
-            ends.append(ride.end)
+    for _, stay in sorted(stays, key=_start_of):
+        if not ends or stay.start >= ends[-1]:
+            ends.append(stay.left)
         else:
-            ends[-1] = max(ends[-1], ride.end)
+            ends[-1] = max(ends[-1], stay.left)
     return ends
+
+
+def _start_of(seat_stay: SeatStay) -> float:
+    return seat_stay[1].start
 
 
 def _spans(name: str, spans: Sequence[Span], started: float, colour: str) -> go.Bar:
@@ -186,13 +188,13 @@ def distribution(title: str, x: str, values: Mapping[str, Iterable[float | None]
     return figure(traces, title, x, "% of requests", xaxis_type="log")
 
 
-def latency_charts(runs: Mapping[str, Sequence[RequestTimes]]) -> list[go.Figure]:
+def latency_charts(runs: Mapping[str, Sequence[RequestRecord]]) -> list[go.Figure]:
     """Time to first token and end to end, of served requests."""
     first_tokens: dict[str, list[float | None]] = {}
     ends: dict[str, list[float | None]] = {}
-    for name, times in runs.items():
+    for name, requests in runs.items():
         first_tokens[name], ends[name] = [], []
-        for request in times:
+        for request in requests:
             if request.served:
                 first_tokens[name].append(request.ttft_s)
                 ends[name].append(request.e2e_s)

@@ -8,7 +8,7 @@ scheduler. What the simulator is for is the run of another policy, whose steps i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.run_log import Ride
-from jitney.engine.simulation.simulator import EngineShape, Run, simulate
+from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate
 from jitney.engine.simulation.step_table import StepTable, StepTimes
 from jitney.engine.simulation.workload import Arrival, TraceLine
-from jitney.engine.telemetry.summary import RequestTimes, seated, summarise
+from jitney.engine.telemetry.request_record import RequestRecord, Stay
+from jitney.engine.telemetry.summary import seated, summarise
 
 #: Figures worth comparing: where they stand in `figures.summarise`, and whether they are seconds.
 COMPARED = {
@@ -62,19 +62,19 @@ def errors(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[st
     }
 
 
-def measured_times(lines: Sequence[TraceLine]) -> list[RequestTimes]:
+def measured_requests(lines: Sequence[TraceLine]) -> list[RequestRecord]:
     """What a recording says of its requests; lines that carry no measurement are left out."""
     return [
-        RequestTimes(
-            number,
-            line.tenant,
-            line.n_prompt,
-            line.n_output,
-            line.at,
-            _after(line.at, line.queue_s),
-            _after(line.at, line.ttft_s),
-            line.at + line.e2e_s,
-            line.finish or "length",
+        RequestRecord(
+            number=number,
+            tenant=line.tenant,
+            n_prompt=line.n_prompt,
+            n_output=line.n_output,
+            arrival=line.at,
+            boarded=_after(line.at, line.queue_s),
+            first_token=_after(line.at, line.ttft_s),
+            finished=line.at + line.e2e_s,
+            finish=line.finish or "length",
         )
         for number, line in enumerate(lines)
         if line.e2e_s is not None
@@ -91,16 +91,16 @@ def measured_figures(lines: Sequence[TraceLine], **options: Any) -> dict[str, An
 
     options: slo and price_per_hour of `figures.summarise`.
     """
-    times = measured_times(lines)
-    if not times:
+    requests = measured_requests(lines)
+    if not requests:
         return None
-    return summarise(times, records=None, seats=0, seconds=span(times), **options)
+    return summarise(requests, records=None, seconds=span(requests), **options)
 
 
-def span(times: Iterable[RequestTimes]) -> float:
+def span(requests: Sequence[RequestRecord]) -> float:
     """Seconds from the first arrival to the last end."""
-    ends = [(t.arrival, t.finished) for t in times]
-    return max(end for _, end in ends) - min(start for start, _ in ends)
+    last = max(request.end for request in requests)
+    return last - min(request.arrival for request in requests)
 
 
 class RunNote(msgspec.Struct, frozen=True):
@@ -113,21 +113,22 @@ class RunNote(msgspec.Struct, frozen=True):
 
 
 class MeasuredRun(NamedTuple):
-    """One run as `jitney bench policies --records` keeps it.
+    """One run as `jitney bench policies --records` keeps it."""
 
-    times, rides: seconds of one clock. records: [steps] STEP_DTYPE.
-    """
-
-    times: list[RequestTimes]
+    #: With their stays; seconds of one clock.
+    requests: list[RequestRecord]
+    #: [steps] STEP_DTYPE.
     records: np.ndarray
-    rides: list[Ride]
     note: RunNote
 
     @property
     def arrivals(self) -> list[Arrival]:
         """What came, ascending in time; the first at 0."""
-        first = min(t.arrival for t in self.times)
-        coming = [Arrival(t.arrival - first, t.n_prompt, t.n_output) for t in self.times]
+        first = min(request.arrival for request in self.requests)
+        coming = [
+            Arrival(request.arrival - first, request.n_prompt, request.n_output)
+            for request in self.requests
+        ]
         return sorted(coming, key=lambda arrival: arrival.at)
 
     def figures(self, **options: Any) -> dict[str, Any]:
@@ -135,15 +136,17 @@ class MeasuredRun(NamedTuple):
         `figures.summarise`.
         """
         return summarise(
-            self.times,
+            self.requests,
             records=self.records,
             seats=self.note.shape.limits.max_seats,
-            seconds=span(self.times),
-            seated_s=seated(self.rides),
+            seconds=span(self.requests),
+            seated_s=seated(stay for request in self.requests for stay in request.stays),
             **options,
         )
 
-    def predicted(self, table: StepTimes, *, concurrency: int | None = None, seed: int = 0) -> Run:
+    def predicted(
+        self, table: StepTimes, *, concurrency: int | None = None, seed: int = 0
+    ) -> SimulatedRun:
         """The same requests on the same engine, simulated; concurrency: None takes the run's
         own.
         """
@@ -216,17 +219,18 @@ MOSTLY = 0.9
 FOLLOWS_SHARE, FOLLOWS_S = 0.1, 0.05
 
 
-def closed_concurrency(times: Sequence[RequestTimes]) -> int | None:
+def closed_concurrency(requests: Sequence[RequestRecord]) -> int | None:
     """How many clients sent these requests, each the next one when its last had ended; None if they
     came by themselves.
 
     Such traffic waits for the engine. Replayed at its recorded times it would not: a slower policy
     would meet more requests than its clients could send, a faster one fewer.
     """
-    ended = sorted(times, key=lambda t: t.arrival)
-    if any(t.first_token is None and t.finish == "error" for t in ended):
+    ended = sorted(requests, key=lambda request: request.arrival)
+    if any(request.first_token is None and request.finish == "error" for request in ended):
         return None  # clients that are refused come again, at their own times
-    moments = sorted([(t.arrival, 1) for t in ended] + [(t.finished, -1) for t in ended])
+    ends = [request.end for request in ended]
+    moments = sorted([(request.arrival, 1) for request in ended] + [(end, -1) for end in ends])
     clients, open_now = 0, 0
     for _, change in moments:
         open_now += change
@@ -236,12 +240,9 @@ def closed_concurrency(times: Sequence[RequestTimes]) -> int | None:
     later = ended[clients:]
     if time_average(moments, ended[clients - 1].arrival, later[-1].arrival) < MOSTLY * clients:
         return None
-    soon = max(FOLLOWS_S, FOLLOWS_SHARE * float(np.median([t.e2e_s for t in ended])))
-    return (
-        clients
-        if following(later, [t.finished for t in ended], soon) >= MOSTLY * len(later)
-        else None
-    )
+    usual = float(np.median([request.end - request.arrival for request in ended]))
+    soon = max(FOLLOWS_S, FOLLOWS_SHARE * usual)
+    return clients if following(later, ends, soon) >= MOSTLY * len(later) else None
 
 
 def time_average(moments: Sequence[tuple[float, int]], start: float, end: float) -> float:
@@ -254,16 +255,16 @@ def time_average(moments: Sequence[tuple[float, int]], start: float, end: float)
     return total / (end - start) if end > start else 0.0
 
 
-def following(later: Sequence[RequestTimes], ends: Iterable[float], soon: float) -> int:
+def following(later: Sequence[RequestRecord], ends: Iterable[float], soon: float) -> int:
     """How many of the requests, by arrival, come within `soon` seconds after an end that no other
     one follows.
     """
     waiting, count = iter(sorted(ends)), 0
     end = next(waiting, None)
-    for times in later:
-        while end is not None and end < times.arrival - soon:
+    for request in later:
+        while end is not None and end < request.arrival - soon:
             end = next(waiting, None)
-        if end is not None and end <= times.arrival:
+        if end is not None and end <= request.arrival:
             count += 1
             end = next(waiting, None)
     return count
@@ -290,42 +291,32 @@ def read_runs(path: str | Path) -> dict[str, MeasuredRun]:
 
 def _run_of(arrays: Mapping[str, np.ndarray], name: str) -> MeasuredRun:
     note = msgspec.json.decode(str(arrays[f"note_{name}"]), type=RunNote)
-    rides = [
-        Ride(seat, request, start, _known(first), end)
-        for seat, request, start, first, end in arrays[f"rides_{name}"].tolist()
-    ]
-    return MeasuredRun(_times_of(arrays[f"times_{name}"]), arrays[f"records_{name}"], rides, note)
+    requests = {number: _request_of(row) for number, row in _rows(arrays[f"times_{name}"])}
+    for number, row in _rows(arrays[f"rides_{name}"]):
+        stay = Stay(row["seat"], -1, row["start"], _known(row["first_token"]), end=row["end"])
+        requests[number].stays.append(stay)
+    return MeasuredRun(list(requests.values()), arrays[f"records_{name}"], note)
 
 
-def _times_of(rows: np.ndarray) -> list[RequestTimes]:
-    columns = (
-        rows[name].tolist()
-        for name in (
-            "request",
-            "n_prompt",
-            "n_output",
-            "arrival",
-            "boarded",
-            "first_token",
-            "finished",
-        )
+def _rows(array: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number of the request, values by name) of each item."""
+    names = array.dtype.names or ()
+    for values in array.tolist():
+        row = dict(zip(names, values, strict=True))
+        yield row["request"], row
+
+
+def _request_of(row: Mapping[str, Any]) -> RequestRecord:
+    return RequestRecord(
+        number=row["request"],
+        n_prompt=row["n_prompt"],
+        n_output=row["n_output"],
+        arrival=row["arrival"],
+        boarded=_known(row["boarded"]),
+        first_token=_known(row["first_token"]),
+        finished=row["finished"],
+        finish="length",
     )
-    return [
-        RequestTimes(
-            request,
-            "",
-            n_prompt,
-            n_output,
-            arrival,
-            _known(boarded),
-            _known(first),
-            finished,
-            "length",
-        )
-        for request, n_prompt, n_output, arrival, boarded, first, finished in zip(
-            *columns, strict=True
-        )
-    ]
 
 
 def _known(value: float) -> float | None:

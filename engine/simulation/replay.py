@@ -1,7 +1,7 @@
 """Traffic again, under other policies: the policy lab's process, `python -P -m
 jitney.engine.simulation.replay`.
 
-One `Job` comes in, lines of JSON go out. It runs at the lowest priority, so that the engine it
+A `ReplayJob` comes in, lines of JSON go out. It runs at the lowest priority, so that the engine it
 shares the machine with does not notice.
 """
 
@@ -19,46 +19,20 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import JitneyError
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.simulation.accuracy import closed_concurrency, errors, speed_error, verdict
-from jitney.engine.simulation.simulator import EngineShape, Run, simulate, weighted_spread
+from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate, weighted_spread
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.summary import RequestTimes, spread, summarise
+from jitney.engine.telemetry.request_record import RequestRecord
+from jitney.engine.telemetry.summary import spread, summarise
 
 NICENESS = 15
-#: Most rides told of one policy.
-MAX_RIDES = 20_000
+#: Most stays told of one policy.
+MAX_STAYS = 20_000
 #: Ended requests below which the error of a prediction is chance.
 FEWEST_ENDED = 20
 
 
-class Served(msgspec.Struct, frozen=True, array_like=True):
-    """A request as it was served, see `figures.RequestTimes`."""
-
-    request: int
-    n_prompt: int
-    n_output: int
-    arrival: float
-    boarded: float | None
-    first_token: float | None
-    finished: float
-    finish: str
-
-    @property
-    def times(self) -> RequestTimes:
-        return RequestTimes(
-            self.request,
-            "",
-            self.n_prompt,
-            self.n_output,
-            self.arrival,
-            self.boarded,
-            self.first_token,
-            self.finished,
-            self.finish,
-        )
-
-
-class Engine(msgspec.Struct, frozen=True):
+class RecordedEngine(msgspec.Struct, frozen=True):
     """The engine that recorded. settings: [engine] of its configuration; pages: in use by sequences
     at most, without the trash page. seat_buckets, token_buckets: rows that its programs were
     compiled for, empty if it does not tell. on_device: on a GPU or TPU."""
@@ -97,22 +71,23 @@ class Engine(msgspec.Struct, frozen=True):
         )
 
 
-class Job(msgspec.Struct, frozen=True):
+class ReplayJob(msgspec.Struct, frozen=True):
     """What to replay and how. arrivals: at their recorded pace; speed: how many times as fast they
     shall come.
 
     changes: settings other than the engine's own. records: a .npy file of step records to learn
-    step times from. times: the same requests as they were served, open ones as far as they had come
-    when the record ended, `seconds` after its first arrival; their own steps are `window` (.npy);
-    seated_s: what `figures.seated` says of them. recorded: the policy under which that was.
+    step times from. requests: the same as they were served, open ones as far as they had come when
+    the recording ended (see `RequestRecord.until`), `seconds` after its first arrival; their own
+    steps are `window` (.npy); seated_s: what `summary.seated` says of them. recorded: the policy
+    under which that was.
     """
 
     arrivals: list[Arrival]
-    engine: Engine
+    engine: RecordedEngine
     changes: dict[str, Any]
     policies: list[str]
     records: bytes
-    times: list[Served]
+    requests: list[RequestRecord]
     seconds: float
     window: bytes
     seats: int
@@ -126,7 +101,7 @@ def main() -> int:
     """Exit status 0 with a last line {"result": ...} or {"error": ...}."""
     os.nice(NICENESS)
     try:
-        tell(result=work(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)))
+        tell(result=work(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayJob)))
     except JitneyError as error:
         tell(error=str(error))
     return 0
@@ -137,12 +112,12 @@ def tell(**news: Any) -> None:
     sys.stdout.buffer.flush()
 
 
-def work(job: Job) -> dict[str, Any]:
+def work(job: ReplayJob) -> dict[str, Any]:
     """Simulate what was recorded, to learn the error of doing so, and then each policy; says how
     far it has come.
     """
     table = StepTable.from_records(array(job.records))
-    clients = closed_concurrency([served.times for served in job.times]) or 0
+    clients = closed_concurrency(job.requests) or 0
     measured = measured_figures(job)
     off = own_error(job, table, clients, measured)
     arrivals = [msgspec.structs.replace(a, at=a.at / job.speed) for a in job.arrivals]
@@ -164,49 +139,52 @@ def work(job: Job) -> dict[str, Any]:
     }
 
 
-def measured_figures(job: Job) -> dict[str, Any]:
+def measured_figures(job: ReplayJob) -> dict[str, Any]:
     """The figures of what was recorded; tokens are counted whether their request has ended or
     not.
     """
-    times = [served.times for served in job.times]
     figures = summarise(
-        times,
+        job.requests,
         records=array(job.window),
         seats=job.seats,
         seconds=job.seconds,
         seated_s=job.seated_s,
         price_per_hour=job.price_per_hour,
     )
-    return figures | seen_until(times, job.seconds) | {"itl_s": gaps_of(array(job.window))}
+    return figures | seen_until(job.requests, job.seconds) | {"itl_s": gaps_of(array(job.window))}
 
 
 def own_error(
-    job: Job, table: StepTable, clients: int, measured: dict[str, Any]
+    job: ReplayJob, table: StepTable, clients: int, measured: dict[str, Any]
 ) -> dict[str, float]:
     """`accuracy.errors` of simulating the very policy, settings and traffic that were recorded.
 
     Empty if too few requests ended. Both are looked at until the record ended: who was still
     running then has brought so many tokens and no end.
     """
-    if sum(served.times.served for served in job.times) < FEWEST_ENDED:
+    if sum(request.served for request in job.requests) < FEWEST_ENDED:
         return {}
     shape = job.engine.shape({"policy": job.recorded})
     run = simulate(job.arrivals, shape, table, concurrency=clients or None)
-    figures = run.figures() | seen_until(run.times, job.seconds)
+    figures = run.figures() | seen_until(run.requests, job.seconds)
     compared = ("output_tok_s", "ttft_s", "e2e_s", "itl_s")
     return errors(
         {name: figures[name] for name in compared}, {name: measured[name] for name in compared}
     )
 
 
-def seen_until(times: list[RequestTimes], seconds: float) -> dict[str, Any]:
+def seen_until(requests: list[RequestRecord], seconds: float) -> dict[str, Any]:
     """Tokens and latencies as somebody sees them who looks away `seconds` after the first
     arrival.
     """
-    end = min(t.arrival for t in times) + seconds
-    tokens = round(sum(delivered(t, end) for t in times))
-    firsts = [t.ttft_s for t in times if t.first_token is not None and t.first_token <= end]
-    ends = [t.e2e_s for t in times if t.served and t.finished <= end]
+    end = min(request.arrival for request in requests) + seconds
+    tokens = round(sum(delivered(request, end) for request in requests))
+    firsts = [
+        request.ttft_s
+        for request in requests
+        if request.first_token is not None and request.first_token <= end
+    ]
+    ends = [request.e2e_s for request in requests if request.served and request.end <= end]
     return {
         "output_tokens": tokens,
         "output_tok_s": tokens / seconds if seconds > 0 else 0.0,
@@ -215,38 +193,40 @@ def seen_until(times: list[RequestTimes], seconds: float) -> dict[str, Any]:
     }
 
 
-def delivered(times: RequestTimes, end: float) -> float:
+def delivered(request: RequestRecord, end: float) -> float:
     """Tokens that a request had brought by then, as if they had come evenly from the first to the
     last.
     """
-    first = times.first_token
+    first = request.first_token
     if first is None or first > end:
         return 0.0
-    if times.finished <= end or times.finished <= first:
-        return times.n_output
-    return 1 + (times.n_output - 1) * (end - first) / (times.finished - first)
+    if request.end <= end or request.end <= first:
+        return request.n_output
+    return 1 + (request.n_output - 1) * (end - first) / (request.end - first)
 
 
-def told(run: Run, price_per_hour: float | None) -> dict[str, Any]:
-    """Figures and rides of a run, times from its beginning."""
-    first = min(times.arrival for times in run.times)
-    rides = run.rides[:MAX_RIDES]
+def told(run: SimulatedRun, price_per_hour: float | None) -> dict[str, Any]:
+    """Figures and stays of a run, times from its beginning."""
+    first = min(request.arrival for request in run.requests)
+    all_stays = run.stays
+    stays = all_stays[:MAX_STAYS]
     return {
         "figures": run.figures(price_per_hour=price_per_hour),
         "seats": run.seats,
         "seconds": run.seconds,
-        "stays_left_out": len(run.rides) - len(rides),
+        "stays_left_out": len(all_stays) - len(stays),
         "stays": {
-            "seat": [ride.seat for ride in rides],
-            "request": [ride.request for ride in rides],
-            "from": [round(ride.start - first, 4) for ride in rides],
-            "first_token": [
-                None if ride.first_token is None else round(ride.first_token - first, 4)
-                for ride in rides
-            ],
-            "to": [round(ride.end - first, 4) for ride in rides],
+            "seat": [stay.seat for _, stay in stays],
+            "request": [request.number for request, _ in stays],
+            "from": [_since(first, stay.start) for _, stay in stays],
+            "first_token": [_since(first, stay.first_token) for _, stay in stays],
+            "to": [_since(first, stay.end) for _, stay in stays],
         },
     }
+
+
+def _since(first: float, t: float | None) -> float | None:
+    return None if t is None else round(t - first, 4)
 
 
 def gaps_of(records: np.ndarray) -> dict[str, float] | None:

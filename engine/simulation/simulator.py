@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, fields, replace
@@ -24,18 +23,20 @@ import numpy as np
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
-from jitney.engine.records import STEP_DTYPE, Ledger
+from jitney.engine.messages import StepReport
+from jitney.engine.records import Ledger
 from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import Buckets, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Draft, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.simulation.run_log import Conductor, Ride
+from jitney.engine.simulation.drive import Offer, VirtualClock, drive
 from jitney.engine.simulation.step_table import StepTimes, kind_of
-from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.summary import QUANTILES, RequestTimes, Slo, seated, summarise
-from jitney.engine.types import EngineRequest, SamplingParams
+from jitney.engine.simulation.workload import Arrival, request_of
+from jitney.engine.telemetry.history import RequestRecords
+from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
+from jitney.engine.telemetry.summary import QUANTILES, Slo, seated, summarise, token_waits
 
 #: No request finds anything.
 NO_HITS: Mapping[str, int] = MappingProxyType({})
@@ -129,50 +130,44 @@ class RecordedHits(Scheduler):
 
 
 @dataclass(slots=True)
-class Run:
-    """What a simulation brought. times: in order of the arrivals. records: `ledger.STEP_DTYPE`
-    [steps]. seconds: from the first arrival to the last end. gaps, gap_counts: distinct waits
-    between two tokens of a request, in seconds, and how many tokens waited so long: together every
-    one of them.
-    """
+class SimulatedRun:
+    """What a simulation brought."""
 
-    times: list[RequestTimes]
+    #: In order of the arrivals; virtual seconds.
+    requests: list[RequestRecord]
+    #: [steps] STEP_DTYPE.
     records: np.ndarray
-    rides: list[Ride]
+    #: From the first arrival to the last end.
     seconds: float
     seats: int
+    #: Every wait between two tokens of a request, see `token_waits`.
     gaps: np.ndarray
     gap_counts: np.ndarray
+
+    @property
+    def stays(self) -> list[SeatStay]:
+        """Who sat where, by the beginning of each stay."""
+        return stays_of(self.requests)
 
     def figures(
         self, slo: Slo | None = None, price_per_hour: float | None = None
     ) -> dict[str, Any]:
-        """The figures of `engine.telemetry.summary.summarise`; inter-token waits are exact though
-        no token's time is kept.
+        """The figures of `summary.summarise`; inter-token waits are exact though no token's time is
+        kept.
         """
         figures = summarise(
-            self.times,
+            self.requests,
             records=self.records,
             seats=self.seats,
             seconds=self.seconds,
-            seated_s=seated(self.rides),
+            seated_s=seated(stay for request in self.requests for stay in request.stays),
             slo=slo,
             price_per_hour=price_per_hour,
         )
         return figures | {"itl_s": weighted_spread(self.gaps, self.gap_counts)}
 
 
-@dataclass(slots=True)
-class Clock:
-    """Virtual seconds; the device and the loop move it."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Ticket(NamedTuple):
+class FlyingStep(NamedTuple):
     """A launched step: when it will be done, and how many tokens it brings."""
 
     ready: float
@@ -186,35 +181,36 @@ class VirtualDevice:
 
     compiles = 0
 
-    def __init__(self, table: StepTimes, conductor: Conductor, seed: int = 0):
-        self.clock, self.table, self.conductor = Clock(), table, conductor
+    def __init__(self, table: StepTimes, seed: int = 0):
+        self.clock = VirtualClock()
+        self.table = table
         self._free_at = 0.0
         self._scatter = {kind: drawn(factors, seed) for kind, factors in table.noise.items()}
 
     def batch(self, plan: Plan) -> Plan:
         """The host has planned, and now packs and launches: all three pass here."""
-        self.conductor.planned(plan, self.clock.now)
         host = self.table.host
         self.clock.now += host.before + host.before_per_row * len(plan.chunks)
         return plan
 
-    def launch(self, batch: Plan) -> Ticket:
+    def launch(self, batch: Plan) -> FlyingStep:
         seconds = self.table.seconds(batch.bucket, batch.work)
         scatter = self._scatter.get(kind_of(batch.bucket))
         if scatter is not None:
             seconds *= next(scatter)
         self._free_at = max(self.clock.now, self._free_at) + seconds
-        return Ticket(self._free_at, sum([chunk.sample for chunk in batch.chunks]))
+        return FlyingStep(self._free_at, sum([chunk.sample for chunk in batch.chunks]))
 
-    def fetch(self, ticket: Ticket) -> StepResult:
+    def fetch(self, ticket: FlyingStep) -> StepResult:
         if ticket.ready > self.clock.now:
             self.clock.now = ticket.ready
         return StepResult([0] * ticket.tokens)
 
-    def committed(self, rows: int) -> None:
-        """The host took in a step of so many sequences."""
-        host = self.table.host
-        self.clock.now += host.after + host.after_per_row * rows
+    def reported(self, report: StepReport) -> None:
+        """The host took in a step."""
+        if report.record:
+            host = self.table.host
+            self.clock.now += host.after + host.after_per_row * len(report.outputs)
 
 
 def drawn(factors: Series[float], seed: int) -> Iterator[float]:
@@ -233,78 +229,47 @@ def simulate(
     *,
     concurrency: int | None = None,
     seed: int = 0,
-    keep_tokens: bool = False,
-) -> Run:
+    keep_times: bool = False,
+) -> SimulatedRun:
     """Run the arrivals (ascending in time) through the engine, as fast as Python goes.
 
     concurrency: a closed loop, in which a request comes when fewer than so many are open, whatever
-    its time says. seed: of the scatter of step times, if the table knows any. keep_tokens: fill
-    `RequestTimes.token_times`. Requests that the engine refuses end with finish "error". Raises
+    its time says. seed: of the scatter of step times, if the table knows any. keep_times: fill
+    `RequestRecord.token_times`. Requests that the engine refuses end with finish "error". Raises
     ConfigError if there is nothing to simulate.
     """
     if not arrivals:
         raise ConfigError("there is no request to simulate")
-    book = Conductor(keep_tokens)
-    device = VirtualDevice(table, book, seed)
+    history = RequestRecords(keep_times=keep_times)
+    device = VirtualDevice(table, seed)
+    device.clock.now = arrivals[0].at
     hits = {
         str(number): arrival.n_cached for number, arrival in enumerate(arrivals) if arrival.n_cached
     }
     core = engine.new_core(device, hits)
-    with no_collection():
-        records = drive(core, device, book, arrivals, concurrency)
-    core.check()
-    end = max(times.finished for times in book.times)
-    return Run(
-        book.times,
-        np.frombuffer(b"".join(records), STEP_DTYPE),
-        [Ride(*ride) for ride in book.rides],
-        end - min(times.arrival for times in book.times),
-        engine.limits.max_seats,
-        np.array(book.gaps),
-        np.array(book.gap_counts, np.int64),
+    offer = Offer(
+        [arrival.at for arrival in arrivals],
+        lambda number, at: request_of(
+            str(number), arrivals[number], [0] * arrivals[number].n_prompt, at
+        ),
+        concurrency or 0,
     )
-
-
-def drive(
-    core: EngineCore,
-    device: VirtualDevice,
-    book: Conductor,
-    arrivals: Series[Arrival],
-    concurrency: int | None,
-) -> list[bytes]:
-    """The loop of the core's process: take in who has come, step, hand out; returns the step
-    records.
-    """
-    clock, records, limit = device.clock, [], concurrency or len(arrivals)
-    clock.now = arrivals[0].at
-    coming, total = 0, len(arrivals)
-    while coming < total or core.has_work:
-        while coming < total and (
-            book.n_open < limit if concurrency else arrivals[coming].at <= clock.now
-        ):
-            arrival = arrivals[coming]
-            at = clock.now if concurrency else arrival.at
-            core.add(request_of(book.enter(coming, arrival, at), arrival, at))
-            coming += 1
-        core.scheduler.more_to_come = not concurrency and coming < total
-        if not core.has_work:
-            clock.now = arrivals[coming].at
-            continue
-        if (pause := core.pause_s) > 0:
-            wakes = math.nextafter(
-                clock.now + pause, math.inf
-            )  # rounding must not leave it short of the time
-            clock.now = (
-                min(wakes, arrivals[coming].at) if coming < total and not concurrency else wakes
-            )
-            continue
-        report = core.step()
-        if report.record:
-            records.append(report.record)
-            device.committed(len(report.outputs))
-        if report.outputs:
-            book.took(report.outputs, clock.now)
-    return records
+    with no_collection():
+        log = drive(core, device.clock, offer, history, device.reported)
+    core.check()
+    requests = list(history.oldest())
+    records = log.records
+    gaps, gap_counts = token_waits(requests, records["step"], np.array(log.done))
+    first = min(request.arrival for request in requests)
+    last = max(request.end for request in requests)
+    return SimulatedRun(
+        requests=requests,
+        records=records,
+        seconds=last - first,
+        seats=engine.limits.max_seats,
+        gaps=gaps,
+        gap_counts=gap_counts,
+    )
 
 
 @contextlib.contextmanager
@@ -319,21 +284,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def request_of(name: str, arrival: Arrival, at: float) -> EngineRequest:
-    """A request of the arrival's lengths that ends by length alone."""
-    sampling = SamplingParams(
-        temperature=0.0, seed=0, max_tokens=max(1, arrival.n_output), ignore_eos=True
-    )
-    return EngineRequest(
-        id=name,
-        prompt=[0] * arrival.n_prompt,
-        sampling=sampling,
-        arrival=at,
-        tenant=arrival.tenant,
-        priority=arrival.priority,
-    )
 
 
 def weighted_spread(values: np.ndarray, counts: np.ndarray) -> dict[str, float] | None:

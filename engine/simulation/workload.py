@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from jitney.engine.errors import ConfigError
+from jitney.engine.types import EngineRequest, SamplingParams
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -35,6 +36,23 @@ class Arrival(msgspec.Struct, frozen=True):
     conversation: int = 0
     n_shared: int = 0
     n_cached: int = 0
+
+
+def request_of(name: str, arrival: Arrival, prompt: list[int], at: float) -> EngineRequest:
+    """The request that comes at `at` (seconds of the loop's clock): greedy, and ended by length
+    alone.
+    """
+    sampling = SamplingParams(
+        temperature=0.0, seed=0, max_tokens=max(1, arrival.n_output), ignore_eos=True
+    )
+    return EngineRequest(
+        id=name,
+        prompt=prompt,
+        sampling=sampling,
+        arrival=at,
+        tenant=arrival.tenant,
+        priority=arrival.priority,
+    )
 
 
 class TraceLine(

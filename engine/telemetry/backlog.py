@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from jitney.engine.telemetry.summary import RequestTimes
+    from jitney.engine.telemetry.request_record import RequestRecord
 
 #: With fewer requests nothing is said.
 FEWEST = 20
@@ -56,16 +56,16 @@ class Backlog(msgspec.Struct, frozen=True):
         )
 
 
-def backlog_of(times: Iterable[RequestTimes]) -> Backlog | None:
+def backlog_of(requests: Iterable[RequestRecord]) -> Backlog | None:
     """The backlog of a run whose requests came at times of their own; None if it is too short to
     tell.
 
     Whoever never got a token counts as waiting until it ended, unless it was refused.
     """
     waits = [
-        (t.arrival, t.finished if t.first_token is None else t.first_token)
-        for t in times
-        if t.first_token is not None or t.finish == "timeout"
+        (request.arrival, request.end if request.first_token is None else request.first_token)
+        for request in requests
+        if request.first_token is not None or request.finish == "timeout"
     ]
     return backlog([came for came, _ in waits], [began for _, began in waits])
 

@@ -72,7 +72,7 @@ def bill(records: np.ndarray, seconds: float) -> dict[str, Line]:
     }
 
 
-class Riders:
+class RowOwners:
     """Whose rows each step computed; told every plan once, when it is packed. Costs three appends
     per chunk.
     """

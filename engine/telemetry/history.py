@@ -6,7 +6,6 @@ for whoever looks later: the same, with events and step records, bounded in numb
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_right
 from collections import deque
@@ -15,9 +14,9 @@ from itertools import islice
 
 import numpy as np
 
-from jitney.engine.messages import SequenceEvent, StepReport
+from jitney.engine.messages import PromptChunk, SequenceEvent, StepReport
 from jitney.engine.records import RecordRing
-from jitney.engine.telemetry.request_record import PromptChunk, RequestRecord, Stay
+from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, SeatStay, Stay
 from jitney.engine.types import EngineInfo, EngineRequest, SequenceOutput
 
 #: Ended requests are kept for so many seconds, and so many of them.
@@ -53,8 +52,8 @@ class RequestRecords:
         self._next_number = 0
         #: Number of the core's step 0.
         self._first_step = 0
-        #: When the newest step was done.
-        self._done = -math.inf
+        #: The newest stay in each seat.
+        self._newest_stays: dict[int, Stay] = {}
 
     def submit(self, request: EngineRequest) -> None:
         """A request arrives: one record for each of its sequences."""
@@ -82,13 +81,6 @@ class RequestRecords:
         """Take in a report. step: number of the step it tells of, or of the one before if it tells
         of none. now: when that step was done.
         """
-        if report.record:
-            self._done = now
-        for rows in report.chunks:
-            record = self.find(rows.request_id, rows.index)
-            if record is not None:
-                chunk = PromptChunk(step, rows.start, rows.count, rows.recomputed)
-                record.chunks.append(chunk)
         for output in report.outputs:
             self._take_output(output, step, now)
         for event in report.events:
@@ -126,23 +118,28 @@ class RequestRecords:
         """Its first token has come."""
 
     def _take_event(self, event: SequenceEvent) -> None:
-        """Events of the step that was launched while the one before it ran: they take effect when
-        that is done.
-        """
         record = self.find(event.request_id, event.index)
         if record is None or record.finished is not None:
             return  # it ended between the plan and this report
         step = event.step + self._first_step
-        t = max(event.t, self._done)
+        t = self._time_of(event)
         if event.event == "seated":
             self._board(record, event.seat, step, t)
         elif event.event == "preempted":
             self._preempt(record, step, t)
 
+    def _time_of(self, event: SequenceEvent) -> float:
+        """When an event took effect: when the step that it belongs to was planned."""
+        return event.t
+
     def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
         if record.boarded is None:
             record.boarded = t
-        record.stays.append(Stay(seat, step, t))
+        before = self._newest_stays.get(seat)
+        if before is not None and before.end is not None and before.end > t:
+            _end_stay(before, t)  # its last token was still on its way, its seat was not
+        stay = self._newest_stays[seat] = Stay(seat, step, t)
+        record.stays.append(stay)
 
     def _preempt(self, record: RequestRecord, step: int, t: float) -> None:
         record.preemptions += 1
@@ -183,9 +180,16 @@ def _leave(record: RequestRecord, step: int, t: float, how: str) -> None:
     """Its seat, if it has one, is free after `step`, done at t."""
     stay = record.stay
     if stay is not None:
-        stay.end = max(t, stay.start)
+        _end_stay(stay, t)
         stay.last_step = step
         stay.how = how
+
+
+def _end_stay(stay: Stay, t: float) -> None:
+    """The seat is given on at t."""
+    stay.end = max(t, stay.start)
+    if stay.first_token is not None and stay.first_token > stay.end:
+        stay.first_token = None
 
 
 class History(RequestRecords):
@@ -260,13 +264,24 @@ class History(RequestRecords):
         if report.record:
             step_record = self.records.add(report.record, self._first_step)
             now = self.records.last_ready
+        self._take_chunks(report.chunks, self.records.last_step)
         self.apply(report, self.records.last_step, now)
         return step_record
+
+    def _take_chunks(self, chunks: list[PromptChunk], step: int) -> None:
+        for rows in chunks:
+            record = self.find(rows.request_id, rows.index)
+            if record is not None:
+                record.chunks.append(ComputedChunk(step, rows.start, rows.count, rows.recomputed))
 
     def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
         self.cached_tokens += record.cached_tokens
         self.first_tokens.append((now, now - record.arrival))
         self._add_event("first_token", record, step, now)
+
+    def _time_of(self, event: SequenceEvent) -> float:
+        """Its step was launched while the one before ran: it takes effect when that is done."""
+        return max(event.t, self.records.last_ready)
 
     def _take_event(self, event: SequenceEvent) -> None:
         if event.event == "released":
@@ -279,7 +294,7 @@ class History(RequestRecords):
         self.held.discard(event.seat)
         self.seats[event.seat] = None
         step = event.step + self._first_step
-        t = max(event.t, self._done)
+        t = self._time_of(event)
         self._add(
             SequenceEvent("released", event.request_id, event.index, event.seat, step, t, 0, 0)
         )
@@ -360,7 +375,7 @@ class History(RequestRecords):
             return []
         return list(islice(self._life, len(self._life) - new, None))
 
-    def stays(self, start: float, end: float) -> list[tuple[RequestRecord, Stay]]:
+    def stays(self, start: float, end: float) -> list[SeatStay]:
         """Stays that touch the time from start to end, by their beginning."""
         pairs = [
             (record, stay)

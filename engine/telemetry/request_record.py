@@ -7,6 +7,8 @@ simulator.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -16,7 +18,7 @@ RequestState = Literal["waiting", "prefill", "decode", "finished"]
 SERVED = ("stop", "length")
 
 
-class PromptChunk(NamedTuple):
+class ComputedChunk(NamedTuple):
     """Prompt positions start .. start + count - 1, computed by one step."""
 
     step: int
@@ -33,7 +35,7 @@ class Stay(msgspec.Struct):
     step: int
     #: When the device could begin that step.
     start: float
-    #: When a token first came of this stay; None while none did.
+    #: When a token first came of this stay; None while none did, or if the seat was gone by then.
     first_token: float | None = None
     #: The step that brought it, -1 while none did.
     first_step: int = -1
@@ -43,6 +45,11 @@ class Stay(msgspec.Struct):
     last_step: int = -1
     #: "preempted", or why the sequence ended; empty while on board.
     how: str = ""
+
+    @property
+    def left(self) -> float:
+        """When the seat was left, infinity while on board."""
+        return math.inf if self.end is None else self.end
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
@@ -82,12 +89,34 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     code: str = ""
     #: In order of time; of them the last one may still last.
     stays: list[Stay] = []
-    #: Prompt chunks that steps computed, in order.
-    chunks: list[PromptChunk] = []
+    #: Prompt chunks that steps computed, in order; kept by a server's `History` alone.
+    chunks: list[ComputedChunk] = []
     #: The prompt's ids and then the output's; None unless they are wanted.
     tokens: list[int] | None = None
     #: When each output token (over HTTP: each piece of text) came; None unless they are wanted.
     token_times: list[float] | None = None
+
+    @property
+    def end(self) -> float:
+        """When it ended, infinity while it goes on."""
+        return math.inf if self.finished is None else self.finished
+
+    def until(self, t: float) -> RequestRecord:
+        """It as it stood at t: who had not ended is said to end then, in the state it was in.
+
+        Without stays, chunks and tokens.
+        """
+        open_still = self.finished is None
+        return msgspec.structs.replace(
+            self,
+            finished=t if open_still else self.finished,
+            finish=self.state if open_still else self.finish,
+            request_id="",
+            tenant="",
+            stays=[],
+            chunks=[],
+            tokens=None,
+        )
 
     @property
     def served(self) -> bool:
@@ -150,3 +179,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         if self.first_token is None or self.finished is None or self.n_output < 2:
             return None
         return (self.finished - self.first_token) / (self.n_output - 1)
+
+
+#: A request, and one of its stays.
+SeatStay = tuple[RequestRecord, Stay]
+
+
+def stays_of(requests: Iterable[RequestRecord]) -> list[SeatStay]:
+    """All stays of these requests, by their beginning."""
+    pairs = [(request, stay) for request in requests for stay in request.stays]
+    return sorted(pairs, key=lambda pair: pair[1].start)

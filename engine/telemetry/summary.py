@@ -8,62 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jitney.engine.records import ROW_KINDS
+from jitney.engine.telemetry.request_record import RequestRecord, Stay
 
-#: Ends that gave the client what it asked for.
-SERVED = ("stop", "length")
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """When one request got what; all times in seconds of one clock, whose zero does not matter.
-
-    arrival: when it should have come, so that time spent unsent counts too. boarded, first_token:
-    None if unknown or never. n_output: tokens it got. finish: a FinishReason, or the kind of a
-    client's error. token_times: when each output token (over HTTP: each piece of text) came, None
-    if not kept.
-    """
-
-    request: int
-    tenant: str
-    n_prompt: int
-    n_output: int
-    arrival: float
-    boarded: float | None
-    first_token: float | None
-    finished: float
-    finish: str
-    token_times: Sequence[float] | np.ndarray | None = None
-
-    @property
-    def served(self) -> bool:
-        """True when it ended as its client wished."""
-        return self.finish in SERVED
-
-    @property
-    def queue_s(self) -> float | None:
-        return None if self.boarded is None else self.boarded - self.arrival
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Time to first token."""
-        return None if self.first_token is None else self.first_token - self.arrival
-
-    @property
-    def e2e_s(self) -> float:
-        return self.finished - self.arrival
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean time per output token after the first; None for fewer than two tokens."""
-        if self.first_token is None or self.n_output < 2:
-            return None
-        return (self.finished - self.first_token) / (self.n_output - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +27,19 @@ class Slo:
     ttft_s: float | None = None
     itl_s: float | None = None
 
-    def met_by(self, times: RequestTimes) -> bool:
+    def met_by(self, request: RequestRecord) -> bool:
         """True when it was served within the limits; a single token has no gap to be late with."""
-        if not times.served:
+        if not request.served:
             return False
         late_first = self.ttft_s is not None and (
-            times.ttft_s is None or times.ttft_s > self.ttft_s
+            request.ttft_s is None or request.ttft_s > self.ttft_s
         )
-        late_later = self.itl_s is not None and (times.tpot_s or 0.0) > self.itl_s
+        late_later = self.itl_s is not None and (request.tpot_s or 0.0) > self.itl_s
         return not (late_first or late_later)
 
 
 def summarise(
-    times: Sequence[RequestTimes],
+    requests: Sequence[RequestRecord],
     *,
     records: np.ndarray | None,
     seconds: float,
@@ -104,12 +56,13 @@ def summarise(
     seat_fill: seated_s over all seat-seconds, so that neither a seat that a policy holds for nobody
     counts, nor the time that a preempted sequence waits.
     """
-    served = [t for t in times if t.served]
-    n_prompt, n_output = sum(t.n_prompt for t in served), sum(t.n_output for t in served)
+    served = [request for request in requests if request.served]
+    n_prompt = sum(request.n_prompt for request in served)
+    n_output = sum(request.n_output for request in served)
     figures = {
-        "requests": len(times),
+        "requests": len(requests),
         "served": len(served),
-        "finish": dict(Counter(t.finish for t in times)),
+        "finish": dict(Counter(request.finish for request in requests)),
         "seconds": seconds,
         "prompt_tokens": n_prompt,
         "output_tokens": n_output,
@@ -117,7 +70,9 @@ def summarise(
         "output_tok_s": _per(n_output, seconds),
         "total_tok_s": _per(n_prompt + n_output, seconds),
         **latencies(served),
-        "goodput_req_s": None if slo is None else _per(sum(slo.met_by(t) for t in times), seconds),
+        "goodput_req_s": None
+        if slo is None
+        else _per(sum(slo.met_by(request) for request in requests), seconds),
         "slo": None if slo is None else {"ttft_s": slo.ttft_s, "itl_s": slo.itl_s},
         "seat_fill": seat_fill(seated_s, seats, seconds),
         "price_per_hour": price_per_hour,
@@ -126,7 +81,7 @@ def summarise(
     return figures | step_figures(records)
 
 
-def latencies(served: Sequence[RequestTimes]) -> dict[str, dict[str, float] | None]:
+def latencies(served: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
     """Distributions of queue wait, time to first token, gaps between tokens, per-request means of
     them, end to end.
     """
@@ -139,12 +94,47 @@ def latencies(served: Sequence[RequestTimes]) -> dict[str, dict[str, float] | No
     }
 
 
-def token_gaps(times: Iterable[RequestTimes]) -> np.ndarray:
+def token_gaps(requests: Iterable[RequestRecord]) -> np.ndarray:
     """All gaps between neighbouring tokens of a request, of all requests [gaps] f8 s."""
     gaps = [
-        np.diff(np.asarray(t.token_times, np.float64)) for t in times if t.token_times is not None
+        np.diff(np.asarray(request.token_times, np.float64))
+        for request in requests
+        if request.token_times is not None
     ]
     return np.concatenate(gaps) if gaps else np.empty(0)
+
+
+def token_waits(
+    requests: Iterable[RequestRecord], steps: np.ndarray, done: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(waits between two tokens of a request, s; how many tokens waited so long), all of them.
+
+    steps: numbers of the run's steps [steps], ascending; done: when each handed out its tokens
+    [steps] f8. Every step of a stay brings a token, from its first one on, so the waits are those
+    between neighbouring steps; who lost its seat waits from one stay to the next.
+    """
+    began, ended, lost, found = [], [], [], []
+    for request in requests:
+        stays = [stay for stay in request.stays if stay.first_step >= 0]
+        began += [stay.first_step for stay in stays]
+        ended += [stay.last_step for stay in stays]
+        lost += [stay.last_step for stay in stays[:-1]]
+        found += [stay.first_step for stay in stays[1:]]
+
+    def place(numbers: list[int]) -> np.ndarray:
+        return np.searchsorted(steps, np.array(numbers, np.int64))
+
+    # A stay's tokens but the first have waited for one step: add at its second, take off behind
+    # its last.
+    more = np.bincount(place(began) + 1, minlength=len(steps) + 1)
+    fewer = np.bincount(place(ended) + 1, minlength=len(steps) + 1)
+    counts = np.cumsum(more - fewer)[1 : len(steps)]
+    waited = counts > 0
+    between_stays = done[place(found)] - done[place(lost)]
+    return (
+        np.concatenate((np.diff(done)[waited], between_stays)),
+        np.concatenate((counts[waited], np.ones(len(between_stays), np.int64))),
+    )
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
@@ -161,17 +151,6 @@ def spread_of(values: np.ndarray) -> dict[str, float] | None:
         "mean": float(values.mean()),
         "max": float(values.max()),
     }
-
-
-class Stay(Protocol):
-    """A sequence in a seat, from `start` to `end`, in seconds of one clock; end None: it sits there
-    still.
-    """
-
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float | None: ...
 
 
 def seated(stays: Iterable[Stay], since: float = -math.inf, until: float = math.inf) -> float:

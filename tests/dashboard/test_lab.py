@@ -21,8 +21,8 @@ from jitney.engine.api import ServerSettings
 from jitney.engine.api.errors import HttpError
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
-from jitney.engine.simulation.replay import Engine, Job, delivered, seen_until, work
-from jitney.engine.telemetry.summary import RequestTimes
+from jitney.engine.simulation.replay import RecordedEngine, ReplayJob, delivered, seen_until, work
+from jitney.engine.telemetry.request_record import RequestRecord
 
 ENGINE = EngineSection(max_seats=4, token_budget=16, page_size=8, prefill_share=1.0)
 
@@ -133,7 +133,7 @@ def test_an_experiment_over_http():
 def work_of(client: FakeClient, experiment: Experiment) -> tuple[dict, dict]:
     """(what is put around the worker's answer, the answer), worked out in this process."""
     job, frame = Lab(client, ENGINE)._prepare(experiment)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=Job) == job
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=ReplayJob) == job
     return frame, work(job)
 
 
@@ -217,7 +217,8 @@ def test_clients_that_wait_are_replayed_as_such():
 
 
 def test_the_engine_is_replayed_with_the_buckets_it_has():
-    engine = Engine(ENGINE.model_dump(mode="json"), 64, 32, (2, 4), (12, 16), on_device=True)
+    settings = ENGINE.model_dump(mode="json")
+    engine = RecordedEngine(settings, 64, 32, (2, 4), (12, 16), on_device=True)
     own = engine.shape({}).buckets
     assert [str(bucket) for bucket in own.all()] == ["decode-2", "decode-4", "mixed-12", "mixed-16"]
     more = engine.shape({"max_seats": 8, "token_budget": 64}).buckets
@@ -236,9 +237,19 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
 
 
 def test_a_request_that_runs_on_has_brought_what_it_has():
-    times = RequestTimes(0, "", 4, 11, 0.0, 0.0, 2.0, 12.0, "length")
-    assert [delivered(times, end) for end in (1.0, 2.0, 7.0, 12.0, 50.0)] == [0.0, 1.0, 6.0, 11, 11]
-    seen = seen_until([times], 7.0)
+    request = RequestRecord(
+        number=0,
+        n_prompt=4,
+        n_output=11,
+        arrival=0.0,
+        boarded=0.0,
+        first_token=2.0,
+        finished=12.0,
+        finish="length",
+    )
+    tokens = [delivered(request, end) for end in (1.0, 2.0, 7.0, 12.0, 50.0)]
+    assert tokens == [0.0, 1.0, 6.0, 11, 11]
+    seen = seen_until([request], 7.0)
     assert seen["output_tokens"] == 6 and seen["ttft_s"]["max"] == 2.0 and seen["e2e_s"] is None
 
 

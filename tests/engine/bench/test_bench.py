@@ -40,7 +40,7 @@ from jitney.engine.report.tables import curve_table, figures_table, ledgers_tabl
 from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.simulation.accuracy import read_runs
-from jitney.engine.simulation.simulator import EngineShape, Ride, simulate
+from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import (
     Arrival,
@@ -54,6 +54,7 @@ from jitney.engine.simulation.workload import (
     synthesise,
 )
 from jitney.engine.telemetry.cost import bill
+from jitney.engine.telemetry.request_record import RequestRecord, Stay
 
 POLICIES = ("static", "dynamic", "continuous")
 
@@ -135,17 +136,17 @@ def test_a_run_keeps_times_seats_and_rows():
     assert figures["served"] == 24 and figures["output_tokens"] == sum(
         len(tokens) for tokens in run.tokens
     )
-    for times, tokens in zip(run.times, run.tokens, strict=True):
+    for times, tokens in zip(run.requests, run.tokens, strict=True):
         assert (
             times.boarded is not None
             and times.first_token is not None
             and times.token_times is not None
         )
-        assert times.arrival <= times.boarded < times.first_token <= times.finished
+        assert times.arrival <= times.boarded < times.first_token <= times.end
         assert len(times.token_times) == len(tokens) == times.n_output
-    seats = sorted((ride.seat, ride.start, ride.end) for ride in run.rides)
+    seats = sorted((stay.seat, stay.start, stay.end or 0.0) for _, stay in run.stays)
     assert all(one[0] != two[0] or one[2] <= two[1] for one, two in pairwise(seats)), "one a seat"
-    lines, rest = run.riders.bill(run.records)
+    lines, rest = run.owners.bill(run.records)
     assert (
         sum(line.rows for line in lines.values()) + rest.rows == run.records["bucket_tokens"].sum()
     )
@@ -156,14 +157,14 @@ def test_open_arrivals_come_at_their_times_and_a_closed_loop_keeps_its_number():
     bench = make_bench()
     requests = bench.requests([Arrival(0.0, 3, 2), Arrival(5.0, 3, 2), Arrival(5.0, 3, 2)])
     run = bench.run(requests)
-    assert [round(t.arrival - run.started, 9) for t in run.times] == [
+    assert [round(t.arrival - run.started, 9) for t in run.requests] == [
         0.0,
         5.0,
         5.0,
     ] and run.seconds > 5.0
     closed = bench.run(bench.requests(mixed()), concurrency=2)
-    for times in closed.times:
-        assert sum(other.arrival <= times.arrival < other.finished for other in closed.times) <= 2
+    for times in closed.requests:
+        assert sum(other.arrival <= times.arrival < other.end for other in closed.requests) <= 2
 
 
 def test_nobody_is_refused_for_a_long_queue():
@@ -180,7 +181,7 @@ def test_capacity_is_what_full_seats_serve():
     bench = make_bench(seats=4)
     requests = bench.requests(synthesise(40, Fixed(4), Fixed(12), Closed(), 0))
     rate, measured = capacity(bench, requests, 4)
-    assert len(measured.times) == 16 and len(measured.records)
+    assert len(measured.requests) == 16 and len(measured.records)
     saturated = bench.run(requests, concurrency=8).figures()["req_s"]
     assert rate == pytest.approx(saturated, rel=0.35)
     assert [a.at for a in at_load([Arrival(2.0, 1, 1), Arrival(6.0, 1, 1)], 4.0)] == [0.5, 1.5]
@@ -326,14 +327,18 @@ def test_the_knee_is_farthest_from_the_diagonal():
 
 
 def test_a_batch_holds_its_seats_until_the_slowest_is_done():
-    rides = [
-        Ride(0, 0, 0.0, 1.0, 2.0),
-        Ride(1, 1, 0.0, 1.0, 6.0),
-        Ride(0, 2, 6.0, 7.0, 9.0),
-        Ride(1, 3, 6.5, 7.0, 8.0),
+    sat = [
+        Stay(0, -1, 0.0, 1.0, end=2.0),
+        Stay(1, -1, 0.0, 1.0, end=6.0),
+        Stay(0, -1, 6.0, 7.0, end=9.0),
+        Stay(1, -1, 6.5, 7.0, end=8.0),
     ]
-    assert held_seats(rides) == [(0, 2.0, 6.0, 0), (1, 8.0, 9.0, 3)]
-    figure = seat_timeline("static", rides, 0.0, 2, 9.0, held=True).to_dict()
+    stays = [
+        (RequestRecord(number=number, n_prompt=1, arrival=0.0), stay)
+        for number, stay in enumerate(sat)
+    ]
+    assert held_seats(stays) == [(0, 2.0, 6.0, 0), (1, 8.0, 9.0, 3)]
+    figure = seat_timeline("static", stays, 0.0, 2, 9.0, held=True).to_dict()
     prompt, generating, held = figure["data"]
     assert (prompt["base"][0], prompt["x"][0], generating["x"][0]) == (0.0, 1.0, 1.0)
     assert held["x"] == [4.0, 1.0]
@@ -421,7 +426,7 @@ def test_recordings_and_records_come_back(tmp_path: Path):
     assert loaded["records_continuous"].dtype == STEP_DTYPE and len(
         loaded["records_continuous"]
     ) == len(run.records)
-    last = max(t.finished for t in run.times) - run.started
+    last = max(t.end for t in run.requests) - run.started
     assert loaded["times_continuous"]["finished"].max() == pytest.approx(last)
     note = json.loads(str(loaded["note_continuous"]))
     assert note["shape"]["limits"]["policy"] == "continuous" and note["shape"]["pages"] == 33
@@ -429,10 +434,10 @@ def test_recordings_and_records_come_back(tmp_path: Path):
     assert back.note.shape == run.shape and back.figures()["seat_fill"] == pytest.approx(
         run.figures()["seat_fill"]
     )
-    write_recording(tmp_path / "t.jsonl", run.times, run.started)
+    write_recording(tmp_path / "t.jsonl", run.requests, run.started)
     lines = read_trace_lines(tmp_path / "t.jsonl")
     assert sorted(line.e2e_s or 0 for line in lines) == pytest.approx(
-        sorted(t.e2e_s for t in run.times)
+        sorted(t.e2e_s or 0.0 for t in run.requests)
     )
     assert {line.finish for line in lines} == {"length"}
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jitney.engine.bench.client import Answer, Endpoint, ask, events, open_client
-from jitney.engine.bench.load import Sender, run_load, times_of
+from jitney.engine.bench.load import Sender, record_of, run_load
 from jitney.engine.bench.metrics import bill_between, parse_metrics, queue_mean
 from jitney.engine.bench.online import Ruler, measure
 from jitney.engine.cli import main
@@ -111,13 +111,13 @@ def test_a_slow_server_cannot_hide_its_queue():
     be reported for the open loop, even when the client holds requests back."""
     arrivals = [Arrival(0.0, 3, 2)] * 10
     closed = asyncio.run(against(one_at_a_time(), arrivals, concurrency=1, closed=True))
-    hidden = median(t.e2e_s for t in closed.times)
+    hidden = median(t.e2e_s or 0.0 for t in closed.requests)
     assert hidden >= SERVICE_S and closed.seconds >= 10 * SERVICE_S
     for options in ({}, {"concurrency": 2}):
         load = asyncio.run(against(one_at_a_time(), arrivals, **options))
-        e2e = sorted(t.e2e_s for t in load.times)
+        e2e = sorted(t.e2e_s or 0.0 for t in load.requests)
         assert all(seconds >= number * SERVICE_S for number, seconds in enumerate(e2e, 1))
-        assert e2e[-1] > 4 * hidden and [t.finish for t in load.times] == ["length"] * 10
+        assert e2e[-1] > 4 * hidden and [t.finish for t in load.requests] == ["length"] * 10
 
 
 def test_a_stall_is_in_the_waits_of_all_who_should_have_come_during_it():
@@ -138,7 +138,7 @@ def test_a_stall_is_in_the_waits_of_all_who_should_have_come_during_it():
         began.clear()
         arrivals = [Arrival(number * every, 1, 1) for number in range(count)]
         load = asyncio.run(run_load(send, arrivals, concurrency=concurrency))
-        waits = [t.ttft_s for t in load.times if t.ttft_s is not None]
+        waits = [t.ttft_s for t in load.requests if t.ttft_s is not None]
         expected = np.maximum(0.0, stall - np.arange(count) * every)
         assert waits == pytest.approx(expected, abs=0.1)
         for quantile in (50, 90, 99):
@@ -157,7 +157,7 @@ def test_requests_leave_at_their_times():
     load = asyncio.run(run_load(send, [Arrival(0.0, 1, 1), Arrival(0.1, 1, 1), Arrival(0.2, 1, 1)]))
     assert [number for number, _ in seen] == [0, 1, 2]
     assert [at - load.started for _, at in seen] == pytest.approx([0.0, 0.1, 0.2], abs=0.09)
-    assert [t.arrival - load.started for t in load.times] == pytest.approx(
+    assert [t.arrival - load.started for t in load.requests] == pytest.approx(
         [0.0, 0.1, 0.2], abs=1e-9
     )
     assert len(load.sender.late_s) == 3
@@ -210,7 +210,7 @@ def test_every_failure_is_counted_by_kind():
         "connect",
     ]
     assert "full" in answers[0].detail and all(a.finished >= a.sent > 0 for a in answers)
-    failed = times_of(0, Arrival(0.0, 7, 9), 1.0, answers[0])
+    failed = record_of(0, Arrival(0.0, 7, 9), 1.0, answers[0])
     assert not failed.served and (failed.n_prompt, failed.n_output) == (7, 0)
 
 
@@ -311,7 +311,7 @@ def test_texts_are_sized_by_the_endpoints_own_count():
             )
 
     online = asyncio.run(main())
-    assert [(t.n_prompt, t.n_output, t.finish) for t in online.load.times] == [
+    assert [(t.n_prompt, t.n_output, t.finish) for t in online.load.requests] == [
         (101, 4, "length"),
         (33, 2, "length"),
     ]

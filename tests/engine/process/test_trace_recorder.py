@@ -186,7 +186,7 @@ def test_through_the_endpoint_into_the_simulator(tmp_path: Path):
     limits = SchedulerLimits(max_seats=4, context_length=64)
     engine = EngineShape(limits, make_buckets(max_seats=4, token_budget=16), 40)
     run = simulate(read_trace(tmp_path / "t.jsonl"), engine, StepTable.constant(0.01))
-    assert [t.finish for t in run.times] == ["length"] * 5
+    assert [t.finish for t in run.requests] == ["length"] * 5
 
 
 def test_a_stop_string_is_a_stop(tmp_path: Path):

@@ -447,7 +447,9 @@ def beside(rate_a: float, seed: int) -> tuple[float, float]:
         coming, EngineShape(limits, make_buckets(max_seats=32, token_budget=512), 8193), TABLE
     )
     waits = [
-        times.ttft_s or 0.0 for times in run.times if times.tenant == "b" and times.arrival > CALM_S
+        request.ttft_s or 0.0
+        for request in run.requests
+        if request.tenant == "b" and request.arrival > CALM_S
     ]
     assert min(waits) > 0
     return float(np.percentile(waits, 99)), run.records["decode"].sum() / run.records[

@@ -24,11 +24,18 @@ from jitney.engine.scheduler.estimates import (
 )
 from jitney.engine.scheduler.page_demand import times_ahead
 from jitney.engine.scheduler.plan import Plan, StepResult
-from jitney.engine.simulation import simulator
-from jitney.engine.simulation.run_log import Conductor
-from jitney.engine.simulation.simulator import EngineShape, VirtualDevice, drive
+from jitney.engine.simulation.drive import Offer, drive
+from jitney.engine.simulation.simulator import EngineShape, FlyingStep, VirtualDevice
 from jitney.engine.simulation.step_table import Curve, StepTable
-from jitney.engine.simulation.workload import Arrival, Closed, LogNormal, Uniform, synthesise
+from jitney.engine.simulation.workload import (
+    Arrival,
+    Closed,
+    LogNormal,
+    Uniform,
+    request_of,
+    synthesise,
+)
+from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.types import EngineRequest, SamplingParams
 
 #: Milliseconds of a step by bucket, as a CPU's: decode-only, and with prompt rows.
@@ -45,12 +52,12 @@ OUTPUTS = {"uniform": Uniform(50, 800), "log-normal": LogNormal(300, 0.8, 50, 80
 class EndingDevice(VirtualDevice):
     """Samples END where an answer is as long as it gets; nobody else knows how long that is."""
 
-    def __init__(self, book: Conductor, arrivals: list[Arrival]):
-        super().__init__(TABLE, book)
+    def __init__(self, arrivals: list[Arrival]):
+        super().__init__(TABLE)
         self.lengths = [arrival.n_output for arrival in arrivals]
         self.sampled: list[list[int]] = []
 
-    def launch(self, batch: Plan) -> simulator.Ticket:
+    def launch(self, batch: Plan) -> FlyingStep:
         ends = [
             chunk.end - chunk.seq.n_prompt + 1 >= self.lengths[int(chunk.seq.request_id)]
             for chunk in batch.chunks
@@ -59,15 +66,15 @@ class EndingDevice(VirtualDevice):
         self.sampled.append([END if ended else END + 1 for ended in ends])
         return super().launch(batch)
 
-    def fetch(self, ticket: simulator.Ticket) -> StepResult:
+    def fetch(self, ticket: FlyingStep) -> StepResult:
         super().fetch(ticket)
         return StepResult(self.sampled.pop(0))
 
 
-def endless(name: str, arrival: Arrival, at: float) -> EngineRequest:
+def endless(name: str, arrival: Arrival, prompt: list[int], at: float) -> EngineRequest:
     """A request that does not tell how long its answer gets."""
     sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=2000, stop_token_ids=(END,))
-    return EngineRequest(id=name, prompt=[0] * arrival.n_prompt, sampling=sampling, arrival=at)
+    return EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=at)
 
 
 class Outcome(NamedTuple):
@@ -87,19 +94,25 @@ def closed_loop(outputs: str, seats: int, known: bool) -> Outcome:
     length.
     """
     arrivals = synthesise(160, LogNormal(96, 0.5, 4, 384), OUTPUTS[outputs], Closed(), 0)
-    book = Conductor(keep_tokens=True)
-    device = EndingDevice(book, arrivals)
+    requests = RequestRecords(keep_times=True)
+    device = EndingDevice(arrivals)
     limits = SchedulerLimits(seats, 3000, max_waiting_requests=1000)
     core = EngineShape(limits, make_buckets(max_seats=seats, token_budget=512), 201).new_core(
         device
     )
-    with pytest.MonkeyPatch.context() as patch:
-        if not known:
-            patch.setattr(simulator, "request_of", endless)
-        drive(core, device, book, arrivals, 32)
+    make = request_of if known else endless
+
+    def request_at(number: int, at: float) -> EngineRequest:
+        arrival = arrivals[number]
+        return make(str(number), arrival, [0] * arrival.n_prompt, at)
+
+    offer = Offer([0.0] * len(arrivals), request_at, 32)
+    drive(core, device.clock, offer, requests, device.reported)
     core.check()
-    assert [times.n_output for times in book.times] == [arrival.n_output for arrival in arrivals]
-    stalls = [np.diff(np.asarray(times.token_times)).max() for times in book.times]
+    assert [request.n_output for request in requests.oldest()] == [
+        arrival.n_output for arrival in arrivals
+    ]
+    stalls = [np.diff(np.asarray(request.token_times)).max() for request in requests.oldest()]
     totals = core.ledger.totals
     return Outcome(
         sum(device.lengths) / device.clock.now,

@@ -14,7 +14,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.estimates import LEAST_SHARE, PrefillBudget, StepTimeEstimate
-from jitney.engine.simulation.simulator import EngineShape, Run, simulate
+from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import Arrival, Closed, Fixed, Lengths, LogNormal, synthesise
 
@@ -28,11 +28,11 @@ TABLE = StepTable(
 )
 
 
-def run(arrivals: list[Arrival], share: Share, concurrency: int | None = None) -> Run:
+def run(arrivals: list[Arrival], share: Share, concurrency: int | None = None) -> SimulatedRun:
     """32 seats, 512 rows, as many pages as anybody wants."""
     limits = SchedulerLimits(32, 8192, max_waiting_requests=1000, prefill_share=share)
     engine = EngineShape(limits, make_buckets(max_seats=32, token_budget=512), 4097)
-    return simulate(arrivals, engine, TABLE, concurrency=concurrency, keep_tokens=True)
+    return simulate(arrivals, engine, TABLE, concurrency=concurrency, keep_times=True)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def p99_ratio(share: Share) -> float:
     """
     came = 6.0
     arrivals = [*[Arrival(0.0, 64, 500)] * 16, Arrival(came, 4000, 1)]
-    *streams, long = run(arrivals, share).times
+    *streams, long = run(arrivals, share).requests
     alone, beside = [], []
     for stream in streams:
         times = np.asarray(stream.token_times)

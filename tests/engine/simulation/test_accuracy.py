@@ -5,7 +5,6 @@ error.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,7 @@ from jitney.engine.simulation.accuracy import (
     errors,
     figure,
     measured_figures,
-    measured_times,
+    measured_requests,
     read_runs,
     span,
     speed_error,
@@ -34,7 +33,7 @@ from jitney.engine.simulation.accuracy import (
 from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
 from jitney.engine.simulation.workload import Arrival, Poisson, TraceLine, Uniform, synthesise
-from jitney.engine.telemetry.summary import RequestTimes
+from jitney.engine.telemetry.request_record import RequestRecord
 
 POLICIES = ("static", "dynamic", "continuous")
 TABLE = StepTable(
@@ -63,7 +62,7 @@ def test_lines_without_a_measurement_do_not_count():
         at=2.0, n_prompt=5, n_output=4, queue_s=0.5, ttft_s=1.0, e2e_s=3.0, finish="stop"
     )
     lines = [TraceLine(at=1.0, n_prompt=5, n_output=4), measured]
-    (times,) = measured_times(lines)
+    (times,) = measured_requests(lines)
     assert (times.boarded, times.first_token, times.finished, times.finish) == (
         2.5,
         3.0,
@@ -88,12 +87,12 @@ def measured_file(path: Path) -> None:
         )
         run = simulate(arrivals, engine, TABLE)
         rows = [
-            (t.request, t.n_prompt, t.n_output, t.arrival, t.boarded, t.first_token, t.finished)
-            for t in run.times
+            (t.number, t.n_prompt, t.n_output, t.arrival, t.boarded, t.first_token, t.finished)
+            for t in run.requests
         ]
         rides = [
-            (r.seat, r.request, r.start, np.nan if r.first_token is None else r.first_token, r.end)
-            for r in run.rides
+            (s.seat, r.number, s.start, np.nan if s.first_token is None else s.first_token, s.end)
+            for r, s in run.stays
         ]
         arrays |= {
             f"records_{policy}": run.records,
@@ -148,15 +147,15 @@ def test_step_times_of_one_run_predict_another_and_the_error_is_told(tmp_path: P
     runs = read_runs(tmp_path / "r.npz")
     static = runs["static"]
     slow = [
-        replace(
+        msgspec.structs.replace(
             t,
             boarded=t.boarded and 1.1 * t.boarded,
             first_token=t.first_token and 1.1 * t.first_token,
-            finished=1.1 * t.finished,
+            finished=1.1 * t.end,
         )
-        for t in static.times
+        for t in static.requests
     ]
-    runs["static"] = static._replace(times=slow)
+    runs["static"] = static._replace(requests=slow)
     cross = cross_errors(runs)
     assert cross["continuous"]["static"]["output_tok_s"] == pytest.approx(0.1, abs=0.02)
     assert abs(cross["continuous"]["dynamic"]["output_tok_s"]) < 0.02
@@ -191,15 +190,24 @@ def test_the_error_of_speed_is_not_that_of_the_traffic():
     assert speed_error({"ttft_p50_s": 0.1}) is None
 
 
-def served(arrival: float, finished: float, finish: str = "length") -> RequestTimes:
+def served(arrival: float, finished: float, finish: str = "length") -> RequestRecord:
     first = None if finish == "error" else arrival
-    return RequestTimes(0, "", 4, 4, arrival, first, first, finished, finish)
+    return RequestRecord(
+        number=0,
+        n_prompt=4,
+        n_output=4,
+        arrival=arrival,
+        boarded=first,
+        first_token=first,
+        finished=finished,
+        finish=finish,
+    )
 
 
-def run_of(arrivals: list[Arrival], concurrency: int | None = None) -> list[RequestTimes]:
+def run_of(arrivals: list[Arrival], concurrency: int | None = None) -> list[RequestRecord]:
     limits = SchedulerLimits(max_seats=8, context_length=128, max_waiting_requests=1000)
     engine = EngineShape(limits, make_buckets(max_seats=8, token_budget=64), 129)
-    return simulate(arrivals, engine, TABLE, concurrency=concurrency).times
+    return simulate(arrivals, engine, TABLE, concurrency=concurrency).requests
 
 
 @pytest.mark.parametrize("clients", [1, 6, 20])

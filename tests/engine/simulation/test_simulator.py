@@ -27,7 +27,7 @@ from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.accuracy import measured_figures
-from jitney.engine.simulation.simulator import EngineShape, Ride, Run, simulate, weighted_spread
+from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate, weighted_spread
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
 from jitney.engine.simulation.workload import (
     Arrival,
@@ -38,6 +38,7 @@ from jitney.engine.simulation.workload import (
     read_trace_lines,
     synthesise,
 )
+from jitney.engine.telemetry.request_record import Stay
 from jitney.engine.telemetry.summary import Slo
 from jitney.engine.types import EngineRequest, SamplingParams
 
@@ -60,17 +61,27 @@ def shape(
     )
 
 
-def times_of(run: Run) -> list[tuple[float | None, float | None, float]]:
+def end_of(stay: Stay) -> float:
+    assert stay.end is not None
+    return stay.end
+
+
+def times_of(run: SimulatedRun) -> list[tuple[float | None, float | None, float]]:
     """(boarded, first token, finished) of each request."""
-    return [(t.boarded, t.first_token, t.finished) for t in run.times]
+    return [(t.boarded, t.first_token, t.end) for t in run.requests]
+
+
+def stays_in(run: SimulatedRun) -> list[tuple[int, int, float, float | None, float | None]]:
+    """(seat, request, start, first token, end) of each stay."""
+    return [(s.seat, r.number, s.start, s.first_token, s.end) for r, s in run.stays]
 
 
 def test_one_request_by_hand():
     """Step k takes the k-th second; the host plans each while the one before runs."""
-    run = simulate([Arrival(0.0, 5, 3)], shape(), SECOND, keep_tokens=True)
-    assert times_of(run) == [(0.0, 1.0, 3.0)] and run.times[0].token_times == [1.0, 2.0, 3.0]
-    assert (run.times[0].finish, run.times[0].n_output, run.seconds) == ("length", 3, 3.0)
-    assert run.rides == [Ride(0, 0, 0.0, 1.0, 3.0)]
+    run = simulate([Arrival(0.0, 5, 3)], shape(), SECOND, keep_times=True)
+    assert times_of(run) == [(0.0, 1.0, 3.0)] and run.requests[0].token_times == [1.0, 2.0, 3.0]
+    assert (run.requests[0].finish, run.requests[0].n_output, run.seconds) == ("length", 3, 3.0)
+    assert stays_in(run) == [(0, 0, 0.0, 1.0, 3.0)]
     assert run.records["bucket_tokens"].tolist() == [8, 1, 1] and run.records[
         "device_s"
     ].tolist() == [1, 1, 1]
@@ -84,10 +95,10 @@ def test_three_requests_on_two_seats_by_hand():
     seat for it."""
     run = simulate([Arrival(0.0, 3, 2), Arrival(0.0, 3, 4), Arrival(0.0, 3, 2)], shape(), SECOND)
     assert times_of(run) == [(0.0, 1.0, 2.0), (0.0, 1.0, 4.0), (1.0, 3.0, 4.0)]
-    assert run.rides == [
-        Ride(0, 0, 0.0, 1.0, 1.0),
-        Ride(1, 1, 0.0, 1.0, 4.0),
-        Ride(0, 2, 1.0, 3.0, 4.0),
+    assert stays_in(run) == [
+        (0, 0, 0.0, 1.0, 1.0),
+        (1, 1, 0.0, 1.0, 4.0),
+        (0, 2, 1.0, 3.0, 4.0),
     ]
     rows = run.records[["prefill", "decode", "padding"]].tolist()
     assert rows == [(6, 0, 2), (0, 2, 0), (3, 1, 0), (0, 2, 0)]
@@ -99,7 +110,7 @@ def test_who_comes_during_a_step_boards_at_the_next_plan():
     """
     run = simulate([Arrival(0.0, 4, 8), Arrival(0.5, 3, 2)], shape(), SECOND)
     assert times_of(run)[1] == (1.0, 3.0, 4.0)
-    assert run.times[1].ttft_s == 2.5
+    assert run.requests[1].ttft_s == 2.5
 
 
 def test_time_passes_while_nobody_is_there():
@@ -138,9 +149,9 @@ def test_static_waits_for_all_and_holds_the_seats_by_hand():
     (a, b, c) = times_of(run)
     assert (a, b) == ((0.0, 1.0, 2.0), (0.0, 1.0, 4.0))
     assert c[0] is not None and c[0] >= 3.0 and c[2] - c[0] >= 2.0
-    assert simulate([Arrival(0.0, 4, 2)], shape(policy="static"), SECOND).times[0].boarded == 0.0, (
-        "nobody else comes"
-    )
+    assert (
+        simulate([Arrival(0.0, 4, 2)], shape(policy="static"), SECOND).requests[0].boarded == 0.0
+    ), "nobody else comes"
 
 
 def test_static_dynamic_and_continuous_are_three_policies():
@@ -148,14 +159,14 @@ def test_static_dynamic_and_continuous_are_three_policies():
     arrivals = [Arrival(float(second), 4, 2) for second in range(4)]
     tenth = StepTable.constant(0.1)
     boarded = {
-        policy: [t.boarded for t in simulate(arrivals, shape(policy=policy), tenth).times]
+        policy: [t.boarded for t in simulate(arrivals, shape(policy=policy), tenth).requests]
         for policy in POLICIES
     }
     assert boarded["static"] == [1.0, 1.0, 3.0, 3.0], "when there are two, and not before"
     assert boarded["dynamic"] == pytest.approx([0.2, 1.2, 2.2, 3.2]), "after 200 ms"
     assert boarded["continuous"] == [0.0, 1.0, 2.0, 3.0]
     hurried = shape(policy="static", static_timeout_ms=500.0)
-    assert [t.boarded for t in simulate(arrivals, hurried, tenth).times] == pytest.approx(
+    assert [t.boarded for t in simulate(arrivals, hurried, tenth).requests] == pytest.approx(
         [0.5, 1.5, 2.5, 3.0]
     )
 
@@ -182,30 +193,30 @@ def test_static_boards_its_number_at_a_time(
         SECOND,
         concurrency=concurrency,
     )
-    batches: dict[float, list[Ride]] = {}
-    for ride in run.rides:
-        batches.setdefault(ride.start, []).append(ride)
+    batches: dict[float, list[Stay]] = {}
+    for _, stay in run.stays:
+        batches.setdefault(stay.start, []).append(stay)
     in_turn = [batches[start] for start in sorted(batches)]
     whole = min(size, concurrency or size)
     assert [len(batch) for batch in in_turn[:-1]] == [whole] * (len(in_turn) - 1)
     assert sum(map(len, in_turn)) == count and len(in_turn[-1]) <= whole
     for before, after in pairwise(in_turn):
         # The seats are given on while the last tokens are on their way: a step of a second at most.
-        assert max(ride.end for ride in before) <= after[0].start + 1.001
+        assert max(end_of(stay) for stay in before) <= after[0].start + 1.001
 
 
 @pytest.mark.usefixtures("rash")
-def test_seats_in_use_are_counted_from_the_rides():
+def test_seats_in_use_are_counted_from_the_stays():
     """Few pages: sequences are preempted and wait in the queue, which is nobody's seat."""
     arrivals = synthesise(30, Uniform(4, 12), Uniform(15, 30), Poisson(2.0), 1)
     run = simulate(arrivals, shape(seats=4, pages=15), SECOND)
     assert run.records["preempted"].sum() > 10
     busy = np.zeros(4)
-    for ride in run.rides:
-        busy[ride.seat] += ride.end - ride.start
+    for _, stay in run.stays:
+        busy[stay.seat] += end_of(stay) - stay.start
     figures = run.figures()
     assert figures["seat_fill"] == pytest.approx(busy.sum() / (4 * run.seconds))
-    in_queue_too = sum(t.finished - t.boarded for t in run.times if t.boarded is not None) / (
+    in_queue_too = sum(t.end - t.boarded for t in run.requests if t.boarded is not None) / (
         4 * run.seconds
     )
     assert figures["seat_fill"] < 0.9 * in_queue_too and (busy <= run.seconds + 1e-9).all()
@@ -224,14 +235,14 @@ def test_recorded_hits_are_found_again():
         run = simulate(arrivals, shape(policy=policy), SECOND)
         assert run.records["prefill"].sum() == 4 + 4 + 12, policy
         assert run.records["cached_tokens"].sum() == 16
-        assert [t.n_output for t in run.times] == [2, 2, 2]
+        assert [t.n_output for t in run.requests] == [2, 2, 2]
 
 
 @pytest.mark.usefixtures("rash")
 def test_what_was_found_once_is_found_after_a_preemption():
     arrivals = [Arrival(0.0, 12, 20, n_cached=8) for _ in range(6)]
     run = simulate(arrivals, shape(seats=3, pages=15), SECOND)
-    assert run.records["preempted"].sum() > 0 and [t.n_output for t in run.times] == [20] * 6
+    assert run.records["preempted"].sum() > 0 and [t.n_output for t in run.requests] == [20] * 6
     assert run.records["prefill"].sum() == 6 * 4, "hits are counted once a request"
 
 
@@ -371,8 +382,8 @@ def test_every_request_ends_and_the_ledger_closes(
         SECOND,
         concurrency=concurrency,
     )
-    assert [t.finish for t in run.times] == ["length"] * count
-    assert [(t.n_prompt, t.n_output) for t in run.times] == [
+    assert [t.finish for t in run.requests] == ["length"] * count
+    assert [(t.n_prompt, t.n_output) for t in run.requests] == [
         (a.n_prompt, a.n_output) for a in arrivals
     ]
     records = run.records
@@ -381,18 +392,16 @@ def test_every_request_ends_and_the_ledger_closes(
     # back.
     assert records["prefill"].sum() == sum(a.n_prompt for a in arrivals)
     assert records["decode"].sum() == sum(a.n_output - 1 for a in arrivals)
-    for t in run.times:
+    for t in run.requests:
         assert t.boarded is not None and t.first_token is not None
-        assert t.arrival <= t.boarded < t.first_token <= t.finished
+        assert t.arrival <= t.boarded < t.first_token <= t.end
     assert run.gap_counts.sum() == sum(a.n_output - 1 for a in arrivals)
     for seat in range(seats):
-        rides = sorted(
-            (ride for ride in run.rides if ride.seat == seat), key=lambda ride: ride.start
-        )
-        assert all(before.end <= after.start for before, after in pairwise(rides))
+        stays = [stay for _, stay in run.stays if stay.seat == seat]
+        assert all(end_of(before) <= after.start for before, after in pairwise(stays))
 
 
-def scattered(seed: int) -> Run:
+def scattered(seed: int) -> SimulatedRun:
     arrivals = synthesise(40, Uniform(1, 30), Uniform(1, 20), Poisson(1.0), 3)
     table = StepTable(
         [Curve(2, 2, 0.1), Curve(8, 2, 0.2)], noise={"decode": [0.5, 1.0, 1.5], "mixed": [0.9, 1.1]}
@@ -402,8 +411,8 @@ def scattered(seed: int) -> Run:
 
 def test_the_same_seed_gives_the_same_run():
     first, again, other = scattered(0), scattered(0), scattered(1)
-    assert first.times == again.times and first.records.tobytes() == again.records.tobytes()
-    assert first.times != other.times
+    assert first.requests == again.requests and first.records.tobytes() == again.records.tobytes()
+    assert first.requests != other.requests
     decode = first.records[first.records["mixed"] == 0]["device_s"]
     assert np.unique(decode).tolist() == pytest.approx([0.05, 0.1, 0.15])
     assert decode.mean() == pytest.approx(0.1, rel=0.1)
@@ -412,9 +421,9 @@ def test_the_same_seed_gives_the_same_run():
 @pytest.mark.usefixtures("rash")
 def test_token_waits_are_exact_without_keeping_tokens():
     arrivals = synthesise(60, Uniform(1, 30), Uniform(1, 20), Poisson(1.0), 3)
-    kept = simulate(arrivals, shape(pages=17, context=64), SECOND, keep_tokens=True)
+    kept = simulate(arrivals, shape(pages=17, context=64), SECOND, keep_times=True)
     assert kept.records["preempted"].sum() > 0  # some waits are longer than a step
-    gaps = np.concatenate([np.diff(np.array(t.token_times)) for t in kept.times])
+    gaps = np.concatenate([np.diff(np.array(t.token_times)) for t in kept.requests])
     assert np.sort(np.repeat(kept.gaps, kept.gap_counts)).tolist() == pytest.approx(
         np.sort(gaps).tolist()
     )
@@ -437,18 +446,18 @@ def test_a_closed_loop_keeps_so_many_open():
     run = simulate(
         synthesise(12, Fixed(4), Uniform(1, 6), Closed(), 0), shape(), SECOND, concurrency=3
     )
-    moments = sorted({t.arrival for t in run.times})
+    moments = sorted({t.arrival for t in run.requests})
     for moment in moments:
         assert (
-            sum(t.arrival <= moment < t.finished for t in run.times) == 3
-            or moment > run.times[-1].arrival - 1e-9
+            sum(t.arrival <= moment < t.end for t in run.requests) == 3
+            or moment > run.requests[-1].arrival - 1e-9
         )
-    assert run.times[3].arrival == min(t.finished for t in run.times)
+    assert run.requests[3].arrival == min(t.end for t in run.requests)
 
 
 def test_refused_requests_are_counted_as_such():
     run = simulate([Arrival(0.0, 4, 50)] * 6, shape(seats=1, max_waiting_requests=2), SECOND)
-    assert [t.finish for t in run.times] == ["length"] * 3 + ["error"] * 3
+    assert [t.finish for t in run.requests] == ["length"] * 3 + ["error"] * 3
     assert run.figures(Slo(ttft_s=100.0), 2.0)["finish"] == {"length": 3, "error": 3}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jitney.engine.telemetry.backlog import FEWEST, backlog, backlog_of
-from jitney.engine.telemetry.summary import RequestTimes
+from jitney.engine.telemetry.request_record import RequestRecord
 
 SERVERS, SERVICE_S = 8, 3.0
 
@@ -78,8 +78,16 @@ def test_its_figures_are_numpys():
     assert "p99 is the length of the run" in str(found)
 
 
-def request(came: float, first_token: float | None, finished: float, finish: str) -> RequestTimes:
-    return RequestTimes(0, "", 8, 8, came, None, first_token, finished, finish)
+def request(came: float, first_token: float | None, finished: float, finish: str) -> RequestRecord:
+    return RequestRecord(
+        number=0,
+        n_prompt=8,
+        n_output=8,
+        arrival=came,
+        first_token=first_token,
+        finished=finished,
+        finish=finish,
+    )
 
 
 def test_who_timed_out_was_waiting_and_who_was_refused_was_not():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.telemetry.cost import Line, Riders, as_json, bill, split
+from jitney.engine.telemetry.cost import Line, RowOwners, as_json, bill, split
 
 
 def step(number: int, device_s: float, **rows: int) -> np.ndarray:
@@ -69,7 +69,7 @@ def test_a_part_is_within_a_nanosecond_of_its_share(total: int, rows: list[int])
 )
 def test_requests_and_padding_share_all_of_a_run(lengths: list[tuple[int, int]], pages: int):
     """On a pool so small that sequences are preempted and computed again."""
-    core, riders = make_core(pages=max(pages, 10), clock=FakeClock(0.001)), Riders()
+    core, riders = make_core(pages=max(pages, 10), clock=FakeClock(0.001)), RowOwners()
     pack = core.runner.batch
 
     def batch(plan):
@@ -92,7 +92,7 @@ def test_requests_and_padding_share_all_of_a_run(lengths: list[tuple[int, int]],
 
 
 def test_a_request_pays_for_its_own_rows():
-    core, riders = make_core(retain=False), Riders()
+    core, riders = make_core(retain=False), RowOwners()
     for number in range(2):
         core.add(make_request(f"r{number}", [5] * 3 * (number + 1), max_tokens=2, ignore_eos=True))
     riders.note(plan := core.scheduler.plan(0.0))  # type: ignore[arg-type]

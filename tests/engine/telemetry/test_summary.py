@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.simulation.run_log import Ride
-from jitney.engine.telemetry.request_record import Stay
-from jitney.engine.telemetry.summary import RequestTimes, Slo, seated, spread, summarise
+from jitney.engine.telemetry.request_record import RequestRecord, Stay
+from jitney.engine.telemetry.summary import Slo, seated, spread, summarise
 
 
 def request(
@@ -22,8 +21,18 @@ def request(
     n_output: int,
     finish: str = "length",
     tokens=None,
-) -> RequestTimes:
-    return RequestTimes(number, "", 10, n_output, arrival, boarded, first, finished, finish, tokens)
+) -> RequestRecord:
+    return RequestRecord(
+        number=number,
+        n_prompt=10,
+        n_output=n_output,
+        arrival=arrival,
+        boarded=boarded,
+        first_token=first,
+        finished=finished,
+        finish=finish,
+        token_times=tokens,
+    )
 
 
 RUN = [
@@ -36,10 +45,10 @@ RUN = [
 
 #: Request 1 was preempted at 3 and boarded again at 5.
 STAYS = [
-    Ride(0, 0, 0.0, 1.0, 3.0),
-    Ride(1, 1, 1.0, 2.0, 3.0),
-    Ride(1, 1, 5.0, None, 6.0),
-    Ride(0, 2, 4.0, 4.5, 4.5),
+    Stay(0, 0, 0.0, 1.0, end=3.0),
+    Stay(1, 1, 1.0, 2.0, end=3.0),
+    Stay(1, 5, 5.0, end=6.0),
+    Stay(0, 4, 4.0, 4.5, end=4.5),
 ]
 
 
