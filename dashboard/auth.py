@@ -24,7 +24,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-HEADERS = {
+_HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -78,13 +78,13 @@ class AuthMiddleware:
 
 def _add_headers(message: Message, path: str) -> None:
     headers = MutableHeaders(scope=message)
-    headers.update(HEADERS)
+    headers.update(_HEADERS)
     if path.endswith(_REPORT):
         headers["content-security-policy"] = REPORT_POLICY
     headers.setdefault("cache-control", "no-store")
 
 
-class FeedSource(Protocol):
+class _FeedSource(Protocol):
     """A feed, of an engine here or elsewhere."""
 
     @property
@@ -97,7 +97,7 @@ class FeedEndpoint:
     """The feed as an endless response. It ends with the engine, or when the client leaves, which is
     waited for at the same time: a viewer that is gone frees its place at once."""
 
-    feed: FeedSource
+    feed: _FeedSource
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         last_id = Request(scope).headers.get("last-event-id", "")

@@ -235,9 +235,9 @@ class _Sampler:
     def __init__(self, feed: Feed):
         self.feed = feed
         self.client = feed.client
-        #: What the viewers were told that runs.
+        #: What the newest hello said that runs.
         self._info = feed.client.info
-        #: The newest step that the viewers were told of.
+        #: The newest step of the snapshot before.
         self._last_step = feed.client.history.records.last_step
         self._pages: PageCells | None = None
         self._asking: asyncio.Task[None] | None = None

@@ -248,8 +248,8 @@ def _recorded(history: History, minutes: float) -> _Traffic:
     """The traffic of the last minutes. Raises RequestError if nothing has ended in them."""
     now = time.monotonic()
     start = max(now - 60 * minutes, history.kept_from)
-    known = [*history.ended(start), *history.open()]
-    requests = [request for request in known if request.arrival >= start]
+    candidates = [*history.ended(start), *history.open()]
+    requests = [request for request in candidates if request.arrival >= start]
     requests.sort(key=lambda request: request.arrival)
     records = history.records.since(-1)[-_MOST_RECORDS:]
     served = [request for request in requests if request.finished is not None and request.stays]
@@ -345,7 +345,7 @@ def check(experiment: Experiment, settings: EngineSection) -> None:
 
 
 def check_minutes(minutes: float) -> None:
-    """Raise RequestError unless so many minutes can be known."""
+    """Raise RequestError unless the history may reach so far back."""
     most = KEEP_S / 60
     if not 0 < minutes <= most:
         raise RequestError(f"minutes must be more than 0 and at most {most:g}", param="minutes")

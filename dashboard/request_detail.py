@@ -14,6 +14,8 @@ from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord,
 STATES = ("all", "open", "waiting", "prefill", "decode", "finished")
 #: Most output token times in one answer.
 _MAX_TIMES = 4096
+#: What a chunk says of its step.
+_STEP_FIELDS = ("from", "to", "shared_with", "rows", "bucket", "padding", "compiled")
 #: Beyond every step's number.
 _NEVER = 2**62
 
@@ -86,15 +88,15 @@ def phases(request: RequestRecord, now: float) -> list[dict[str, Any]]:
     """queue, prefill and decode in order, again after each preemption; `to` is null for the one
     that goes on.
     """
-    found = []
+    result = []
     since = request.arrival
     for stay in request.stays:
-        found.append(_queue(since, stay.start))
-        found += _stay_phases(stay)
+        result.append(_queue(since, stay.start))
+        result += _stay_phases(stay)
         since = stay.end if stay.end is not None else now
     if not request.stays or _lost_its_seat(request):
-        found.append(_queue(since, request.finished))
-    return found
+        result.append(_queue(since, request.finished))
+    return result
 
 
 def _lost_its_seat(request: RequestRecord) -> bool:
@@ -182,32 +184,19 @@ class Steps:
         """A prompt chunk and the step it was part of; null where the step's record is not kept any
         more.
         """
-        result: dict[str, Any] = {
-            "step": chunk.step,
-            "start": chunk.start,
-            "count": chunk.count,
-            "recomputed": chunk.recomputed,
-            "from": None,
-            "to": None,
-            "shared_with": None,
-            "rows": None,
-            "bucket": None,
-            "padding": None,
-            "compiled": None,
-        }
         places = np.flatnonzero(self.number == chunk.step)
-        if not len(places):
-            return result
-        place = places[0]
+        step = self._step(int(places[0])) if len(places) else dict.fromkeys(_STEP_FIELDS)
+        return chunk._asdict() | step
+
+    def _step(self, place: int) -> dict[str, Any]:
+        """_STEP_FIELDS of a step, for who has a chunk in it."""
         record = self.records[place]
-        result["from"] = _t(self.began[place])
-        result["to"] = _t(self.ready[place])
-        result["shared_with"] = max(0, int(record["seats_busy"]) - 1)
-        result["rows"] = int(record["bucket_tokens"] - record["padding"])
-        result["bucket"] = int(record["bucket_tokens"])
-        result["padding"] = int(record["padding"])
-        result["compiled"] = int(record["compiled"])
-        return result
+        bucket = int(record["bucket_tokens"])
+        padding = int(record["padding"])
+        others = max(0, int(record["seats_busy"]) - 1)
+        times = _t(self.began[place]), _t(self.ready[place])
+        values = (*times, others, bucket - padding, bucket, padding, int(record["compiled"]))
+        return dict(zip(_STEP_FIELDS, values, strict=True))
 
     def cadence(self) -> dict[str, Any]:
         """When each output token came (the newest _MAX_TIMES), and the gaps between them."""
@@ -309,23 +298,36 @@ def causes(request: RequestRecord, steps: Steps, now: float) -> list[dict[str, A
 def _seconds_of_steps(request: RequestRecord, steps: Steps) -> dict[str, float]:
     """By cause, of the steps in which it sat in a seat."""
     spans = steps.spans
+    kinds = _kinds_of_steps(request, steps)
+    alone, mixed = kinds["alone"], kinds["mixed"]
+    usual = float(np.median(spans[alone])) if np.any(alone) else 0.0
+    longer = float(np.maximum(0.0, spans[mixed] - usual).sum()) if usual else 0.0
+    gaps = np.minimum(steps.records["gap_s"].astype(np.float64), spans)
+    return {
+        "preemption": float(spans[kinds["again"]].sum()),
+        "compile": float(spans[kinds["compiled"]].sum()),
+        "prefill": float(spans[kinds["own_prompt"]].sum()),
+        "shared_prefill": longer,
+        "host_gap": float(gaps[alone].sum()),
+    }
+
+
+def _kinds_of_steps(request: RequestRecord, steps: Steps) -> dict[str, np.ndarray]:
+    """bool[steps] by kind. again: for what had been computed before it was preempted; alone, mixed:
+    it decoded, without and with prompts of others.
+    """
     prompt_end, stay_end = _ends_of_first_stay(request)
     seated = steps.seated()
     compiled = seated & (steps.records["compiled"] > 0)
     again = seated & ~steps.bringing() & (steps.number > stay_end)
     own_prompt = seated & ~compiled & ~again & (steps.number <= prompt_end)
     decoding = seated & ~compiled & ~again & ~own_prompt
-    alone = decoding & ~steps.with_prompts()
-    mixed = decoding & steps.with_prompts()
-    usual = float(np.median(spans[alone])) if np.any(alone) else 0.0
-    longer = float(np.maximum(0.0, spans[mixed] - usual).sum()) if usual else 0.0
-    gaps = np.minimum(steps.records["gap_s"].astype(np.float64), spans)
     return {
-        "preemption": float(spans[again].sum()),
-        "compile": float(spans[compiled].sum()),
-        "prefill": float(spans[own_prompt].sum()),
-        "shared_prefill": longer,
-        "host_gap": float(gaps[alone].sum()),
+        "compiled": compiled,
+        "again": again,
+        "own_prompt": own_prompt,
+        "alone": decoding & ~steps.with_prompts(),
+        "mixed": decoding & steps.with_prompts(),
     }
 
 

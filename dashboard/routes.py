@@ -19,7 +19,7 @@ from jitney.engine.errors import JitneyError, RequestError
 _BODY_LIMIT = 4096
 
 
-class SignIn(msgspec.Struct, forbid_unknown_fields=True):
+class _SignIn(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a sign-in."""
 
     key: str
@@ -56,7 +56,7 @@ class PageRoutes:
         address = request.client.host if request.client else ""
         self._refuse_guessing(address)
         body = await read_body(request)
-        sign_in = read_json(body, SignIn, 'a sign-in is JSON: {"key": "..."}', "key")
+        sign_in = read_json(body, _SignIn, 'a sign-in is JSON: {"key": "..."}', "key")
         session = self.sessions.open(sign_in.key)
         if session is None:
             self.attempts.failed(address)

@@ -213,7 +213,7 @@ def key_frame(snapshot: Snapshot, page_size: int) -> KeyFrame:
         "state": snapshot.state,
         "last_step_age_s": snapshot.last_step_age_s,
         "progress": snapshot.progress,
-        "seats": None if seats is None else seat_lists(seats, page_size),
+        "seats": None if seats is None else _seat_lists(seats, page_size),
         "pages": None if pages is None else page_map(pages),
         "metrics": snapshot.metrics,
         "histograms": snapshot.histograms,
@@ -222,13 +222,11 @@ def key_frame(snapshot: Snapshot, page_size: int) -> KeyFrame:
     }
 
 
-def seat_lists(seats: SeatColumns, page_size: int) -> SeatLists:
+def _seat_lists(seats: SeatColumns, page_size: int) -> SeatLists:
     """The seats as a key frame has them."""
     n_tokens = seats.numbers[_N_PROMPT] + seats.numbers[_N_OUTPUT]
     pages = -(-n_tokens // max(1, page_size))
-    return _seat_lists(
-        seats.state.tobytes(), seats.requests, seats.numbers.tolist(), pages.tolist()
-    )
+    return _lists(seats.state.tobytes(), seats.requests, seats.numbers.tolist(), pages.tolist())
 
 
 def core_seat_lists(seats: list[Seat]) -> SeatLists:
@@ -236,10 +234,10 @@ def core_seat_lists(seats: list[Seat]) -> SeatLists:
     states = bytes(SEAT_STATES.index(seat.state) for seat in seats)
     requests = [seat.request_id for seat in seats]
     numbers = [[getattr(seat, name) for seat in seats] for name in SEAT_NUMBERS]
-    return _seat_lists(states, requests, numbers, [seat.pages for seat in seats])
+    return _lists(states, requests, numbers, [seat.pages for seat in seats])
 
 
-def _seat_lists(
+def _lists(
     states: bytes, requests: list[str | None], numbers: list[list[int]], pages: list[int]
 ) -> SeatLists:
     """numbers: by SEAT_NUMBERS."""
@@ -266,7 +264,7 @@ def _base64(array: bytes) -> str:
 
 
 def follows(before: Snapshot | None, now: Snapshot) -> bool:
-    """True if `now` can be told as a delta: it has the same seats and the same cells."""
+    """True if `now` can be sent as a delta: it has the same seats and the same cells."""
     if before is None or now.step < before.step:
         return False
     return _n_seats(before) == _n_seats(now) and _n_cells(before) == _n_cells(now)

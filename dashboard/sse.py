@@ -28,7 +28,7 @@ PAGE_STATES = ("free", "held", "shared", "cached")
 #: sequences sits there; the others are tokens; n_computed: positions whose KV is known.
 SEAT_NUMBERS = ("index", "n_prompt", "n_computed", "n_output", "max_tokens")
 #: One row of "events": what happened at t, in or before step `step` (`messages.SequenceEvent`).
-EVENT_COLUMNS = (
+_EVENT_COLUMNS = (
     "t",
     "step",
     "event",
@@ -40,7 +40,7 @@ EVENT_COLUMNS = (
     "reason",
 )
 #: Milliseconds after which a page whose feed has ended asks again.
-RETRY_MS = 1000
+_RETRY_MS = 1000
 
 
 class Hello(TypedDict):
@@ -57,7 +57,7 @@ class Hello(TypedDict):
     seat_states: tuple[str, ...]  # SEAT_STATES
     page_states: tuple[str, ...]  # PAGE_STATES
     seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
-    event_columns: tuple[str, ...]  # EVENT_COLUMNS
+    event_columns: tuple[str, ...]  # _EVENT_COLUMNS
     row_kinds: list[Any]  # `row_kinds.RowKind`, useful ones first
     info: dict[str, Any] | None  # `types.EngineInfo`; null while no engine runs
 
@@ -90,7 +90,7 @@ class PageChanges(TypedDict):
     counts: dict[str, int]  # all of them
 
 
-class CanaryCounts(TypedDict):
+class _CanaryCounts(TypedDict):
     checked: int  # sequences computed again with the reference kernels
     mismatched: int  # of them, those that came out otherwise
 
@@ -107,7 +107,7 @@ class Metrics(TypedDict):
     steps: dict[str, int]  # by `STEP_KINDS`
     rows: dict[str, int]  # by `ROW_KINDS`
     preemptions: int
-    canary: CanaryCounts
+    canary: _CanaryCounts
     compiles: int  # steps that had to compile a program
     nan_rows: int  # rows whose logits were not finite
     restarts: int  # of the engine process
@@ -157,7 +157,7 @@ class Events(TypedDict):
     """What happened to sequences since the frame before."""
 
     first: int  # number of the first of them, counted since the server's start
-    events: list[list[Any]]  # EVENT_COLUMNS
+    events: list[list[Any]]  # _EVENT_COLUMNS
 
 
 class Note(TypedDict):
@@ -169,7 +169,7 @@ class Note(TypedDict):
     t: float
 
 
-class Bye(TypedDict):
+class _Bye(TypedDict):
     """The last event of a feed that ends on purpose."""
 
     reason: str
@@ -223,7 +223,7 @@ def hello(
         "seat_states": SEAT_STATES,
         "page_states": PAGE_STATES,
         "seat_numbers": SEAT_NUMBERS,
-        "event_columns": EVENT_COLUMNS,
+        "event_columns": _EVENT_COLUMNS,
         "row_kinds": list(ROW_KIND_TABLE.values()),
         "info": None if info is None else msgspec.to_builtins(info),
     }
@@ -232,7 +232,7 @@ def hello(
 
 def bye(reason: str) -> bytes:
     """A feed's last event."""
-    data: Bye = {"reason": reason, "retry_ms": RETRY_MS}
+    data: _Bye = {"reason": reason, "retry_ms": _RETRY_MS}
     return encode("bye", data)
 
 
@@ -243,7 +243,7 @@ def events(happened: list[SequenceEvent], first: int) -> bytes:
 
 
 def _event_row(event: SequenceEvent) -> list[Any]:
-    """In the order of EVENT_COLUMNS."""
+    """In the order of _EVENT_COLUMNS."""
     return [
         round(event.t, 4),
         event.step,

@@ -16,7 +16,7 @@ from jitney.engine.telemetry.history import KEEP_S, History
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
 
 MAX_BINS = 600
-MAX_STAYS = 20_000
+_MAX_STAYS = 20_000
 #: Most step records in one answer.
 MAX_RECORDS = 4096
 #: Most steps in one trace.
@@ -68,7 +68,7 @@ def timeline(history: History, start: float, end: float, bins: int, now: float) 
     this time.
     """
     stays = history.stays(start, end)
-    left_out = max(0, len(stays) - MAX_STAYS)
+    left_out = max(0, len(stays) - _MAX_STAYS)
     return {
         "now": round(now, 4),
         "from": round(start, 4),

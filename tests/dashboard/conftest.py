@@ -51,13 +51,13 @@ class StageClient(FakeClient):
     def seats(self, seats: list[Seat]) -> None:
         self._seats = list(seats)
         for seat in seats:
-            self._tell(seat)
+            self._apply(seat)
 
     def seat(self, number: int, state: str, request_id: str, **numbers: int) -> None:
         self._seats[number] = Seat(seat=number, state=state, request_id=request_id, **numbers)
-        self._tell(self._seats[number])
+        self._apply(self._seats[number])
 
-    def _tell(self, seat: Seat) -> None:
+    def _apply(self, seat: Seat) -> None:
         """Have the history's seat be as the seat says."""
         there, now = self.history.seats[seat.seat], time.monotonic()
         if there is not None and (there.request_id, there.index) != (seat.request_id, seat.index):

@@ -23,6 +23,7 @@ from jitney.dashboard.sessions import (
     Attempts,
     Sessions,
 )
+from jitney.dashboard.sse import FEED_VERSION
 from jitney.dashboard.viewers import MAX_VIEWERS
 from jitney.engine.api import ServerSettings, create_app
 from jitney.engine.api.settings import digest_key
@@ -72,6 +73,11 @@ def test_all_that_the_page_asks_for_is_there_and_ours(client):
         )
         todo += re.findall(r"assets/([\w.-]+)", text) + re.findall(r'from "\./([\w.-]+)"', text)
     assert {"page.js", "style.css", PLOTLY, "timeline.js", "sign-in.js"} <= seen
+
+
+def test_the_page_reads_the_version_of_the_feed_that_is_sent(client):
+    script = get(page(client), "/assets/watcher.js").text
+    assert f"const FEED_VERSION = {FEED_VERSION};" in script
 
 
 def test_no_inline_script(client):
