@@ -213,26 +213,51 @@ class _Bins:
 
 def _charts(bins: _Bins) -> dict[str, go.Figure]:
     """All charts but the seats'."""
+    return {
+        "rate": _chart("tok/s", _rate_traces(bins)),
+        "queue": _chart("sequences", _queue_traces(bins)),
+        "step": _chart("ms", _step_traces(bins)),
+        "ledger": _chart("rows/s", _ledger_traces(bins), barmode="stack", bargap=0),
+        "wait": _chart("ms", _wait_traces(bins), yaxis_type="log"),
+    }
+
+
+def _rate_traces(bins: _Bins) -> list[go.Scatter]:
     from jitney.engine.report.figures import HUES, line
 
-    x, columns = bins.x, bins.columns
-    generated = line("generated", x, bins.rows_a_second("decode"), HUES[0])
-    prompt = line("prompt", x, bins.rows_a_second("prefill"), HUES[1], dash="dot")
-    busy = line("seats taken", x, columns["seats_busy"], HUES[0])
-    waiting = line("waiting", x, columns["waiting"], HUES[5], dash="dot")
-    mean = line("mean", x, bins.ms_a_step("step_s"), HUES[0])
-    longest = line("longest", x, bins.ms("longest_step_s"), HUES[5], dash="dot")
-    gap = line("gap", x, bins.ms_a_step("gap_s"), HUES[1], dash="dash")
-    seat = line("for a seat", x, bins.ms("wait_p95"), HUES[5], mode="markers")
-    first = line("for the first token", x, bins.ms("ttft_p95"), HUES[0], mode="markers")
-    between = line("between tokens", x, bins.ms("itl_p95"), HUES[2])
-    return {
-        "rate": _chart("tok/s", [generated, prompt]),
-        "queue": _chart("sequences", [busy, waiting]),
-        "step": _chart("ms", [mean, longest, gap]),
-        "ledger": _chart("rows/s", _ledger_traces(bins), barmode="stack", bargap=0),
-        "wait": _chart("ms", [seat, first, between], yaxis_type="log"),
-    }
+    return [
+        line("generated", bins.x, bins.rows_a_second("decode"), HUES[0]),
+        line("prompt", bins.x, bins.rows_a_second("prefill"), HUES[1], dash="dot"),
+    ]
+
+
+def _queue_traces(bins: _Bins) -> list[go.Scatter]:
+    from jitney.engine.report.figures import HUES, line
+
+    return [
+        line("seats taken", bins.x, bins.columns["seats_busy"], HUES[0]),
+        line("waiting", bins.x, bins.columns["waiting"], HUES[5], dash="dot"),
+    ]
+
+
+def _step_traces(bins: _Bins) -> list[go.Scatter]:
+    from jitney.engine.report.figures import HUES, line
+
+    return [
+        line("mean", bins.x, bins.ms_a_step("step_s"), HUES[0]),
+        line("longest", bins.x, bins.ms("longest_step_s"), HUES[5], dash="dot"),
+        line("gap", bins.x, bins.ms_a_step("gap_s"), HUES[1], dash="dash"),
+    ]
+
+
+def _wait_traces(bins: _Bins) -> list[go.Scatter]:
+    from jitney.engine.report.figures import HUES, line
+
+    return [
+        line("for a seat", bins.x, bins.ms("wait_p95"), HUES[5], mode="markers"),
+        line("for the first token", bins.x, bins.ms("ttft_p95"), HUES[0], mode="markers"),
+        line("between tokens", bins.x, bins.ms("itl_p95"), HUES[2]),
+    ]
 
 
 def _chart(unit: str, traces: Sequence[Any], **layout: Any) -> go.Figure:

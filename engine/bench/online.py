@@ -20,7 +20,7 @@ from jitney.engine.bench.client import (
     open_client,
 )
 from jitney.engine.bench.load import LoadResult, Watch, run_load
-from jitney.engine.bench.metrics import bill_between, queue_mean, read_metrics
+from jitney.engine.bench.metrics import Samples, bill_between, queue_mean, read_metrics
 from jitney.engine.bench.text import arrival_prose, prose
 from jitney.engine.errors import JitneyError
 from jitney.engine.simulation.workload import Arrival
@@ -172,9 +172,7 @@ class _Session:
         earlier run too fast.
         """
         salt = secrets.randbits(32)
-        texts = []
-        for number, arrival in enumerate(arrivals):
-            texts.append(arrival_prose(arrival, self.ruler.words, number, salt))
+        texts = self._texts(arrivals, salt)
 
         async def send(number: int) -> Answer:
             arrival = arrivals[number]
@@ -186,11 +184,22 @@ class _Session:
         about = await read_about(self.client, self.endpoint.base)
         run = OnlineRun(self.endpoint, load, about=about)
         if before is not None:
-            after = await read_metrics(self.client, self.endpoint.base)
-            if after is not None:
-                run.bill = bill_between(before, after, load.seconds)
-                run.queue_mean_s = queue_mean(before, after)
+            await self._read_bill(run, before)
         return run
+
+    def _texts(self, arrivals: Sequence[Arrival], salt: int) -> list[str]:
+        """The prompts; another salt gives others."""
+        texts = []
+        for number, arrival in enumerate(arrivals):
+            texts.append(arrival_prose(arrival, self.ruler.words, number, salt))
+        return texts
+
+    async def _read_bill(self, run: OnlineRun, before: Samples) -> None:
+        """Write into the run what the server says of it since `before`."""
+        after = await read_metrics(self.client, self.endpoint.base)
+        if after is not None:
+            run.bill = bill_between(before, after, run.load.seconds)
+            run.queue_mean_s = queue_mean(before, after)
 
     async def _ask(self, text: str, max_tokens: int, user: str = "") -> Answer:
         return await ask(self.client, self.endpoint, self.endpoint.body(text, max_tokens, user))

@@ -52,6 +52,17 @@ _GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 COPY_BYTES = {True: 1 << 28, False: 1 << 30}
 PRODUCT_SIDE = {True: 2048, False: 8192}
 _IDEAL = Assumptions(bandwidth=1.0, flops=1.0, overhead_s=0.0, hop_s=0.0)
+#: What of the engine stands in the report.
+_FACTS = (
+    "model",
+    "device",
+    "platform",
+    "dtype",
+    "kernels",
+    "seats",
+    "token_budget",
+    "page_size",
+)
 #: Called with how many rounds are done, of how many.
 Watch = Callable[[int, int], None]
 
@@ -304,15 +315,8 @@ def measure(
     source = f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}"
     table = table_of(timings, host, source)
     floor = measured_floor(config, info.dtype, bandwidth, rate)
-    return {
-        "model": info.model,
-        "device": info.device,
-        "platform": info.platform,
-        "dtype": info.dtype,
-        "kernels": info.kernels,
-        "seats": info.seats,
-        "token_budget": info.token_budget,
-        "page_size": info.page_size,
+    facts = {name: getattr(info, name) for name in _FACTS}
+    return facts | {
         "copy_bytes_s": bandwidth,
         "product_flops_s": rate,
         "cases": [_row_of(timing, table, floor) for timing in timings],

@@ -189,15 +189,10 @@ def _sweep(
             first = _arrivals_at(args, axis, values[0])
             capacity = engine.capacity(first, partial(watch, "capacity"))
         for value in values:
-            rate = value * (capacity or 1.0)
+            arrivals = _arrivals_at(args, axis, value * (capacity or 1.0))
             concurrency = int(value) if axis == "concurrency" else 0
-            arrivals = _arrivals_at(args, axis, rate)
-            watch_point = partial(watch, f"{axis} {value:g}")
-            figures = engine.measure(arrivals, concurrency, watch_point)
-            point = {axis: value, **point_of(figures), "figures": figures}
-            if capacity is not None:
-                point["rate"] = rate
-            points.append(point)
+            figures = engine.measure(arrivals, concurrency, partial(watch, f"{axis} {value:g}"))
+            points.append(_point(axis, value, capacity, figures))
     return {
         "points": points,
         "capacity_req_s": capacity,
@@ -208,6 +203,16 @@ def _sweep(
         "client_machine": cpu_name(),
         "traffic": _last_traffic(args, axis, values[-1] * (capacity or 1.0)),
     }
+
+
+def _point(
+    axis: str, value: float, capacity: float | None, figures: dict[str, Any]
+) -> dict[str, Any]:
+    """A point of the curve; capacity: requests a second at load 1."""
+    point = {axis: value, **point_of(figures), "figures": figures}
+    if capacity is not None:
+        point["rate"] = value * capacity
+    return point
 
 
 def _last_traffic(args: argparse.Namespace, axis: str, value: float) -> dict[str, Any]:
