@@ -82,28 +82,28 @@ def make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, int
     of sequences.
     """
     lengths, rows = load.lengths, load.rows
-    held = [-(-length // page) for length in lengths]
-    order = np.random.default_rng(0).permutation(sum(held)).astype(np.int32) + 1
-    table = np.zeros((len(lengths), -(-max(held) // TABLE) * TABLE), np.int32)
-    positions, write_rows = (
-        np.zeros(total, np.int32),
-        np.full(total, (sum(held) + 1) * page, np.int32),
-    )
+    used = [-(-length // page) for length in lengths]
+    n_pages = sum(used) + 1  # the trash page
+    free = np.random.default_rng(0).permutation(n_pages - 1).astype(np.int32) + 1
+    table = np.zeros((len(lengths), -(-max(used) // TABLE) * TABLE), np.int32)
+    positions = np.zeros(total, np.int32)
+    write_rows = np.full(total, n_pages * page, np.int32)
     ends = np.cumsum(rows)
-    for s, pages in enumerate(np.split(order, np.cumsum(held)[:-1])):
-        table[s, : len(pages)] = pages
+    for s, pages in enumerate(np.split(free, np.cumsum(used)[:-1])):
+        new = slice(ends[s] - rows[s], ends[s])
         at = np.arange(lengths[s] - rows[s], lengths[s])
-        positions[ends[s] - rows[s] : ends[s]] = at
-        write_rows[ends[s] - rows[s] : ends[s]] = table[s, at // page] * page + at % page
-    parts = (
-        np.array(lengths),
-        np.array([0, *ends]),
-        table,
-        write_rows,
-        positions,
-        np.array([len(load.decode), len(lengths), sum(rows)]),
+        table[s, : len(pages)] = pages
+        positions[new] = at
+        write_rows[new] = pages[at // page] * page + at % page
+    meta = AttentionMeta(
+        kv_lens=jnp.array(lengths, jnp.int32),
+        cu_q=jnp.array([0, *ends], jnp.int32),
+        page_table=jnp.asarray(table),
+        write_rows=jnp.asarray(write_rows),
+        positions=jnp.asarray(positions),
+        counts=jnp.array([len(load.decode), len(lengths), sum(rows)], jnp.int32),
     )
-    return AttentionMeta(*(jnp.asarray(part, jnp.int32) for part in parts)), sum(held) + 1
+    return meta, n_pages
 
 
 def make_inputs(
@@ -123,74 +123,45 @@ def make_inputs(
     pool = jax.random.normal(keys[1], shape, dtype)
     if kv == "auto":
         return AttentionInputs(q, pool, meta)
-    scale = jnp.full(
-        (shape[2],), 4 / LIMITS[KV_TYPES[kv]], jnp.float32
-    )  # 4 spreads are the greatest number held
-    return AttentionInputs(
-        q,
-        as_stored(pool.reshape(-1, *shape[2:]), jnp.zeros((0,), KV_TYPES[kv]), scale).reshape(
-            shape
-        ),
-        meta,
-        scale,
-    )
+    # 4 spreads are the greatest number held.
+    scale = jnp.full((shape[2],), 4 / LIMITS[KV_TYPES[kv]], jnp.float32)
+    stored = as_stored(pool.reshape(-1, *shape[2:]), jnp.zeros((0,), KV_TYPES[kv]), scale)
+    return AttentionInputs(q, stored.reshape(shape), meta, scale)
 
 
 def attention(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
-    """Decode attention over sequences and contexts, one long sequence, prompts."""
-    sizes, heads = job.sizes, job.config.n_kv_heads
-    loads = [
-        (
-            "decode attention",
-            f"{seqs} x {context:,}",
-            Contexts((context,) * seqs),
-            "decode" if context >= 4096 and seqs * heads >= FULL else "",
-        )
-        for seqs, context in sizes.attention
-    ]
-    loads.insert(1, ("decode attention", f"1 x {sizes.long:,}", Contexts((sizes.long,)), "long"))
-    loads[2:2] = [
-        (
-            "prompt attention",
-            f"{rows:,} rows",
-            Contexts((), ((rows, rows),)),
-            "prefill" if rows >= 4096 else "",
-        )
-        for rows in sizes.prompts
-    ]
+    """Decode attention over sequences and contexts, one long sequence, prompts; then the first two
+    over pools of 8 bits. The first kernel set counts for the goals.
+    """
+    cases = list(_attention_cases(job))
+    for kv in ("auto", *KV_TYPES):
+        for name, case, contexts, goal in cases if kv == "auto" else cases[:2]:
+            if kv != "auto":
+                case, goal = f"{case}, {kv} KV", ""
+            for kernels in sets:
+                counts = goal if kernels is sets[0] else ""
+                run = partial(attend_row, job, kernels, dtype, name, case, contexts, counts, kv)
+                yield Task(name, case, kernels.label, run)
+
+
+def _attention_cases(job: PartJob) -> Iterator[tuple[str, str, Contexts, str]]:
+    """(name, case, who attends, goal), in the order of what matters most."""
+    sizes = job.sizes
+    decode = []
+    for seqs, context in sizes.attention:
+        fills = context >= 4096 and seqs * job.config.n_kv_heads >= FULL
+        goal = "decode" if fills else ""
+        contexts = Contexts((context,) * seqs)
+        decode.append(("decode attention", f"{seqs} x {context:,}", contexts, goal))
+    yield decode[0]
+    yield "decode attention", f"1 x {sizes.long:,}", Contexts((sizes.long,)), "long"
+    for rows in sizes.prompts:
+        goal = "prefill" if rows >= 4096 else ""
+        yield "prompt attention", f"{rows:,} rows", Contexts((), ((rows, rows),)), goal
+    yield from decode[1:]
     seqs, context, rows = sizes.mixed
-    loads.append(
-        (
-            "mixed attention",
-            f"{seqs} x {context:,} + {rows} rows",
-            Contexts((context,) * seqs, ((rows, rows),)),
-            "",
-        )
-    )
-    cases = [(*one, "auto") for one in loads]
-    cases += [
-        (name, f"{case}, {kv} KV", load, "", kv)
-        for kv in KV_TYPES
-        for name, case, load, _ in loads[:2]
-    ]
-    for name, case, load, goal, kv in cases:
-        for kernels in sets:
-            yield Task(
-                name,
-                case,
-                kernels.label,
-                partial(
-                    attend_row,
-                    job,
-                    kernels,
-                    dtype,
-                    name,
-                    case,
-                    load,
-                    goal if kernels is sets[0] else "",
-                    kv,
-                ),
-            )
+    contexts = Contexts((context,) * seqs, ((rows, rows),))
+    yield "mixed attention", f"{seqs} x {context:,} + {rows} rows", contexts, ""
 
 
 def attend_row(
@@ -234,7 +205,7 @@ def attend_row(
         floor_s=floor_s,
         sample_s=job.sizes.sample_s,
     )
-    yield replace(row, **timing.fields())
+    yield replace(row, **timing)
 
 
 def attend_with(kernels: KernelSet, scale: float, given: AttentionInputs) -> jax.Array:
@@ -313,7 +284,7 @@ def write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int) -> Iterat
         ]  # else unread queries are not computed
 
     timing = timed(step, jnp.copy(given.kv), [heads], floor_s=floor_s, sample_s=job.sizes.sample_s)
-    yield replace(row, **timing.fields())
+    yield replace(row, **timing)
 
 
 def write_error(kernels: KernelSet, write: Any, kv: jax.Array, heads: jax.Array) -> float | None:

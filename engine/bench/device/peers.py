@@ -1,5 +1,5 @@
 """The same shapes in PyTorch, where it is installed: attention, a decode step over a static cache,
-and transformers' continuous batching on the batch of requests that `device_loop` gives to our
+and transformers' continuous batching on the batch of requests that `loop` gives to our
 engine. Knows no jax.
 
 Only figures that can be had from the public interfaces are taken, each at the peer's own defaults.
@@ -26,11 +26,9 @@ from jitney.engine.simulation.roofline import ModelCost
 REPEATS = 7
 #: Steps that a static cache has room for beyond the context that is measured.
 SLACK = 64
-CONTINUOUS, SDPA, COMPILED = (
-    "transformers, continuous batching",
-    "torch SDPA",
-    "torch.compile, static cache",
-)
+CONTINUOUS = "transformers, continuous batching"
+SDPA = "torch SDPA"
+COMPILED = "torch.compile, static cache"
 
 
 def module(name: str) -> Any:
@@ -40,10 +38,10 @@ def module(name: str) -> Any:
 
 def missing(*packages: str) -> str:
     """Why the peer cannot run; empty if it can."""
-    return next(
-        (f"{name} is not installed" for name in packages if importlib.util.find_spec(name) is None),
-        "",
-    )
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed"
+    return ""
 
 
 def unable(job: PartJob, name: str, case: str, by: str, why: str) -> Iterator[Row]:
@@ -55,55 +53,37 @@ def batching(job: PartJob) -> Tasks:
     n_prompt, n_output = job.sizes.batch
     case = f"{job.sizes.streams} streams, {job.dtype}, {n_prompt} + {n_output} tokens"
     why = missing("torch", "transformers")
-    yield Task(
-        "batch of equal requests",
-        case,
-        CONTINUOUS,
-        partial(unable, job, "batch of equal requests", case, CONTINUOUS, why)
-        if why
-        else partial(batching_row, job, case),
-    )
+    run = partial(batching_row, job, case)
+    yield task(job, "batch of equal requests", case, CONTINUOUS, why, run)
 
 
 def torch_tasks(job: PartJob) -> Tasks:
     """Attention by SDPA over whole, contiguous caches, and compiled decode steps."""
-    sizes, why = job.sizes, missing("torch", "transformers")
+    sizes = job.sizes
+    why = missing("torch", "transformers")
     for seqs, context in (*sizes.attention[:2], (1, sizes.long)):
-        yield task(
-            job,
-            "decode attention",
-            f"{seqs} x {context:,}",
-            SDPA,
-            why,
-            partial(sdpa_row, job, "decode attention", f"{seqs} x {context:,}", seqs, 1, context),
-        )
+        name, case = "decode attention", f"{seqs} x {context:,}"
+        run = partial(sdpa_row, job, name, case, seqs, 1, context)
+        yield task(job, name, case, SDPA, why, run)
     for rows in sizes.prompts[:2]:
-        yield task(
-            job,
-            "prompt attention",
-            f"{rows:,} rows",
-            SDPA,
-            why,
-            partial(sdpa_row, job, "prompt attention", f"{rows:,} rows", 1, rows, rows),
-        )
+        name, case = "prompt attention", f"{rows:,} rows"
+        run = partial(sdpa_row, job, name, case, 1, rows, rows)
+        yield task(job, name, case, SDPA, why, run)
     get = cache(partial(make_model, job))
     for seqs in (*sizes.steps[0], sizes.streams):
         context = sizes.contexts[0][-1]
         case = f"{seqs} x {context:,}, {job.dtype}"
-        yield task(
-            job,
-            "decode step",
-            case,
-            COMPILED,
-            why,
-            partial(compiled_row, job, get, case, seqs, context),
-        )
+        run = partial(compiled_row, job, get, case, seqs, context)
+        yield task(job, "decode step", case, COMPILED, why, run)
 
 
 def task(
     job: PartJob, name: str, case: str, by: str, why: str, run: Callable[[], Iterator[Row]]
 ) -> Task:
-    return Task(name, case, by, partial(unable, job, name, case, by, why) if why else run)
+    """A case of a peer; `why`, if it is not empty, says that it cannot run."""
+    if why:
+        run = partial(unable, job, name, case, by, why)
+    return Task(name, case, by, run)
 
 
 def place() -> Any:
@@ -211,7 +191,13 @@ def sdpa_row(
 
     spent = [sample / copies for sample in samples(run, job.sizes.sample_s)]
     yield Row(
-        part=job.part, name=name, case=case, by=SDPA, floor_s=floor_s, bound=bound, **told(spent)
+        part=job.part,
+        name=name,
+        case=case,
+        by=SDPA,
+        floor_s=floor_s,
+        bound=bound,
+        **_timing_fields(spent),
     )
 
 
@@ -252,7 +238,7 @@ def compiled_row(
         floor_s=floor_s,
         bound=bound,
         figures={"tokens_s": seqs / median(spent)},
-        **told(spent),
+        **_timing_fields(spent),
     )
 
 
@@ -265,21 +251,21 @@ def samples(run: Callable[[], None], sample_s: float) -> list[float]:
     run()
     wait()
     count = max(2, math.ceil(sample_s / max(time.perf_counter() - started, 1e-7)))
-    found = []
+    spent = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         for _ in range(count):
             run()
         wait()
-        found.append((time.perf_counter() - started) / count)
-    return found
+        spent.append((time.perf_counter() - started) / count)
+    return spent
 
 
-def told(spent: list[float]) -> dict[str, Any]:
-    """The fields of a row that tell these samples."""
+def _timing_fields(samples: list[float]) -> dict[str, Any]:
+    """The fields of a `Row` that tell these samples; `timing` has the same, and knows jax."""
     return {
-        "seconds": median(spent),
-        "least": min(spent),
-        "most": max(spent),
-        "repeats": len(spent),
+        "seconds": median(samples),
+        "least": min(samples),
+        "most": max(samples),
+        "repeats": len(samples),
     }

@@ -86,7 +86,7 @@ def product_row(
         floor_s=floor_s,
         sample_s=job.sizes.sample_s,
     )
-    yield replace(row, **timing.fields())
+    yield replace(row, **timing)
 
 
 def make_weights(scheme: str, shape: tuple[int, int], dtype: Any, seed: int) -> Packed:
@@ -147,4 +147,4 @@ def threshold_row(job: PartJob, kernels: KernelSet | None, rows: int, case: str)
         floor_s=floor_s,
         sample_s=job.sizes.sample_s,
     )
-    yield replace(row, **timing.fields())
+    yield replace(row, **timing)

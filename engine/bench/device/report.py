@@ -20,19 +20,21 @@ VERDICTS = {None: "", True: "met", False: "**missed**"}
 HEAD = ("what", "case", "by", "time", "floor", "fraction", "spread", "error", "")
 
 
-def slug(found: DeviceResults) -> str:
+def slug(results: DeviceResults) -> str:
     """device_<its name>_<shape>: of both files."""
-    device = found.about.device if found.about else "unknown"
-    return "_".join(["device", re.sub(r"[^a-z0-9.]+", "_", device.lower()).strip("_"), found.shape])
+    device = results.about.device if results.about else "unknown"
+    return "_".join(
+        ["device", re.sub(r"[^a-z0-9.]+", "_", device.lower()).strip("_"), results.shape]
+    )
 
 
-def write(found: DeviceResults, folder: Path) -> tuple[Path, Path]:
+def write(results: DeviceResults, folder: Path) -> tuple[Path, Path]:
     """Write both files, each whole or not at all. ConfigError if the folder cannot be written
     to.
     """
-    report = report_of(found)
-    files = folder / f"{slug(found)}.json", folder / f"{slug(found)}.md"
-    for file, text in zip(files, (json.dumps(report, indent=1), markdown(found)), strict=True):
+    report = report_of(results)
+    files = folder / f"{slug(results)}.json", folder / f"{slug(results)}.md"
+    for file, text in zip(files, (json.dumps(report, indent=1), markdown(results)), strict=True):
         try:
             draft = file.with_suffix(f"{file.suffix}.part")
             draft.write_text(text + "\n", encoding="utf-8")
@@ -42,57 +44,60 @@ def write(found: DeviceResults, folder: Path) -> tuple[Path, Path]:
     return files
 
 
-def report_of(found: DeviceResults) -> dict[str, Any]:
+def report_of(results: DeviceResults) -> dict[str, Any]:
     """Everything, as plain data."""
     plain = msgspec.to_builtins
     return {
-        "about": plain(found.about),
-        "shape": found.shape,
-        "page_size": found.job("floors", 0.0).page_size,
-        "floors": plain(found.floors),
-        "goals": goals(found),
-        "rows": [{**plain(row), "fraction": row.fraction} for row in found.rows],
-        "seconds": found.seconds,
-        "budget_s": found.plan.seconds,
+        "about": plain(results.about),
+        "shape": results.shape,
+        "page_size": results.job("floors", 0.0).page_size,
+        "floors": plain(results.floors),
+        "goals": goals(results),
+        "rows": [{**plain(row), "fraction": row.fraction} for row in results.rows],
+        "seconds": results.seconds,
+        "budget_s": results.plan.seconds,
     }
 
 
-def goals(found: DeviceResults) -> list[dict[str, Any]]:
+def goals(results: DeviceResults) -> list[dict[str, Any]]:
     """Each goal with the worst value that counts for it, and whether all of them keep its limits;
     met None: not measured."""
-    judged = []
-    for key, goal in GOALS.items():
-        values = goal_values(found.rows, key) if found.real else []
-        worst = (max if goal.most else min)(values) if values else None
-        judged.append(
-            {
-                "goal": key,
-                "what": goal.what,
-                "first": goal.first,
-                "then": goal.then,
-                "worst": worst,
-                "counted": len(values),
-                "met_first": goal.met(values, goal.first) if values else None,
-                "met_then": goal.met(values, goal.then) if values else None,
-            }
-        )
+    return [_judged(results, key, goal) for key, goal in GOALS.items()]
+
+
+def _judged(results: DeviceResults, key: str, goal: Goal) -> dict[str, Any]:
+    values = goal_values(results.rows, key) if results.real else []
+    judged: dict[str, Any] = {
+        "goal": key,
+        "what": goal.what,
+        "first": goal.first,
+        "then": goal.then,
+        "worst": None,
+        "counted": len(values),
+        "met_first": None,
+        "met_then": None,
+    }
+    if values:
+        judged["worst"] = max(values) if goal.most else min(values)
+        judged["met_first"] = goal.met(values, goal.first)
+        judged["met_then"] = goal.met(values, goal.then)
     return judged
 
 
-def markdown(found: DeviceResults) -> str:
+def markdown(results: DeviceResults) -> str:
     """The page."""
-    return "\n".join([*opening(found), "", *goal_table(found), "", *row_tables(found)])
+    return "\n".join([*opening(results), "", *goal_table(results), "", *row_tables(results)])
 
 
-def opening(found: DeviceResults) -> Iterator[str]:
+def opening(results: DeviceResults) -> Iterator[str]:
     """What was measured, on what, and how to read it."""
-    about, floors = found.about, found.floors
-    yield f"# jitney bench device: {found.shape} on {about.device if about else 'unknown'}"
+    about, floors = results.about, results.floors
+    yield f"# jitney bench device: {results.shape} on {about.device if about else 'unknown'}"
     yield ""
     if about is None or floors is None:
         yield "The device could not be measured."
         return
-    if not found.real:
+    if not results.real:
         yield (
             "A tiny shape: it shows that everything runs and says nothing about a device. Its "
             "working sets lie in "
@@ -117,14 +122,14 @@ def opening(found: DeviceResults) -> Iterator[str]:
         "distance from the "
         "reference kernels, norm over norm."
     )
-    yield f"{found.seconds:.0f} s of {found.plan.seconds:.0f} were used."
+    yield f"{results.seconds:.0f} s of {results.plan.seconds:.0f} were used."
 
 
-def goal_table(found: DeviceResults) -> Iterator[str]:
+def goal_table(results: DeviceResults) -> Iterator[str]:
     """Goals beside the worst that was measured."""
     yield "| goal | first | then | measured (worst) | figures | first | then |"
     yield "|---|---|---|---|---|---|---|"
-    for row, goal in zip(goals(found), GOALS.values(), strict=True):
+    for row, goal in zip(goals(results), GOALS.values(), strict=True):
         worst = "not measured" if row["worst"] is None else number(goal, row["worst"])
         cells = [
             goal.what,
@@ -147,10 +152,10 @@ def bound(goal: Goal, limit: float) -> str:
     return ("< " if goal.most else ">= ") + number(goal, limit)
 
 
-def row_tables(found: DeviceResults) -> Iterator[str]:
+def row_tables(results: DeviceResults) -> Iterator[str]:
     """A table a part, in the order of the run."""
     for part, what in PARTS.items():
-        rows = [row for row in found.rows if row.part == part]
+        rows = [row for row in results.rows if row.part == part]
         if not rows:
             continue
         yield f"## {part}: {what}"
@@ -163,28 +168,28 @@ def row_tables(found: DeviceResults) -> Iterator[str]:
 
 def cells(row: Row) -> list[str]:
     """One row of a table."""
-
-    def percent(value: float | None) -> str:
-        return "" if value is None else f"{value:.1%}"
-
-    spread = (
-        None
-        if not row.seconds or row.repeats < 2
-        else ((row.most or 0.0) - (row.least or 0.0)) / row.seconds
-    )
-    error = "" if row.error is None else f"{row.error:.1e}"
-    floor = "" if row.floor_s is None else f"{duration(row.floor_s)} ({row.bound})"
     return [
         row.name,
         row.case,
         row.by,
         "" if row.seconds is None else duration(row.seconds),
-        floor,
-        percent(row.fraction),
-        percent(spread),
-        error,
+        "" if row.floor_s is None else f"{duration(row.floor_s)} ({row.bound})",
+        _percent(row.fraction),
+        _percent(_spread(row)),
+        "" if row.error is None else f"{row.error:.1e}",
         row.note or ", ".join(figures(row)),
     ]
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _spread(row: Row) -> float | None:
+    """(most - least) / median, where there are repeats."""
+    if not row.seconds or row.repeats < 2:
+        return None
+    return ((row.most or 0.0) - (row.least or 0.0)) / row.seconds
 
 
 def duration(seconds: float) -> str:

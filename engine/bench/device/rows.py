@@ -21,12 +21,11 @@ NAMES = (*(name for name in SHAPES if name.endswith("8b")), TINY)
 
 
 class Floors(msgspec.Struct, frozen=True):
-    """What the device reaches. copy_bytes_s: bytes read and written; product_flops_s: of a large
-    product in the run's dtype; launch_s: one launch of an empty program, many in a row."""
+    """What the device reaches."""
 
-    copy_bytes_s: float
-    product_flops_s: float
-    launch_s: float
+    copy_bytes_s: float  # bytes read and written, a second
+    product_flops_s: float  # of a large product in the run's dtype
+    launch_s: float  # one launch of an empty program, many in a row
 
     def of(self, moved: float, operations: float = 0.0) -> tuple[float, str]:
         """(least seconds, what they go into): the larger of bytes over bandwidth and operations
@@ -49,22 +48,19 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part is told. seconds: after so many it begins nothing new; against: a second kernel
-    set, "" for none; platform: auto, or the one whose devices jax must have.
-
-    The part that measures the floors is told no floors; its shape may be "", its dtype and kernels
-    "auto".
+    """What one part is to do. The part that measures the floors has none yet; its shape may be "",
+    its dtype and kernels "auto".
     """
 
-    part: str
-    shape: str
+    part: str  # a key of run.PARTS
+    shape: str  # one of NAMES
     dtype: str
     kernels: str
     page_size: int
-    seconds: float
+    seconds: float  # after so many it begins nothing new
     floors: Floors | None = None
-    against: str = ""
-    platform: str = "auto"
+    against: str = ""  # a second kernel set, "" for none
+    platform: str = "auto"  # auto, or the one whose devices jax must have
 
     @property
     def config(self) -> ModelConfig:
@@ -83,29 +79,29 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured figure. seconds: median of the repeats, None where `note` says why there is
-    none; error: distance from the reference, as norm over norm; goal: the goal that it counts for;
-    figures: what else was read off."""
+    """One measured figure."""
 
     part: str
     name: str
     case: str
-    by: str
-    seconds: float | None = None
-    least: float | None = None
+    by: str  # the kernel set, or the peer
+    seconds: float | None = None  # median of the repeats; None where `note` says why there is none
+    least: float | None = None  # of the repeats
     most: float | None = None
     repeats: int = 0
     floor_s: float | None = None
-    bound: str = ""
-    error: float | None = None
-    figures: dict[str, float] = {}
-    goal: str = ""
+    bound: str = ""  # what the floor's time goes into: bytes, operations or steps
+    error: float | None = None  # distance from the reference, as norm over norm
+    figures: dict[str, float] = {}  # what else was read off
+    goal: str = ""  # the key of GOALS that it counts for
     note: str = ""
 
     @property
     def fraction(self) -> float | None:
         """The floor's share of the time."""
-        return None if self.seconds is None or self.floor_s is None else self.floor_s / self.seconds
+        if self.seconds is None or self.floor_s is None:
+            return None
+        return self.floor_s / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,30 +119,28 @@ Tasks = Iterator[Task]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured at. attention: (sequences, context) of decode; prompts: rows; steps: seats,
-    the first group before all other work; streams: of the closed loop, with `loop` and `batch` =
-    (prompt, output) tokens at most."""
+    """What is measured at."""
 
     copy_bytes: int
     product_side: int
-    attention: tuple[tuple[int, int], ...]
-    long: int
-    prompts: tuple[int, ...]
-    mixed: tuple[int, int, int]
-    rows: tuple[int, ...]
+    attention: tuple[tuple[int, int], ...]  # (sequences, context) of decode
+    long: int  # context of one long sequence
+    prompts: tuple[int, ...]  # rows of one prompt
+    mixed: tuple[int, int, int]  # sequences that decode, their context, rows of a prompt
+    rows: tuple[int, ...]  # that are rotated and written
     product_rows: tuple[int, ...]
-    sampled: tuple[int, ...]
-    steps: tuple[tuple[int, ...], tuple[int, ...]]
-    contexts: tuple[tuple[int, ...], tuple[int, ...]]
-    quantised: tuple[int, ...]
-    prefill: tuple[int, ...]
-    streams: int
-    requests: int
-    loop: tuple[int, int]
-    batch: tuple[int, int]
+    sampled: tuple[int, ...]  # rows of logits
+    steps: tuple[tuple[int, ...], tuple[int, ...]]  # seats, the first group before all other work
+    contexts: tuple[tuple[int, ...], tuple[int, ...]]  # of decode steps, short and long
+    quantised: tuple[int, ...]  # seats of steps with quantised weights
+    prefill: tuple[int, ...]  # rows of steps of one prompt
+    streams: int  # of the closed loop
+    requests: int  # of the closed loop, in all
+    loop: tuple[int, int]  # its (prompt, output) tokens at most
+    batch: tuple[int, int]  # (prompt, output) tokens of each request of the batch
     token_budget: int
-    sample_s: float
-    cache_bytes: int
+    sample_s: float  # seconds of work between two looks at the clock
+    cache_bytes: int  # copies of inputs together exceed this
 
 
 LARGE = Sizes(
@@ -178,8 +172,9 @@ LARGE = Sizes(
     batch=(256, 256),
     token_budget=2048,
     sample_s=0.02,
+    # Four times the second-level cache of an H100, so that no repeat finds its data there.
     cache_bytes=1 << 28,
-)  # four times the second-level cache of an H100, so that no repeat finds its data there
+)
 SMALL = Sizes(
     copy_bytes=1 << 22,
     product_side=256,
@@ -206,12 +201,12 @@ SMALL = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A fraction to reach, first and then; `most`: not to exceed instead."""
+    """A fraction to reach."""
 
     what: str
-    first: float
-    then: float
-    most: bool = False
+    first: float  # the first limit
+    then: float  # and the one after it
+    most: bool = False  # not to exceed the limit instead
 
     def met(self, values: Sequence[float], limit: float) -> bool:
         """Whether every value keeps the limit."""
@@ -238,15 +233,17 @@ def goal_values(rows: Sequence[Row], goal: str) -> list[float]:
     fractions.
     """
     if goal == "peer":
-        return peer_ratio(rows)
-    found = [row.figures.get("share", row.fraction) for row in rows if row.goal == goal]
-    return [value for value in found if value is not None]
+        return _peer_ratio(rows)
+    shares = [row.figures.get("share", row.fraction) for row in rows if row.goal == goal]
+    return [share for share in shares if share is not None]
 
 
-def peer_ratio(rows: Sequence[Row]) -> list[float]:
+def _peer_ratio(rows: Sequence[Row]) -> list[float]:
     """Our tokens/s over the peer's on the same batch of requests, if both were measured."""
-    ours, theirs = (
-        [row.figures["tokens_s"] for row in rows if row.goal == goal and "tokens_s" in row.figures]
-        for goal in ("peer", "peer's")
-    )
-    return [ours[0] / theirs[0]] if ours and theirs else []
+    rates: dict[str, float] = {}
+    for row in rows:
+        if row.goal in ("peer", "peer's") and "tokens_s" in row.figures:
+            rates.setdefault(row.goal, row.figures["tokens_s"])
+    if len(rates) < 2:
+        return []
+    return [rates["peer"] / rates["peer's"]]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -46,23 +46,23 @@ ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
 #: A part may go on with the case that it is at for so long after its time, before its process is
 #: ended.
 GRACE_S = 90.0
-Report = dict[str, Any]
-Tell = Callable[[str], None]
+Start = Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What to measure. shape "": by the device; seconds: for everything."""
+    """What to measure."""
 
-    shape: str = ""
+    shape: str = ""  # one of NAMES; "": by the device
     dtype: str = "auto"
     kernels: str = "auto"
-    against: str = ""
+    against: str = ""  # a second kernel set, "" for none
     platform: str = "auto"
-    page_size: int = 0
-    only: tuple[str, ...] = ()
-    seconds: float = 1800.0
-    environment: Mapping[str, str] = field(default_factory=dict)
+    page_size: int = 0  # 0: by the shape
+    only: tuple[str, ...] = ()  # parts; (): all
+    seconds: float = 1800.0  # for everything
+    environment: Mapping[str, str] = field(default_factory=dict)  # of every part's process
 
     def parts(self) -> Iterator[str]:
         """The parts in order; floors are always measured."""
@@ -71,20 +71,22 @@ class DevicePlan:
 
 @dataclass(slots=True)
 class DeviceResults:
-    """What has been found so far."""
+    """What has been measured so far."""
 
     plan: DevicePlan
     about: About | None = None
     floors: Floors | None = None
     rows: list[Row] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # since the start
 
     @property
     def shape(self) -> str:
         """The shape that is measured: what was asked for, else by the device."""
-        return self.plan.shape or (
-            TINY if self.about is None or self.about.platform == "cpu" else "llama-3.1-8b"
-        )
+        if self.plan.shape:
+            return self.plan.shape
+        if self.about is None or self.about.platform == "cpu":
+            return TINY
+        return "llama-3.1-8b"
 
     @property
     def real(self) -> bool:
@@ -93,18 +95,17 @@ class DeviceResults:
 
     def job(self, part: str, seconds: float) -> PartJob:
         """What a part is told; what was found first holds for all."""
-        page = self.plan.page_size or (16 if self.shape == TINY else 64)
+        page = 16 if self.shape == TINY else 64
         dtype, kernels = self.plan.dtype, self.plan.kernels
         if self.about:
-            dtype = self.about.dtype
-            kernels = self.about.kernel_set
+            dtype, kernels = self.about.dtype, self.about.kernel_set
         shape = self.plan.shape if part == "floors" else self.shape
         return PartJob(
             part=part,
             shape=shape,
             dtype=dtype,
             kernels=kernels,
-            page_size=page,
+            page_size=self.plan.page_size or page,
             seconds=seconds,
             floors=self.floors,
             against=self.plan.against,
@@ -115,45 +116,51 @@ class DeviceResults:
 def measure(
     plan: DevicePlan,
     save: Callable[[DeviceResults], None],
-    tell: Tell,
-    start: Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]] | None = None,
+    report: Report,
+    start: Start | None = None,
 ) -> DeviceResults:
-    """Run the parts; `save` is called after every row, `tell` with a line of news. start: runs a
-    job, in a process of its own by default. Raises JitneyError if the floors cannot be measured,
-    ConfigError for a shape too large."""
-    started, found = time.monotonic(), DeviceResults(plan)
+    """Run the parts; `save` is called after every row, `report` with a line of progress.
+
+    start: runs a job, in a process of its own by default. Raises JitneyError if the floors cannot
+    be measured, ConfigError for a shape too large.
+    """
+    started = time.monotonic()
+    results = DeviceResults(plan)
     for part in plan.parts():
         left = plan.seconds - (time.monotonic() - started)
-        for line in lines_of(found, part, left, start or run_apart):
-            take(found, line, tell)
-            found.seconds = time.monotonic() - started
-            save(found)
+        for line in lines_of(results, part, left, start or run_apart):
+            take(results, line, report)
+            results.seconds = time.monotonic() - started
+            save(results)
         if part == "floors":
-            check(found, tell)
-    return found
+            check(results, report)
+    return results
 
 
 def lines_of(
-    found: DeviceResults,
+    results: DeviceResults,
     part: str,
     left: float,
-    start: Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]],
+    start: Start,
 ) -> Iterator[PartMessage]:
     """What a part says; a row why it says nothing, if it was not begun."""
-    why = unfit(found, part, left)
+    why = unfit(results, part, left)
     if why:
         yield PartMessage(row=Row(part=part, name=PARTS[part], case="all", by="", note=why))
         return
     yield from start(
-        found.job(part, left), {**found.plan.environment, **extended(ENVIRONMENT.get(part, {}))}
+        results.job(part, left), {**results.plan.environment, **extended(ENVIRONMENT.get(part, {}))}
     )
 
 
-def unfit(found: DeviceResults, part: str, left: float) -> str:
+def unfit(results: DeviceResults, part: str, left: float) -> str:
     """Why a part is not begun; empty if it is."""
-    if part == "graphs" and found.about is not None and found.about.platform not in ("gpu", "cuda"):
-        return f"not run: CUDA graphs are of NVIDIA GPUs, this is {found.about.platform}"
-    return "not run: the time was up" if left <= 0 and part != "floors" else ""
+    platform = results.about.platform if results.about else "gpu"
+    if part == "graphs" and platform not in ("gpu", "cuda"):
+        return f"not run: CUDA graphs are of NVIDIA GPUs, this is {platform}"
+    if left <= 0 and part != "floors":
+        return "not run: the time was up"
+    return ""
 
 
 def extended(wanted: Mapping[str, str]) -> dict[str, str]:
@@ -164,21 +171,21 @@ def extended(wanted: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def take(found: DeviceResults, line: PartMessage, tell: Tell) -> None:
-    """Keep what a line says, and tell it."""
+def take(results: DeviceResults, line: PartMessage, report: Report) -> None:
+    """Keep what a line says, and report it."""
     if line.about is not None:
-        found.about = line.about
-        tell(f"{line.about.device}: {line.about.kernels} kernels, {line.about.dtype}")
+        results.about = line.about
+        report(f"{line.about.device}: {line.about.kernels} kernels, {line.about.dtype}")
     if line.floors is not None:
-        found.floors = line.floors
-        tell(
+        results.floors = line.floors
+        report(
             f"copy {line.floors.copy_bytes_s / 1e9:,.1f} GB/s, products "
             f"{line.floors.product_flops_s / 1e12:,.2f} "
             f"TFLOP/s, a launch {1e6 * line.floors.launch_s:.1f} us"
         )
     if line.row is not None:
-        found.rows.append(line.row)
-        tell(f"{line.row.part}: {line.row.name}, {line.row.case}: {outcome(line.row)}")
+        results.rows.append(line.row)
+        report(f"{line.row.part}: {line.row.name}, {line.row.case}: {outcome(line.row)}")
 
 
 def outcome(row: Row) -> str:
@@ -189,20 +196,19 @@ def outcome(row: Row) -> str:
     return f"{1e3 * row.seconds:.3f} ms{share}"
 
 
-def check(found: DeviceResults, tell: Tell) -> None:
+def check(results: DeviceResults, report: Report) -> None:
     """Say on what this runs; refuse a shape that a CPU cannot be asked for."""
-    if found.about is None or found.floors is None:
+    if results.about is None or results.floors is None:
         raise JitneyError(
             "the device could not be measured: see the messages above, and jitney doctor"
         )
-    if found.about.platform == "cpu":
-        if found.real:
+    if results.about.platform == "cpu":
+        if results.real:
             raise ConfigError(
-                f"--shape {found.shape} needs a GPU or TPU, and jax finds none here: leave it out "
-                "for "
-                "the tiny shape"
+                f"--shape {results.shape} needs a GPU or TPU, and jax finds none here: leave it "
+                "out for the tiny shape"
             )
-        tell(
+        report(
             "no GPU or TPU here: the tiny shape on the CPU shows that everything runs, not how "
             "fast a device is"
         )

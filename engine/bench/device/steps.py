@@ -46,16 +46,14 @@ THREADS = 8
 
 @dataclass
 class StepBench:
-    """A runner over random weights, and what a step of it must move. weight_bytes: read in every
-    step; embed_bytes: of one token's embedding; row_bytes: of one token's keys and values in all
-    layers."""
+    """A runner over random weights, and what a step of it must move."""
 
     runner: Runner
     cost: ModelCost
-    weight_bytes: int
-    embed_bytes: int
-    row_bytes: int
-    positions: int
+    weight_bytes: int  # read in every step
+    embed_bytes: int  # of one token's embedding
+    row_bytes: int  # of one token's keys and values in all layers
+    positions: int  # KV positions of the pool
     page_size: int
 
     def floor_bytes(self, work: StepWork) -> float:

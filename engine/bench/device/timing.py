@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -21,35 +20,24 @@ import jax.numpy as jnp
 from jitney.engine.bench.device.rows import Floors, PartJob, Sizes
 
 REPEATS = 7
-#: Device seconds that one call should take at least, by its floor, and repeats of the work that it
-#: may hold.
-CALL_S, MOST_UNROLLED = 1e-3, 16
+#: Device seconds that one call should take at least, by its floor.
+CALL_S = 1e-3
+#: Repeats of the work that one call may hold.
+MOST_UNROLLED = 16
 #: Copies of the inputs that are rotated at most.
 MOST_COPIES = 8
-Step = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one run of the work."""
-
-    samples: list[float]
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of a `Row` that tell it."""
-        return {
-            "seconds": median(self.samples),
-            "least": min(self.samples),
-            "most": max(self.samples),
-            "repeats": len(self.samples),
-        }
 
 
 def timed(
-    step: Step, carry: Any, copies: Sequence[Any], *, floor_s: float, sample_s: float
-) -> Timing:
+    step: Callable[[Any, Any], Any],
+    carry: Any,
+    copies: Sequence[Any],
+    *,
+    floor_s: float,
+    sample_s: float,
+) -> dict[str, Any]:
     """Time carry = step(carry, one of the copies), the repeats chained through `carry`, which is
-    donated.
+    donated -> the fields of a `Row`, for one run of the step.
     """
     unrolled = max(len(copies), min(MOST_UNROLLED, math.ceil(CALL_S / max(floor_s, 1e-9))))
 
@@ -59,9 +47,18 @@ def timed(
         return carry
 
     call = jax.jit(program, donate_argnums=0).lower(carry, copies).compile()
-    return Timing(
-        [spent / unrolled for spent in repeated(lambda carry: call(carry, copies), carry, sample_s)]
-    )
+    calls = repeated(lambda carry: call(carry, copies), carry, sample_s)
+    return timing_fields([spent / unrolled for spent in calls])
+
+
+def timing_fields(samples: Sequence[float]) -> dict[str, Any]:
+    """The fields of a `Row` that tell these samples, in seconds."""
+    return {
+        "seconds": median(samples),
+        "least": min(samples),
+        "most": max(samples),
+        "repeats": len(samples),
+    }
 
 
 def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[float]:
@@ -102,7 +99,9 @@ def measure_floors(sizes: Sizes, dtype: Any) -> Floors:
         jax.jit(lambda x: x + 1, donate_argnums=0), jnp.zeros((8,)), sizes.sample_s
     )
     return Floors(
-        2 * sizes.copy_bytes / median(copying), 2 * side**3 / median(multiplying), median(launching)
+        copy_bytes_s=2 * sizes.copy_bytes / median(copying),
+        product_flops_s=2 * side**3 / median(multiplying),
+        launch_s=median(launching),
     )
 
 
