@@ -29,17 +29,16 @@ class TokenBytes(Protocol):
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one push made certain.
+    """What one push made certain."""
 
-    text: characters that are now final. tokens: how many of the pushed tokens count as output
-    (fewer than pushed when a stop string was completed by an earlier one). offsets: for each of
-    those, the character position in the whole text at which it begins. stop: the stop string that
-    ended the sequence, if one did.
-    """
-
+    #: Characters that are now final.
     text: str
+    #: How many of the pushed tokens count as output: fewer than pushed when a stop string was
+    #: completed by an earlier one.
     tokens: int
+    #: For each of those, the character position in the whole text at which it begins.
     offsets: list[int] = field(default_factory=list)
+    #: The stop string that ended the sequence, if one did.
     stop: str | None = None
 
     @property
@@ -84,26 +83,29 @@ class TextStream:
         """
         delta = TextDelta("", 0)
         pieces: list[str] = []
-        silent = (
-            len(token_ids) - 1
-            if stop_token is not None and not self._include_stop
-            else len(token_ids)
-        )
+        shown = len(token_ids)
+        if stop_token is not None and not self._include_stop:
+            shown -= 1
         for position, token in enumerate(token_ids):
             delta.offsets.append(self._decoded)
             delta.tokens += 1
             self._tokens += 1
-            if position < silent:
+            if position < shown:
                 pieces.append(self._settle(self._utf8.decode(self._bytes(token)), delta))
             if delta.stop is not None:
                 break
         if final and delta.stop is None:
-            pieces.append(self._settle(self._utf8.decode(b"", True), delta))
-            if delta.stop is None:
-                pieces.append(self._held)
-                self._held = ""
+            pieces.append(self._flush(delta))
         delta.text = "".join(pieces)
         return delta
+
+    def _flush(self, delta: TextDelta) -> str:
+        """What is left when no token follows: an unfinished character, and text that was held."""
+        text = self._settle(self._utf8.decode(b"", True), delta)
+        if delta.stop is None:
+            text += self._held
+            self._held = ""
+        return text
 
     def _bytes(self, token: int) -> bytes:
         return b"" if token in self._skip else self._token_bytes(token)
@@ -116,16 +118,23 @@ class TextStream:
             return piece
         text = self._held + piece
         for position, char in enumerate(piece, start=1):
-            found = [finder for finder in self._finders if finder.feed(char)]
-            if found:
-                delta.stop = max((finder.stop for finder in found), key=len)
+            stop = self._completed_by(char)
+            if stop is not None:
+                delta.stop = stop
                 end = len(self._held) + position
                 self._decoded = start + position
                 self._held = ""
-                return text[: end if self._include_stop else end - len(delta.stop)]
-        hold = 0 if self._include_stop else max(finder.matched for finder in self._finders)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+                return text[:end] if self._include_stop else text[: end - len(stop)]
+        held = 0
+        if not self._include_stop:
+            held = max([finder.matched for finder in self._finders])
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _completed_by(self, char: str) -> str | None:
+        """The longest stop string that this character completes."""
+        completed = [finder.stop for finder in self._finders if finder.feed(char)]
+        return max(completed, key=len, default=None)
 
 
 class _StopFinder:

@@ -59,10 +59,11 @@ def byte_characters() -> dict[int, str]:
     following.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + place) for place, byte in enumerate(others)
-    }
+    spelling = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        if byte not in printable:
+            spelling[byte] = chr(256 + len(spelling) - len(printable))
+    return spelling
 
 
 def fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
@@ -103,18 +104,15 @@ def tiny_fast() -> PreTrainedTokenizerFast:
     from tokenizers.pre_tokenizers import ByteLevel
 
     pairs = [(first, second) for first in "etaoinshrdlucm" for second in "etaoinshrdlucmgpyk"]
-    spelled = byte_characters()
-    tokens = [
-        *(spelled[byte] for byte in range(256)),
-        *_TINY_SPECIALS,
-        *(first + second for first, second in pairs),
-    ]
-    rust = RustTokenizer(BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=pairs))
+    spelling = byte_characters()
+    tokens = [spelling[byte] for byte in range(256)]
+    tokens += _TINY_SPECIALS
+    tokens += ["".join(pair) for pair in pairs]
+    rust = RustTokenizer(BPE(vocab=_ids(tokens), merges=pairs))
     rust.pre_tokenizer = ByteLevel(add_prefix_space=False)
     rust.decoder = ByteLevelDecoder()
-    rust.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in _TINY_SPECIALS]
-    )
+    specials = [AddedToken(token, special=True, normalized=False) for token in _TINY_SPECIALS]
+    rust.add_special_tokens(specials)
     return _fast_class()(
         tokenizer_object=rust,
         unk_token="<|unk|>",
@@ -124,32 +122,27 @@ def tiny_fast() -> PreTrainedTokenizerFast:
     )
 
 
+def _ids(tokens: list[str]) -> dict[str, int]:
+    """Token -> id."""
+    return {token: id for id, token in enumerate(tokens)}
+
+
 def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer that GGUF key-values describe; ModelError for kinds that would be tokenised
     wrongly.
     """
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if (
-        not isinstance(tokens, list)
-        or not tokens
-        or not all(isinstance(token, str) for token in tokens)
-    ):
-        raise ModelError("GGUF: tokenizer.ggml.tokens must be a list of strings")
-    if len(set(tokens)) != len(tokens):
-        raise ModelError("GGUF: tokenizer.ggml.tokens holds a token twice")
+    tokens = _tokens_of(metadata)
     try:
         rust, add_bos = _gguf_rust(metadata, tokens)
         _add_special_tokens(rust, metadata, tokens)
-        named = {
-            f"{name}_token": tokens[id] for name, id in _named_tokens(metadata, len(tokens)).items()
-        }
         _add_template(rust, metadata, tokens, add_bos)
+        ids = _named_tokens(metadata, len(tokens))
     except ModelError:
         raise
     except Exception as error:  # the Rust constructors raise bare Exceptions
-        raise ModelError(
-            f"GGUF: the tokenizer cannot be built: {' '.join(str(error).split())[:200]}"
-        ) from error
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"GGUF: the tokenizer cannot be built: {reason}") from error
+    named = {f"{name}_token": tokens[id] for name, id in ids.items()}
     template = metadata.get("tokenizer.chat_template")
     return _fast_class()(
         tokenizer_object=rust,
@@ -158,15 +151,25 @@ def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     )
 
 
+def _tokens_of(metadata: Mapping[str, Any]) -> list[str]:
+    """The vocabulary, by id."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    right = isinstance(tokens, list) and all([isinstance(token, str) for token in tokens])
+    if not right or not tokens:
+        raise ModelError("GGUF: tokenizer.ggml.tokens must be a list of strings")
+    if len(set(tokens)) != len(tokens):
+        raise ModelError("GGUF: tokenizer.ggml.tokens holds a token twice")
+    return tokens
+
+
 def _gguf_rust(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[RustTokenizer, bool]:
     """(tokenizer without its special tokens, whether files of this kind put BOS first unless they
     say otherwise).
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
-        return _byte_level_bpe(metadata, tokens), metadata.get(
-            "tokenizer.ggml.pre"
-        ) in _LLAMA3_NAMES
+        add_bos = metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+        return _byte_level_bpe(metadata, tokens), add_bos
     if kind == "llama":
         return _sentencepiece_bpe(metadata, tokens), True
     raise ModelError(
@@ -189,7 +192,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustToken
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     rust = RustTokenizer(
         models.BPE(
-            vocab={token: id for id, token in enumerate(tokens)},
+            vocab=_ids(tokens),
             merges=merges,
             ignore_merges=whole_words,
         )
@@ -215,7 +218,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTo
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise ModelError("GGUF: tokenizer.ggml.scores must give each token a score")
-    vocab = {token: id for id, token in enumerate(tokens)}
+    vocab = _ids(tokens)
     unknown = _named_tokens(metadata, len(tokens)).get("unk", 0)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     rust = RustTokenizer(
@@ -248,12 +251,10 @@ def _merges_by_score(
     """
     ways = []
     for token, score in zip(tokens, scores, strict=True):
-        parts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        ways += [
-            (-score, vocab[token], vocab[left], left, right)
-            for left, right in parts
-            if left in vocab and right in vocab
-        ]
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                ways.append((-score, vocab[token], vocab[left], left, right))
     return [(left, right) for *_, left, right in sorted(ways)]
 
 
@@ -282,14 +283,14 @@ def _add_special_tokens(
     kinds = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ModelError("GGUF: tokenizer.ggml.token_type must give each token a type")
-    control = [
-        token for token, kind in zip(tokens, kinds, strict=True) if kind in (_UNKNOWN, _CONTROL)
-    ]
-    shown = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
-    rust.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in control]
-    )
-    rust.add_tokens([AddedToken(token, normalized=False) for token in shown])
+    control, shown = [], []
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (_UNKNOWN, _CONTROL):
+            control.append(AddedToken(token, special=True, normalized=False))
+        elif kind == _USER_DEFINED:
+            shown.append(AddedToken(token, normalized=False))
+    rust.add_special_tokens(control)
+    rust.add_tokens(shown)
 
 
 def _add_template(
@@ -301,17 +302,15 @@ def _add_template(
     named = _named_tokens(metadata, len(tokens))
     first = metadata.get("tokenizer.ggml.add_bos_token", add_bos) and "bos" in named
     last = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in named
-    around = [
-        (tokens[named[name]], named[name])
-        for name, wanted in (("bos", first), ("eos", last))
-        if wanted
-    ]
-    if around:
-        single = [
-            *([tokens[named["bos"]]] if first else []),
-            "$A",
-            *([tokens[named["eos"]]] if last else []),
-        ]
+    single = ["$A"]
+    special = {}
+    if first:
+        single.insert(0, tokens[named["bos"]])
+        special[tokens[named["bos"]]] = named["bos"]
+    if last:
+        single.append(tokens[named["eos"]])
+        special[tokens[named["eos"]]] = named["eos"]
+    if special:
         rust.post_processor = TemplateProcessing(
-            single=single, special_tokens=list(dict.fromkeys(around))
+            single=single, special_tokens=list(special.items())
         )
