@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,32 +26,33 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """One of a request's n sequences. finish_reason: stop | length | error; stop: the stop string
-    found, if one was.
-    """
+    """One of a request's n sequences."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    #: stop | length | error
     finish_reason: str | None = None
+    #: The stop string that ended it, if one did.
     stop: str | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt. cached_tokens: prompt tokens whose KV came from the prefix cache.
-    error: why it failed while it ran, if it did; the completions then end where they were."""
+    """The answer to one prompt."""
 
     prompt_ids: list[int]
     outputs: list[Completion]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    #: Prompt tokens whose KV came from the prefix cache.
     cached_tokens: int = 0
+    #: Why it failed while it ran, if it did; the completions then end where they were.
     error: ErrorInfo | None = None
 
 
 @dataclass(slots=True)
-class Running:
+class _Running:
     """A request in the core, and the text halves of its sequences."""
 
     answer: RequestOutput
@@ -71,30 +72,33 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Config = "smollm2-135m", *, progress: Any = None, **settings: Any
+        self,
+        model: str | Config = "smollm2-135m",
+        *,
+        progress: Callable[[messages.Progress], None] | None = None,
+        **settings: Any,
     ):
-        config = (
-            model if isinstance(model, Config) else load_config(flags={"model": model, **settings})
-        )
+        if isinstance(model, Config):
+            config = model
+        else:
+            config = load_config(flags={"model": model, **settings})
         prepare_platform(config.engine)
-        from jitney.engine.build import (
-            build_engine,
-            start_jax,
-        )  # imports jax, which reads what the line above set
+        # Imports jax, which reads what the line above set.
+        from jitney.engine.build import build_engine, start_jax
 
+        on_progress = progress or _ignore
         start_jax(config)  # before the model is fetched: a platform that does not start needs none
 
         def report(stage: str, done: int, total: int, detail: str) -> None:
-            (progress or (lambda news: None))(messages.Progress(stage, done, total, detail))
+            on_progress(messages.Progress(stage, done, total, detail))
 
         source = resolve(config.model.id, revision=config.model.revision or None, progress=report)
         self.tokenizer = load_tokenizer(source)
-        self.core, self.info = build_engine(config, source, progress or (lambda news: None))
-        self.core.scheduler.more_to_come = (
-            False  # a call hands over all its prompts before the first step
-        )
+        self.core, self.info = build_engine(config, source, on_progress)
+        # A call hands over all its prompts before the first step.
+        self.core.scheduler.more_to_come = False
         self._numbers = itertools.count()
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, _Running] = {}
 
     def generate(
         self,
@@ -108,12 +112,11 @@ class LLM:
         request that fails while it runs has finish_reason "error", and the reason in its output's
         `error`; the others are answered. Interrupted, it leaves nothing running.
         """
-        batch = as_prompts(prompts)
-        each = (
-            list(params)
-            if isinstance(params, Sequence)
-            else [params or self.default_params()] * len(batch)
-        )
+        batch = _as_prompts(prompts)
+        if isinstance(params, Sequence):
+            each = list(params)
+        else:
+            each = [params or self.default_params()] * len(batch)
         if len(each) != len(batch):
             raise RequestError(
                 f"{len(batch)} prompts but {len(each)} sampling params", param="params"
@@ -127,7 +130,7 @@ class LLM:
             while waiting or self.core.has_work:
                 while waiting and self._may_submit(waiting[0]):
                     answers.append(self._submit(waiting.popleft()))
-                list(self._step())
+                self._step()
         except BaseException:
             self._abort([request.id for request in requests])
             raise
@@ -170,7 +173,7 @@ class LLM:
         sent = 0
         try:
             while request.id in self._running:
-                list(self._step())
+                self._step()
                 if answer.error is not None:
                     raise RequestError.from_info(answer.error)
                 text = answer.outputs[0].text
@@ -204,7 +207,7 @@ class LLM:
         outputs = [Completion(i, logprobs=[] if wanted else None) for i in range(params.n)]
         answer = RequestOutput(request.prompt, outputs)
         streams = [TextStream(self.tokenizer, params, request.prompt) for _ in range(params.n)]
-        self._running[request.id] = Running(answer, streams)
+        self._running[request.id] = _Running(answer, streams)
         self.core.add(request)
         return answer
 
@@ -215,10 +218,10 @@ class LLM:
             if self._running.pop(request_id, None) is not None:
                 self.core.abort(request_id, None, "abort")
         while self.core.has_work and not self._running:
-            list(self._step())
+            self._step()
 
-    def _step(self) -> Iterator[str]:
-        """Run one step; yield the ids of requests that it ended."""
+    def _step(self) -> None:
+        """Run one step and take in what it brought."""
         for output in self.core.step().outputs:
             running = self._running.get(output.request_id)
             if running is None:
@@ -230,17 +233,14 @@ class LLM:
                 self._take(running, output)
             if running.done:
                 del self._running[output.request_id]
-                yield output.request_id
 
-    def _take(self, running: Running, output: SequenceOutput) -> None:
+    def _take(self, running: _Running, output: SequenceOutput) -> None:
         """Add one output's tokens and text to its completion; a stop string ends the sequence in
         the core.
         """
         done = running.answer.outputs[output.index]
-        if (
-            done.finish_reason is not None
-        ):  # a stop string was found; these tokens were on their way
-            return
+        if done.finish_reason is not None:
+            return  # a stop string was found; these tokens were on their way
         running.answer.cached_tokens = max(running.answer.cached_tokens, output.cached_tokens)
         running.answer.prompt_logprobs = output.prompt_logprobs or running.answer.prompt_logprobs
         delta = running.streams[output.index].push(
@@ -257,7 +257,11 @@ class LLM:
                 self.core.abort(output.request_id, output.index, "stop")
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _ignore(progress: messages.Progress) -> None:
+    pass
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (text or ids) or many -> many."""
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]

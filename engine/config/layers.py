@@ -25,6 +25,18 @@ from jitney.engine.errors import ConfigError
 _ENV_PREFIX = "JITNEY_"
 #: Names with the prefix that are not settings of one run.
 _ENV_OTHER = ("JITNEY_CACHE",)
+#: How flags and the environment write true and false.
+_BOOLEANS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+#: What a text must be, by the type that it stands for.
+_EXPECTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    tuple: "values separated by commas",
+}
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -62,9 +74,9 @@ class Setting:
     def choices(self) -> tuple[str, ...]:
         """The accepted words of a Literal field, else ()."""
         annotation = self.field.annotation
-        return (
-            get_args(annotation) if self.kind is str and get_origin(annotation) is Literal else ()
-        )
+        if self.kind is str and get_origin(annotation) is Literal:
+            return get_args(annotation)
+        return ()
 
     @property
     def _extra(self) -> Mapping[str, Any]:
@@ -77,43 +89,26 @@ class Setting:
         """
         try:
             if self.kind is bool:
-                return {
-                    "true": True,
-                    "1": True,
-                    "yes": True,
-                    "on": True,
-                    "false": False,
-                    "0": False,
-                    "no": False,
-                    "off": False,
-                }[text.strip().lower()]
+                return _BOOLEANS[text.strip().lower()]
             if self.kind is tuple:
                 words = [word.strip() for word in text.split(",") if word.strip()]
-                return (
-                    tuple(words)
-                    if "str" in str(self.field.annotation)
-                    else tuple(int(word) for word in words)
-                )
+                texts = "str" in str(self.field.annotation)
+                return tuple(words) if texts else tuple(map(int, words))
             return self.kind(text)
         except (KeyError, ValueError):
-            wanted = {
-                bool: "true or false",
-                int: "a whole number",
-                float: "a number",
-                tuple: "values separated by commas",
-            }[self.kind]
-            raise ConfigError(f"{where}: must be {wanted}, not {_short(text)}") from None
+            expected = _EXPECTED[self.kind]
+            raise ConfigError(f"{where}: must be {expected}, not {_short(text)}") from None
 
 
 @cache
 def settings() -> dict[str, Setting]:
     """All settings by flat name, in the order of the description."""
-    found = (
-        Setting(section, key, field)
-        for section, info in Config.model_fields.items()
-        for key, field in _section_class(info).model_fields.items()
-    )
-    return {setting.name: setting for setting in found}
+    by_name = {}
+    for section, info in Config.model_fields.items():
+        for key, field in _section_class(info).model_fields.items():
+            setting = Setting(section, key, field)
+            by_name[setting.name] = setting
+    return by_name
 
 
 def _section_class(info: FieldInfo) -> type[Section]:
@@ -145,17 +140,17 @@ def load_config(
 def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, Any, str]]:
     if file is None:
         return
-    places = {(s.section, s.key): s for s in settings().values()}
+    places = {(setting.section, setting.key): setting for setting in settings().values()}
     for section, table in _read_toml(file).items():
         if section not in Config.model_fields or not isinstance(table, dict):
-            raise ConfigError(
-                f"{file}: {_unknown(f'[{section}]', [f'[{s}]' for s in Config.model_fields])}"
-            )
+            sections = [f"[{name}]" for name in Config.model_fields]
+            raise ConfigError(f"{file}: {_unknown(f'[{section}]', sections)}")
         for key, value in table.items():
-            if (section, key) not in places:
-                known = [k for s, k in places if s == section]
-                raise ConfigError(f"{file}: [{section}] {_unknown(key, known)}")
-            yield places[section, key], value, f"{file}: [{section}] {key}"
+            setting = places.get((section, key))
+            if setting is None:
+                keys = [key for name, key in places if name == section]
+                raise ConfigError(f"{file}: [{section}] {_unknown(key, keys)}")
+            yield setting, value, f"{file}: [{section}] {key}"
 
 
 def _read_toml(file: str | Path) -> dict[str, Any]:
@@ -198,10 +193,9 @@ def _explain(error: ValidationError, origin: Mapping[tuple[str, str], str]) -> s
         section, *rest = [str(part) for part in item["loc"]]
         where = origin.get((section, rest[0]), rest[0]) if rest else f"[{section}]"
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        given = (
-            f", not {_short(repr(item['input']))}" if rest and item["type"] != "value_error" else ""
-        )
-        lines.append(f"{where}: {message}{given}")
+        if rest and item["type"] != "value_error":
+            message += f", not {_short(repr(item['input']))}"
+        lines.append(f"{where}: {message}")
     return "; ".join(lines)
 
 
@@ -217,7 +211,9 @@ def to_toml(config: Config, *, comments: bool = True) -> str:
     blocks = []
     for section in Config.model_fields:
         lines = [f"[{section}]"]
-        for setting in (s for s in settings().values() if s.section == section):
+        for setting in settings().values():
+            if setting.section != section:
+                continue
             value = getattr(getattr(config, section), setting.key)
             if comments:
                 lines.append(f"# {setting.field.description}")

@@ -519,15 +519,12 @@ def platform_environment(engine: EngineSection) -> dict[str, str]:
     default. If its plugin is absent, jax starts on the CPU alone without a word:
     `engine.config.platforms` and `build.start_jax` look.
     """
-    names = (
-        {}
-        if engine.platform == "auto"
-        else {
-            "JAX_PLATFORMS": engine.platform
-            if engine.platform == "cpu"
-            else f"{engine.platform},cpu"
-        }
-    )
+    variables = {}
+    if engine.platform == "cpu":
+        variables["JAX_PLATFORMS"] = "cpu"
+    elif engine.platform != "auto":
+        variables["JAX_PLATFORMS"] = f"{engine.platform},cpu"
     if engine.device:
-        names |= {"CUDA_VISIBLE_DEVICES": engine.device, "TPU_VISIBLE_DEVICES": engine.device}
-    return names
+        variables["CUDA_VISIBLE_DEVICES"] = engine.device
+        variables["TPU_VISIBLE_DEVICES"] = engine.device
+    return variables
