@@ -17,7 +17,7 @@ import pytest
 from places import CONFIGS
 
 from jitney.engine.bench.device import worker
-from jitney.engine.bench.device.rows import Job
+from jitney.engine.bench.device.rows import PartJob
 from jitney.engine.build import start_jax
 from jitney.engine.cli import main
 from jitney.engine.config import platforms
@@ -111,7 +111,7 @@ def test_what_jax_then_runs_on_has_the_last_word(monkeypatch: pytest.MonkeyPatch
         start_jax(load_config(flags={"platform": "cuda"}))
     with pytest.raises(ConfigError, match=r"platform tpu: jax runs on cpu here.*\[tpu\]"):
         worker.kernels_of(
-            Job(
+            PartJob(
                 part="floors",
                 shape="tiny",
                 dtype="auto",
