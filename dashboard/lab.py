@@ -252,8 +252,8 @@ def _recorded(history: History, minutes: float) -> _Traffic:
     requests = [request for request in candidates if request.arrival >= start]
     requests.sort(key=lambda request: request.arrival)
     records = history.records.since(-1)[-_MOST_RECORDS:]
-    served = [request for request in requests if request.finished is not None and request.stays]
-    if not served or not len(records):
+    ended = [request for request in requests if request.finished is not None and request.stays]
+    if not ended or not len(records):
         raise RequestError(
             "no request of that time has ended yet: there is no traffic to replay",
             param="minutes",

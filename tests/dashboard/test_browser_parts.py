@@ -61,17 +61,17 @@ def test_what_deltas_rebuild_equals_the_next_key_frame(parts, client):
         const load = (name) => import(`/dashboard/assets/${name}.js`);
         const [{Engine}, {watch}] = [await load("engine"), await load("feed")];
         const engine = new Engine(), stop = new AbortController();
-        window.told = {still: false, deltas: 0, compared: 0, different: []};
+        window.seen = {still: false, deltas: 0, compared: 0, different: []};
         const known = () => {
             const {latency, longest_step_s: longest, ...totals} = engine.frame.metrics;  // these two are of a time, not of a state
             return JSON.stringify([engine.seats, [...engine.pages.cells], engine.pages.counts, totals]);
         };
         const on = {hello: (hello) => { engine.hello = hello; }, key_frame: (frame) => {
-            const before = told.still ? known() : null;
+            const before = seen.still ? known() : null;
             engine.applyKeyFrame(frame);
-            if (before !== null && ++told.compared && before !== known()) told.different.push([before, known()]);
-        }, delta: (delta) => { told.deltas++; engine.applyDelta(delta); }};
-        told.stop = () => stop.abort();
+            if (before !== null && ++seen.compared && before !== known()) seen.different.push([before, known()]);
+        }, delta: (delta) => { seen.deltas++; engine.applyDelta(delta); }};
+        seen.stop = () => stop.abort();
         watch("/dashboard/", {event: (name, data) => on[name]?.(data), trouble: () => {}}, stop.signal);
     }""")
     draw, names = random.Random(2), iter(range(1000))
@@ -102,10 +102,10 @@ def test_what_deltas_rebuild_equals_the_next_key_frame(parts, client):
         client.states = bytes([0, *(draw.randrange(4) for _ in range(10))])
         time.sleep(0.05)
     time.sleep(1)  # for the last changes to arrive
-    parts("() => { told.still = true; }")
-    until(lambda: parts("told.compared") > 0, 10)
-    told = parts("() => { told.stop(); return {...told, stop: null}; }")
-    assert told["deltas"] > 5 and told["different"] == []
+    parts("() => { seen.still = true; }")
+    until(lambda: parts("seen.compared") > 0, 10)
+    seen = parts("() => { seen.stop(); return {...seen, stop: null}; }")
+    assert seen["deltas"] > 5 and seen["different"] == []
 
 
 def test_stays_follow_events_and_ignore_what_the_account_had(parts):

@@ -77,12 +77,12 @@ def test_a_busload_rides_and_is_told_of(served_url, open_page):
         const rows = [...document.querySelectorAll("#requests tbody tr")];
         return rows.length === 16 && rows.every((row) => row.dataset.state === "finished");
     }""")
-    told = httpx.get(served_url + "/dashboard/requests", trust_env=False).json()["requests"]
+    listed = httpx.get(served_url + "/dashboard/requests", trust_env=False).json()["requests"]
     shown = page.evaluate("""() => [...document.querySelectorAll("#requests tbody tr")].map((row) =>
         [row.cells[3].textContent, row.cells[4].textContent, row.cells[9].textContent])""")
     assert shown == [
         [str(row["n_prompt"]), f"{row['n_output']} / {row['max_tokens']}", row["finish"]]
-        for row in told
+        for row in listed
     ]
     page.click("#time-details summary")
     page.wait_for_function("() => document.querySelectorAll('#time-table tbody tr').length === 16")

@@ -339,13 +339,13 @@ def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
 def test_record_columns_are_the_newest_records(client, monkeypatch):
     monkeypatch.setattr(timeline, "MAX_RECORDS", 2)
     records, ready = client.history.records.steps(-1, 99)
-    told = timeline.record_columns(records, ready, 5.0)
-    assert told["left_out"] == 1 and told["columns"]["step"] == [1, 2] and told["t"] == 5.0
+    shown = timeline.record_columns(records, ready, 5.0)
+    assert shown["left_out"] == 1 and shown["columns"]["step"] == [1, 2] and shown["t"] == 5.0
     for name in client.kept[0].dtype.names:
-        assert told["columns"][name] == pytest.approx(
+        assert shown["columns"][name] == pytest.approx(
             [record[name].item() for record in client.kept[1:]], abs=1e-6
         )
-    assert told["columns"]["ready"] == pytest.approx([0.04, 0.06], abs=1e-6)
+    assert shown["columns"]["ready"] == pytest.approx([0.04, 0.06], abs=1e-6)
 
 
 @pytest.mark.parametrize(

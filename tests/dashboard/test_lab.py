@@ -91,17 +91,17 @@ def test_an_experiment_over_http():
         busy = await call(app, "/lab", {})
         assert busy.status == 409 and busy.error["code"] == "lab_busy"
         for _ in range(600):
-            told = (await call(app, "/lab", method="GET")).json()
-            if told["state"] != "running":
-                return told
-            assert 0 <= told["progress"] <= 1
+            status = (await call(app, "/lab", method="GET")).json()
+            if status["state"] != "running":
+                return status
+            assert 0 <= status["progress"] <= 1
             await asyncio.sleep(0.05)
         raise AssertionError("it never ended")
 
     app = lab_app(served_client())
-    told = run(asyncio.wait_for(session(), 40))
-    assert told["state"] == "done", told["error"]
-    result = told["result"]
+    status = run(asyncio.wait_for(session(), 40))
+    assert status["state"] == "done", status["error"]
+    result = status["result"]
     assert result["requests"] == 12 and list(result["policies"]) == ["static", "continuous"]
     for name, policy in result["policies"].items():
         figures = policy["figures"]
@@ -254,15 +254,15 @@ def test_a_request_that_runs_on_has_brought_what_it_has():
 
 
 def test_the_status_before_any_experiment(client):
-    told = get(page(client), "/lab").json()
-    assert told["state"] == "idle" and told["result"] is None and told["settings"] == {}
-    told = get(lab_app(served_client()), "/lab").json()
+    status = get(page(client), "/lab").json()
+    assert status["state"] == "idle" and status["result"] is None and status["settings"] == {}
+    status = get(lab_app(served_client()), "/lab").json()
     assert (
-        told["arrivals"] == 12
-        and told["settings"].keys() == set(SETTINGS)
-        and told["settings"]["pages"] == 32
+        status["arrivals"] == 12
+        and status["settings"].keys() == set(SETTINGS)
+        and status["settings"]["pages"] == 32
     )
-    assert {"static", "dynamic", "continuous"} == set(told["policies"])
+    assert {"static", "dynamic", "continuous"} == set(status["policies"])
 
 
 @pytest.mark.parametrize(

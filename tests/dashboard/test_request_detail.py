@@ -303,7 +303,9 @@ def test_engines_are_one(client):
 
 
 def test_timeline_over_http(client):
-    told = get(page(client), "/timeline?bins=5").json()
+    shown = get(page(client), "/timeline?bins=5").json()
     assert (
-        told["seats"] == 4 and len(told["bins"]["t"]) == 5 and "req-a" in told["stays"]["request"]
+        shown["seats"] == 4
+        and len(shown["bins"]["t"]) == 5
+        and "req-a" in shown["stays"]["request"]
     )

@@ -55,13 +55,13 @@ def ask(app, *paths: str, method: str = "GET", **headers: str) -> list[Any]:
 def test_engines_are_listed_whether_they_answer_or_not(client):
     with served(engine_app(client)) as (url, _):
         (answer,) = ask(standalone(url, "http://127.0.0.1:1"), "/engines")
-    told = answer.json()
-    assert told["standalone"] is True
-    assert [(one["name"], one["base"], one["state"]) for one in told["engines"]] == [
+    listing = answer.json()
+    assert listing["standalone"] is True
+    assert [(one["name"], one["base"], one["state"]) for one in listing["engines"]] == [
         ("scripted", "engines/0/", "ready"),
         ("", "engines/1/", "unreachable"),
     ]
-    assert told["engines"][0]["url"] == url
+    assert listing["engines"][0]["url"] == url
 
 
 def test_answers_are_the_engines_own(client):
@@ -167,8 +167,8 @@ def test_the_key_opens_the_engine_and_this_page_alike(client):
             assert (await web.post("/sign-in", json={"key": "wrong"})).status_code == 401
             assert (await web.post("/sign-in", json={"key": KEY})).status_code == 204
             assert (await web.get("/engines/0/slots")).json()["seats"]["request"][0] == "req-a"
-            told = json.dumps((await web.get("/engines")).json())
-            assert KEY not in told and digest_key(KEY) not in told
+            listing = json.dumps((await web.get("/engines")).json())
+            assert KEY not in listing and digest_key(KEY) not in listing
 
     with served(engine_app(client, KEY)) as (url, _):
         run(session(standalone(url, key=KEY)))
