@@ -8,6 +8,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
+import gguf_files
 import jax
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ from tokenizers.models import WordLevel
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.families import FAMILIES, Family, read_decoder
 from jitney.engine.checkpoints.hf_config import read_hf_config
+from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import ModelError
+from jitney.engine.loading.load import load_model
 from jitney.engine.models import registry
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.registry import MODELS, abstract_model, model_class
@@ -70,6 +74,54 @@ def test_gemma_writes_what_transformers_writes(name: str, kernels: str, tmp_path
     assert answers(prompts) == wanted
     assert [answers([prompt])[0] for prompt in prompts] == wanted
     llm.core.check()
+
+
+def write_gguf(path: Path, case: dict, **keys: float) -> Path:
+    """The case's weights as llama.cpp's converter writes them: its names, norms plus 1."""
+    config = case["config"]
+    writer = gguf_files.open_writer(
+        path,
+        "gemma3",
+        layers=config["num_hidden_layers"],
+        size=config["hidden_size"],
+        inner=config["intermediate_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+    )
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_sliding_window(config["sliding_window"])
+    for key, value in keys.items():
+        writer.add_float32(f"gemma3.{key.replace('__', '.')}", value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config["num_hidden_layers"])
+    for name, shape in case["shapes"].items():
+        tensor = SCRIPT.random_tensor(name, tuple(shape), case["embed_spread"])
+        if "norm" in name:
+            tensor = tensor + np.float32(1)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+    gguf_files.close(writer)
+    return path
+
+
+def test_a_gguf_file_is_the_same_gemma(tmp_path: Path):
+    """GGUF files leave the pattern of windows and the divisor of scores to the reader."""
+    case = CASES["gemma3"]
+    config = case["config"] | {"query_pre_attn_scalar": 32, "max_position_embeddings": 64}
+    config |= {"sliding_window_pattern": 6, "eos_token_id": 2, "bos_token_id": None}
+    config["rope_parameters"] = {
+        "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    del config["layer_types"]
+    folder = resolve(str(write_folder(tmp_path, case | {"config": config})))
+    path = write_gguf(tmp_path / "g.gguf", case, rope__freq_base_swa=100.0)
+    file = resolve(str(path))
+    eps = folder.config.rms_eps  # float32 in the file
+    assert replace(file.config, rms_eps=eps) == folder.config
+    assert file.config.windows == (8,) * 4
+    one, other = (load_model(source, source.config) for source in (folder, file))
+    for left, right in zip(*map(jax.tree.leaves, map(nnx.state, (one, other))), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 GEMMA3 = {
