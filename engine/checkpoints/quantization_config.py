@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from jitney.engine.errors import ModelError
 
-Method = Literal["gptq", "awq", "fp8", "compressed-tensors"]
-METHODS: tuple[Method, ...] = ("gptq", "awq", "fp8", "compressed-tensors")
+_Method = Literal["gptq", "awq", "fp8", "compressed-tensors"]
+_METHODS: tuple[_Method, ...] = ("gptq", "awq", "fp8", "compressed-tensors")
 #: Formats of compressed-tensors: one number each, or eight 4-bit numbers in a word.
 WHOLE_NUMBERS, PACKED = ("float-quantized", "int-quantized", "naive-quantized"), "pack-quantized"
 
@@ -23,7 +23,7 @@ class Packing:
     """How the quantised matrices of a checkpoint are stored. zero_offset: what GPTQ's first format
     leaves out of the zero points that it stores."""
 
-    method: Method
+    method: _Method
     zero_offset: int = 0
 
 
@@ -34,37 +34,37 @@ def read_packing(settings: Any) -> Packing | None:
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
-        raise refusal("is not a table")
+        raise _refusal("is not a table")
     method = settings.get("quant_method")
     match method:
         case "gptq":
-            return gptq(settings)
+            return _gptq(settings)
         case "awq":
-            demand(settings, "bits", 4, settings.get("w_bit"))
-            demand(settings, "version", "gemm", "gemm")
+            _demand(settings, "bits", 4, settings.get("w_bit"))
+            _demand(settings, "version", "gemm", "gemm")
             return Packing("awq")
         case "fp8":
-            demand(settings, "fmt", "e4m3", "e4m3")
+            _demand(settings, "fmt", "e4m3", "e4m3")
             return Packing("fp8")
         case "compressed-tensors":
-            return compressed(settings)
-    raise refusal(f"names the method {str(method)[:40]!r}; known: {', '.join(METHODS)}")
+            return _compressed(settings)
+    raise _refusal(f"names the method {str(method)[:40]!r}; known: {', '.join(_METHODS)}")
 
 
-def gptq(settings: Mapping[str, Any]) -> Packing:
+def _gptq(settings: Mapping[str, Any]) -> Packing:
     """GPTQ; its first format stores zero points less one."""
-    demand(settings, "bits", 4)
+    _demand(settings, "bits", 4)
     layout = settings.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
-        raise refusal(f"names the GPTQ format {str(layout)[:40]!r}; known: gptq, gptq_v2")
+        raise _refusal(f"names the GPTQ format {str(layout)[:40]!r}; known: gptq, gptq_v2")
     return Packing("gptq", zero_offset=int(layout == "gptq"))
 
 
-def compressed(settings: Mapping[str, Any]) -> Packing:
+def _compressed(settings: Mapping[str, Any]) -> Packing:
     """compressed-tensors; every group of layers must hold 8-bit numbers, or 4-bit ones in words."""
     layout = settings.get("format")
     if layout not in (*WHOLE_NUMBERS, PACKED):
-        raise refusal(
+        raise _refusal(
             f"names the compressed-tensors format {str(layout)[:40]!r}; known: "
             f"{', '.join((*WHOLE_NUMBERS, PACKED))}"
         )
@@ -72,23 +72,23 @@ def compressed(settings: Mapping[str, Any]) -> Packing:
     for group in groups.values() if isinstance(groups, Mapping) else []:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping):
-            demand(weights, "num_bits", 4 if layout == PACKED else 8)
+            _demand(weights, "num_bits", 4 if layout == PACKED else 8)
             if weights.get("actorder") not in (None, "weight", "static"):
-                raise refusal("reorders inputs by activation (actorder group), which is not read")
+                raise _refusal("reorders inputs by activation (actorder group), which is not read")
     return Packing("compressed-tensors")
 
 
-def demand(settings: Mapping[str, Any], key: str, wanted: Any, default: Any = None) -> None:
+def _demand(settings: Mapping[str, Any], key: str, wanted: Any, default: Any = None) -> None:
     """ModelError unless the setting has the one value that is read."""
     value = settings.get(key, default)
     if (value.lower() if isinstance(value, str) else value) != wanted:
-        raise refusal(
+        raise _refusal(
             f"has {key} {str(value)[:40]}; only {wanted} is read (method "
             f"{str(settings.get('quant_method', 'compressed-tensors'))[:40]})"
         )
 
 
-def refusal(reason: str) -> ModelError:
+def _refusal(reason: str) -> ModelError:
     return ModelError(
         f"config.json: quantization_config {reason}; use another version of the model, or a GGUF "
         "file"

@@ -39,7 +39,7 @@ class SafetensorsFolder:
         self.kinds: dict[str, str] = {}
         self.paths: dict[str, Path] = {}
         self.files: dict[str, Any] = {}
-        for name in shard_names(self.folder):
+        for name in _shard_names(self.folder):
             self.add(name)
 
     def add(self, shard: str) -> None:
@@ -73,14 +73,14 @@ class SafetensorsFolder:
             self.kinds[name] == "F8_E4M3"
         ):  # safetensors 0.8 looks for numpy's own type of that name, which is not there
             return (
-                stored_bytes(self.paths[name], name)
+                _stored_bytes(self.paths[name], name)
                 .view(ml_dtypes.float8_e4m3fn)
                 .reshape(self.shapes[name])
             )
         return self.files[name].get_tensor(name)
 
 
-def stored_bytes(path: Path, name: str) -> np.ndarray:
+def _stored_bytes(path: Path, name: str) -> np.ndarray:
     """The bytes of one tensor of a file whose header the library has checked, mapped."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -88,7 +88,7 @@ def stored_bytes(path: Path, name: str) -> np.ndarray:
     return np.memmap(path, np.uint8, "r", 8 + size + first, (end - first,))
 
 
-def shard_names(folder: Path) -> list[str]:
+def _shard_names(folder: Path) -> list[str]:
     """Names of the safetensors files that make up the model."""
     if safe_file(folder, INDEX, missing_ok=True) is not None:
         weight_map = read_json(folder, INDEX).get("weight_map")

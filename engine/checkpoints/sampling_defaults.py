@@ -24,25 +24,25 @@ from jitney.engine.types import SAMPLING_DEFAULTS, SamplingParams
 
 log = logging.getLogger("jitney.core")
 
-HF_FILE = "generation_config.json"
+_HF_FILE = "generation_config.json"
 #: Temperature and top_p as the publisher of the built-in model recommends; its GGUF file does not
 #: say. The penalty is ours: in 4 bits, 14 of 48 answers ended in a loop without it, 2 with it.
-BUILT_IN: Mapping[str, Mapping[str, int | float]] = {
+_BUILT_IN: Mapping[str, Mapping[str, int | float]] = {
     DEFAULT_MODEL: {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
 }
 #: Our name -> the file's.
-HF_NAMES = {name: name for name in SAMPLING_DEFAULTS}
-GGUF_NAMES = {
+_HF_NAMES = {name: name for name in SAMPLING_DEFAULTS}
+_GGUF_NAMES = {
     "temperature": "temp",
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-GGUF_PREFIX = "general.sampling."
+_GGUF_PREFIX = "general.sampling."
 #: Keys that ask for something that we do not do -> the values that ask for nothing (null always
 #: does).
-HF_OTHERS: Mapping[str, tuple[Any, ...]] = {
+_HF_OTHERS: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (True,),
     "max_new_tokens": (),
     "max_length": (20,),
@@ -72,7 +72,7 @@ HF_OTHERS: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
 }
-GGUF_OTHERS: Mapping[str, tuple[Any, ...]] = {
+_GGUF_OTHERS: Mapping[str, tuple[Any, ...]] = {
     "sequence": (),
     "xtc_probability": (0.0,),
     "mirostat": (0,),
@@ -85,7 +85,7 @@ def sampling_defaults(settings: SamplingSection, source: ModelSource) -> dict[st
 
     Raises ConfigError naming the file and the field.
     """
-    found = recommended(settings.generation_config, source)
+    found = _recommended(settings.generation_config, source)
     found |= {name: value for name in SAMPLING_DEFAULTS if (value := getattr(settings, name)) != -1}
     if found:
         told = ", ".join(f"{name} {value:g}" for name, value in found.items())
@@ -93,42 +93,42 @@ def sampling_defaults(settings: SamplingSection, source: ModelSource) -> dict[st
     return found
 
 
-def recommended(generation_config: str, source: ModelSource) -> dict[str, int | float]:
+def _recommended(generation_config: str, source: ModelSource) -> dict[str, int | float]:
     """What the model's file says, or the one that is named instead."""
     if generation_config == "none":
         return {}
     if generation_config != "auto":
-        return from_path(Path(generation_config).expanduser())
-    if source.name in BUILT_IN:
-        return dict(BUILT_IN[source.name])
+        return _from_path(Path(generation_config).expanduser())
+    if source.name in _BUILT_IN:
+        return dict(_BUILT_IN[source.name])
     if source.kind == "hf":
-        return from_values(
-            read_json(Path(source.path), HF_FILE, missing_ok=True), HF_FILE, HF_NAMES, HF_OTHERS
+        return _from_values(
+            read_json(Path(source.path), _HF_FILE, missing_ok=True), _HF_FILE, _HF_NAMES, _HF_OTHERS
         )
     if source.kind == "gguf":
         metadata = GGUFFile(source.path).metadata
         own = {
-            key.removeprefix(GGUF_PREFIX): value
+            key.removeprefix(_GGUF_PREFIX): value
             for key, value in metadata.items()
-            if key.startswith(GGUF_PREFIX)
+            if key.startswith(_GGUF_PREFIX)
         }
-        return from_values(
-            own, f"{Path(source.path).name} ({GGUF_PREFIX}*)", GGUF_NAMES, GGUF_OTHERS
+        return _from_values(
+            own, f"{Path(source.path).name} ({_GGUF_PREFIX}*)", _GGUF_NAMES, _GGUF_OTHERS
         )
     return {}
 
 
-def from_path(path: Path) -> dict[str, int | float]:
+def _from_path(path: Path) -> dict[str, int | float]:
     """Of a file in the form of `generation_config.json`, or of a folder with one."""
-    file = path / HF_FILE if path.is_dir() else path
+    file = path / _HF_FILE if path.is_dir() else path
     try:
         values = read_json(file.parent, file.name)
     except ModelError as error:
         raise ConfigError(f"generation_config: {error}") from error
-    return from_values(values, str(file), HF_NAMES, HF_OTHERS)
+    return _from_values(values, str(file), _HF_NAMES, _HF_OTHERS)
 
 
-def from_values(
+def _from_values(
     values: Mapping[str, Any],
     file: str,
     names: Mapping[str, str],
@@ -143,14 +143,14 @@ def from_values(
     if ignored:
         log.warning("%s also asks for %s, which is not done here", file, ", ".join(ignored))
     found = {
-        name: checked(name, values[key], file, key)
+        name: _checked(name, values[key], file, key)
         for name, key in names.items()
         if values.get(key) is not None
     }
     return found
 
 
-def checked(name: str, value: object, file: str, key: str) -> int | float:
+def _checked(name: str, value: object, file: str, key: str) -> int | float:
     """A value of the file; ConfigError if it is no number or out of range."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{file}: {key} must be a number, not {str(value)[:40]!r}")

@@ -22,7 +22,7 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 
 DEFAULT_MODEL = "smollm2-135m"
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,16 @@ def resolve(
             f"a revision is only meaningful with a Hugging Face repository id, not with {model!r}"
         )
     if model == DEFAULT_MODEL:
-        return gguf_source(fetch_smollm2(folder, report), DEFAULT_MODEL)
+        return _gguf_source(fetch_smollm2(folder, report), DEFAULT_MODEL)
     if model.partition(":")[0] == "tiny-random":
         return ModelSource("tiny", "", model, tiny_config(model.partition(":")[2] or "llama"))
     path = Path(model).expanduser()
     if model and path.is_dir():  # Path("") is the current folder
-        return hf_source(path, path.resolve().name)
+        return _hf_source(path, path.resolve().name)
     if path.is_file():
-        return gguf_source(path, path.stem)
+        return _gguf_source(path, path.stem)
     if is_repository(model):
-        return hf_source(fetch_hub(model, revision, folder, report), model)
+        return _hf_source(fetch_hub(model, revision, folder, report), model)
     raise ModelError(
         f"no model {model!r}: give {DEFAULT_MODEL}, a model folder, a .gguf file, "
         "a Hugging Face repository id (owner/name) or tiny-random"
@@ -76,26 +76,26 @@ def resolve(
 def is_repository(model: str) -> bool:
     """True for owner/name with nothing of that name on this machine."""
     return (
-        REPOSITORY.fullmatch(model) is not None
+        _REPOSITORY.fullmatch(model) is not None
         and not model.endswith(".gguf")
         and ".." not in model
         and not Path(model).exists()
     )
 
 
-def hf_source(folder: Path, name: str) -> ModelSource:
+def _hf_source(folder: Path, name: str) -> ModelSource:
     """A folder with config.json."""
     config = read_hf_config(
         read_json(folder, "config.json"),
         read_json(folder, "generation_config.json", missing_ok=True),
     )
-    end = tokenizer_end_id(folder)
+    end = _tokenizer_end_id(folder)
     if end is not None and 0 <= end < config.vocab_size and end not in config.eos_ids:
         config = replace(config, eos_ids=(*config.eos_ids, end))
     return ModelSource("hf", str(folder), name, config)
 
 
-def tokenizer_end_id(folder: Path) -> int | None:
+def _tokenizer_end_id(folder: Path) -> int | None:
     """Id of the tokenizer's own end token, None if it names none.
 
     Chat models are often tuned to end with it while config.json still names the end token of their
@@ -118,7 +118,7 @@ def tokenizer_end_id(folder: Path) -> int | None:
     return None
 
 
-def gguf_source(path: Path, name: str) -> ModelSource:
+def _gguf_source(path: Path, name: str) -> ModelSource:
     """A .gguf file."""
     if path.suffix != ".gguf":
         raise ModelError(f"{path.name} is neither a model folder nor a .gguf file")

@@ -30,7 +30,7 @@ from jitney.engine.executor.sampling import (
     score_rows_at_once,
 )
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.sharding import POOL, WHOLE, first_best, gather, widen
+from jitney.engine.models.sharding import POOL, WHOLE, first_best, gather, on_mesh
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.kernels.interface import AttentionMeta, Kernels
 
@@ -289,7 +289,7 @@ def lower_step(
     graph, state = nnx.split(model)
     if mesh is not None:
         flat: Any = nnx.to_flat_state(state)
-        placed = [(path, leaf.replace(widen(path, leaf, mesh))) for path, leaf in flat]
+        placed = [(path, leaf.replace(on_mesh(path, leaf, mesh))) for path, leaf in flat]
         state = nnx.from_flat_state(placed)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, kernels, mesh)

@@ -26,7 +26,7 @@ from jitney.kernels.select import select
 #: of int8 grow as much (SmolLM2-135M diverges from its plain self by 2.1e-3 nats a token without a
 #: margin, 2.4 with 1.1, 4.6 with 1.5); fp8 has as many digits left wherever its factor puts a
 #: number.
-MARGINS = {jnp.dtype(jnp.int8): 1.1, jnp.dtype(jnp.float8_e4m3fn): 2.0}
+_MARGINS = {jnp.dtype(jnp.int8): 1.1, jnp.dtype(jnp.float8_e4m3fn): 2.0}
 #: Most positions that are read, and positions per page of the pool that they are read into.
 MOST_TOKENS, PAGE = 512, 16
 
@@ -36,7 +36,7 @@ def calibrate(model: Model, tokens: Sequence[int], kv_dtype: Any, mesh: Mesh | N
     `tokens`.
     """
     seen = largest(model, tokens, mesh)
-    model.set_kv_scales([factors(MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
+    model.set_kv_scales([factors(_MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
 
 
 def factors(most: jax.Array, kv_dtype: Any) -> jax.Array:
@@ -50,15 +50,15 @@ def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> li
     """Largest magnitude of each layer's keys (rotated) and values by head, float32 [2K], after
     reading `tokens` in one step into a small pool of plain floats, with the reference kernels."""
     graph, state = nnx.split(model)
-    config, kernels = model.config, select("", "reference")
+    config, dtype, kernels = model.config, model.dtype, select("", "reference")
     count = min(len(tokens), MOST_TOKENS, config.context_length)
     pages = -(-count // PAGE)
-    dtype = model.dtype
+    shape = (pages + 1, PAGE, 2 * config.n_kv_heads, config.head_dim)
 
     def read(state: Any, row: jax.Array, meta: AttentionMeta) -> list[jax.Array]:
-        pool = jnp.zeros((pages + 1, PAGE, 2 * config.n_kv_heads, config.head_dim), dtype)
-        _, pools = nnx.merge(graph, state)(row, [pool] * config.n_layers, meta, kernels)
-        return [jnp.max(jnp.abs(pool), axis=(0, 1, 3)).astype(jnp.float32) for pool in pools]
+        empty = [jnp.zeros(shape, dtype)] * config.n_layers
+        _, pools = nnx.merge(graph, state)(row, empty, meta, kernels)
+        return [_largest_by_head(pool) for pool in pools]
 
     if mesh is not None:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
@@ -70,6 +70,11 @@ def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> li
             check_vma=False,
         )
     return jax.jit(read)(state, np.asarray(tokens[:count], np.int32), one_prompt(count, pages))
+
+
+def _largest_by_head(pool: jax.Array) -> jax.Array:
+    """pool [N, page, 2K, D] -> float32 [2K]."""
+    return jnp.max(jnp.abs(pool), axis=(0, 1, 3)).astype(jnp.float32)
 
 
 def one_prompt(count: int, pages: int) -> AttentionMeta:

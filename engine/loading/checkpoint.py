@@ -43,7 +43,7 @@ class Checkpoint(Protocol):
         ...
 
 
-class PlainFolder(SafetensorsFolder):
+class _PlainFolder(SafetensorsFolder):
     """A Hugging Face folder of floats."""
 
     def packed(self, name: str) -> Packed | None:
@@ -68,5 +68,5 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     config = read_json(Path(source.path), "config.json")
     packing = read_packing(config.get("quantization_config"))
     if packing is None:
-        return PlainFolder(source.path)
+        return _PlainFolder(source.path)
     return QuantisedFolder(source.path, packing, weights.pieces)

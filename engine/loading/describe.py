@@ -14,7 +14,7 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
     """How the matrices are stored: a scheme, or dtype, or several of them with their counts. Where
     floats were made of a GGUF file's blocks it says of which: in float32 they are exact, which is
     another model than the same rounded."""
-    kinds = Counter(_kind(linear) for linear in model.linears())
+    kinds = Counter(map(_kind, model.linears()))
     if len(kinds) > 1:
         return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())
     kind = next(iter(kinds))

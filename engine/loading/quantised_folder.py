@@ -1,5 +1,5 @@
 """Hugging Face folders whose matrices are quantised: GPTQ, AWQ, compressed-tensors, fp8 (see
-`models.packing`).
+`jitney.engine.checkpoints.quantization_config`).
 
 A matrix is stored as several tensors; here it goes by the name it would have unquantised,
 `...weight`, and its shape.
@@ -7,10 +7,10 @@ A matrix is stored as several tensors; here it goes by the name it would have un
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,11 +21,10 @@ from jitney.engine.loading import repack
 from jitney.engine.models.quantization import Packed, widened
 from jitney.kernels.int4 import GROUP_SIZES
 
-#: Endings of the tensors that hold a matrix, by method; the axes of its 4-bit words: (outputs,
-#: inputs) and which of them counts words of eight.
-CODES = {"gptq": ".qweight", "awq": ".qweight", "compressed-tensors": ".weight_packed"}
+#: Endings of the tensors that hold a matrix in 4-bit words, by method.
+_CODES = {"gptq": ".qweight", "awq": ".qweight", "compressed-tensors": ".weight_packed"}
 #: Endings of what goes with it, and of what only matters to activations and KV in 8 bits.
-PARTS = (
+_PARTS = (
     ".qweight",
     ".qzeros",
     ".scales",
@@ -45,16 +44,16 @@ PARTS = (
     ".prob_scale",
 )
 #: Names of the scales of fp8 keys ("k") and values ("v") within a layer, by various tools.
-KV_SCALES = (
+_KV_SCALES = (
     "self_attn.{}_scale",
     "self_attn.attn.{}_scale",
     "self_attn.{}_proj.{}_scale",
     "self_attn.{}_proj.output_scale",
     "self_attn.kv_scale",
 )
-FP8_LIMIT = 448.0
+_FP8_LIMIT = 448.0
 #: Types of numbers with a scale of their own.
-EIGHT_BITS = ("F8_E4M3", "I8")
+_EIGHT_BITS = ("F8_E4M3", "I8")
 
 
 class QuantisedFolder(SafetensorsFolder):
@@ -64,7 +63,7 @@ class QuantisedFolder(SafetensorsFolder):
     Raises ModelError as that does, and when parts of a matrix are missing or do not fit each other.
     """
 
-    types = (*DTYPES, *EIGHT_BITS, "I32", "I64")
+    types = (*DTYPES, *_EIGHT_BITS, "I32", "I64")
 
     def __init__(self, folder: str | Path, packing: Packing, wanted: Container[str]):
         """wanted: names of the model's tensors. GPTQ's tools store a bias of zeros for layers that
@@ -73,47 +72,51 @@ class QuantisedFolder(SafetensorsFolder):
         super().__init__(folder)
         self.packing = packing
         self.stored = self.shapes
-        self.shapes = {
-            name: shape
-            for name, shape in self.stored.items()
-            if not name.endswith(PARTS) and (name in wanted or not self.is_zero_bias(name))
-        }
-        self.shapes |= dict(self.matrices())
+        self.shapes = {}
+        for name, shape in self.stored.items():
+            if not name.endswith(_PARTS) and (name in wanted or not self._is_zero_bias(name)):
+                self.shapes[name] = shape
+        self.shapes |= dict(self._matrices())
 
-    def is_zero_bias(self, name: str) -> bool:
+    def _is_zero_bias(self, name: str) -> bool:
         return name.endswith(".bias") and not super().read(name).any()
 
-    def matrices(self) -> Any:
-        """(name, shape [O, I]) of each matrix in words."""
-        ending = CODES.get(self.packing.method)
+    def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """(name, shape [O, I]) of each matrix in words; a word has eight numbers of one axis."""
+        ending = _CODES.get(self.packing.method)
         for name, shape in self.stored.items():
-            if ending and name.endswith(ending):
-                if len(shape) != 2:
-                    raise ModelError(f"{name[:100]} has {len(shape)} axes instead of 2")
-                a, b = shape
-                outs_ins = {"gptq": (b, 8 * a), "awq": (8 * b, a)}.get(
-                    self.packing.method, (a, 8 * b)
-                )
-                yield f"{name.removesuffix(ending)}.weight", outs_ins
+            if ending is None or not name.endswith(ending):
+                continue
+            if len(shape) != 2:
+                raise ModelError(f"{name[:100]} has {len(shape)} axes instead of 2")
+            a, b = shape
+            match self.packing.method:
+                case "gptq":
+                    sizes = b, 8 * a
+                case "awq":
+                    sizes = 8 * b, a
+                case _:
+                    sizes = a, 8 * b
+            yield f"{name.removesuffix(ending)}.weight", sizes
 
     def packed(self, name: str) -> Packed | None:
         """A matrix as it is stored, on the default device; None for floats and for scales of
         blocks.
         """
         base = name.removesuffix(".weight")
-        if self.kinds.get(name) in EIGHT_BITS:
-            return None if f"{base}.weight_scale_inv" in self.stored else self.eight_bits(base)
+        if self.kinds.get(name) in _EIGHT_BITS:
+            return None if f"{base}.weight_scale_inv" in self.stored else self._eight_bits(base)
         if name in self.stored or not name.endswith(".weight"):
             return None
         match self.packing.method:
             case "gptq":
-                parts = self.parts(base, ".qweight", ".qzeros", ".scales")
-                self.check_order(f"{base}.g_idx", len(parts[-1]))
+                parts = self._parts(base, ".qweight", ".qzeros", ".scales")
+                self._check_order(f"{base}.g_idx", len(parts[-1]))
                 packed = repack.gptq(*parts, self.packing.zero_offset)
             case "awq":
-                packed = repack.awq(*self.parts(base, ".qweight", ".qzeros", ".scales"))
+                packed = repack.awq(*self._parts(base, ".qweight", ".qzeros", ".scales"))
             case _:
-                packed = self.packed_rows(base)
+                packed = self._packed_rows(base)
         return packed
 
     def read(self, name: str) -> np.ndarray:
@@ -121,77 +124,80 @@ class QuantisedFolder(SafetensorsFolder):
         packed = self.packed(name)
         if packed is not None:
             return np.asarray(widened(packed)).T
-        if self.kinds.get(name) in EIGHT_BITS:
-            return self.block_scaled(name)
+        if self.kinds.get(name) in _EIGHT_BITS:
+            return self._block_scaled(name)
         return super().read(name)
 
-    def eight_bits(self, base: str) -> Packed:
+    def _eight_bits(self, base: str) -> Packed:
         """int8 or fp8 with a scale for the matrix or each output."""
-        weights, scale = (
-            super(QuantisedFolder, self).read(part)
-            for part in self.present(base, ".weight", ".weight_scale")
-        )
+        weight_name, scale_name = self._present(base, ".weight", ".weight_scale")
+        weights, scale = super().read(weight_name), super().read(scale_name)
         if scale.size not in (1, len(weights)):
             raise ModelError(
                 f"{base[:100]}.weight_scale {list(scale.shape)} is neither one number nor one for "
-                "each of "
-                f"{len(weights)} outputs"
+                f"each of {len(weights)} outputs"
             )
         return repack.eight_bits(jnp.asarray(weights), jnp.asarray(scale))
 
-    def block_scaled(self, name: str) -> np.ndarray:
+    def _block_scaled(self, name: str) -> np.ndarray:
         """fp8 with a scale for each block of outputs and inputs, as float32."""
-        weights, scale = (
-            super(QuantisedFolder, self).read(part) for part in (name, f"{name}_scale_inv")
-        )
+        weights = super().read(name)
+        scale = super().read(f"{name}_scale_inv")
         if scale.ndim != 2 or 0 in scale.shape:
             raise ModelError(f"{name[:100]}_scale_inv has {scale.ndim} axes instead of 2")
-        blocks = [-(-size // count) for size, count in zip(weights.shape, scale.shape, strict=True)]
-        blocks = [
-            1 << (size - 1).bit_length() for size in blocks
-        ]  # the last block of an axis may be cut short
-        wide = (
-            scale.astype(np.float32)
-            .repeat(blocks[0], 0)
-            .repeat(blocks[1], 1)[: len(weights), : weights.shape[1]]
-        )
+        wide = scale.astype(np.float32)
+        for axis, (size, count) in enumerate(zip(weights.shape, scale.shape, strict=True)):
+            block = -(-size // count)
+            block = 1 << (block - 1).bit_length()  # the last block of an axis may be cut short
+            wide = wide.repeat(block, axis)
+        wide = wide[: weights.shape[0], : weights.shape[1]]
         if wide.shape != weights.shape:
             raise ModelError(
                 f"{name[:100]}_scale_inv {list(scale.shape)} does not fit {list(weights.shape)}"
             )
         return weights.astype(np.float32) * wide
 
-    def packed_rows(self, base: str) -> Packed:
+    def _packed_rows(self, base: str) -> Packed:
         """compressed-tensors' words."""
-        zeros = [".weight_zero_point"] if f"{base}.weight_zero_point" in self.stored else []
-        words, scales, *zero_words = self.parts(base, ".weight_packed", ".weight_scale", *zeros)
-        return repack.packed_rows(words, zero_words[0] if zeros else None, scales)
-
-    def parts(self, base: str, *endings: str) -> list[Any]:
-        """The tensors of a matrix in words, checked against each other."""
-        names = self.present(base, *endings)
-        outs, ins = self.shapes[f"{base}.weight"]
-        by_rows = self.packing.method == "compressed-tensors"
-        shapes = {name.rpartition(".")[2]: self.stored[name] for name in names}
-        scales = shapes["weight_scale" if by_rows else "scales"]
-        groups = scales[-1 if by_rows else 0] if len(scales) == 2 else 0
-        zeros = (outs // 8, groups) if by_rows else (groups, outs // 8)
-        fits = (
-            groups
-            and ins % groups == 0
-            and (groups == 1 or ins // groups in GROUP_SIZES)
-            and outs % 8 == 0
-            and scales == ((outs, groups) if by_rows else (groups, outs))
-            and all(shapes.get(name, zeros) == zeros for name in ("qzeros", "weight_zero_point"))
+        if f"{base}.weight_zero_point" not in self.stored:
+            words, scales = self._parts(base, ".weight_packed", ".weight_scale")
+            return repack.packed_rows(words, None, scales)
+        words, scales, zeros = self._parts(
+            base, ".weight_packed", ".weight_scale", ".weight_zero_point"
         )
-        if not fits or (groups == 1 and ins not in GROUP_SIZES and ins % repack.WHOLE_GROUP):
+        return repack.packed_rows(words, zeros, scales)
+
+    def _parts(self, base: str, *endings: str) -> list[jax.Array]:
+        """The tensors of a matrix in words, checked against each other."""
+        names = self._present(base, *endings)
+        shapes = {name.rpartition(".")[2]: self.stored[name] for name in names}
+        if not self._parts_fit(self.shapes[f"{base}.weight"], shapes):
             raise ModelError(
                 f"{base[:100]}: its quantised parts do not fit each other, or are not in groups of "
                 f"{', '.join(map(str, GROUP_SIZES))} inputs: {shapes}"
             )
         return [jnp.asarray(super(QuantisedFolder, self).read(name)) for name in names]
 
-    def present(self, base: str, *endings: str) -> list[str]:
+    def _parts_fit(self, sizes: tuple[int, ...], shapes: dict[str, tuple[int, ...]]) -> bool:
+        """Whether scales and zero points of these shapes belong to a matrix of sizes (O, I)."""
+        outs, ins = sizes
+        by_rows = self.packing.method == "compressed-tensors"
+        scales = shapes["weight_scale" if by_rows else "scales"]
+        if len(scales) != 2:
+            return False
+        groups = scales[1] if by_rows else scales[0]
+        if not groups or ins % groups or outs % 8:
+            return False
+        if groups == 1:
+            fits = ins in GROUP_SIZES or ins % repack.WHOLE_GROUP == 0
+        else:
+            fits = ins // groups in GROUP_SIZES
+        zeros = (outs // 8, groups) if by_rows else (groups, outs // 8)
+        for name in ("qzeros", "weight_zero_point"):
+            fits = fits and shapes.get(name, zeros) == zeros
+        return fits and scales == ((outs, groups) if by_rows else (groups, outs))
+
+    def _present(self, base: str, *endings: str) -> list[str]:
         """Names of a matrix's tensors; ModelError for one that is missing."""
         names = [base + ending for ending in endings]
         missing = [name for name in names if name not in self.stored]
@@ -203,35 +209,36 @@ class QuantisedFolder(SafetensorsFolder):
         """Largest magnitudes of a layer's keys and values by the scales that the checkpoint has for
         them, if any.
         """
-        found = [
-            next(
-                (
-                    scale
-                    for scale in (
-                        self.number(f"model.layers.{layer}.{name.format(part, part)}")
-                        for name in KV_SCALES
-                    )
-                    if scale > 0
-                ),
-                0.0,
-            )
-            for part in "kv"
-        ]
-        return (FP8_LIMIT * found[0], FP8_LIMIT * found[1]) if all(found) else None
+        keys, values = self._kv_scale(layer, "k"), self._kv_scale(layer, "v")
+        if not keys or not values:
+            return None
+        return _FP8_LIMIT * keys, _FP8_LIMIT * values
 
-    def number(self, name: str) -> float:
+    def _kv_scale(self, layer: int, part: str) -> float:
+        """The scale of a layer's keys (k) or values (v); 0 if there is none."""
+        for name in _KV_SCALES:
+            scale = self._number(f"model.layers.{layer}.{name.format(part, part)}")
+            if scale > 0:
+                return scale
+        return 0.0
+
+    def _number(self, name: str) -> float:
         """A tensor of one number; 0 if there is none."""
-        value = super().read(name) if name in self.stored else np.zeros(0)
+        if name not in self.stored:
+            return 0.0
+        value = super().read(name)
         return float(value.ravel()[0]) if value.size == 1 else 0.0
 
-    def check_order(self, name: str, groups: int) -> None:
+    def _check_order(self, name: str, groups: int) -> None:
         """ModelError for GPTQ's activation order, unless it is the order of the inputs."""
-        index = super().read(name) if name in self.stored else np.zeros(0)
-        if len(index) and not np.array_equal(
-            index, np.arange(len(index)) // -(-len(index) // groups)
-        ):
+        if name not in self.stored:
+            return
+        index = super().read(name)
+        if not len(index):
+            return
+        group = -(-len(index) // groups)
+        if not np.array_equal(index, np.arange(len(index)) // group):
             raise ModelError(
                 f"{name[:100]} reorders inputs by activation (desc_act), which is not read: use a "
-                "version "
-                "of the model quantised without it"
+                "version of the model quantised without it"
             )

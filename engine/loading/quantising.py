@@ -26,10 +26,10 @@ from jitney.kernels.interface import KernelSet
 log = logging.getLogger("jitney.core")
 
 #: Compute capability from which NVIDIA GPUs convert fp8.
-FP8_CAPABILITY = 8.9
+_FP8_CAPABILITY = 8.9
 #: Read once to see how large keys and values become: prose, numbers, code and a list, as prompts
 #: have them.
-TEXT = """The ferry leaves the old harbour at seven, turns north past the lighthouse and reaches the island in about
+_TEXT = """The ferry leaves the old harbour at seven, turns north past the lighthouse and reaches the island in about
 forty minutes, if the wind is kind. On board there is coffee, a shelf of borrowed paperbacks and, most days, a dog.
 "Do you come here often?" asked the man with the green umbrella. She laughed. "Every Tuesday, for eleven years!"
 
@@ -77,10 +77,10 @@ def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
         name == "fp8"
         and device.platform in ("gpu", "cuda")
         and capability
-        and float(capability) < FP8_CAPABILITY
+        and float(capability) < _FP8_CAPABILITY
     ):
         raise ConfigError(
-            f"kv_dtype fp8 needs compute capability {FP8_CAPABILITY}; this {device.device_kind} "
+            f"kv_dtype fp8 needs compute capability {_FP8_CAPABILITY}; this {device.device_kind} "
             "has "
             f"{capability}: use int8"
         )
@@ -93,23 +93,22 @@ def load_kv_scales(
     """Give the model factors for its quantised pools: the checkpoint's own, else those that TEXT
     leads to.
     """
-    stored = stored_limits(source)
-    if stored is not None:
-        log.info("KV factors: as the checkpoint has them")
-        scales = [factors(most, kv_dtype) for most in stored]
-        if mesh is not None:
-            shares = Shares(source.config, mesh)
-            scales = [shares.place(("attention", "kv_scales"), layer) for layer in scales]
-        model.set_kv_scales(scales)
+    limits = _stored_limits(source)
+    if limits is None:
+        tokens = load_tokenizer(source).encode(_TEXT)
+        tokens = [token for token in tokens if token < source.config.vocab_size]
+        calibrate(model, tokens, kv_dtype, mesh)
+        log.info("KV factors: from %d tokens of the built-in text", len(tokens))
         return
-    tokens = load_tokenizer(source).encode(TEXT)
-    calibrate(
-        model, [token for token in tokens if token < source.config.vocab_size], kv_dtype, mesh
-    )
-    log.info("KV factors: from %d tokens of the built-in text", len(tokens))
+    scales = [factors(most, kv_dtype) for most in limits]
+    if mesh is not None:
+        shares = Shares(source.config, mesh)
+        scales = [shares.place(("attention", "kv_scales"), layer) for layer in scales]
+    model.set_kv_scales(scales)
+    log.info("KV factors: as the checkpoint has them")
 
 
-def stored_limits(source: ModelSource) -> list[Any] | None:
+def _stored_limits(source: ModelSource) -> list[Any] | None:
     """Largest magnitudes that a checkpoint states for each layer's KV heads, [2K] each, None if it
     states none.
     """

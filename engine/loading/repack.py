@@ -16,7 +16,7 @@ from jitney.engine.models.quantization import Packed
 from jitney.kernels.int4 import MIDDLE
 
 #: Which output of eight each 4-bit code of an AWQ word belongs to, from the lowest bits up.
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 #: Inputs of a super-block of Q4_K, and of a group in it.
 SUPER, GROUP = 256, 32
 #: Group that stands for "one scale for all inputs of an output".
@@ -29,7 +29,7 @@ def q4_0(rows: jax.Array) -> Packed:
     8) * step.
     """
     blocks = rows.reshape(len(rows), -1, 18)
-    return Packed(block_codes(blocks[..., 2:]), float16(blocks[..., :2]))
+    return Packed(_block_codes(blocks[..., 2:]), _float16(blocks[..., :2]))
 
 
 @jax.jit
@@ -39,7 +39,7 @@ def q4_1(rows: jax.Array) -> Packed:
     """
     blocks = rows.reshape(len(rows), -1, 20)
     return Packed(
-        block_codes(blocks[..., 4:]), float16(blocks[..., :2]), lows=float16(blocks[..., 2:4])
+        _block_codes(blocks[..., 4:]), _float16(blocks[..., :2]), lows=_float16(blocks[..., 2:4])
     )
 
 
@@ -52,19 +52,19 @@ def q4_k(rows: jax.Array) -> Packed:
     factors = jax.lax.bitcast_convert_type(
         blocks[..., :4].reshape(*blocks.shape[:2], 2, 2), jnp.float16
     )
-    steps, lows = six_bits(blocks[..., 4:16])
+    steps, lows = _six_bits(blocks[..., 4:16])
     scale = factors[..., :1].astype(jnp.float32) * steps
     low = -factors[..., 1:].astype(jnp.float32) * lows
     pairs = blocks[..., 16:].reshape(*blocks.shape[:2], SUPER // GROUP // 2, 1, GROUP)
     codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(len(rows), -1, 2, GROUP // 2)
     return Packed(
-        block_codes(codes[:, :, 0] | codes[:, :, 1] << 4),
+        _block_codes(codes[:, :, 0] | codes[:, :, 1] << 4),
         scale.reshape(len(rows), -1).T,
         lows=low.reshape(len(rows), -1).T,
     )
 
 
-def six_bits(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _six_bits(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[..., 12] bytes of Q4_K -> (steps [..., 8], lows [..., 8]), 0..63 as float32.
 
     The first four of each are the low bits of bytes 0..3 and 4..7; the last four are the halves of
@@ -76,14 +76,14 @@ def six_bits(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     return steps.astype(jnp.float32), lows.astype(jnp.float32)
 
 
-def block_codes(codes: jax.Array) -> jax.Array:
+def _block_codes(codes: jax.Array) -> jax.Array:
     """Bytes [O, G, 16], a group's inputs j and j + 16 in each -> uint8 [I // 2, O]: GGUF's blocks
     are our groups.
     """
     return codes.reshape(len(codes), -1).T
 
 
-def float16(pairs: jax.Array) -> jax.Array:
+def _float16(pairs: jax.Array) -> jax.Array:
     """Bytes [O, G, 2] -> float16 [G, O]."""
     return jax.lax.bitcast_convert_type(pairs, jnp.float16).T
 
@@ -94,9 +94,9 @@ def gptq(words: jax.Array, zero_words: jax.Array, scales: jax.Array, zero_offset
 
     zero_offset: what has to be added to the stored zero points.
     """
-    codes = nibbles(words).transpose(0, 2, 1).reshape(-1, words.shape[1])
-    zeros = nibbles(zero_words).reshape(len(zero_words), -1) + zero_offset
-    return grouped(codes, scales, zeros)
+    codes = _nibbles(words).transpose(0, 2, 1).reshape(-1, words.shape[1])
+    zeros = _nibbles(zero_words).reshape(len(zero_words), -1) + zero_offset
+    return _grouped(codes, scales, zeros)
 
 
 @jax.jit
@@ -104,11 +104,11 @@ def awq(words: jax.Array, zero_words: jax.Array, scales: jax.Array) -> Packed:
     """AWQ (gemm): words int32 [I, O / 8] and zero_words int32 [G, O / 8], eight outputs each;
     scales [G, O].
     """
-    back = jnp.argsort(jnp.array(AWQ_ORDER))
+    back = jnp.argsort(jnp.array(_AWQ_ORDER))
     codes, zeros = (
-        nibbles(array)[..., back].reshape(len(array), -1) for array in (words, zero_words)
+        _nibbles(array)[..., back].reshape(len(array), -1) for array in (words, zero_words)
     )
-    return grouped(codes, scales, zeros)
+    return _grouped(codes, scales, zeros)
 
 
 @jax.jit
@@ -116,11 +116,11 @@ def packed_rows(words: jax.Array, zero_words: jax.Array | None, scales: jax.Arra
     """compressed-tensors: words int32 [O, I / 8], eight inputs each, numbers less the least one;
     scales [O, G]; zero_words int32 [O / 8, G], eight outputs each, None where groups are
     symmetric."""
-    codes = nibbles(words).reshape(len(words), -1).T
+    codes = _nibbles(words).reshape(len(words), -1).T
     zeros = None
     if zero_words is not None:
-        zeros = nibbles(zero_words).transpose(0, 2, 1).reshape(-1, zero_words.shape[1]).T
-    return grouped(codes, scales.T, zeros)
+        zeros = _nibbles(zero_words).transpose(0, 2, 1).reshape(-1, zero_words.shape[1]).T
+    return _grouped(codes, scales.T, zeros)
 
 
 @jax.jit
@@ -129,22 +129,21 @@ def eight_bits(weights: jax.Array, scale: jax.Array) -> Packed:
     return Packed(weights.T, jnp.broadcast_to(scale.astype(jnp.float32).ravel(), len(weights)))
 
 
-def nibbles(words: jax.Array) -> jax.Array:
+def _nibbles(words: jax.Array) -> jax.Array:
     """int32 [...] -> uint8 [..., 8], the lowest bits first."""
     words = jax.lax.bitcast_convert_type(words, jnp.uint32)
     return (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.uint32) & 15).astype(jnp.uint8)
 
 
-def grouped(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> Packed:
+def _grouped(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> Packed:
     """codes uint8 [I, O], scales and zeros [G, O] -> int4; one group for all inputs becomes several
     alike.
     """
     if len(scales) == 1 and len(codes) > WHOLE_GROUP:
         times = len(codes) // WHOLE_GROUP
-        scales, zeros = (
-            jnp.repeat(scales, times, 0),
-            None if zeros is None else jnp.repeat(zeros, times, 0),
-        )
+        scales = jnp.repeat(scales, times, 0)
+        if zeros is not None:
+            zeros = jnp.repeat(zeros, times, 0)
     halves = codes.reshape(len(scales), 2, -1, codes.shape[1])
     return Packed((halves[:, 0] | halves[:, 1] << 4).reshape(-1, codes.shape[1]), scales, zeros)
 
@@ -152,18 +151,18 @@ def grouped(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> Pac
 def stack(parts: list[Packed]) -> Packed | None:
     """Matrices of the same inputs side by side, or None where they are not packed alike."""
     if any(part.lows is not None for part in parts):
-        parts = [with_lows(part) for part in parts]
-    if len({describe(part) for part in parts}) > 1:
+        parts = [_with_lows(part) for part in parts]
+    if len({_describe(part) for part in parts}) > 1:
         return None
-    return join(parts)
+    return _join(parts)
 
 
 @jax.jit
-def join(parts: list[Packed]) -> Packed:
+def _join(parts: list[Packed]) -> Packed:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=-1), *parts)
 
 
-def with_lows(part: Packed) -> Packed:
+def _with_lows(part: Packed) -> Packed:
     """int4 without zero points as int4 with lows, if that is exact: -8 steps, a matter of the
     exponent.
     """
@@ -172,6 +171,6 @@ def with_lows(part: Packed) -> Packed:
     return part._replace(lows=-MIDDLE * part.scale)
 
 
-def describe(part: Packed) -> tuple[object, ...]:
+def _describe(part: Packed) -> tuple[object, ...]:
     """What two matrices must share to lie side by side."""
     return tuple(None if array is None else (array.dtype, array.shape[:-1]) for array in part)

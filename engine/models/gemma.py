@@ -31,7 +31,7 @@ _HF = replace(
 _GGUF = replace(GGUF, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
 
 
-class GemmaBlock(Block):
+class _GemmaBlock(Block):
     """One layer: attention and MLP, each normed before and after, then added."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DType, rngs: nnx.Rngs):
@@ -52,7 +52,7 @@ class GemmaBlock(Block):
 class Gemma(Llama):
     """See `Llama`."""
 
-    block = GemmaBlock
+    block = _GemmaBlock
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as it was in training."""

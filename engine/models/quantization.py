@@ -22,7 +22,7 @@ from jitney.kernels.interface import Kernels
 #: Names of the schemes; plain is the model's own dtype.
 SCHEMES = ("plain", "int8", "fp8", "int4")
 #: Storage and largest magnitude of the schemes with one scale per output.
-EIGHT_BITS = {"int8": (jnp.dtype(jnp.int8), 127.0), "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0)}
+_EIGHT_BITS = {"int8": (jnp.dtype(jnp.int8), 127.0), "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0)}
 #: Storage of quantised KV pools, by name.
 KV_TYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 
@@ -30,15 +30,17 @@ KV_TYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 class Packed(NamedTuple):
     """A weight matrix [I, O] in one of the schemes; a pytree of arrays.
 
-    plain: kernel [I, O]. int8, fp8: kernel [I, O] in that type, scale float32 [O]. int4: kernel
-    uint8 [I // 2, O] as in `jitney.kernels.int4.Int4`, scale floating [I // R, O], and which number
-    nibble n stands for: (n - zero) * scale, zeros uint8 [I // R, O], or n * scale + low, lows
-    floating [I // R, O]; with neither, (n - 8) * scale.
+    Nibble n of int4 stands for (n - zero) * scale, or n * scale + low; with neither, (n - 8) *
+    scale.
     """
 
+    #: plain, int8, fp8: [I, O] in that type; int4: uint8 [I // 2, O] as in `kernels.int4.Int4`.
     kernel: Any
+    #: int8, fp8: float32 [O]; int4: floating [I // R, O]; plain: None.
     scale: Any = None
+    #: int4: uint8 [I // R, O], or None.
     zeros: Any = None
+    #: int4: floating [I // R, O], or None.
     lows: Any = None
 
     @property
@@ -46,9 +48,10 @@ class Packed(NamedTuple):
         """One of SCHEMES."""
         if self.kernel.dtype == jnp.uint8:
             return "int4"
-        return next(
-            (name for name, (dtype, _) in EIGHT_BITS.items() if self.kernel.dtype == dtype), "plain"
-        )
+        for name, (dtype, _) in _EIGHT_BITS.items():
+            if self.kernel.dtype == dtype:
+                return name
+        return "plain"
 
 
 def product(x: jax.Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.float32) -> jax.Array:
@@ -58,10 +61,10 @@ def product(x: jax.Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.flo
     if packed.scheme != "int4":
         return (kernels.matmul(x, packed.kernel) * packed.scale).astype(dtype)
     y = kernels.matmul_int4(x, Int4(packed.kernel, packed.scale, packed.zeros))
-    return (y if packed.lows is None else y + low_product(x, packed)).astype(dtype)
+    return (y if packed.lows is None else y + _low_product(x, packed)).astype(dtype)
 
 
-def low_product(x: jax.Array, packed: Packed) -> jax.Array:
+def _low_product(x: jax.Array, packed: Packed) -> jax.Array:
     """What `lows` add to a product that took nibbles as n - 8: the groups' sums of x times low + 8
     * scale.
 
@@ -79,14 +82,18 @@ def low_product(x: jax.Array, packed: Packed) -> jax.Array:
 def widened(packed: Packed) -> jax.Array:
     """The matrix as float32 [I, O]."""
     if packed.scheme == "int4":
-        wide = unpack_int4(Int4(packed.kernel, packed.scale, packed.zeros))
-        if packed.lows is None:
-            return wide
-        groups = wide.reshape(packed.scale.shape[0], -1, wide.shape[1])
-        lows = packed.lows.astype(jnp.float32) + MIDDLE * packed.scale.astype(jnp.float32)
-        return (groups + lows[:, None]).reshape(wide.shape)
+        return _widened_int4(packed)
     wide = packed.kernel.astype(jnp.float32)
     return wide if packed.scale is None else wide * packed.scale
+
+
+def _widened_int4(packed: Packed) -> jax.Array:
+    wide = unpack_int4(Int4(packed.kernel, packed.scale, packed.zeros))
+    if packed.lows is None:
+        return wide
+    groups = wide.reshape(packed.scale.shape[0], -1, wide.shape[1])
+    lows = packed.lows.astype(jnp.float32) + MIDDLE * packed.scale.astype(jnp.float32)
+    return (groups + lows[:, None]).reshape(wide.shape)
 
 
 @partial(jax.jit, static_argnames=("scheme", "dtype", "group"))
@@ -100,8 +107,8 @@ def quantise(weights: jax.Array, *, scheme: str, dtype: Any, group: int = 0) -> 
         case "plain":
             return Packed(weights.astype(dtype))
         case "int4":
-            return quantise_int4(weights, group or group_size(weights.shape[0]))
-    return quantise_eight_bits(weights, *EIGHT_BITS[scheme])
+            return _quantise_int4(weights, group or group_size(weights.shape[0]))
+    return _quantise_eight_bits(weights, *_EIGHT_BITS[scheme])
 
 
 def group_size(size_in: int) -> int:
@@ -116,7 +123,7 @@ def group_size(size_in: int) -> int:
     )
 
 
-def quantise_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Packed:
+def _quantise_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Packed:
     """[I, O] with the greatest magnitude of each output at `limit`."""
     wide = weights.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=0) / limit
@@ -125,7 +132,7 @@ def quantise_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Packed:
     return Packed((jnp.rint(steps) if dtype == jnp.int8 else steps).astype(dtype), scale)
 
 
-def quantise_int4(weights: jax.Array, group: int) -> Packed:
+def _quantise_int4(weights: jax.Array, group: int) -> Packed:
     """[I, O] in 16 levels per group and output, which span its range and have 0 among them.
 
     Scales are float16, and codes are chosen for the scale as stored. (Cutting off the ends of a

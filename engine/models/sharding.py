@@ -80,7 +80,7 @@ def first_best(best: jax.Array, token: jax.Array, columns: int) -> jax.Array:
     return jnp.where(jnp.isfinite(top), first, -1)
 
 
-def axis_of(path: Path, ndim: int) -> int | None:
+def _axis_of(path: Path, ndim: int) -> int | None:
     """Which axis of a weight is split; None: every device has all of it."""
     if path == ("embed",) or path[-1] == "kv_scales":
         return 0
@@ -91,33 +91,39 @@ def axis_of(path: Path, ndim: int) -> int | None:
     return 0 if names & set(BY_INPUTS) and ndim == 2 else None
 
 
-def sharding_of(path: Path, ndim: int, mesh: Mesh) -> NamedSharding:
+def _sharding_of(path: Path, ndim: int, mesh: Mesh) -> NamedSharding:
     """How a weight lies on the mesh."""
-    axis = axis_of(path, ndim)
+    axis = _axis_of(path, ndim)
     return NamedSharding(mesh, WHOLE if axis is None else PartitionSpec(*[None] * axis, AXIS))
 
 
-def whole_shape(path: Path, own: Sequence[int], shards: int) -> tuple[int, ...]:
+def _whole_shape(path: Path, own: Sequence[int], shards: int) -> tuple[int, ...]:
     """A weight's shape over all devices, given that of one device's share."""
-    axis = axis_of(path, len(own))
+    axis = _axis_of(path, len(own))
     return tuple(size * shards if at == axis else size for at, size in enumerate(own))
 
 
-def widen(path: Path, own: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def on_mesh(path: Path, own: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """A weight as it lies on the mesh, given anything with the shape and dtype of one device's
     share.
     """
     return jax.ShapeDtypeStruct(
-        whole_shape(path, own.shape, mesh.size),
+        _whole_shape(path, own.shape, mesh.size),
         own.dtype,
-        sharding=sharding_of(path, len(own.shape), mesh),
+        sharding=_sharding_of(path, len(own.shape), mesh),
     )
+
+
+def _run(first: int, count: int) -> slice:
+    """`count` indices from `first` on."""
+    return slice(first, first + count)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Who holds what of a model's weights. config: of the whole model."""
+    """Who holds what of a model's weights."""
 
+    #: Of the whole model.
     config: ModelConfig
     mesh: Mesh
 
@@ -131,45 +137,55 @@ class Shares:
         holds, in its own order.
 
         A fused projection is cut piece by piece, so that each device has (q, k, v) or (gate, up) of
-        its own. Devices beyond the KV heads share them: each of a head's devices holds it.
+        its own.
         """
         own, whole = self.own, self.config
-        first_kv = device * whole.n_kv_heads // own.shards
         if path[-1] == "kv_scales":
-            return [slice(2 * first_kv, 2 * (first_kv + own.n_kv_heads))]
+            return [_run(2 * self._first_kv(device), 2 * own.n_kv_heads)]
         if "qkv" in path:
-            heads = [(device * own.n_heads, own.n_heads)]
-            heads += [
-                (whole.n_heads + part * whole.n_kv_heads + first_kv, own.n_kv_heads)
-                for part in (0, 1)
-            ]
-            dim = whole.head_dim
-            return [slice(first * dim, (first + count) * dim) for first, count in heads]
+            return self._heads(device)
         inner = own.intermediate_size
         if "gate_up" in path:
-            starts = (device * inner, whole.intermediate_size + device * inner)
-            return [slice(start, start + inner) for start in starts]
+            gate = device * inner
+            return [_run(gate, inner), _run(whole.intermediate_size + gate, inner)]
         if size % own.shards:
             raise ConfigError(
                 f"tensor_parallel {own.shards} does not divide the {size} groups of inputs of "
-                "quantised "
-                f"{'.'.join(map(str, path))}"
+                f"quantised {'.'.join(map(str, path))}"
             )
-        return [slice(device * size // own.shards, (device + 1) * size // own.shards)]
+        return [_run(device * size // own.shards, size // own.shards)]
+
+    def _first_kv(self, device: int) -> int:
+        """The device's first KV head; devices beyond the KV heads share them."""
+        return device * self.config.n_kv_heads // self.own.shards
+
+    def _heads(self, device: int) -> list[slice]:
+        """Columns of the fused query, key and value projection."""
+        own, whole = self.own, self.config
+        dim = whole.head_dim
+        keys = whole.n_heads + self._first_kv(device)
+        values = keys + whole.n_kv_heads
+        return [
+            _run(device * own.n_heads * dim, own.n_heads * dim),
+            _run(keys * dim, own.n_kv_heads * dim),
+            _run(values * dim, own.n_kv_heads * dim),
+        ]
 
     def cut(self, path: Path, array: Any, device: int, *, transposed: bool = False) -> Any:
         """One device's share of a weight in the checkpoint's order, numpy or jax; transposed: a
         matrix [O, I].
         """
-        axis = axis_of(path, array.ndim)
+        axis = _axis_of(path, array.ndim)
         if axis is None:
             return array
-        axis = array.ndim - 1 - axis if transposed else axis
+        if transposed:
+            axis = array.ndim - 1 - axis
         before = (slice(None),) * axis
         parts = [array[(*before, part)] for part in self.ranges(path, array.shape[axis], device)]
         if len(parts) == 1:
             return parts[0]
-        return (np if isinstance(array, np.ndarray) else jnp).concatenate(parts, axis=axis)
+        library = np if isinstance(array, np.ndarray) else jnp
+        return library.concatenate(parts, axis=axis)
 
     def place(self, path: Path, array: Any) -> jax.Array:
         """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding
@@ -206,7 +222,7 @@ class Shares:
         """One array out of the devices' shares, each on its device already."""
         own = pieces[0].shape
         return jax.make_array_from_single_device_arrays(
-            whole_shape(path, own, self.mesh.size),
-            sharding_of(path, len(own), self.mesh),
+            _whole_shape(path, own, self.mesh.size),
+            _sharding_of(path, len(own), self.mesh),
             list(pieces),
         )
