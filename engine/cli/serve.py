@@ -77,7 +77,7 @@ class _Server:
         self, config: Config, keys: tuple[str, ...], bound: socket.socket, display: Display
     ):
         from jitney.engine.process.supervisor import ProcessClient
-        from jitney.engine.process.trace_recorder import Recorder, recording
+        from jitney.engine.process.trace_recorder import Recorder
 
         self.config = config
         #: The listening socket, and its address as a client here writes it.
@@ -85,14 +85,14 @@ class _Server:
         self.url = base_url(config.server, bound.getsockname()[1])
         self.display = display
         #: The engine's process.
-        self.client = client = ProcessClient(config, on_progress=display.progress)
+        self.client = ProcessClient(config, on_progress=display.progress)
         #: Writes down what traffic comes, if that is asked for.
         self.recorder: Recorder | None = None
         if config.server.record:
             self.recorder = Recorder(config.server.record)
-            client = recording(client, self.recorder)
+            self.client.history.listeners.append(self.recorder.ended)
         settings = limits(config, keys)
-        self.app = _build_app(config, settings, client)
+        self.app = _build_app(config, settings, self.client)
         self.web = web_server(config, settings, self.app)
         #: Numbers of the signals that came.
         self.signals: asyncio.Queue[int] = asyncio.Queue()

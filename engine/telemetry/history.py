@@ -47,6 +47,7 @@ class RequestRecords:
         self.n_open = 0
         self._keep_tokens = keep_tokens
         self._keep_times = keep_times
+        self._keeps = keep_tokens or keep_times
         #: By request id, each a record per sequence; in the order of their arrival.
         self._records: dict[str, list[RequestRecord]] = {}
         self._next_number = 0
@@ -81,25 +82,28 @@ class RequestRecords:
         """Take in a report. step: number of the step it tells of, or of the one before if it tells
         of none. now: when that step was done.
         """
+        records_of = self._records.get
         for output in report.outputs:
-            self._take_output(output, step, now)
+            records = records_of(output.request_id)
+            if records is None:
+                continue
+            record = records[output.index]
+            if record.finished is not None:
+                continue
+            if output.tokens:
+                # Every token of every sequence comes here: most of them need this line alone.
+                record.n_output += len(output.tokens)
+                if self._keeps or not record.stays or record.stays[-1].first_token is None:
+                    self._take_tokens(record, output, step, now)
+            if output.finish is not None:
+                code = output.error.code if output.error else ""
+                self._end(record, output.finish, code, step, now)
         for event in report.events:
             self._take_event(event)
-
-    def _take_output(self, output: SequenceOutput, step: int, now: float) -> None:
-        record = self.find(output.request_id, output.index)
-        if record is None or record.finished is not None:
-            return
-        if output.tokens:
-            self._take_tokens(record, output, step, now)
-        if output.finish is not None:
-            code = output.error.code if output.error else ""
-            self._end(record, output.finish, code, step, now)
 
     def _take_tokens(
         self, record: RequestRecord, output: SequenceOutput, step: int, now: float
     ) -> None:
-        record.n_output += len(output.tokens)
         if record.tokens is not None:
             record.tokens += output.tokens
         if record.token_times is not None:

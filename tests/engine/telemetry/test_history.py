@@ -15,7 +15,7 @@ from history_fakes import INFO, Watched, random_run
 from jitney.engine import messages
 from jitney.engine.core import EngineCore
 from jitney.engine.records import RecordRing
-from jitney.engine.telemetry.history import KEEP_S
+from jitney.engine.telemetry.history import KEEP_S, History
 from jitney.engine.telemetry.request_record import RequestRecord
 
 
@@ -148,7 +148,8 @@ def test_old_trips_are_forgotten():
 
 def test_tokens_are_kept_only_if_asked_for():
     watched = Watched()
-    watched.history._keep_tokens = True
+    watched.history = History(keep_tokens=True, clock=watched.clock)
+    watched.history.core_ready(INFO)
     watched.add("a", [1, 2], max_tokens=3, ignore_eos=True)
     while watched.core.has_work:
         watched.step()
