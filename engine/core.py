@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
-
-import msgspec
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import AskSeatMap, PromptChunk, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
+from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutput
 
 
@@ -39,15 +39,20 @@ class Runner(Protocol):
         ...
 
 
-class Flight(msgspec.Struct):
-    """A launched step and when each part of its launch was done (clock, seconds)."""
+@dataclass(slots=True)
+class Flight:
+    """A launched step, and when each part of its launch was done (clock, seconds)."""
 
     plan: Plan
+    #: What `Runner.launch` returned for it.
     ticket: Any
+    #: Its plan was begun, and made.
     started: float
     planned: float
+    #: It was packed, and launched.
     batched: float
     launched: float
+    #: Something was compiled for it.
     compiled: bool
 
 
@@ -63,22 +68,26 @@ class EngineCore:
         ledger: Ledger,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.scheduler, self.runner, self.ledger, self.clock = scheduler, runner, ledger, clock
+        self.scheduler = scheduler
+        self.runner = runner
+        self.ledger = ledger
+        self.clock = clock
+        # The step that the device computes.
         self._flight: Flight | None = None
+        # When the device finished the last step; None after a time without work.
+        self._ready: float | None = None
+        # For the next report.
         self._rejected: list[SequenceOutput] = []
-        self._asked: list[AskSeatMap] = []
+        self._questions: list[AskSeatMap] = []
         self._answers: list[SeatMap] = []
-        self._ready: float | None = (
-            None  # when the device finished the last step; None after a time without work
-        )
 
     @property
     def has_work(self) -> bool:
-        """True while `step` has anything to do or to tell."""
-        return self._flight is not None or self.scheduler.has_open or self.has_news
+        """True while `step` has anything to do or to report."""
+        return self._flight is not None or self.scheduler.has_open or self.has_outputs
 
     @property
-    def has_news(self) -> bool:
+    def has_outputs(self) -> bool:
         """True when outputs wait for the next step to hand them out."""
         return bool(self._rejected) or self.scheduler.has_outputs
 
@@ -87,7 +96,7 @@ class EngineCore:
         """Seconds in which `step` would do nothing unless somebody comes, because the policy lets
         all wait; else 0.
         """
-        if self._flight is not None or self.has_news or self._asked:
+        if self._flight is not None or self.has_outputs or self._questions:
             return 0.0
         return self.scheduler.pause(self.clock())
 
@@ -119,64 +128,82 @@ class EngineCore:
         """Have the next step's report answer, as things stand after its plan: between a step's end
         and the next plan a seat that was just left looks free though somebody waits for it. Without
         work, use `seat_map`."""
-        self._asked.append(question)
+        self._questions.append(question)
 
     def step(self) -> StepReport:
-        """Plan and launch the next step, then take in the one before it."""
-        clock, previous, self._flight = self.clock, self._flight, None
-        started = clock()
+        """Plan and launch the next step, then fetch and commit the one before it."""
+        previous = self._flight
+        started = self.clock()
         plan = self.scheduler.plan(started)
-        if plan is not None:
-            compiles, planned = self.runner.compiles, clock()
-            batch = self.runner.batch(plan)
-            batched = clock()
-            ticket = self.runner.launch(batch)
-            self._flight = Flight(
-                plan, ticket, started, planned, batched, clock(), self.runner.compiles > compiles
-            )
-        if self._asked:
-            self._answer()
+        self._flight = self._launch(plan, started) if plan is not None else None
+        self._answer()
         if previous is None:
             return self._report(self.scheduler.drain())
-        waited = clock()
+        waited = self.clock()
         result = self.runner.fetch(previous.ticket)
-        ready = clock()
+        ready = self.clock()
         outputs = self.scheduler.commit(previous.plan, result, ready)
-        return self._report(
-            outputs, self._record(previous, waited, ready), prompt_rows(previous.plan)
-        )
+        record = self._record(previous, waited, ready)
+        return self._report(outputs, record, prompt_chunks(previous.plan))
 
-    def _report(
-        self, outputs: list[SequenceOutput], record: bytes = b"", chunks: Sequence[PromptChunk] = ()
-    ) -> StepReport:
-        (rejected, self._rejected), (answers, self._answers) = (
-            (self._rejected, []),
-            (self._answers, []),
-        )
-        released = self.scheduler.take_released()
-        life = released_at(released, self.scheduler.steps, self.clock()) if released else []
-        life += life_of(self._flight.plan, self._flight.started) if self._flight is not None else []
-        return StepReport(rejected + outputs, record, life, list(chunks), answers)
+    def _launch(self, plan: Plan, started: float) -> Flight:
+        """Pack a plan and start its step."""
+        compiles = self.runner.compiles
+        planned = self.clock()
+        batch = self.runner.batch(plan)
+        batched = self.clock()
+        ticket = self.runner.launch(batch)
+        launched = self.clock()
+        compiled = self.runner.compiles > compiles
+        return Flight(plan, ticket, started, planned, batched, launched, compiled)
 
     def _answer(self) -> None:
-        asked, self._asked = self._asked, []
-        self._answers += [
-            self.seat_map(question.ticket, seats=question.seats) for question in asked
+        """Answer as things stand after the plan."""
+        for question in self._questions:
+            self._answers.append(self.seat_map(question.ticket, seats=question.seats))
+        self._questions.clear()
+
+    def _report(
+        self,
+        outputs: list[SequenceOutput],
+        record: bytes = b"",
+        chunks: list[PromptChunk] | None = None,
+    ) -> StepReport:
+        """What has become known since the last report."""
+        rejected, self._rejected = self._rejected, []
+        answers, self._answers = self._answers, []
+        events = self._released()
+        if self._flight is not None:
+            events += seat_events(self._flight.plan, self._flight.started)
+        return StepReport(rejected + outputs, record, events, chunks or [], answers)
+
+    def _released(self) -> list[SequenceEvent]:
+        """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
+        step = self.scheduler.steps
+        return [
+            SequenceEvent("released", "", 0, seat, step, self.clock(), 0, 0)
+            for seat in self.scheduler.take_released()
         ]
 
     def _record(self, flight: Flight, waited: float, ready: float) -> bytes:
-        """Account for one step; what the host waited for it is what the device took, unless the
-        host was slower.
+        """Account for a step that was committed. waited, ready: when the host began to wait for it,
+        and when it was there.
+
+        What the host waited for it is what the device took, unless the host was slower.
         """
-        plan, before, began = flight.plan, self._ready, flight.launched
-        occupancy, work = plan.occupancy, plan.work
-        if before is not None and before > began:
-            began = before
-        device, gap = ready - began, 0.0 if before is None else began - before
+        plan = flight.plan
+        before = self._ready
+        began = flight.launched
+        gap = 0.0
+        if before is not None:
+            began = max(began, before)
+            gap = began - before
+        device = ready - began
         if not flight.compiled:
             self.scheduler.observe(plan, device)
         # The next step's gap is idle time only while there was something to do.
-        self._ready = ready if self._flight is not None or self.scheduler.has_open else None
+        busy = self._flight is not None or self.scheduler.has_open
+        self._ready = ready if busy else None
         return self.ledger.record(
             step=plan.number,
             started=flight.started,
@@ -189,13 +216,13 @@ class EngineCore:
             recomputed=plan.recomputed,
             past_end=plan.past_end,
             cancelled=plan.cancelled,
-            seats_busy=occupancy.seats_busy,
+            seats_busy=plan.occupancy.seats_busy,
             seats=self.scheduler.limits.max_seats,
-            pages_used=occupancy.pages_used,
-            pages_cached=occupancy.pages_cached,
+            pages_used=plan.occupancy.pages_used,
+            pages_cached=plan.occupancy.pages_cached,
             pages=self.scheduler.pool.capacity,
-            waiting=occupancy.waiting,
-            waiting_tokens=occupancy.waiting_tokens,
+            waiting=plan.occupancy.waiting,
+            waiting_tokens=plan.occupancy.waiting_tokens,
             boarded=len(plan.boarded),
             finished=plan.finished,
             preempted=len(plan.preempted),
@@ -208,9 +235,9 @@ class EngineCore:
             commit_s=self.clock() - ready,
             gap_s=gap,
             compiled=flight.compiled,
-            keys=work.keys,
-            longest=work.longest,
-            pairs=work.pairs,
+            keys=plan.work.keys,
+            longest=plan.work.longest,
+            pairs=plan.work.pairs,
         )
 
     def run_until_idle(self, max_steps: int = 100_000) -> list[SequenceOutput]:
@@ -228,11 +255,8 @@ class EngineCore:
         """Every seat (unless `seats` is false) and the state of every page, for whoever asked with
         this ticket.
         """
-        return SeatMap(
-            ticket,
-            self.scheduler.seat_map() if seats else [],
-            self.scheduler.pool.states().tobytes(),
-        )
+        page_states = self.scheduler.pool.states().tobytes()
+        return SeatMap(ticket, self.scheduler.seat_map() if seats else [], page_states)
 
     def check(self) -> None:
         """Raise RuntimeError if a page, seat or sequence is lost, or the ledger does not close."""
@@ -241,54 +265,37 @@ class EngineCore:
             raise RuntimeError("the ledger does not close")
 
 
-def life_of(plan: Plan, started: float) -> list[SequenceEvent]:
+def seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
     """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to
     who kept count.
     """
+    preempted = [_event_of("preempted", seq, -1, plan, started) for seq in plan.preempted]
+    boarded = [_event_of("seated", seq, seq.seat, plan, started) for seq in plan.boarded]
+    return preempted + boarded
+
+
+def _event_of(event: str, seq: Sequence, seat: int, plan: Plan, started: float) -> SequenceEvent:
+    return SequenceEvent(
+        event=event,
+        request_id=seq.request_id,
+        index=seq.index,
+        seat=seat,
+        step=plan.number,
+        t=started,
+        n_in=seq.n_prompt,
+        n_out=seq.n_output,
+    )
+
+
+def prompt_chunks(plan: Plan) -> list[PromptChunk]:
+    """The prompt chunks of a plan."""
     return [
-        *(
-            SequenceEvent(
-                "preempted",
-                seq.request.id,
-                seq.index,
-                -1,
-                plan.number,
-                started,
-                seq.n_prompt,
-                seq.n_output,
-            )
-            for seq in plan.preempted
-        ),
-        *(
-            SequenceEvent(
-                "seated",
-                seq.request.id,
-                seq.index,
-                seq.seat,
-                plan.number,
-                started,
-                seq.n_prompt,
-                seq.n_output,
-            )
-            for seq in plan.boarded
-        ),
-    ]
-
-
-def released_at(seats: list[int], step: int, t: float) -> list[SequenceEvent]:
-    """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
-    return [SequenceEvent("released", "", 0, seat, step, t, 0, 0) for seat in seats]
-
-
-def prompt_rows(plan: Plan) -> list[PromptChunk]:
-    """The prompt chunks of a plan, which come after its decode rows."""
-    rows = []
-    for chunk in reversed(plan.chunks):
-        if chunk.decode:
-            break
-        rows.append(
-            PromptChunk(
-                chunk.seq.request.id, chunk.seq.index, chunk.start, chunk.count, chunk.recomputed
-            )
+        PromptChunk(
+            request_id=chunk.seq.request_id,
+            index=chunk.seq.index,
+            start=chunk.start,
+            count=chunk.count,
+            recomputed=chunk.recomputed,
         )
-    return rows[::-1]
+        for chunk in plan.prompt_chunks
+    ]

@@ -103,8 +103,8 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
     for request in traffic:
         core.add(request)
     telling, asking, whole, reports = [0.0], [0.0], [0.0], []
-    core_module.life_of = timed(core_module.life_of, telling)
-    core_module.prompt_rows = timed(core_module.prompt_rows, telling)
+    core_module.seat_events = timed(core_module.seat_events, telling)
+    core_module.prompt_chunks = timed(core_module.prompt_chunks, telling)
     core._answer = timed(core._answer, asking)
     step, encode_news = timed(core.step, whole), timed(messages.encode, telling)
     for number in range(steps):

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import msgspec
-
 #: Decode-only sizes on a GPU or TPU. Reading the weights takes as long for 1 row as for some 300
 #: (operations over bytes per second of an H100, two bytes a weight), so padding to the next size is
 #: nearly free, and each size costs a program with the sampler and one without. Beyond 64 rows,
@@ -18,7 +16,8 @@ import msgspec
 DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
-class Bucket(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class Bucket:
     """Shapes of one executable: `tokens` rows computed (T), `seats` sequences and logit rows
     (S).
     """
@@ -89,7 +88,7 @@ class Buckets:
 
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     """low, 2 low, 4 low, ... and always `high` itself as the last."""
-    sizes = []
+    sizes: list[int] = []
     size = low
     while size < high:
         sizes.append(size)

@@ -47,8 +47,6 @@ class FairQueue(WaitingQueue):
     Itself it is the queue of all by arrival, for the one boarding in EVERY that goes by that.
     """
 
-    counts = True
-
     def __init__(self) -> None:
         super().__init__()
         self._accounts: dict[str, Account] = {}

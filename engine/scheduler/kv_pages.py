@@ -37,17 +37,20 @@ class PagePool:
             raise ValueError(
                 f"a pool needs 2 pages (one is trash) of 1 token, not {n_pages} of {page_size}"
             )
-        self.n_pages, self.page_size, self.retain = n_pages, page_size, retain
-        self._free = list(range(n_pages - 1, 0, -1))  # a stack: low numbers go first
-        self._owners = [0] * n_pages  # references of each page
-        self._keys: list[bytes | None] = [None] * n_pages  # key each page is published under
+        self.n_pages = n_pages
+        self.page_size = page_size
+        self.retain = retain
+        # A stack: low numbers go first.
+        self._free = list(range(n_pages - 1, 0, -1))
+        # References of each page.
+        self._owners = [0] * n_pages
+        # The key that each page is published under, and the other way round.
+        self._keys: list[bytes | None] = [None] * n_pages
         self._index: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # published, unreferenced; oldest first
-        self._states = bytearray(
-            n_pages
-        )  # what `states` says: kept as it changes, for the page asks often
+        # Published and not referenced, oldest first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        # What `states` returns, written as it changes: it is asked for often.
+        self._states = bytearray(n_pages)
 
     @property
     def capacity(self) -> int:
@@ -79,7 +82,7 @@ class PagePool:
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Take a reference to the page of each key, in order, up to the first that is not here."""
-        pages = []
+        pages: list[int] = []
         for key in keys:
             page = self._index.get(key)
             if page is None:
@@ -103,7 +106,7 @@ class PagePool:
         """
         if count > self.available:
             return None
-        pages = []
+        pages: list[int] = []
         for _ in range(count):
             page = self._free.pop() if self._free else self._evict()
             self._owners[page] = 1
@@ -177,36 +180,40 @@ class PagePool:
         """Raise RuntimeError unless every page is accounted for; `tables`: the page lists of all
         owners.
         """
+        free = set(self._free)
+        cached = set(self._cached)
         held = {page for page, owners in enumerate(self._owners) if owners}
-        parts = [set(self._free), set(self._cached), held]
-        if sum(map(len, parts)) != self.capacity or set.union(*parts) != set(
-            range(1, self.n_pages)
-        ):
+        counted = len(self._free) + len(cached) + len(held)
+        if counted != self.capacity or free | cached | held != set(range(1, self.n_pages)):
             raise RuntimeError(
                 f"pages lost or doubled: {len(self._free)} free, {len(self._cached)} cached, "
                 f"{len(held)} held of {self.capacity}"
             )
-        if len(parts[0]) != len(self._free):
+        if len(free) != len(self._free):
             raise RuntimeError("a page is in the free list twice")
-        known = {page: CACHED for page in parts[1]} | {
-            page: min(self._owners[page], SHARED) for page in held
-        }
-        if any(state != known.get(page, FREE) for page, state in enumerate(self._states)):
-            raise RuntimeError("the states of pages disagree with who holds them")
-        published = {key: page for page, key in enumerate(self._keys) if key is not None}
-        if (
-            published != self._index
-            or not parts[1] <= set(published.values())
-            or parts[0] & set(published.values())
-        ):
+        for page, state in enumerate(self._states):
+            if state != self._state_of(page):
+                raise RuntimeError("the states of pages disagree with who holds them")
+        named = {key: page for page, key in enumerate(self._keys) if key is not None}
+        pages = set(named.values())
+        if named != self._index or not cached <= pages or free & pages:
             raise RuntimeError("the prefix index and the pages disagree")
         if tables is not None:
-            owners = Counter(page for table in tables for page in table if page)
-            if any(owners[page] != count for page, count in enumerate(self._owners)):
-                raise RuntimeError("reference counts differ from the pages that sequences hold")
+            self._check_owners(tables)
+
+    def _state_of(self, page: int) -> int:
+        """The state that a page is in by who holds it."""
+        if self._owners[page]:
+            return min(self._owners[page], SHARED)
+        return CACHED if page in self._cached else FREE
+
+    def _check_owners(self, tables: Iterable[list[int]]) -> None:
+        owners = Counter(page for table in tables for page in table if page)
+        if any(owners[page] != count for page, count in enumerate(self._owners)):
+            raise RuntimeError("reference counts differ from the pages that sequences hold")
 
 
-KEY_BYTES = 16
+_KEY_BYTES = 16
 
 
 def root_key(tenant: str, cache_salt: str, request_id: str = "") -> bytes:
@@ -217,7 +224,7 @@ def root_key(tenant: str, cache_salt: str, request_id: str = "") -> bytes:
     parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, cache_salt, request_id)]
     # Lengths go first, so that ("ab", "c") and ("a", "bc") differ.
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return blake2b(framed, digest_size=KEY_BYTES).digest()
+    return blake2b(framed, digest_size=_KEY_BYTES).digest()
 
 
 def extend_keys(
@@ -230,7 +237,7 @@ def extend_keys(
     for start in range(len(keys) * page_size, n_pages * page_size, page_size):
         parent = keys[-1] if keys else root
         page = array("i", tokens[start : start + page_size]).tobytes()
-        keys.append(blake2b(parent + page, digest_size=KEY_BYTES).digest())
+        keys.append(blake2b(parent + page, digest_size=_KEY_BYTES).digest())
 
 
 def shareable_keys(seq: Sequence, page_size: int) -> list[bytes]:

@@ -1,14 +1,9 @@
-"""What the scheduler decides for one step: counts and references, no device, no arrays.
-
-What is made anew in each step is a msgspec Struct here and elsewhere: its constructor is C, where a
-dataclass runs a Python function that the host's caches have forgotten since the last step.
-"""
+"""What the scheduler decides for one step: counts and references, no device, no arrays."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.types import TokenLogprobs
@@ -17,18 +12,19 @@ if TYPE_CHECKING:
     from jitney.engine.scheduler.sequence import Sequence
 
 
-class StepWork(msgspec.Struct, frozen=True, gc=False):
-    """The rows of one step. decode, prompt: rows of each kind, padding excluded.
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The rows of one step and what they attend to."""
 
-    keys: KV positions that the decode rows attend to, summed. longest: most that one of them
-    attends to, because rows that are attended in groups take as long as the longest. pairs:
-    query-key pairs of the prompt rows.
-    """
-
+    #: Decode rows, one for each sequence that decodes.
     decode: int = 0
+    #: Prompt rows.
     prompt: int = 0
+    #: KV positions that the decode rows attend to, summed.
     keys: int = 0
+    #: The most that one of them attends to: rows attended in groups take as long as the longest.
     longest: int = 0
+    #: Query-key pairs of the prompt rows.
     pairs: int = 0
 
 
@@ -37,30 +33,29 @@ def work_of(chunks: list[Chunk]) -> StepWork:
     ends = [chunk.end for chunk in chunks if chunk.decode]
     prompts = [chunk for chunk in chunks if not chunk.decode]
     return StepWork(
-        len(ends),
-        sum(chunk.count for chunk in prompts),
-        sum(ends),
-        max(ends, default=0),
-        sum(chunk.count * (chunk.start + chunk.end + 1) // 2 for chunk in prompts),
+        decode=len(ends),
+        prompt=sum(chunk.count for chunk in prompts),
+        keys=sum(ends),
+        longest=max(ends, default=0),
+        pairs=sum(chunk.pairs for chunk in prompts),
     )
 
 
-class Chunk(msgspec.Struct, gc=False):
-    """Rows [start, start + count) of one sequence in one step.
-
-    A decode chunk has count 1; its token may still be on the device (position start >=
-    len(seq.tokens)). sample: the last row's logits choose the next token. scored: its rows that
-    bring prompt log-probabilities, namely those of the positions score_start .. score_start +
-    scored - 1, each scored against the following prompt token. recomputed: its first rows that had
-    been computed before a preemption.
-    """
+@dataclass(slots=True)
+class Chunk:
+    """Rows [start, start + count) of one sequence in one step."""
 
     seq: Sequence
     start: int
+    #: 1 for a decode row, whose token may still be on the device (start >= len(seq.tokens)).
     count: int
     decode: bool
+    #: The last row's logits choose the next token.
     sample: bool
+    #: Rows that bring prompt log-probabilities: those of the positions score_start ..
+    #: score_start + scored - 1, each scored against the prompt token after it.
     scored: int = 0
+    #: First rows that had been computed before a preemption.
     recomputed: int = 0
     score_start: int = 0
 
@@ -72,81 +67,108 @@ class Chunk(msgspec.Struct, gc=False):
     def logit_rows(self) -> int:
         return int(self.sample)
 
-
-class Occupancy(msgspec.Struct, frozen=True, gc=False):
-    """How full the engine is while a step runs.
-
-    seats_busy have a sequence in them: those that a batch only holds are not among them. pages_used
-    are held by sequences; pages_cached only serve the prefix cache. waiting: sequences that want a
-    seat; waiting_tokens: prompt tokens of the requests none of whose sequences has boarded yet.
-    """
-
-    seats_busy: int
-    pages_used: int
-    pages_cached: int
-    waiting: int
-    waiting_tokens: int
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of its rows: each attends to all positions up to its own."""
+        return self.count * (self.start + self.end + 1) // 2
 
 
-EMPTY = Occupancy(0, 0, 0, 0, 0)
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How full the engine is while a step runs."""
+
+    #: Seats with a sequence in them; not those that a batch only keeps.
+    seats_busy: int = 0
+    #: Pages that sequences hold.
+    pages_used: int = 0
+    #: Pages that only serve the prefix cache.
+    pages_cached: int = 0
+    #: Sequences that want a seat.
+    waiting: int = 0
+    #: Prompt tokens of the requests none of whose sequences has boarded yet.
+    waiting_tokens: int = 0
 
 
-class Draft(msgspec.Struct):
-    """A plan in the making. rows: taken so far; tokens_left, rows_left: prompt and logit rows it
-    can still take.
+def _no_chunks() -> list[Chunk]:
+    return []
 
-    keys, longest, pairs: see `engine.scheduler.plan.StepWork`; counted here, where each chunk is at
-    hand anyway.
-    """
 
+def _no_sequences() -> list[Sequence]:
+    return []
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making."""
+
+    #: Prompt rows that it can still take.
     tokens_left: int
+    #: Logit rows that it can still take.
     rows_left: int
+    #: Rows taken so far, of both kinds, and those of them that decode.
     rows: int = 0
-    chunks: list[Chunk] = []
     n_decode: int = 0
-    plain: bool = True
-    boarded: list[Sequence] = []
-    fed: list[Sequence] = []
-    dropped: list[Sequence] = []
-    preempted: list[Sequence] = []
-    cached_tokens: int = 0
+    #: Padding rows that a batch wants.
     reserved: int = 0
+    #: See `StepWork`; counted while each chunk is at hand.
     keys: int = 0
     longest: int = 0
     pairs: int = 0
+    #: See `Plan`.
+    plain: bool = True
+    cached_tokens: int = 0
+    chunks: list[Chunk] = field(default_factory=_no_chunks)
+    boarded: list[Sequence] = field(default_factory=_no_sequences)
+    fed: list[Sequence] = field(default_factory=_no_sequences)
+    dropped: list[Sequence] = field(default_factory=_no_sequences)
+    preempted: list[Sequence] = field(default_factory=_no_sequences)
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork(
+            decode=self.n_decode,
+            prompt=self.rows - self.n_decode,
+            keys=self.keys,
+            longest=self.longest,
+            pairs=self.pairs,
+        )
 
 
-class Plan(msgspec.Struct):
-    """One step. chunks: decode rows first, then prefill chunks. boarded: sequences that took their
-    seat in this plan. fed: decoding sequences that got another page for it. dropped: sequences that
-    gave back pages behind the model's window. The pages of a seated sequence change in no other
-    way.
+@dataclass(slots=True)
+class Plan:
+    """One step. The pages of a seated sequence change in no other way than it says here."""
 
-    reserved: padding rows that a batch wants beside its rows: its prompts are padded to the
-    longest, its steps to its size. preempted: sequences that lost their seat to it. plain: every
-    row belongs to a sequence whose tokens are a bare argmax, so the all-greedy executable serves.
-    cached_tokens: prompt tokens of the boarded whose KV was found in pages. `commit` fills in what
-    became of the rows (prefill .. cancelled, in rows) and `finished`, the sequences that ended
-    since the commit before.
-    """
-
+    #: Rising from 1.
     number: int
+    #: Decode rows first, then prompt chunks.
     chunks: list[Chunk]
     bucket: Bucket
+    #: All its tokens are a bare argmax, so the executable without a sampler serves.
     plain: bool
     work: StepWork
-    boarded: list[Sequence] = []
-    fed: list[Sequence] = []
-    dropped: list[Sequence] = []
-    preempted: list[Sequence] = []
+    #: Sequences that took their seat.
+    boarded: list[Sequence] = field(default_factory=_no_sequences)
+    #: Decoding sequences that got one more page.
+    fed: list[Sequence] = field(default_factory=_no_sequences)
+    #: Sequences that gave back pages behind the model's window.
+    dropped: list[Sequence] = field(default_factory=_no_sequences)
+    #: Sequences that lost their seat.
+    preempted: list[Sequence] = field(default_factory=_no_sequences)
+    #: Prompt tokens of the boarded whose KV was found in pages.
     cached_tokens: int = 0
+    #: Padding rows that a batch wants: prompts up to the longest, steps up to the batch's size.
     reserved: int = 0
-    occupancy: Occupancy = EMPTY
+    occupancy: Occupancy = Occupancy()
+
+    # What became of its rows; `Results.commit` counts.
     prefill: int = 0
     decode: int = 0
     recomputed: int = 0
+    #: Rows of sequences that had ended by themselves before.
     past_end: int = 0
+    #: Rows of sequences that were ended from outside.
     cancelled: int = 0
+    #: Sequences that ended since the commit before.
     finished: int = 0
 
     @property
@@ -159,27 +181,30 @@ class Plan(msgspec.Struct):
         return self.work.decode
 
     @property
+    def prompt_chunks(self) -> list[Chunk]:
+        return self.chunks[self.work.decode :]
+
+    @property
     def logit_rows(self) -> int:
         """Rows of the result: one of each decode row, then those of the prompt chunks."""
-        n_decode = self.work.decode
-        return n_decode + sum([chunk.logit_rows for chunk in self.chunks[n_decode:]])
+        return self.n_decode + sum(chunk.logit_rows for chunk in self.prompt_chunks)
 
     @property
     def scored_rows(self) -> int:
         """Rows that bring prompt log-probabilities."""
-        return sum([chunk.scored for chunk in self.chunks[self.work.decode :]])
+        return sum(chunk.scored for chunk in self.prompt_chunks)
 
 
-class StepResult(msgspec.Struct):
-    """What a step brought, in plan order.
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought, in plan order."""
 
-    tokens: the sampled ids, one per logit row; -1 for a row whose logits were not finite. logprobs:
-    likewise, None if nobody asked. prompt_logprobs: one entry per scored row. broken: per chunk,
-    whether any of its rows was not finite, with logits or without; None: no row was (of steps
-    without prompt rows, the tokens tell).
-    """
-
+    #: The sampled ids, one for each logit row; -1 where the logits were not finite.
     tokens: list[int]
+    #: Likewise; None if nobody asked.
     logprobs: list[TokenLogprobs] | None = None
+    #: One for each scored row.
     prompt_logprobs: list[TokenLogprobs] | None = None
+    #: Of each chunk, whether any of its rows was not finite, with logits or without. None: none
+    #: was, or it is a step without prompt rows, of which the tokens tell.
     broken: list[bool] | None = None

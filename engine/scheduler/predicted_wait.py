@@ -32,16 +32,13 @@ class PredictedWait:
         *,
         batch: int = 0,
     ):
-        self.limits, self.state, self.prefill_budget, self.pool = (
-            limits,
-            state,
-            prefill_budget,
-            pool,
-        )
+        self.limits = limits
+        self.state = state
+        self.prefill_budget = prefill_budget
+        self.pool = pool
         self.step_times: StepTimeEstimate = prefill_budget.step_times
-        self.batch = (
-            batch  # sequences per batch where seats are held; 0 where they are refilled at once
-        )
+        #: Sequences per batch where seats are kept; 0 where they are refilled at once.
+        self.batch = batch
 
     def admit(self, leader: Sequence, now: float) -> None:
         """Raise RequestError queue_full or deadline_unreachable, each with seconds after which to
@@ -99,8 +96,7 @@ class PredictedWait:
 
     def _rests(self) -> list[int]:
         """Output tokens that each seated sequence is still expected to generate."""
-        state = self.state
-        return [max(1, seq.expected - seq.n_output) for seq in (*state.prefilling, *state.decoding)]
+        return [max(1, seq.expected - seq.n_output) for seq in self.state.seated]
 
     def _mean_expected(self) -> float:
         queue = self.state.queue

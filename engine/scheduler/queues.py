@@ -19,11 +19,8 @@ SHORTEST_RETRY, LONGEST_RETRY, FIRST_RETRY = 0.1, 60.0, 1.0
 class WaitingQueue:
     """Sequences by class, then preempted before fresh, then arrival; all is O(log n) amortised.
 
-    expected: output tokens that those who wait are expected to generate. counts: whether `charge`
-    is to be called.
+    expected: output tokens that those who wait are expected to generate.
     """
-
-    counts = False
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, bool, float, int], int, Sequence]] = []

@@ -17,23 +17,34 @@ from jitney.engine.types import FinishReason, SequenceOutput, TokenLogprobs
 
 log = logging.getLogger("jitney.core")
 
-NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this request")
+_NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this request")
 
 
 class Results:
-    """The second half of the scheduler: `commit` a step's result to the sequences it was planned
-    for.
-    """
+    """Gives the results of steps to the sequences that they were planned for."""
 
     def __init__(self, state: SchedulerState, pool: PagePool, scores: PromptScores):
-        self.state, self.pool, self.scores, self.counts = state, pool, scores, state.queue.counts
+        self.state = state
+        self.pool = pool
+        self.scores = scores
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
-        """Give each chunk its logit rows; an exception over one sequence ends that sequence
-        alone.
+        """Give each chunk its logit rows, and count in the plan what became of its rows; an
+        exception over one sequence ends that sequence alone.
         """
-        n_decode, decoded, broken = plan.n_decode, 0, result.broken
-        for row, chunk in enumerate(plan.chunks[:n_decode]):  # of one logit row each
+        self._commit_decode(plan, result, now)
+        row, scored = plan.n_decode, 0
+        for number, chunk in enumerate(plan.prompt_chunks, plan.n_decode):
+            entries: list[TokenLogprobs] = []
+            if chunk.scored and result.prompt_logprobs is not None:
+                entries = result.prompt_logprobs[scored : scored + chunk.scored]
+            self._commit_prompt(plan, number, result, row, entries, now)
+            row += chunk.logit_rows
+            scored += chunk.scored
+
+    def _commit_decode(self, plan: Plan, result: StepResult, now: float) -> None:
+        """The decode rows, of one logit row each."""
+        for row, chunk in enumerate(plan.chunks[: plan.n_decode]):
             seq = chunk.seq
             if seq.finish is not None:
                 self._count_dropped(plan, chunk)
@@ -43,49 +54,36 @@ class Results:
             if chunk.recomputed:
                 plan.recomputed += 1
             else:
-                decoded += 1
+                plan.decode += 1
             try:
                 self._append(seq, result, row, now)
             except Exception:
                 self._drop(seq)
-        plan.decode += decoded
-        row, scored = n_decode, 0
-        for number in range(n_decode, len(plan.chunks)):
-            chunk = plan.chunks[number]
-            entries = []
-            if chunk.scored and result.prompt_logprobs is not None:
-                entries = result.prompt_logprobs[scored : scored + chunk.scored]
-            finite = all_finite(entries) and not (broken is not None and broken[number])
-            if chunk.sample and result.tokens[row] < 0:
-                finite = False
-            self._commit_prompt(plan, chunk, result, row, entries, finite, now)
-            row += chunk.logit_rows
-            scored += chunk.scored
 
     def _commit_prompt(
         self,
         plan: Plan,
-        chunk: Chunk,
+        number: int,
         result: StepResult,
         row: int,
         entries: list[TokenLogprobs],
-        finite: bool,
         now: float,
     ) -> None:
-        """Give a prompt chunk its logit row, if it has one, and the log-probabilities of its scored
-        rows.
-
-        finite: whether all its rows are. An ended sequence's log-probabilities are its siblings'
-        too.
+        """Give the plan's prompt chunk of this number its logit row, if it has one, and `entries`,
+        the log-probabilities of its scored rows, which are its siblings' too.
         """
+        chunk = plan.chunks[number]
         seq = chunk.seq
         ended = seq.finish is not None
         if ended:
             self._count_dropped(plan, chunk)
         else:
             self._count_rows(plan, chunk)
+        broken = result.broken is not None and result.broken[number]
+        if chunk.sample and result.tokens[row] < 0:
+            broken = True
         try:
-            if not finite:
+            if broken or not _all_finite(entries):
                 self._fail(seq)
                 return
             if chunk.scored:
@@ -131,7 +129,7 @@ class Results:
         if len(entries) != chunk.scored:
             raise ValueError("the step brought no log-probabilities of the prompt")
         most = seq.request.sampling.prompt_logprobs
-        seq.prompt_logprobs += [trimmed(entry, most) for entry in entries]
+        seq.prompt_logprobs += [_trimmed(entry, most) for entry in entries]
         if seq.shares and self.pool.retain:
             self.scores.keep(seq.keys, seq.prompt_logprobs, chunk.scored)
 
@@ -145,14 +143,13 @@ class Results:
         tokens = seq.tokens
         output = SequenceOutput(seq.request_id, seq.index, [token])
         if seq.logprobs is not None:
-            output.logprobs = [trimmed(logprobs_of(result)[row], seq.logprobs)]
+            output.logprobs = [_trimmed(_logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
-        if self.counts:
-            self.state.queue.charge(seq, 1)
+        self.state.queue.charge(seq, 1)
         if seq.first_token_at is None:
             self._first_token(seq, output, now)
         if len(tokens) >= seq.limit or token in seq.stop_ids:
-            finish = end_of(seq, token)
+            finish = _end_of(seq, token)
             if finish is not None:
                 self.state.close(seq, finish)
                 output.finish = finish
@@ -178,7 +175,7 @@ class Results:
         """
         self._withdraw(seq)
         if seq.finish is None:
-            self.state.end(seq, "error", NAN)
+            self.state.end(seq, "error", _NAN)
 
     def _withdraw(self, seq: Sequence) -> None:
         """Let nobody find any page that may hold, or have caused, a row that was not finite.
@@ -192,7 +189,7 @@ class Results:
         seq.shares = False
 
 
-def end_of(seq: Sequence, token: int) -> FinishReason | None:
+def _end_of(seq: Sequence, token: int) -> FinishReason | None:
     """Whether a token just appended ends the sequence; min_tokens also bans the ends on the
     device.
     """
@@ -201,7 +198,7 @@ def end_of(seq: Sequence, token: int) -> FinishReason | None:
     return "length" if len(seq.tokens) >= seq.limit else None
 
 
-def logprobs_of(result: StepResult) -> list[TokenLogprobs]:
+def _logprobs_of(result: StepResult) -> list[TokenLogprobs]:
     """The log-probabilities of a step; ValueError if the runner brought none though a sequence
     asked for them.
     """
@@ -210,12 +207,12 @@ def logprobs_of(result: StepResult) -> list[TokenLogprobs]:
     return result.logprobs
 
 
-def all_finite(entries: list[TokenLogprobs]) -> bool:
+def _all_finite(entries: list[TokenLogprobs]) -> bool:
     """Whether every entry is of a row whose logits were finite."""
-    return not any([math.isnan(entry.logprob) for entry in entries])
+    return not any(math.isnan(entry.logprob) for entry in entries)
 
 
-def trimmed(entry: TokenLogprobs, most: int | None) -> TokenLogprobs:
+def _trimmed(entry: TokenLogprobs, most: int | None) -> TokenLogprobs:
     """The entry with its `most` likeliest alternatives; the device always computes the largest
     number.
     """

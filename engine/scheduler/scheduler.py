@@ -19,9 +19,10 @@ from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool, publish, shareable_keys
 from jitney.engine.scheduler.page_demand import PageDemand
-from jitney.engine.scheduler.plan import Chunk, Draft, Occupancy, Plan, StepResult, StepWork
+from jitney.engine.scheduler.plan import Chunk, Draft, Occupancy, Plan, StepResult
 from jitney.engine.scheduler.policies import Situation, make_order, make_policy
 from jitney.engine.scheduler.predicted_wait import PredictedWait
+from jitney.engine.scheduler.preemption import Preemption, too_long_stalled
 from jitney.engine.scheduler.prompt_scores import PromptScores
 from jitney.engine.scheduler.results import Results
 from jitney.engine.scheduler.sequence import Sequence
@@ -30,19 +31,9 @@ from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutpu
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
-#: Seconds after which one who lost its seat to a lack of pages takes another's.
-STALL_S = 1.2
-#: Seconds and tokens that a seat is good for before it can be taken so: no turn passes without
-#: progress.
-TURN_S, TURN_TOKENS = 1.0, 16
-
 
 class Scheduler:
-    """Plans steps for the sequences of its state. clock: seconds, for admission; plan and commit
-    are told the time.
-
-    window: positions that the model sees at most, if all its layers have a window, else 0.
-    """
+    """Plans steps for the sequences of its state, and takes in what they brought."""
 
     def __init__(
         self,
@@ -54,24 +45,31 @@ class Scheduler:
         vocab_size: int = 2**31 - 1,
         window: int = 0,
     ):
+        """clock: seconds, for admission; plan and commit are told the time. eos_ids end a sequence.
+        window: positions that the model sees at most, if all its layers have a window, else 0.
+        """
         if buckets.seats != limits.max_seats or buckets.token_budget <= limits.max_seats:
             raise ConfigError(
                 f"buckets for {buckets.seats} seats and {buckets.token_budget} rows do not serve "
                 f"{limits.max_seats} seats"
             )
-        self.limits, self.buckets, self.pool, self.clock = limits, buckets, pool, clock
+        self.limits = limits
+        self.buckets = buckets
+        self.pool = pool
+        self.clock = clock
+        #: How long steps take; `observe` feeds it.
         self.step_times = StepTimeEstimate(buckets)
-        self._policy = make_policy(limits.policy, limits.batches)
         #: Whether anybody can still come before somebody who is here has ended; written by whoever
         #: knows.
         self.more_to_come = True
         order = make_order(limits.order)
+        self._policy = make_policy(limits.policy, limits.batches)
+        #: Every open sequence, in the one place where it is.
         self.state = SchedulerState(
             limits, pool, order.queue(), holds=self._policy.holds, window=window
         )
-        self._admission = Admission(
-            limits, pool, eos_ids, vocab_size, order.key, self.state.lengths
-        )
+        lengths = self.state.lengths
+        self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, lengths)
         self._prefill_budget = PrefillBudget(
             self.step_times, limits.prefill_share, limits.target_itl_ms / 1000
         )
@@ -82,16 +80,16 @@ class Scheduler:
             pool,
             batch=limits.batch if self._policy.holds else 0,
         )
-        self._demand = PageDemand(pool, self.state.lengths)
+        self._preemption = Preemption(self.state, pool, limits.max_seats)
+        self._demand = PageDemand(pool, lengths)
         if window:
             self._demand.most_each = self.state.window_pages
-        self._turned_away: tuple[Sequence | None, int] = (
-            None,
-            0,
-        )  # for lack of pages: whom, after how many departures
+        # Who was turned away for lack of pages last, after how many departures.
+        self._turned_away: tuple[Sequence | None, int] = (None, 0)
         self._scores = PromptScores(pool.page_size)
         self._results = Results(self.state, pool, self._scores)
-        self._arrivals = self._steps = 0
+        self._arrivals = 0
+        self._steps = 0
 
     @property
     def has_open(self) -> bool:
@@ -146,11 +144,14 @@ class Scheduler:
         first.
         """
         self.state.expire(now)
-        draft = self._plan_batch(now) if self._policy.holds else self._plan_in_flight(now)
+        draft = Draft(self.buckets.token_budget, self.limits.max_seats)
+        if self._policy.holds:
+            self._plan_batch(draft, now)
+        else:
+            self._plan_in_flight(draft, now)
         if not draft.chunks:
             return None
-        if draft.rows > draft.n_decode:
-            self._share_prompts(draft)
+        self._share_prompts(draft)
         return self._plan_of(draft)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SequenceOutput]:
@@ -197,180 +198,115 @@ class Scheduler:
         """
         self.state.check()
 
-    def _plan_in_flight(self, now: float) -> Draft:
+    def _plan_in_flight(self, draft: Draft, now: float) -> None:
         """Whoever decodes, then the prompts that have boarded, then whoever may board."""
-        relieved = self._relieve(now) if self.state.stalled else []
-        claimant, displaced = self._make_way(now)
-        draft = self._plan_decode(now)
-        draft.preempted += relieved + displaced
+        if self.state.stalled:
+            draft.preempted += self._preemption.for_stalled(now)
+        claimant = self._make_way(draft, now)
+        self._plan_decode(draft, now)
         if claimant is not None:
             self._seat_claimant(claimant, draft, now)
         if self.state.prefilling or self.state.queue:
-            first = next(iter(self.state.prefilling), None)
-            draft.tokens_left = self._prefill_budget.most(
-                draft.n_decode, first.scheduled if first else 0, self._prompts()
-            )
+            draft.tokens_left = self._prompt_rows(draft)
             self._plan_prefill(draft)
             self._plan_boarding(draft, now)
-        return draft
 
-    def _prompts(self) -> int:
-        """Prompts that want rows in the next step: of those who sit, and of those for whom there is
-        a seat.
-        """
-        state = self.state
-        return len(state.prefilling) + min(len(state.queue), len(state.free_seats))
-
-    def _plan_batch(self, now: float) -> Draft:
+    def _plan_batch(self, draft: Draft, now: float) -> None:
         """One batch after the other: all board, all prompts are computed, all decode until the last
         is done.
         """
         state = self.state
-        if state.prefilling:
-            draft = Draft(self.buckets.token_budget, self.limits.max_seats)
-        else:
-            draft = self._plan_decode(now)
-            draft.reserved = max(0, state.batch - draft.rows) if draft.rows else 0
+        if not state.prefilling:
+            self._plan_decode(draft, now)
+            if draft.rows:
+                draft.reserved = max(0, state.batch - draft.rows)
         if not state.n_seated:
             self._seat_batch(draft, now)
         if state.prefilling:
             self._plan_columns(draft)
-        return draft
 
-    def _plan_decode(self, now: float) -> Draft:
-        """One row for each sequence that decodes, unless its last token is already in flight; long
-        contexts first.
-
-        Kernels that work in groups of rows then give short contexts to short ones' groups.
-        """
-        rows, fed, dropped, preempted = self._decode_ready(now)
-        count, chunks, keys, plain = len(rows), [], 0, True
-        for seq in rows:
-            start = seq.scheduled
-            chunks.append(
-                Chunk(seq, start, 1, True, True, 0, 1 if start < seq.computed_high else 0)
-            )
-            seq.scheduled = end = start + 1
-            seq.in_flight += 1
-            keys += end
-            if not seq.plain:
-                plain = False
-        return Draft(
-            self.buckets.token_budget - count,
-            self.limits.max_seats - count,
-            count,
-            chunks,
-            count,
-            plain,
-            fed=fed,
-            dropped=dropped,
-            preempted=preempted,
-            keys=keys,
-            longest=rows[0].scheduled if rows else 0,
-        )
-
-    def _decode_ready(
-        self, now: float
-    ) -> tuple[list[Sequence], list[Sequence], list[Sequence], list[Sequence]]:
-        """(decoding sequences with a page to write to, those of them that just got it, those of
-        these that gave back pages behind the window, those preempted), long contexts first.
-
-        Those whose last token is in flight leave.
-        """
-        page_size = self.pool.page_size
-        rows, needy, done = [], [], []
-        for seq in self.state.longest_first():
-            start = seq.scheduled
-            if start + 1 >= seq.limit:
-                done.append(seq)
-                continue
-            rows.append(seq)
-            if (
-                start % page_size == 0
-            ):  # its pages are full: those of the prompt, and one for as many tokens since
-                needy.append(seq)
-        for seq in done:
-            self.state.leave_early(seq)
-        dropped = [seq for seq in needy if self.state.drop_behind(seq)] if self.state.window else []
-        preempted = self._make_room(needy, now)
-        if preempted:
-            rows, needy, dropped = (
-                [seq for seq in found if seq.seat >= 0] for found in (rows, needy, dropped)
-            )
-        for seq, page in zip(needy, self.pool.allocate(len(needy)) or (), strict=True):
-            seq.pages.append(page)
-        return rows, needy, dropped, preempted
-
-    def _make_room(self, needy: list[Sequence], now: float) -> list[Sequence]:
-        """Preempt by `sacrifice` until there is a page for each one that needs it; returns those.
-
-        The last one in that order is never preempted, and alone it fits the pool (checked at
-        admission): so it always goes on. Whoever lost its seat boards before anybody new, so that
-        everybody gets there some day.
-        """
-        preempted: list[Sequence] = []
-        if len(needy) > self.pool.available:
-            ranked = sorted((*self.state.decoding, *self.state.prefilling), key=sacrifice)
-            while sum(seq.seat >= 0 for seq in needy) > self.pool.available:
-                preempted.append(ranked.pop())
-                self.state.preempt(preempted[-1], now)
-        return preempted
-
-    def _relieve(self, now: float) -> list[Sequence]:
-        """Preempt for whoever lost its seat longest ago, if that is too long ago; returns those.
-
-        In a pool full of answers that all have far to go nobody may leave for seconds: then they
-        take turns.
-        """
-        head, state = self.state.queue.head(), self.state
-        if head is None or not too_long_stalled(head, now):
-            return []
-        missing = self.pool.pages_for(len(head.tokens)) + state.n_seated - self.pool.available
-        if missing <= 0:
-            return []
-        ready = [
-            seq
-            for seq in (*state.decoding, *state.prefilling)
-            if had_its_turn(seq, now) and seq.n_pages >= missing and seq.rank[0] >= head.rank[0]
-        ]
-        if not ready:
-            return []
-        other = min(ready, key=lambda seq: seq.n_pages)
-        state.preempt(other, now)
-        return [other]
-
-    def _make_way(self, now: float) -> tuple[Sequence | None, list[Sequence]]:
-        """(who may take a seat now though none was free, who was preempted for it).
-
-        Streams that have begun keep their seats before those that have not; then whoever has most
-        to compute again. Each gives way once at most, and boards again before anybody new.
-        """
-        state, seats = self.state, self.limits.max_seats
-        if state.free_seats or not state.queue:
-            return None, []
-        seq = state.queue.claimant(seats)
-        if seq is None or seq.in_flight:
-            return None, []
-        missing = self.pool.pages_for(len(seq.tokens)) + state.n_seated - self.pool.available
-        crowding = state.queue.crowding(seats)
-        ready = [
-            other
-            for other in (*state.prefilling, *state.decoding)
-            if other.request.account in crowding
-            and not other.preemptions
-            and other.n_pages >= missing
-        ]
-        if not ready:
-            return None, []
-        other = max(ready, key=sacrifice)
-        state.preempt(other, now)
-        return seq, [other]
+    def _make_way(self, draft: Draft, now: float) -> Sequence | None:
+        """Who may take a seat though none was free: somebody else has just lost one for it."""
+        if self.state.free_seats or not self.state.queue:
+            return None
+        claimant = self.state.queue.claimant(self.limits.max_seats)
+        if claimant is None or claimant.in_flight:
+            return None
+        displaced = self._preemption.for_claimant(claimant, now)
+        draft.preempted += displaced
+        return claimant if displaced else None
 
     def _seat_claimant(self, seq: Sequence, draft: Draft, now: float) -> None:
         """Take the seat that was made free; it stays free if too few pages are."""
         if self._take_pages(seq, draft, now, instead=True):
             self.state.seat(seq, now)
             draft.boarded.append(seq)
+
+    def _plan_decode(self, draft: Draft, now: float) -> None:
+        """One row for each sequence that decodes, unless its last token is already in flight; long
+        contexts first.
+
+        Kernels that work in groups of rows then give short contexts to short ones' groups.
+        """
+        rows = self._decoding(draft, now)
+        if not rows:
+            return
+        keys = 0
+        for seq in rows:
+            start = seq.scheduled
+            recomputed = 1 if start < seq.computed_high else 0
+            draft.chunks.append(Chunk(seq, start, 1, True, True, 0, recomputed))
+            seq.scheduled = start + 1
+            seq.in_flight += 1
+            keys += start + 1
+            draft.plain = draft.plain and seq.plain
+        draft.keys = keys
+        draft.longest = rows[0].scheduled
+        draft.rows = draft.n_decode = len(rows)
+        draft.tokens_left -= len(rows)
+        draft.rows_left -= len(rows)
+
+    def _decoding(self, draft: Draft, now: float) -> list[Sequence]:
+        """Those who decode and have a page to write to, long contexts first.
+
+        Those whose last token is in flight leave; some may lose their seat to a lack of pages.
+        """
+        rows: list[Sequence] = []
+        needy: list[Sequence] = []
+        done: list[Sequence] = []
+        for seq in self.state.longest_first():
+            if seq.scheduled + 1 >= seq.limit:
+                done.append(seq)
+                continue
+            rows.append(seq)
+            # Its pages are full: those of the prompt, and one for as many tokens since.
+            if seq.scheduled % self.pool.page_size == 0:
+                needy.append(seq)
+        for seq in done:
+            self.state.leave_early(seq)
+        if not needy:
+            return rows
+        if self.state.window:
+            draft.dropped = [seq for seq in needy if self.state.drop_behind(seq)]
+        preempted = self._preemption.for_pages(needy, now)
+        if preempted:
+            draft.preempted += preempted
+            rows, needy, draft.dropped = _seated(rows), _seated(needy), _seated(draft.dropped)
+        pages = self.pool.allocate(len(needy)) or []
+        for seq, page in zip(needy, pages, strict=True):
+            seq.pages.append(page)
+        draft.fed = needy
+        return rows
+
+    def _prompt_rows(self, draft: Draft) -> int:
+        """The most prompt rows of this step, by the prompts that want some: of those who sit, and
+        of those for whom there is a seat.
+        """
+        state = self.state
+        first = next(iter(state.prefilling), None)
+        start = first.scheduled if first else 0
+        boarding = min(len(state.queue), len(state.free_seats))
+        return self._prefill_budget.most(draft.n_decode, start, len(state.prefilling) + boarding)
 
     def _plan_prefill(self, draft: Draft) -> None:
         """Go on with the prompts that have boarded, in that order."""
@@ -381,7 +317,7 @@ class Scheduler:
 
     def _plan_boarding(self, draft: Draft, now: float) -> None:
         """Fill free seats from the queue, as long as the step can take prompt rows."""
-        may_board = self._policy.boarders(self._situation(now)) if self.state.queue else 0
+        may_board = self._may_board(now)
         while may_board > 0 and draft.tokens_left and draft.rows_left:
             seq = self._seat_next(draft, now)
             if seq is None:
@@ -391,9 +327,13 @@ class Scheduler:
 
     def _seat_batch(self, draft: Draft, now: float) -> None:
         """Let a whole batch board, or as many of it as find pages."""
-        may_board = self._policy.boarders(self._situation(now)) if self.state.queue else 0
+        may_board = self._may_board(now)
         while may_board > 0 and self._seat_next(draft, now) is not None:
             may_board -= 1
+
+    def _may_board(self, now: float) -> int:
+        """How many of those who wait the policy lets board now."""
+        return self._policy.boarders(self._situation(now)) if self.state.queue else 0
 
     def _situation(self, now: float) -> Situation:
         state = self.state
@@ -477,9 +417,8 @@ class Scheduler:
             return True
         if self._turned_away == (seq, state.departures):
             return False
-        if self.step_times.pays(state.n_seated) and self._demand.fits(
-            (*state.prefilling, *state.decoding), seq, fresh
-        ):
+        pays = self.step_times.pays(state.n_seated)
+        if pays and self._demand.fits(state.seated, seq, fresh):
             return True
         self._turned_away = seq, state.departures
         return False
@@ -514,7 +453,7 @@ class Scheduler:
         chunk = Chunk(seq, start, count, False, end == known, scored, recomputed, seq.scored)
         draft.chunks.append(chunk)
         draft.rows += count
-        draft.pairs += count * (start + end + 1) // 2
+        draft.pairs += chunk.pairs
         draft.tokens_left -= count
         draft.rows_left -= chunk.logit_rows
         draft.plain = draft.plain and seq.plain
@@ -534,9 +473,8 @@ class Scheduler:
     def _is_last(self, seq: Sequence) -> bool:
         """True when no other prompt can use the rows that this one leaves in the step."""
         state = self.state
-        return next(reversed(state.prefilling)) is seq and not (
-            state.free_seats and len(state.queue)
-        )
+        somebody_boards = bool(state.free_seats and state.queue)
+        return next(reversed(state.prefilling)) is seq and not somebody_boards
 
     def _share_prompts(self, draft: Draft) -> None:
         """Publish the full pages that this step computes; only later plans see them: no step reads
@@ -548,56 +486,39 @@ class Scheduler:
                 self.state.release_siblings(chunk.seq)
 
     def _plan_of(self, draft: Draft) -> Plan:
+        """The finished plan, in the smallest bucket that holds it."""
         self._steps += 1
-        state = self.state
         bucket = self.buckets.choose(
             tokens=draft.rows + draft.reserved,
             sequences=len(draft.chunks),
             decode_only=draft.rows == draft.n_decode,
             logit_rows=self.limits.max_seats - draft.rows_left,
         )
-        occupancy = Occupancy(
-            state.n_seated,
-            self.pool.used,
-            self.pool.n_cached,
-            state.n_waiting,
-            state.backlog.tokens,
-        )
-        work = StepWork(
-            draft.n_decode, draft.rows - draft.n_decode, draft.keys, draft.longest, draft.pairs
-        )
         return Plan(
-            self._steps,
-            draft.chunks,
-            bucket,
-            draft.plain,
-            work,
-            draft.boarded,
-            draft.fed,
-            draft.dropped,
-            draft.preempted,
-            draft.cached_tokens,
-            draft.reserved,
-            occupancy,
+            number=self._steps,
+            chunks=draft.chunks,
+            bucket=bucket,
+            plain=draft.plain,
+            work=draft.work,
+            boarded=draft.boarded,
+            fed=draft.fed,
+            dropped=draft.dropped,
+            preempted=draft.preempted,
+            cached_tokens=draft.cached_tokens,
+            reserved=draft.reserved,
+            occupancy=self._occupancy(),
+        )
+
+    def _occupancy(self) -> Occupancy:
+        return Occupancy(
+            seats_busy=self.state.n_seated,
+            pages_used=self.pool.used,
+            pages_cached=self.pool.n_cached,
+            waiting=self.state.n_waiting,
+            waiting_tokens=self.state.backlog.tokens,
         )
 
 
-def too_long_stalled(seq: Sequence, now: float) -> bool:
-    """Whether a waiting sequence lost its seat longer ago than a stream should stand still."""
-    return seq.preemptions > 0 and now - seq.unseated_at >= STALL_S
-
-
-def had_its_turn(seq: Sequence, now: float) -> bool:
-    """Whether a seated sequence may give way to one that has stood still for too long."""
-    return now - seq.sat_at >= TURN_S and len(seq.tokens) - seq.sat_with >= TURN_TOKENS
-
-
-def sacrifice(seq: Sequence) -> tuple[float, bool, int, int, int]:
-    """The order in which seated sequences keep their seats when pages run out, the last one loses
-    it first.
-
-    The first class before the last; streams that began before those that did not, whose clients see
-    no stall; then those with most rows to compute again; then the oldest.
-    """
-    group, number, index = seq.rank
-    return group, seq.first_token_at is None, -seq.scheduled, number, index
+def _seated(sequences: list[Sequence]) -> list[Sequence]:
+    """Those of them that have a seat."""
+    return [seq for seq in sequences if seq.seated]

@@ -12,94 +12,82 @@ from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 type Rank = tuple[float, int, int]
 
 
-class Hot:
-    """What every step reads or writes of a sequence.
-
-    The slots of a base class lie before those of its children: here in two or three lines of the
-    host's caches instead of five.
-    """
-
-    __slots__ = (
-        "computed_high",
-        "finish",
-        "first_token_at",
-        "in_flight",
-        "index",
-        "limit",
-        "logprobs",
-        "plain",
-        "request_id",
-        "scheduled",
-        "seat",
-        "stop_ids",
-        "tokens",
-    )
-
-
 @dataclass(slots=True, eq=False)
-class Sequence(Hot):
-    """Host-side state of one sequence; written by the scheduler alone, read by the batch builder.
-
-    tokens: prompt ids, then every output id the host knows. scheduled: positions whose KV is
-    computed once all launched steps are done. in_flight: sampled tokens that launched steps will
-    bring (0 or 1 between steps, up to 2 while a step is launched before the one before is read).
-    computed_high: highest `scheduled` that a preemption undid; rows below it that are computed
-    again are "recomputed". seat: -1 while not seated. pages: physical pages in order, all layers.
-    seed: resolved, int64. sat_at, sat_with: when it took its seat the last time, and with how many
-    known tokens. unseated_at: when it lost its seat to a lack of pages. rank: (class, number,
-    index), lower is served first and preempted last. expected: output tokens it was expected to
-    generate when it came (admission). plain: see SamplingParams.plain. request_id, logprobs,
-    n_prompt: copies from the request, which `commit` would else fetch from memory for each token.
-    limit: tokens, prompt included, at which it ends by length. stop_ids: tokens that end it. kind:
-    the classes whose answers tell how long its own will be. passed: the bucket of lengths that it
-    was last counted in (`engine.scheduler.estimates`). shared: pages, from the first on, that
-    others had computed when it boarded. dropped: pages, from the first on, that lie behind the
-    model's window and were given back; 0 in `pages`. most_pages: that it holds at once if it gets
-    as long as it may; set when it boards. shares: its pages may serve others, or itself after a
-    preemption. root, keys: hash chain of its full pages. published: own pages offered to the prefix
-    index. scored: prompt positions whose logits a launched step brings for prompt_logprobs.
-    """
+class Sequence:
+    """One sequence on the host; the scheduler alone writes it, the batch builder reads it."""
 
     request: EngineRequest
+    #: Of the request's n sequences.
     index: int
+    #: Resolved, int64.
     seed: int
+    #: Prompt ids, then every output id the host knows.
     tokens: list[int]
+    #: Output tokens at most.
     max_tokens: int
+    #: -1 while not seated.
     seat: int = -1
-    pages: list[int] = field(default_factory=list)
+    #: Physical pages in order, all layers; 0 for those dropped.
+    pages: list[int] = field(default_factory=list[int])
+    #: Positions whose KV is computed once all launched steps are done.
     scheduled: int = 0
+    #: Sampled tokens that launched steps will bring: 0 or 1 between steps, up to 2 while a step is
+    #: launched before the one before is read.
     in_flight: int = 0
+    #: Highest `scheduled` that a preemption undid; rows below it are recomputed ones.
     computed_high: int = 0
+    #: Prompt tokens whose KV was found in pages.
     cached_tokens: int = 0
     finish: FinishReason | None = None
+    #: Seconds: when it took a seat for the first time, and when its first token was known.
     boarded_at: float | None = None
     first_token_at: float | None = None
+    #: How often it lost its seat.
     preemptions: int = 0
+    #: When it took its seat the last time (seconds), and with how many known tokens.
     sat_at: float = 0.0
     sat_with: int = 0
+    #: When it lost its seat the last time, seconds.
     unseated_at: float = 0.0
+    #: Lower is served first and preempted last.
     rank: Rank = (0.0, 0, 0)
+    #: Output tokens it was expected to generate when it came; admission writes it.
     expected: int = 0
+    #: See SamplingParams.plain.
     plain: bool = True
+    #: Tokens that end it.
     stop_ids: frozenset[int] = frozenset()
+    #: The bucket of lengths that it was last counted in (`engine.scheduler.estimates`).
     passed: int = 0
+    #: Pages, from the first on, that others had computed when it boarded.
     shared: int = 0
+    #: Pages, from the first on, that lie behind the model's window and were given back.
     dropped: int = 0
+    #: Pages it holds at once if it gets as long as it may; written when it boards.
     most_pages: int = 0
+    #: Its pages may serve others, or itself after a preemption.
     shares: bool = True
+    #: Hash chain of its full pages: where it begins, and one key for each page so far.
     root: bytes = b""
-    keys: list[bytes] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list[bytes])
+    #: Own pages offered to the prefix index.
     published: int = 0
+    #: Prompt positions whose logits a launched step brings for prompt_logprobs, and what they
+    #: brought; a text's first token has none.
     scored: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    #: Of the request, at hand for each token.
     request_id: str = field(init=False)
     logprobs: int | None = field(init=False)
     n_prompt: int = field(init=False)
+    #: Tokens, prompt included, at which it ends by length.
     limit: int = field(init=False)
+    #: The classes whose answers tell how long its own will be.
     kind: Kind = field(init=False)
 
     def __post_init__(self) -> None:
-        self.request_id, self.logprobs = self.request.id, self.request.sampling.logprobs
+        self.request_id = self.request.id
+        self.logprobs = self.request.sampling.logprobs
         self.n_prompt = len(self.request.prompt)
         self.limit = self.n_prompt + self.max_tokens
         self.kind = kind_of(self.request.account, self.n_prompt, self.request.sampling.max_tokens)

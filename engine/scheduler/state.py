@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.scheduler.admission import SchedulerLimits
@@ -17,39 +16,29 @@ from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
 
 #: What an output says when a sequence ends for this reason and no better error is known.
-ERRORS = {
+_ERRORS = {
     "deadline": ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done"),
     "error": ErrorInfo("internal_error", "the request was ended by an internal error"),
 }
 
-#: By the positions that a decoding sequence attends to.
-BY_CONTEXT = attrgetter("scheduled")
-
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The open sequences of one request. leader: computes the prompt; held: siblings that wait to
-    share its pages.
-    """
+    """The open sequences of one request."""
 
     request: EngineRequest
     open: list[Sequence]
+    #: Computes the prompt.
     leader: Sequence
+    #: Its siblings, while they wait to share the prompt's pages.
     held: list[Sequence]
+    #: One of them has had a seat.
     boarded: bool = False
 
 
 class SchedulerState:
     """Moves sequences between their places; each gets exactly one terminal output, when it is
     closed.
-
-    prefilling: seated, in boarding order. decoding: seated, with all known tokens scheduled; see
-    `longest_first`. leaving: its last token is in flight and it needs no row any more, so its seat
-    and pages are already free. holds: seats are given back all at once, when nobody sits any more;
-    until then `kept` says who left which. Siblings then do not wait for their leader's prompt
-    either: they belong to one batch. window: positions that the model's layers see at most, 0 for
-    all; see `drop_behind`. released: seats that were kept and are free again, for whoever tells of
-    it. outputs: those not handed out yet.
     """
 
     def __init__(
@@ -61,29 +50,53 @@ class SchedulerState:
         holds: bool = False,
         window: int = 0,
     ):
-        self.limits, self.pool, self.holds, self.window = limits, pool, holds, window
+        """holds: seats are given back all at once, when nobody sits any more. Siblings then do not
+        wait for their leader's prompt: they belong to one batch. window: positions that the model's
+        layers see at most, 0 for all; see `drop_behind`.
+        """
+        self.limits = limits
+        self.pool = pool
+        self.holds = holds
+        self.window = window
+        #: Open requests by id.
         self.groups: dict[str, Group] = {}
+        #: Who waits for a seat, and the requests that are not begun.
         self.queue = queue
         self.backlog = Backlog(limits.max_waiting_requests, limits.max_waiting_tokens)
-        self.free_seats = list(range(limits.max_seats))  # a heap: low seats first
+        #: A heap: low seats first.
+        self.free_seats = list(range(limits.max_seats))
+        #: Seated, in boarding order.
         self.prefilling: dict[Sequence, None] = {}
+        #: Seated, with all known tokens scheduled; see `longest_first`.
         self.decoding: dict[Sequence, None] = {}
+        #: Their last token is in flight and they need no row any more: seats and pages are free.
         self.leaving: set[Sequence] = set()
-        self.stalled: dict[
-            Sequence, None
-        ] = {}  # of those who wait: who lost its seat, in order of that
+        #: Of those who wait: who lost its seat, in order of that.
+        self.stalled: dict[Sequence, None] = {}
+        #: Seats that a batch keeps, and who sat there; seats that were kept and are free again.
         self.kept: dict[int, Sequence] = {}
         self.released: list[int] = []
+        #: What is known about the lengths of answers.
         self.lengths = OutputLengths()
+        #: Sequences that ended since the last commit.
         self.finished = 0
-        self.most_pages = 0  # that those who sit hold together if each gets as long as it may
-        self.departures = 0  # times that somebody gave back its seat and pages
-        self._newcomers = False  # in `decoding`, not in their place yet
-        self._n_held = 0  # siblings that wait for their leader's prompt
-        self._deadlines: list[
-            tuple[float, int, Group]
-        ] = []  # a heap of (when, arrival, whom), pruned lazily
+        #: Pages that those who sit hold together if each gets as long as it may.
+        self.most_pages = 0
+        #: Times that somebody gave back its seat and pages.
+        self.departures = 0
+        #: Outputs not handed out yet.
         self.outputs: list[SequenceOutput] = []
+        # Somebody in `decoding` is not in its place yet.
+        self._newcomers = False
+        # Siblings that wait for their leader's prompt.
+        self._n_held = 0
+        # A heap of (when, arrival, whom), pruned lazily.
+        self._deadlines: list[tuple[float, int, Group]] = []
+
+    @property
+    def seated(self) -> list[Sequence]:
+        """Who has a seat, those with prompt rows to compute first."""
+        return [*self.prefilling, *self.decoding]
 
     @property
     def n_seated(self) -> int:
@@ -196,7 +209,7 @@ class SchedulerState:
                 request_id=seq.request.id,
                 index=seq.index,
                 finish=reason,
-                error=error or ERRORS.get(reason),
+                error=error or _ERRORS.get(reason),
             )
         )
 
@@ -216,7 +229,7 @@ class SchedulerState:
             self.queue.push(group.leader)
 
     def _leave_place(self, seq: Sequence, group: Group) -> None:
-        if seq.seat >= 0:
+        if seq.seated:
             self._unseat(seq)
         elif seq in self.leaving:
             self.leaving.remove(seq)
@@ -262,7 +275,7 @@ class SchedulerState:
         the order.
         """
         if self._newcomers:
-            self.decoding = dict.fromkeys(sorted(self.decoding, key=BY_CONTEXT, reverse=True))
+            self.decoding = dict.fromkeys(sorted(self.decoding, key=_by_context, reverse=True))
             self._newcomers = False
         return self.decoding
 
@@ -300,7 +313,9 @@ class SchedulerState:
                 self._release_seats()
         else:
             heappush(self.free_seats, seq.seat)
-        seq.pages, seq.published, seq.shared, seq.dropped, seq.seat = [], 0, 0, 0, -1
+        seq.seat = -1
+        seq.pages = []
+        seq.published = seq.shared = seq.dropped = 0
 
     def _release_seats(self) -> None:
         """The batch is over."""
@@ -325,63 +340,78 @@ class SchedulerState:
 
     def seat_map(self) -> list[Seat]:
         """Every seat, in order, with who sits in it."""
-        seats = {seat: Seat(seat=seat, state="free") for seat in range(self.limits.max_seats)}
-        seats |= {seat: seat_of(seq, seat, "held") for seat, seq in self.kept.items()}
-        seats |= {seq.seat: seat_of(seq, seq.seat, "prefill") for seq in self.prefilling}
-        seats |= {seq.seat: seat_of(seq, seq.seat, "decode") for seq in self.decoding}
-        return list(seats.values())
+        seats = [Seat(seat=number, state="free") for number in range(self.limits.max_seats)]
+        for number, seq in self.kept.items():
+            seats[number] = _seat_of(seq, number, "held")
+        for seq in self.prefilling:
+            seats[seq.seat] = _seat_of(seq, seq.seat, "prefill")
+        for seq in self.decoding:
+            seats[seq.seat] = _seat_of(seq, seq.seat, "decode")
+        return seats
 
     def check(self) -> None:
         """Raise RuntimeError unless every sequence, seat, page and waiting token is accounted for
         exactly once.
         """
-        seated = [*self.prefilling, *self.decoding]
-        groups = self.groups.values()
-        unseated = [
-            *self.queue.members(),
-            *self.leaving,
-            *(seq for group in groups for seq in group.held),
-        ]
-        places = seated + unseated
-        waiting = [len(group.request.prompt) for group in groups if not group.boarded]
-        self.pool.check(seq.pages for seq in seated)
+        self.pool.check(seq.pages for seq in self.seated)
         claims = {
-            "every open sequence is in exactly one place": len(places) == len(set(places))
-            and set(places) == {seq for group in groups for seq in group.open},
-            "no request without open sequences is kept": all(group.open for group in groups),
-            "every seat is free, kept or taken once": sorted(
-                [*self.free_seats, *self.kept, *(seq.seat for seq in seated)]
-            )
-            == list(range(self.limits.max_seats)),
+            "every open sequence is in exactly one place": self._places_close(),
+            "no request without open sequences is kept": all(g.open for g in self.groups.values()),
+            "every seat is free, kept or taken once": self._seats_close(),
             "seats are kept only beside a running batch": not self.kept
-            or bool(self.holds and seated),
+            or (self.holds and self.n_seated > 0),
             "only seated sequences hold pages": not any(
-                seq.pages or seq.seat >= 0 for seq in unseated
+                seq.pages or seq.seated for seq in self._unseated()
             ),
             "a decoding sequence has exactly its next token to compute": all(
                 len(seq.tokens) + seq.in_flight == seq.scheduled + 1 for seq in self.decoding
             ),
             "who decodes is in order": self._newcomers
-            or sorted(self.decoding, key=BY_CONTEXT, reverse=True) == list(self.decoding),
+            or sorted(self.decoding, key=_by_context, reverse=True) == list(self.decoding),
             "the most pages are those of who sits": self.most_pages
-            == sum(seq.most_pages for seq in seated),
+            == sum(seq.most_pages for seq in self.seated),
             "the queue knows what it expects": self.queue.expected
             == sum(seq.expected for seq in self.queue.members()),
             "who lost its seat waits": self.stalled.keys() <= self.queue.members(),
             "pages behind the window are the trash page, and no others": all(
                 not any(seq.pages[: seq.dropped]) and all(seq.pages[seq.dropped :])
-                for seq in seated
+                for seq in self.seated
             ),
-            "those held back are counted": self._n_held == sum(len(group.held) for group in groups),
-            "the backlog is what waits": (self.backlog.requests, self.backlog.tokens)
-            == (len(waiting), sum(waiting)),
+            "those held back are counted": self._n_held
+            == sum(len(group.held) for group in self.groups.values()),
+            "the backlog is what waits": self._backlog_closes(),
         }
         broken = [claim for claim, holds in claims.items() if not holds]
         if broken:
             raise RuntimeError("not true any more: " + "; ".join(broken))
 
+    def _unseated(self) -> list[Sequence]:
+        """Every open sequence without a seat, wherever it is."""
+        unseated = [*self.queue.members(), *self.leaving]
+        for group in self.groups.values():
+            unseated += group.held
+        return unseated
 
-def seat_of(seq: Sequence, seat: int, state: str) -> Seat:
+    def _places_close(self) -> bool:
+        places = self.seated + self._unseated()
+        everybody = {seq for group in self.groups.values() for seq in group.open}
+        return len(places) == len(set(places)) and set(places) == everybody
+
+    def _seats_close(self) -> bool:
+        taken = [seq.seat for seq in self.seated]
+        return sorted([*self.free_seats, *self.kept, *taken]) == list(range(self.limits.max_seats))
+
+    def _backlog_closes(self) -> bool:
+        waiting = [len(g.request.prompt) for g in self.groups.values() if not g.boarded]
+        return (self.backlog.requests, self.backlog.tokens) == (len(waiting), sum(waiting))
+
+
+def _by_context(seq: Sequence) -> int:
+    """Positions that a decoding sequence attends to."""
+    return seq.scheduled
+
+
+def _seat_of(seq: Sequence, seat: int, state: str) -> Seat:
     """A seat and who sits in it, or sat in it last."""
     return Seat(
         seat=seat,
