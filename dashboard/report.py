@@ -180,12 +180,12 @@ def _seconds(value: float | None) -> str:
 
 def _chart_sections(shown: Mapping[str, Any]) -> Iterator[PageSection]:
     """A section for each of `TITLES`."""
-    charts = {"seats": _seat_chart(shown)} | _charts(_Bins(shown))
+    charts = {"seats": _seat_chart(shown)} | _charts(_ChartBins(shown))
     for name, (title, text) in TITLES.items():
         yield PageSection(title, [text], charts=[charts[name]])
 
 
-class _Bins:
+class _ChartBins:
     """The columns of `timeline.binned`, as charts show them."""
 
     def __init__(self, shown: Mapping[str, Any]):
@@ -211,7 +211,7 @@ class _Bins:
         return [None if value is None else round(1000 * value, 3) for value in self.columns[name]]
 
 
-def _charts(bins: _Bins) -> dict[str, go.Figure]:
+def _charts(bins: _ChartBins) -> dict[str, go.Figure]:
     """All charts but the seats'."""
     return {
         "rate": _chart("tok/s", _rate_traces(bins)),
@@ -222,7 +222,7 @@ def _charts(bins: _Bins) -> dict[str, go.Figure]:
     }
 
 
-def _rate_traces(bins: _Bins) -> list[go.Scatter]:
+def _rate_traces(bins: _ChartBins) -> list[go.Scatter]:
     from jitney.engine.report.figures import HUES, line
 
     return [
@@ -231,7 +231,7 @@ def _rate_traces(bins: _Bins) -> list[go.Scatter]:
     ]
 
 
-def _queue_traces(bins: _Bins) -> list[go.Scatter]:
+def _queue_traces(bins: _ChartBins) -> list[go.Scatter]:
     from jitney.engine.report.figures import HUES, line
 
     return [
@@ -240,7 +240,7 @@ def _queue_traces(bins: _Bins) -> list[go.Scatter]:
     ]
 
 
-def _step_traces(bins: _Bins) -> list[go.Scatter]:
+def _step_traces(bins: _ChartBins) -> list[go.Scatter]:
     from jitney.engine.report.figures import HUES, line
 
     return [
@@ -250,7 +250,7 @@ def _step_traces(bins: _Bins) -> list[go.Scatter]:
     ]
 
 
-def _wait_traces(bins: _Bins) -> list[go.Scatter]:
+def _wait_traces(bins: _ChartBins) -> list[go.Scatter]:
     from jitney.engine.report.figures import HUES, line
 
     return [
@@ -267,7 +267,7 @@ def _chart(unit: str, traces: Sequence[Any], **layout: Any) -> go.Figure:
     return figure(traces, "", "seconds before the end", unit, **settings)
 
 
-def _ledger_traces(bins: _Bins) -> list[go.Bar]:
+def _ledger_traces(bins: _ChartBins) -> list[go.Bar]:
     import plotly.graph_objects as go
 
     traces = []

@@ -23,7 +23,7 @@ _DETAIL = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class RemoteEndpoint:
     """Where requests go."""
 
     #: With or without /v1.
@@ -101,7 +101,7 @@ class Answer:
         return self.finish in ("stop", "length")
 
 
-async def ask(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> Answer:
+async def ask(client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: dict[str, Any]) -> Answer:
     """Send one request and read its stream to the end. Raises nothing but cancellation."""
     answer = Answer(sent=time.monotonic())
     try:
@@ -118,7 +118,7 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any
 
 
 async def _exchange(
-    client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any], answer: Answer
+    client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: dict[str, Any], answer: Answer
 ) -> None:
     """Send the request and write into `answer` what comes."""
     content = orjson.dumps(body)
@@ -186,7 +186,7 @@ async def events(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 lines.clear()
 
 
-def open_client(endpoint: Endpoint) -> httpx.AsyncClient:
+def open_client(endpoint: RemoteEndpoint) -> httpx.AsyncClient:
     """A client that never makes a request wait for a free connection."""
     return httpx.AsyncClient(
         headers=endpoint.headers,
@@ -195,7 +195,7 @@ def open_client(endpoint: Endpoint) -> httpx.AsyncClient:
     )
 
 
-async def first_model(client: httpx.AsyncClient, endpoint: Endpoint) -> str:
+async def first_model(client: httpx.AsyncClient, endpoint: RemoteEndpoint) -> str:
     """The first model that the endpoint lists. ConfigError if there is no such endpoint, or it
     lists none.
     """
@@ -212,7 +212,7 @@ async def first_model(client: httpx.AsyncClient, endpoint: Endpoint) -> str:
 
 
 async def count_tokens(
-    client: httpx.AsyncClient, endpoint: Endpoint, texts: Sequence[str]
+    client: httpx.AsyncClient, endpoint: RemoteEndpoint, texts: Sequence[str]
 ) -> list[int]:
     """Prompt tokens of some texts, by the endpoint's own count. JitneyError if it does not answer
     or count.

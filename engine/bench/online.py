@@ -13,7 +13,7 @@ import httpx
 
 from jitney.engine.bench.client import (
     Answer,
-    Endpoint,
+    RemoteEndpoint,
     ask,
     count_tokens,
     first_model,
@@ -82,7 +82,7 @@ UNKNOWN_ENGINE = EngineAbout()
 class OnlineRun:
     """What was measured."""
 
-    endpoint: Endpoint
+    endpoint: RemoteEndpoint
     load: LoadResult
     #: The server's own ledger over the run; None where it publishes none.
     bill: dict[str, Line] | None = None
@@ -93,7 +93,7 @@ class OnlineRun:
 
 
 async def measure(
-    endpoint: Endpoint,
+    endpoint: RemoteEndpoint,
     arrivals: Sequence[Arrival],
     *,
     concurrency: int,
@@ -136,11 +136,13 @@ class _Session:
 
     client: httpx.AsyncClient
     #: With its model named.
-    endpoint: Endpoint
+    endpoint: RemoteEndpoint
     ruler: Ruler
 
     @classmethod
-    async def open(cls, client: httpx.AsyncClient, endpoint: Endpoint, longest: int) -> _Session:
+    async def open(
+        cls, client: httpx.AsyncClient, endpoint: RemoteEndpoint, longest: int
+    ) -> _Session:
         """Find the model, and learn how long texts of up to `longest` tokens are."""
         if not endpoint.model:
             endpoint = replace(endpoint, model=await first_model(client, endpoint))
@@ -219,7 +221,12 @@ class _Session:
 
 
 async def capacity_at(
-    endpoint: Endpoint, arrivals: Sequence[Arrival], *, streams: int, warmup: int, watch: Watch
+    endpoint: RemoteEndpoint,
+    arrivals: Sequence[Arrival],
+    *,
+    streams: int,
+    warmup: int,
+    watch: Watch,
 ) -> float:
     """Requests a second that the endpoint serves when there is always a next one.
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from jitney.engine.bench.client import Answer, Endpoint, ask, first_model, open_client
+from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, first_model, open_client
 from jitney.engine.bench.load import LoadResult, run_load
 from jitney.engine.bench.online import read_about
 from jitney.engine.bench.peer_process import Peer, free_port, serving
@@ -168,17 +168,17 @@ class PeerBench:
         try:
             with serving(result.peer, self.port or free_port()) as url:
                 result.start_s.append(round(time.monotonic() - began, 1))
-                asyncio.run(self._measure_all(result, Endpoint(url, "")))
+                asyncio.run(self._measure_all(result, RemoteEndpoint(url, "")))
         except JitneyError as error:
             result.failed = str(error)
             self.say(f"{result.peer.name}: {error}")
 
-    async def _measure_all(self, result: PeerResult, endpoint: Endpoint) -> None:
+    async def _measure_all(self, result: PeerResult, endpoint: RemoteEndpoint) -> None:
         async with open_client(endpoint) as client:
             about = await read_about(client, endpoint.base)
             result.version, result.device = about.version, about.device
             result.kernels = about.kernels
-            named = Endpoint(endpoint.url, await first_model(client, endpoint))
+            named = RemoteEndpoint(endpoint.url, await first_model(client, endpoint))
             for measurement in self.measurements:
                 await _drive(client, named, measurement.warm_up())
                 load = await _drive(client, named, measurement)
@@ -208,7 +208,7 @@ def _progress_line(name: str, figures: Mapping[str, Any]) -> str:
 
 
 async def _drive(
-    client: httpx.AsyncClient, endpoint: Endpoint, measurement: Measurement
+    client: httpx.AsyncClient, endpoint: RemoteEndpoint, measurement: Measurement
 ) -> LoadResult:
     """Send the requests as a closed loop. JitneyError if one fails, or is not as long as it should
     be.

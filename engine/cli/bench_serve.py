@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from jitney.engine.bench.client import EXTRA_FIELDS, Endpoint
+from jitney.engine.bench.client import EXTRA_FIELDS, RemoteEndpoint
 from jitney.engine.bench.online import EngineAbout, OnlineRun, measure
 from jitney.engine.cli.bench_flags import (
     add_report,
@@ -129,12 +129,12 @@ def add_endpoint(parser: Parser, *, required: bool = True) -> None:
     )
 
 
-def endpoint_from(args: argparse.Namespace) -> Endpoint:
+def endpoint_from(args: argparse.Namespace) -> RemoteEndpoint:
     """The endpoint that the flags and the environment describe."""
     if not args.url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {args.url}: must begin with http:// or https://")
     keys = [os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)]
-    return Endpoint(
+    return RemoteEndpoint(
         url=args.url,
         model=getattr(args, "model", ""),
         api_key=keys[0] if keys else "",

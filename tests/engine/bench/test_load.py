@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from jitney.engine.bench.client import Answer, Endpoint, ask, events, open_client
+from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, events, open_client
 from jitney.engine.bench.load import Sender, record_of, run_load
 from jitney.engine.bench.metrics import bill_between, parse_metrics, queue_mean
 from jitney.engine.bench.online import Ruler, measure
@@ -96,7 +96,7 @@ def one_at_a_time() -> Handler:
 
 async def against(handler: Handler, arrivals: list[Arrival], **options):
     async with ScriptedServer(handler) as url:
-        target = Endpoint(url, "m")
+        target = RemoteEndpoint(url, "m")
         async with open_client(target) as client:
             return await run_load(
                 lambda n: ask(client, target, target.body("hi", arrivals[n].n_output)),
@@ -192,10 +192,10 @@ def test_every_failure_is_counted_by_kind():
 
     async def main() -> list[Answer]:
         async with ScriptedServer(handler) as url:
-            target = Endpoint(url, "m", timeout_s=1.0)
+            target = RemoteEndpoint(url, "m", timeout_s=1.0)
             async with open_client(target) as client:
                 answers = [await ask(client, target, target.body("x", n)) for n in range(1, 7)]
-        gone = Endpoint(url, "m")
+        gone = RemoteEndpoint(url, "m")
         async with open_client(gone) as client:
             return [*answers, await ask(client, gone, gone.body("x", 1))]
 
@@ -232,11 +232,11 @@ def test_frames_may_be_cut_anywhere():
 
 
 def test_chat_and_completions_are_asked_alike():
-    chat = Endpoint("http://h/v1/", "m", chat=True, extras=())
+    chat = RemoteEndpoint("http://h/v1/", "m", chat=True, extras=())
     assert chat.generation == "http://h/v1/chat/completions"
     assert chat.body("hi", 5)["messages"] == [{"role": "user", "content": "hi"}]
     assert "ignore_eos" not in chat.body("hi", 5)
-    plain = Endpoint("http://h", "m", api_key="secret")
+    plain = RemoteEndpoint("http://h", "m", api_key="secret")
     assert (
         plain.generation == "http://h/v1/completions" and plain.body("hi", 5)["ignore_eos"] is True
     )
@@ -302,7 +302,7 @@ def test_texts_are_sized_by_the_endpoints_own_count():
         async with ScriptedServer(handler) as url:
             arrivals = [Arrival(0.0, 101, 4), Arrival(0.0, 33, 2)]
             return await measure(
-                Endpoint(url, ""),
+                RemoteEndpoint(url, ""),
                 arrivals,
                 concurrency=2,
                 closed=True,
@@ -619,7 +619,7 @@ def test_an_endpoint_that_is_not_there_is_one_clear_error():
     async def main(model: str):
         async with ScriptedServer(nobody) as url:
             await measure(
-                Endpoint(url, model),
+                RemoteEndpoint(url, model),
                 [Arrival(0.0, 9, 1)],
                 concurrency=1,
                 closed=True,
