@@ -77,7 +77,7 @@ class Contexts:
         return 4.0 * config.n_heads * config.head_dim * self.pairs
 
 
-def make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, int]:
+def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, int]:
     """(the metadata, pages of the pool): pages of all sequences shuffled, `total` rows, no padding
     of sequences.
     """
@@ -116,7 +116,7 @@ def make_inputs(
     """
     config, total = job.config, sum(load.rows)
     total += bool(load.prompts) and total == len(load.rows)
-    meta, pages = make_meta(load, job.page_size, total)
+    meta, pages = _make_meta(load, job.page_size, total)
     keys = jax.random.split(jax.random.key(seed))
     shape = (pages, job.page_size, 2 * config.n_kv_heads, config.head_dim)
     q = jax.random.normal(keys[0], (total, config.n_heads, config.head_dim), dtype)
@@ -179,7 +179,7 @@ def attend_row(
     moved = load.moved(config, size, size if kv == "auto" else KV_TYPES[kv].itemsize)
     floor_s, bound = job.measured.of(moved, load.operations(config))
     given = make_inputs(load, job, dtype, 0, kv)
-    attend = partial(attend_with, kernels, config.head_dim**-0.5)
+    attend = partial(_attend_with, kernels, config.head_dim**-0.5)
     row = Row(
         part=job.part,
         name=name,
@@ -188,7 +188,7 @@ def attend_row(
         floor_s=floor_s,
         bound=bound,
         goal=goal,
-        error=attention_error(kernels, attend, given, sum(load.rows)),
+        error=_attention_error(kernels, attend, given, sum(load.rows)),
     )
     if row.error is not None and not row.error < WRONG[size]:
         yield wrong(row)
@@ -208,17 +208,17 @@ def attend_row(
     yield replace(row, **timing)
 
 
-def attend_with(kernels: KernelSet, scale: float, given: AttentionInputs) -> jax.Array:
+def _attend_with(kernels: KernelSet, scale: float, given: AttentionInputs) -> jax.Array:
     return kernels.attend(given.q, given.kv, given.meta, scale=scale, kv_scales=given.kv_scales)
 
 
-def attention_error(
+def _attention_error(
     kernels: KernelSet, attend: Any, given: AttentionInputs, rows: int
 ) -> float | None:
     """Distance from the reference on this device; None for the reference itself."""
     if kernels.name == "reference":
         return None
-    theirs = jax.jit(partial(attend_with, reference(), given.q.shape[-1] ** -0.5))(given)
+    theirs = jax.jit(partial(_attend_with, reference(), given.q.shape[-1] ** -0.5))(given)
     return float(distance(jax.jit(attend)(given)[:rows], theirs[:rows]))
 
 
@@ -235,11 +235,11 @@ def writes(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
                 "rotate and write",
                 f"{rows} rows",
                 kernels.label,
-                partial(write_row, job, kernels, dtype, rows),
+                partial(_write_row, job, kernels, dtype, rows),
             )
 
 
-def write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[Row]:
+def _write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[Row]:
     """One decode-like write: every row to a page of its own."""
     name, case, config = "rotate and write", f"{rows} rows", job.config
     if kernels.rotate_and_write is None:
@@ -272,7 +272,7 @@ def write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int) -> Iterat
         by=kernels.label,
         floor_s=floor_s,
         bound=bound,
-        error=write_error(kernels, write, given.kv, heads),
+        error=_write_error(kernels, write, given.kv, heads),
     )
     if row.error is not None and not row.error < WRONG[size]:
         yield wrong(row)
@@ -287,7 +287,7 @@ def write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int) -> Iterat
     yield replace(row, **timing)
 
 
-def write_error(kernels: KernelSet, write: Any, kv: jax.Array, heads: jax.Array) -> float | None:
+def _write_error(kernels: KernelSet, write: Any, kv: jax.Array, heads: jax.Array) -> float | None:
     """Distance of rotated queries and of the pool from the reference's, whichever is more."""
     if kernels.name == "reference":
         return None

@@ -29,29 +29,29 @@ from jitney.engine.simulation.workload import Arrival
 from jitney.kernels.interface import KernelSet
 
 #: Seconds of warm-up before anything counts.
-WARM_S = 2.0
+_WARM_S = 2.0
 #: Parts of a step's host side, as the ledger names them.
-HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
+_HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
 
 
 def closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """The two runs; weights in the run's dtype."""
     sizes, kernels = job.sizes, sets[0]
-    get = cache(partial(make_traffic, job, kernels, dtype))
+    get = cache(partial(_make_traffic, job, kernels, dtype))
     kept = f"{sizes.streams} streams, {jnp.dtype(dtype)}"
     n_prompt, n_output = sizes.batch
     yield Task(
         "batch of equal requests",
         f"{kept}, {n_prompt} + {n_output} tokens",
         kernels.label,
-        partial(batch_rows, job, kernels.label, get, kept),
+        partial(_batch_rows, job, kernels.label, get, kept),
     )
     yield Task(
-        "closed loop", kept, kernels.label, partial(loop_rows, job, kernels.label, get, kept)
+        "closed loop", kept, kernels.label, partial(_loop_rows, job, kernels.label, get, kept)
     )
 
 
-def loop_buckets(job: PartJob) -> Buckets:
+def _loop_buckets(job: PartJob) -> Buckets:
     """Few programs: a large and a small decode step, and two sizes with prompt rows."""
     seats, budget = job.sizes.streams, job.sizes.token_budget
     return make_buckets(
@@ -62,9 +62,9 @@ def loop_buckets(job: PartJob) -> Buckets:
     )
 
 
-def make_traffic(job: PartJob, kernels: KernelSet, dtype: Any) -> tuple[OfflineBench, StepBench]:
+def _make_traffic(job: PartJob, kernels: KernelSet, dtype: Any) -> tuple[OfflineBench, StepBench]:
     """A core with as many seats as streams; the greedy programs are all that is compiled."""
-    buckets, sizes = loop_buckets(job), job.sizes
+    buckets, sizes = _loop_buckets(job), job.sizes
     context = max(sum(sizes.loop), sum(sizes.batch)) + job.page_size
     bench = make_bench(job, kernels, dtype, "plain", buckets, context)
     compile_buckets(bench, buckets.all())
@@ -75,7 +75,7 @@ def make_traffic(job: PartJob, kernels: KernelSet, dtype: Any) -> tuple[OfflineB
     return OfflineBench(EngineCore(scheduler, bench.runner, Ledger()), lambda text: []), bench
 
 
-def random_requests(
+def _random_requests(
     job: PartJob, count: int, prompt: tuple[int, int], output: tuple[int, int]
 ) -> list[PromptedArrival]:
     """Requests whose lengths are drawn evenly from the ranges, both ends included."""
@@ -94,14 +94,14 @@ def random_requests(
     ]
 
 
-def batch_rows(job: PartJob, by: str, get: Any, kept: str) -> Iterator[Row]:
+def _batch_rows(job: PartJob, by: str, get: Any, kept: str) -> Iterator[Row]:
     """All requests at once, as many as there are seats."""
     traffic, bench = get()
     (n_prompt, n_output), sizes = job.sizes.batch, job.sizes
-    requests = random_requests(job, sizes.streams, (n_prompt, n_prompt), (n_output, n_output))
-    traffic.warm_up(requests, WARM_S if bench.weight_bytes > 1 << 30 else 0.0)
+    requests = _random_requests(job, sizes.streams, (n_prompt, n_prompt), (n_output, n_output))
+    traffic.warm_up(requests, _WARM_S if bench.weight_bytes > 1 << 30 else 0.0)
     run = traffic.run(requests, concurrency=sizes.streams)
-    yield run_row(
+    yield _run_row(
         job,
         by,
         bench,
@@ -112,20 +112,20 @@ def batch_rows(job: PartJob, by: str, get: Any, kept: str) -> Iterator[Row]:
     )
 
 
-def loop_rows(job: PartJob, by: str, get: Any, kept: str) -> Iterator[Row]:
+def _loop_rows(job: PartJob, by: str, get: Any, kept: str) -> Iterator[Row]:
     """A request comes when one leaves; and what the host cost between its steps."""
     traffic, bench = get()
     sizes = job.sizes
     most_prompt, most_output = sizes.loop
-    requests = random_requests(
+    requests = _random_requests(
         job, sizes.requests, (most_prompt // 4, most_prompt), (most_output // 4, most_output)
     )
     run = traffic.run(requests, concurrency=sizes.streams)
-    yield run_row(job, by, bench, run, "closed loop", kept, "")
-    yield gap_row(job, by, run, kept)
+    yield _run_row(job, by, bench, run, "closed loop", kept, "")
+    yield _gap_row(job, by, run, kept)
 
 
-def run_row(
+def _run_row(
     job: PartJob, by: str, bench: StepBench, run: OfflineRun, name: str, case: str, goal: str
 ) -> Row:
     """Output tokens a second, and the floor of all its steps one after another."""
@@ -160,13 +160,13 @@ def floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[f
         )[0]
 
 
-def gap_row(job: PartJob, by: str, run: OfflineRun, kept: str) -> Row:
+def _gap_row(job: PartJob, by: str, run: OfflineRun, kept: str) -> Row:
     """How long the device had nothing to do before a step, on average, and as a share of the time
     between steps.
     """
     records = run.records[1:]
     gap, device = records["gap_s"].astype(float), records["device_s"].astype(float)
-    parts = {name: float(np.median(records[name])) for name in HOST_PARTS}
+    parts = {name: float(np.median(records[name])) for name in _HOST_PARTS}
     return Row(
         part=job.part,
         name="host gap",

@@ -26,9 +26,9 @@ from jitney.engine.simulation.roofline import ModelCost
 REPEATS = 7
 #: Steps that a static cache has room for beyond the context that is measured.
 SLACK = 64
-CONTINUOUS = "transformers, continuous batching"
-SDPA = "torch SDPA"
-COMPILED = "torch.compile, static cache"
+_CONTINUOUS = "transformers, continuous batching"
+_SDPA = "torch SDPA"
+_COMPILED = "torch.compile, static cache"
 
 
 def module(name: str) -> Any:
@@ -44,7 +44,7 @@ def missing(*packages: str) -> str:
     return ""
 
 
-def unable(job: PartJob, name: str, case: str, by: str, why: str) -> Iterator[Row]:
+def _unable(job: PartJob, name: str, case: str, by: str, why: str) -> Iterator[Row]:
     yield Row(part=job.part, name=name, case=case, by=by, note=why)
 
 
@@ -53,8 +53,8 @@ def batching(job: PartJob) -> Tasks:
     n_prompt, n_output = job.sizes.batch
     case = f"{job.sizes.streams} streams, {job.dtype}, {n_prompt} + {n_output} tokens"
     why = missing("torch", "transformers")
-    run = partial(batching_row, job, case)
-    yield task(job, "batch of equal requests", case, CONTINUOUS, why, run)
+    run = partial(_batching_row, job, case)
+    yield task(job, "batch of equal requests", case, _CONTINUOUS, why, run)
 
 
 def torch_tasks(job: PartJob) -> Tasks:
@@ -63,18 +63,18 @@ def torch_tasks(job: PartJob) -> Tasks:
     why = missing("torch", "transformers")
     for seqs, context in (*sizes.attention[:2], (1, sizes.long)):
         name, case = "decode attention", f"{seqs} x {context:,}"
-        run = partial(sdpa_row, job, name, case, seqs, 1, context)
-        yield task(job, name, case, SDPA, why, run)
+        run = partial(_sdpa_row, job, name, case, seqs, 1, context)
+        yield task(job, name, case, _SDPA, why, run)
     for rows in sizes.prompts[:2]:
         name, case = "prompt attention", f"{rows:,} rows"
-        run = partial(sdpa_row, job, name, case, 1, rows, rows)
-        yield task(job, name, case, SDPA, why, run)
-    get = cache(partial(make_model, job))
+        run = partial(_sdpa_row, job, name, case, 1, rows, rows)
+        yield task(job, name, case, _SDPA, why, run)
+    get = cache(partial(_make_model, job))
     for seqs in (*sizes.steps[0], sizes.streams):
         context = sizes.contexts[0][-1]
         case = f"{seqs} x {context:,}, {job.dtype}"
-        run = partial(compiled_row, job, get, case, seqs, context)
-        yield task(job, "decode step", case, COMPILED, why, run)
+        run = partial(_compiled_row, job, get, case, seqs, context)
+        yield task(job, "decode step", case, _COMPILED, why, run)
 
 
 def task(
@@ -82,7 +82,7 @@ def task(
 ) -> Task:
     """A case of a peer; `why`, if it is not empty, says that it cannot run."""
     if why:
-        run = partial(unable, job, name, case, by, why)
+        run = partial(_unable, job, name, case, by, why)
     return Task(name, case, by, run)
 
 
@@ -99,7 +99,7 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def make_model(job: PartJob) -> Any:
+def _make_model(job: PartJob) -> Any:
     """A model of the job's shape with random weights, made on the device."""
     torch, transformers, shape = module("torch"), module("transformers"), job.config
     family = "Qwen3" if shape.qk_norm else "Llama"
@@ -126,9 +126,9 @@ def make_model(job: PartJob) -> Any:
         torch.set_default_dtype(previous)
 
 
-def batching_row(job: PartJob, case: str) -> Iterator[Row]:
+def _batching_row(job: PartJob, case: str) -> Iterator[Row]:
     """Output tokens a second of the second of two batches; the first one captures and compiles."""
-    (n_prompt, n_output), streams, model = job.sizes.batch, job.sizes.streams, make_model(job)
+    (n_prompt, n_output), streams, model = job.sizes.batch, job.sizes.streams, _make_model(job)
     wanted = module("transformers").GenerationConfig(
         max_new_tokens=n_output, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -154,7 +154,7 @@ def batching_row(job: PartJob, case: str) -> Iterator[Row]:
         part=job.part,
         name="batch of equal requests",
         case=case,
-        by=CONTINUOUS,
+        by=_CONTINUOUS,
         seconds=seconds,
         least=seconds,
         most=seconds,
@@ -164,7 +164,7 @@ def batching_row(job: PartJob, case: str) -> Iterator[Row]:
     )
 
 
-def sdpa_row(
+def _sdpa_row(
     job: PartJob, name: str, case: str, seqs: int, rows: int, context: int
 ) -> Iterator[Row]:
     """Attention of `rows` new rows of each sequence, keys and values contiguous."""
@@ -194,14 +194,14 @@ def sdpa_row(
         part=job.part,
         name=name,
         case=case,
-        by=SDPA,
+        by=_SDPA,
         floor_s=floor_s,
         bound=bound,
         **_timing_fields(spent),
     )
 
 
-def compiled_row(
+def _compiled_row(
     job: PartJob, get: Callable[[], Any], case: str, seqs: int, context: int
 ) -> Iterator[Row]:
     """One decode step of a compiled model whose cache holds `context` positions of each sequence,
@@ -234,7 +234,7 @@ def compiled_row(
         part=job.part,
         name="decode step",
         case=case,
-        by=COMPILED,
+        by=_COMPILED,
         floor_s=floor_s,
         bound=bound,
         figures={"tokens_s": seqs / median(spent)},

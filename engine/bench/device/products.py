@@ -23,7 +23,7 @@ from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
 #: a flat tail, which no short list of candidates decides.
-TOP_P, TOP_K = 0.95, 0
+_TOP_P, _TOP_K = 0.95, 0
 
 
 def products(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
@@ -42,11 +42,11 @@ def products(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
                         f"{scheme} product",
                         case,
                         kernels.label,
-                        partial(product_row, job, kernels, dtype, scheme, case, shape, rows),
+                        partial(_product_row, job, kernels, dtype, scheme, case, shape, rows),
                     )
 
 
-def product_row(
+def _product_row(
     job: PartJob,
     kernels: KernelSet,
     dtype: Any,
@@ -56,7 +56,7 @@ def product_row(
     rows: int,
 ) -> Iterator[Row]:
     """One product with random weights, checked against float32."""
-    weights = make_weights(scheme, shape, dtype, 0)
+    weights = _make_weights(scheme, shape, dtype, 0)
     x = jax.random.normal(jax.random.key(9), (rows, shape[0]), dtype)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     moved = held + x.nbytes + 4 * rows * shape[1]
@@ -77,7 +77,7 @@ def product_row(
         return
     copies = [
         weights,
-        *(make_weights(scheme, shape, dtype, seed) for seed in range(1, copies_for(job, moved))),
+        *(_make_weights(scheme, shape, dtype, seed) for seed in range(1, copies_for(job, moved))),
     ]
     timing = timed(
         lambda x, w: chained(x, product(x, w, kernels)),
@@ -89,7 +89,7 @@ def product_row(
     yield replace(row, **timing)
 
 
-def make_weights(scheme: str, shape: tuple[int, int], dtype: Any, seed: int) -> Packed:
+def _make_weights(scheme: str, shape: tuple[int, int], dtype: Any, seed: int) -> Packed:
     """Random weights [I, O] of spread 1 / sqrt(I)."""
     return quantise(
         jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5, scheme=scheme, dtype=dtype
@@ -107,14 +107,14 @@ def thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
                 "top-p threshold",
                 case,
                 kernels.label,
-                partial(threshold_row, job, kernels, rows, case),
+                partial(_threshold_row, job, kernels, rows, case),
             )
         yield Task(
-            "top-p threshold", case, "sampler", partial(threshold_row, job, None, rows, case)
+            "top-p threshold", case, "sampler", partial(_threshold_row, job, None, rows, case)
         )
 
 
-def threshold_row(job: PartJob, kernels: KernelSet | None, rows: int, case: str) -> Iterator[Row]:
+def _threshold_row(job: PartJob, kernels: KernelSet | None, rows: int, case: str) -> Iterator[Row]:
     """One search; kernels None: the sampler's own, which the others are checked against."""
     name, by = "top-p threshold", kernels.label if kernels else "sampler"
     search = kernels.threshold if kernels else threshold
@@ -129,7 +129,7 @@ def threshold_row(job: PartJob, kernels: KernelSet | None, rows: int, case: str)
         return
     scaled = jax.random.normal(jax.random.key(3), (rows, job.config.vocab_size), jnp.float32)
     scaled -= jnp.max(scaled, axis=-1, keepdims=True)
-    top_k, top_p = jnp.full((rows,), TOP_K, jnp.int32), jnp.full((rows,), TOP_P, jnp.float32)
+    top_k, top_p = jnp.full((rows,), _TOP_K, jnp.int32), jnp.full((rows,), _TOP_P, jnp.float32)
     floor_s, bound = job.measured.of(scaled.nbytes)
     error = (
         float(distance(jax.jit(search)(scaled, top_k, top_p), threshold(scaled, top_k, top_p)))

@@ -16,11 +16,11 @@ from jitney.engine.bench.device.rows import GOALS, Goal, Row, goal_values
 from jitney.engine.bench.device.run import PARTS, DeviceResults
 from jitney.engine.errors import ConfigError
 
-VERDICTS = {None: "", True: "met", False: "**missed**"}
+_VERDICTS = {None: "", True: "met", False: "**missed**"}
 HEAD = ("what", "case", "by", "time", "floor", "fraction", "spread", "error", "")
 
 
-def slug(results: DeviceResults) -> str:
+def _slug(results: DeviceResults) -> str:
     """device_<its name>_<shape>: of both files."""
     device = results.about.device if results.about else "unknown"
     return "_".join(
@@ -33,7 +33,7 @@ def write(results: DeviceResults, folder: Path) -> tuple[Path, Path]:
     to.
     """
     report = report_of(results)
-    files = folder / f"{slug(results)}.json", folder / f"{slug(results)}.md"
+    files = folder / f"{_slug(results)}.json", folder / f"{_slug(results)}.md"
     for file, text in zip(files, (json.dumps(report, indent=1), markdown(results)), strict=True):
         try:
             draft = file.with_suffix(f"{file.suffix}.part")
@@ -86,7 +86,7 @@ def _judged(results: DeviceResults, key: str, goal: Goal) -> dict[str, Any]:
 
 def markdown(results: DeviceResults) -> str:
     """The page."""
-    return "\n".join([*opening(results), "", *goal_table(results), "", *row_tables(results)])
+    return "\n".join([*opening(results), "", *goal_table(results), "", *_row_tables(results)])
 
 
 def opening(results: DeviceResults) -> Iterator[str]:
@@ -137,8 +137,8 @@ def goal_table(results: DeviceResults) -> Iterator[str]:
             bound(goal, goal.then),
             worst,
             str(row["counted"]),
-            VERDICTS[row["met_first"]],
-            VERDICTS[row["met_then"]],
+            _VERDICTS[row["met_first"]],
+            _VERDICTS[row["met_then"]],
         ]
         yield f"| {' | '.join(cells)} |"
 
@@ -152,7 +152,7 @@ def bound(goal: Goal, limit: float) -> str:
     return ("< " if goal.most else ">= ") + number(goal, limit)
 
 
-def row_tables(results: DeviceResults) -> Iterator[str]:
+def _row_tables(results: DeviceResults) -> Iterator[str]:
     """A table a part, in the order of the run."""
     for part, what in PARTS.items():
         rows = [row for row in results.rows if row.part == part]

@@ -42,10 +42,10 @@ PARTS = {
     "torch": "attention and compiled decode steps in PyTorch",
 }
 #: What must be in the environment of a part; it is added to what is there.
-ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
+_ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
 #: A part may go on with the case that it is at for so long after its time, before its process is
 #: ended.
-GRACE_S = 90.0
+_GRACE_S = 90.0
 Start = Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]]
 Report = Callable[[str], None]
 
@@ -144,16 +144,15 @@ def lines_of(
     start: Start,
 ) -> Iterator[PartMessage]:
     """What a part says; a row why it says nothing, if it was not begun."""
-    why = unfit(results, part, left)
+    why = _unfit(results, part, left)
     if why:
         yield PartMessage(row=Row(part=part, name=PARTS[part], case="all", by="", note=why))
         return
-    yield from start(
-        results.job(part, left), {**results.plan.environment, **extended(ENVIRONMENT.get(part, {}))}
-    )
+    environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
+    yield from start(results.job(part, left), environment)
 
 
-def unfit(results: DeviceResults, part: str, left: float) -> str:
+def _unfit(results: DeviceResults, part: str, left: float) -> str:
     """Why a part is not begun; empty if it is."""
     platform = results.about.platform if results.about else "gpu"
     if part == "graphs" and platform not in ("gpu", "cuda"):
@@ -163,7 +162,7 @@ def unfit(results: DeviceResults, part: str, left: float) -> str:
     return ""
 
 
-def extended(wanted: Mapping[str, str]) -> dict[str, str]:
+def _extended(wanted: Mapping[str, str]) -> dict[str, str]:
     """Variables with what the environment already says in front."""
     return {
         name: " ".join(filter(None, (os.environ.get(name, ""), text)))
@@ -185,10 +184,10 @@ def take(results: DeviceResults, line: PartMessage, report: Report) -> None:
         )
     if line.row is not None:
         results.rows.append(line.row)
-        report(f"{line.row.part}: {line.row.name}, {line.row.case}: {outcome(line.row)}")
+        report(f"{line.row.part}: {line.row.name}, {line.row.case}: {_outcome(line.row)}")
 
 
-def outcome(row: Row) -> str:
+def _outcome(row: Row) -> str:
     """A row in a few words."""
     if row.seconds is None:
         return row.note
@@ -231,12 +230,12 @@ def run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMess
             process.stdin.write(msgspec.json.encode(job))
             process.stdin.close()
         try:
-            yield from read_lines(process.stdout, job.seconds + GRACE_S)
-            status = process.wait(GRACE_S)
+            yield from _read_lines(process.stdout, job.seconds + _GRACE_S)
+            status = process.wait(_GRACE_S)
             why = (
                 ""
                 if status == 0
-                else f"failed: the process ended with status {status}: {last_line(errors)}"
+                else f"failed: the process ended with status {status}: {_last_line(errors)}"
             )
         except (TimeoutError, subprocess.TimeoutExpired):
             why = "not finished: the time was up"
@@ -249,7 +248,7 @@ def run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMess
             )
 
 
-def read_lines(stream: IO[bytes], seconds: float) -> Iterator[PartMessage]:
+def _read_lines(stream: IO[bytes], seconds: float) -> Iterator[PartMessage]:
     """The lines until the stream ends; TimeoutError if that takes longer."""
     lines: queue.Queue[bytes] = queue.Queue()
 
@@ -271,7 +270,7 @@ def read_lines(stream: IO[bytes], seconds: float) -> Iterator[PartMessage]:
             yield msgspec.json.decode(text, type=PartMessage)
 
 
-def last_line(errors: IO[bytes]) -> str:
+def _last_line(errors: IO[bytes]) -> str:
     """The last thing said, shortened."""
     errors.seek(0)
     said = errors.read().decode(errors="replace").strip().splitlines()

@@ -35,13 +35,13 @@ from jitney.engine.simulation.roofline import ModelCost
 from jitney.kernels.interface import KernelSet
 
 #: Of the memory that jax may use: left for temporaries, fragments and uploads.
-SPARE = 0.08
+_SPARE = 0.08
 #: KV positions at most: enough for 256 sequences of 1k, and for 8 of 32k.
-MOST_POSITIONS = 1 << 18
+_MOST_POSITIONS = 1 << 18
 #: Positions where the device does not say what memory it has.
-FEW_POSITIONS = 1 << 10
+_FEW_POSITIONS = 1 << 10
 #: Programs compiled side by side.
-THREADS = 8
+_THREADS = 8
 
 
 @dataclass
@@ -70,7 +70,7 @@ class StepBench:
         )
 
 
-def random_weights(model: Model) -> Model:
+def _random_weights(model: Model) -> Model:
     """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of
     no meaning.
     """
@@ -114,14 +114,14 @@ def make_bench(
     need.
     """
     gc.collect()  # the arrays of the one before it may hang in cycles
-    model = random_weights(abstract_model(job.config, dtype=dtype, weights=weights))
+    model = _random_weights(abstract_model(job.config, dtype=dtype, weights=weights))
     model.arrange(kernels)
     _, state = nnx.split(model)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     config, size = job.config, jnp.dtype(dtype).itemsize
     table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * size
     row_bytes = config.n_layers * 2 * config.n_kv_heads * config.head_dim * size
-    positions = min(MOST_POSITIONS + buckets.seats * job.page_size, free_positions(row_bytes))
+    positions = min(_MOST_POSITIONS + buckets.seats * job.page_size, _free_positions(row_bytes))
     pages = positions // job.page_size
     if pages < 2:
         raise ConfigError(f"{held / GIB:.1f} GiB of weights leave no room for keys and values")
@@ -139,12 +139,12 @@ def make_bench(
     )
 
 
-def free_positions(row_bytes: int) -> int:
+def _free_positions(row_bytes: int) -> int:
     """KV positions that fit beside what the device holds now."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
-        return FEW_POSITIONS
-    return int((1 - SPARE) * stats["bytes_limit"] - stats["bytes_in_use"]) // row_bytes
+        return _FEW_POSITIONS
+    return int((1 - _SPARE) * stats["bytes_limit"] - stats["bytes_in_use"]) // row_bytes
 
 
 def compile_buckets(bench: StepBench, buckets: Sequence[Bucket]) -> None:
@@ -152,12 +152,12 @@ def compile_buckets(bench: StepBench, buckets: Sequence[Bucket]) -> None:
     runner = bench.runner
     keys = [(bucket, runner.is_plain(bucket, True)) for bucket in buckets]
     missing = [key for key in keys if key not in runner.executables]
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         for key, done in [(key, pool.submit(compile_step, runner.lower(*key))) for key in missing]:
             runner.executables[key] = done.result()
 
 
-def time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
+def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
     """Seconds of a made-up step, many in flight, its upload included. RuntimeError if its logits
     are not finite.
     """
@@ -170,7 +170,7 @@ def time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[f
     return samples, plan.work
 
 
-def step_row(
+def _step_row(
     job: PartJob,
     get: Callable[[], StepBench],
     group: Sequence[Bucket],
@@ -183,15 +183,15 @@ def step_row(
     """One step; `group` is compiled together with its bucket."""
     bench = get()
     base = Row(part=job.part, name=name, case=text, by=by)
-    if room_of(case, bench.page_size) > bench.positions:
-        needed = room_of(case, bench.page_size) * bench.row_bytes / GIB
+    if _room_of(case, bench.page_size) > bench.positions:
+        needed = _room_of(case, bench.page_size) * bench.row_bytes / GIB
         room = bench.positions * bench.row_bytes / GIB
         yield replace(
             base, note=f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
         )
         return
     compile_buckets(bench, group)
-    samples, work = time_step(bench, case, job.sizes.sample_s)
+    samples, work = _time_step(bench, case, job.sizes.sample_s)
     seconds = sorted(samples)[len(samples) // 2]
     floor_s, bound = job.measured.of(bench.floor_bytes(work), bench.operations(case.bucket, work))
     yield replace(
@@ -207,7 +207,7 @@ def step_row(
     )
 
 
-def room_of(case: StepCase, page: int) -> int:
+def _room_of(case: StepCase, page: int) -> int:
     """KV positions in whole pages."""
     lengths = [length + 1 for length in case.decode] + [
         start + count for start, count in case.prompts
@@ -215,20 +215,20 @@ def room_of(case: StepCase, page: int) -> int:
     return sum(math.ceil(length / page) * page for length in lengths)
 
 
-def decode_buckets(groups: Sequence[Sequence[int]]) -> list[list[Bucket]]:
+def _decode_buckets(groups: Sequence[Sequence[int]]) -> list[list[Bucket]]:
     return [[Bucket(seats, seats) for seats in group] for group in groups]
 
 
 def short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode steps of few seats and short contexts: what the goal is about."""
     sizes = job.sizes
-    yield from decode_tasks(job, sets[0], dtype, "plain", sizes.steps[:1], sizes.contexts[0])
+    yield from _decode_tasks(job, sets[0], dtype, "plain", sizes.steps[:1], sizes.contexts[0])
 
 
 def long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode steps of more seats, and of longer contexts."""
     sizes = job.sizes
-    yield from decode_tasks(
+    yield from _decode_tasks(
         job, sets[0], dtype, "plain", sizes.steps, sizes.contexts[1], sizes.contexts[0]
     )
 
@@ -236,12 +236,12 @@ def long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 def quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Decode steps with weights in 8 and 4 bits."""
     for weights in ("fp8", "int8", "int4"):
-        yield from decode_tasks(
+        yield from _decode_tasks(
             job, sets[0], dtype, weights, (job.sizes.quantised,), job.sizes.contexts[0][-1:]
         )
 
 
-def decode_tasks(
+def _decode_tasks(
     job: PartJob,
     kernels: KernelSet,
     dtype: Any,
@@ -251,7 +251,7 @@ def decode_tasks(
     later: Sequence[int] = (),
 ) -> Tasks:
     """Every seat count of every group at `contexts`; from the second group on, at `later` too."""
-    grouped = decode_buckets(groups)
+    grouped = _decode_buckets(groups)
     seats = max(bucket.seats for group in grouped for bucket in group)
     longest = max((*contexts, *later))
     buckets = Buckets(
@@ -271,7 +271,7 @@ def decode_tasks(
                     text,
                     kernels.label,
                     partial(
-                        step_row,
+                        _step_row,
                         job,
                         get,
                         group,
@@ -288,7 +288,7 @@ def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Steps of one prompt, whole."""
     kernels, sizes = sets[0], job.sizes
     buckets = Buckets(
-        (Bucket(1, 1),), tuple(Bucket(rows, min_seats(sizes)) for rows in sorted(sizes.prefill))
+        (Bucket(1, 1),), tuple(Bucket(rows, _min_seats(sizes)) for rows in sorted(sizes.prefill))
     )
     get = cache(
         lambda: make_bench(
@@ -296,14 +296,14 @@ def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
         )
     )
     for rows in sizes.prefill:
-        bucket = Bucket(rows, min_seats(sizes))
+        bucket = Bucket(rows, _min_seats(sizes))
         text = f"{rows:,} rows, {jnp.dtype(dtype)}"
         yield Task(
             "prompt step",
             text,
             kernels.label,
             partial(
-                step_row,
+                _step_row,
                 job,
                 get,
                 [bucket],
@@ -315,6 +315,6 @@ def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
         )
 
 
-def min_seats(sizes: Sizes) -> int:
+def _min_seats(sizes: Sizes) -> int:
     """Seats of the prompt steps' buckets."""
     return min(8, min(sizes.prefill) // 2)

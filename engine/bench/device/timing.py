@@ -21,11 +21,11 @@ from jitney.engine.bench.device.rows import Floors, PartJob, Sizes
 
 REPEATS = 7
 #: Device seconds that one call should take at least, by its floor.
-CALL_S = 1e-3
+_CALL_S = 1e-3
 #: Repeats of the work that one call may hold.
-MOST_UNROLLED = 16
+_MOST_UNROLLED = 16
 #: Copies of the inputs that are rotated at most.
-MOST_COPIES = 8
+_MOST_COPIES = 8
 
 
 def timed(
@@ -39,7 +39,7 @@ def timed(
     """Time carry = step(carry, one of the copies), the repeats chained through `carry`, which is
     donated -> the fields of a `Row`, for one run of the step.
     """
-    unrolled = max(len(copies), min(MOST_UNROLLED, math.ceil(CALL_S / max(floor_s, 1e-9))))
+    unrolled = max(len(copies), min(_MOST_UNROLLED, math.ceil(_CALL_S / max(floor_s, 1e-9))))
 
     def program(carry: Any, copies: Sequence[Any]) -> Any:
         for turn in range(unrolled):
@@ -107,7 +107,7 @@ def measure_floors(sizes: Sizes, dtype: Any) -> Floors:
 
 def copies_for(job: PartJob, moved: float) -> int:
     """How many copies of inputs of `moved` bytes exceed the cache."""
-    return max(1, min(MOST_COPIES, math.ceil(job.sizes.cache_bytes / moved)))
+    return max(1, min(_MOST_COPIES, math.ceil(job.sizes.cache_bytes / moved)))
 
 
 def chained(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -56,18 +56,18 @@ def main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
 def lines_of(job: PartJob) -> Iterator[PartMessage]:
     """Everything the job yields."""
     if job.part in PEERS:
-        yield from (PartMessage(row=row) for row in rows_of(job, tasks_of(PEERS[job.part], job)))
+        yield from (PartMessage(row=row) for row in rows_of(job, _tasks_of(PEERS[job.part], job)))
         return
     sets, dtype = kernels_of(job)
     if job.part == "floors":
         yield from floors_of(sets, dtype)
         return
     yield from (
-        PartMessage(row=row) for row in rows_of(job, tasks_of(OURS[job.part], job, sets, dtype))
+        PartMessage(row=row) for row in rows_of(job, _tasks_of(OURS[job.part], job, sets, dtype))
     )
 
 
-def tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
+def _tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
     module, name = place
     return getattr(importlib.import_module(f"jitney.engine.bench.device.{module}"), name)(*args)
 
@@ -77,19 +77,19 @@ def rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
     until = time.monotonic() + job.seconds
     for task in tasks:
         if time.monotonic() > until:
-            yield noted(job, task, "not run: the time was up")
+            yield _noted(job, task, "not run: the time was up")
             continue
         try:
             yield from task.run()
         except (
             Exception
         ) as error:  # whatever a compiler or driver says, the next case may do better
-            yield noted(
+            yield _noted(
                 job, task, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             )
 
 
-def noted(job: PartJob, task: Task, note: str) -> Row:
+def _noted(job: PartJob, task: Task, note: str) -> Row:
     return Row(part=job.part, name=task.name, case=task.case, by=task.by, note=note)
 
 
