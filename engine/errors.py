@@ -26,15 +26,15 @@ class EngineDead(JitneyError):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """A request-scoped error as it crosses the process boundary.
+    """A request-scoped error as it crosses the process boundary."""
 
-    code: one of CODES; message: one line; param: dotted path of the offending field, if one is to
-    blame; retry_after: seconds until a retry is worthwhile, if that is known.
-    """
-
+    #: One of CODES.
     code: str
+    #: One line.
     message: str
+    #: Dotted path of the offending field, if one is to blame.
     param: str | None = None
+    #: Seconds until a retry is worthwhile, if that is known.
     retry_after: float | None = None
 
 

@@ -199,23 +199,22 @@ def _ranges(params: type[SamplingParams]) -> list[tuple[str, Range]]:
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as the core sees it: token ids, never text.
+    """One request as the core sees it: token ids, never text."""
 
-    id: the engine's own, unique among open requests. deadline, arrival: seconds of
-    time.monotonic(), which all processes of one machine share. priority: lower boards sooner.
-    tenant (a digest of the API key) and cache_salt are part of the prefix-cache key, so no tenant
-    can time another's prompts. user: whom the client says it asks for; tells apart, in the fair
-    order, those who come without a key.
-    """
-
+    #: The engine's own, unique among open requests.
     id: str
     prompt: list[int]
     sampling: SamplingParams
+    #: Seconds of time.monotonic(), which all processes of one machine share; so is the deadline.
     arrival: float
     deadline: float | None = None
+    #: Lower boards sooner.
     priority: int = 0
+    #: A digest of the API key. With cache_salt it is part of the prefix-cache key, so no tenant can
+    #: time another's prompts.
     tenant: str = ""
     cache_salt: str = ""
+    #: Whom the client says it asks for; in the fair order it tells apart those without a key.
     user: str = ""
 
     @property
@@ -297,25 +296,27 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class SequenceOutput(msgspec.Struct, omit_defaults=True):
-    """News of one sequence: new tokens, or its end, or both. Exactly one output of a sequence has
+    """New tokens of one sequence, or its end, or both. Exactly one output of a sequence has
     `finish` set.
-
-    logprobs: one entry per new token, if asked for. prompt_logprobs: once, with the first token;
-    entry i is for prompt token i, None for i = 0. cached_tokens: prompt tokens whose KV came from
-    the prefix cache. stop_token: the token that ended it (already part of `tokens`), if one did.
-    queued_s, prefill_s: seconds until boarding / from boarding to the first token, once known.
     """
 
     request_id: str
+    #: Of the sequence among the request's n.
     index: int
     tokens: list[int] = []
+    #: One entry per new token, if asked for.
     logprobs: list[TokenLogprobs] | None = None
+    #: Once, with the first token; entry i is for prompt token i, None for i = 0.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish: FinishReason | None = None
+    #: The token that ended the sequence (already part of `tokens`), if one did.
     stop_token: int | None = None
     error: ErrorInfo | None = None
+    #: Prompt tokens whose KV came from the prefix cache.
     cached_tokens: int = 0
+    #: Seconds until boarding, once known.
     queued_s: float | None = None
+    #: Seconds from boarding to the first token, once known.
     prefill_s: float | None = None
 
 

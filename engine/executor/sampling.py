@@ -69,22 +69,29 @@ def seat_row(
     counts are rebuilt from what was already streamed. end_ids are banned until min_tokens outputs
     exist.
     """
-    prompt, output = (
-        np.asarray(tokens[:n_prompt], np.int64),
-        np.asarray(tokens[n_prompt:], np.int64),
-    )
+    prompt = np.asarray(tokens[:n_prompt], np.int64)
+    output = np.asarray(tokens[n_prompt:], np.int64)
     counts = np.bincount(output, minlength=vocab).astype(np.int32)
     counts[prompt] |= IN_PROMPT
+    return counts, *_bias_row(params, n_prompt, vocab, end_ids)
+
+
+def _bias_row(
+    params: SamplingParams, n_prompt: int, vocab: int, end_ids: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids, values, until) of one seat."""
+    for_ever = np.iinfo(np.int32).max
+    entries = [(token, bias, for_ever) for token, bias in params.logit_bias.items()]
+    if params.min_tokens:
+        first = n_prompt + params.min_tokens
+        banned = dict.fromkeys((*end_ids, *params.stop_token_ids))
+        entries += [(token, -np.inf, first) for token in banned]
     ids = np.full(MAX_BIAS, vocab, np.int32)
     values = np.zeros(MAX_BIAS, np.float32)
     until = np.zeros(MAX_BIAS, np.int32)
-    entries = [(token, bias, np.iinfo(np.int32).max) for token, bias in params.logit_bias.items()]
-    if params.min_tokens:
-        banned = dict.fromkeys((*end_ids, *params.stop_token_ids))
-        entries += [(token, -np.inf, n_prompt + params.min_tokens) for token in banned]
     for i, entry in enumerate(entries):
         ids[i], values[i], until[i] = entry
-    return counts, ids, values, until
+    return ids, values, until
 
 
 def greedy(logits: jax.Array) -> jax.Array:
@@ -347,12 +354,12 @@ def score_prompt(
     def one_block(number: jax.Array, scores: Scores) -> Scores:
         first = number * block
         at = jax.lax.dynamic_slice(rows, (first,), (block,))
-        found = score(logits_of(at), jax.lax.dynamic_slice(tokens, (first,), (block,)))
-        return Scores(
-            *(
-                jax.lax.dynamic_update_slice(whole, part, (first, *[0] * (part.ndim - 1)))
-                for whole, part in zip(scores, found, strict=True)
-            )
+        targets = jax.lax.dynamic_slice(tokens, (first,), (block,))
+        parts = Scores(*score(logits_of(at), targets))
+        return jax.tree.map(
+            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=0),
+            scores,
+            parts,
         )
 
     def all_blocks() -> Scores:
