@@ -273,10 +273,10 @@ TINY = ModelConfig(
     bos_id=257,
     eos_ids=(259,),
 )
+#: Untied, unlike the published ones: a random one with scaled embeddings would repeat a token.
 _TINY_GEMMA: dict[str, Any] = {
     "windows": (32, 0),
     "float32_norms": True,
-    "tie_embeddings": True,
     "activation": "gelu_tanh",
     "query_scalar": 24.0,
 }

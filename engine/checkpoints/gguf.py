@@ -40,11 +40,15 @@ DECODE_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _TensorInfo:
-    """shape row-major (numpy's order, GGUF stores the reverse); start: byte offset in the file."""
+    """Where a tensor lies."""
 
+    #: Row-major, as numpy has it; GGUF stores the reverse.
     shape: tuple[int, ...]
+    #: `gguf.GGMLQuantizationType`.
     kind: int
+    #: Bytes from the start of the file.
     start: int
+    #: Bytes.
     size: int
 
 

@@ -20,10 +20,10 @@ WHOLE_NUMBERS, PACKED = ("float-quantized", "int-quantized", "naive-quantized"),
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the quantised matrices of a checkpoint are stored. zero_offset: what GPTQ's first format
-    leaves out of the zero points that it stores."""
+    """How the quantised matrices of a checkpoint are stored."""
 
     method: _Method
+    #: What GPTQ's first format leaves out of the zero points that it stores.
     zero_offset: int = 0
 
 

@@ -27,12 +27,12 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model found on this machine. path: folder (hf) or file (gguf), "" for tiny; name: shown to
-    API clients.
-    """
+    """A model found on this machine."""
 
     kind: Literal["hf", "gguf", "tiny"]
+    #: Folder (hf) or file (gguf), empty for tiny.
     path: str
+    #: Shown to API clients.
     name: str
     config: ModelConfig
 
