@@ -33,39 +33,39 @@ def run(arguments: Sequence[str]) -> int:
         from jitney.engine.cli.plan_buckets import run as run_buckets
 
         return run_buckets(arguments[1:])
-    known = make_parser().parse(arguments)
-    check_numbers(known, count=1, rate=0)
-    check_writable(known, "json")
-    if not known.model or not known.device:
+    args = make_parser().parse(arguments)
+    check_numbers(args, count=1, rate=0)
+    check_writable(args, "json")
+    if not args.model or not args.device:
         raise ConfigError("say what to size: jitney plan MODEL --device NAME")
     limits = Assumptions(
-        known.bandwidth_efficiency,
-        known.flops_efficiency,
-        known.overhead_ms / 1e3,
-        memory=known.memory_share,
+        args.bandwidth_efficiency,
+        args.flops_efficiency,
+        args.overhead_ms / 1e3,
+        memory=args.memory_share,
     )
     roofline = Roofline(
-        ModelCost(find_shape(known.model), known.weights, known.kv),
-        find_device(known.device),
-        known.count,
+        ModelCost(find_shape(args.model), args.weights, args.kv),
+        find_device(args.device),
+        args.count,
         limits,
     )
-    slo = slo_from(known) or Slo()
+    slo = slo_from(args) or Slo()
     demand = Demand(
-        known.prompt,
-        known.output,
+        args.prompt,
+        args.output,
         slo.itl_s,
         slo.ttft_s,
-        known.rate,
-        known.price_per_hour,
-        known.token_budget,
-        known.page_size,
+        args.rate,
+        args.price_per_hour,
+        args.token_budget,
+        args.page_size,
     )
     sizing = plan(roofline, demand)
-    if known.json:
-        write_json(known.json, report_of(roofline, demand, sizing))
-    if known.json != "-":
-        show(known.model, roofline, demand, sizing)
+    if args.json:
+        write_json(args.json, report_of(roofline, demand, sizing))
+    if args.json != "-":
+        show(args.model, roofline, demand, sizing)
     return int(sizing.chosen is None)
 
 
@@ -157,7 +157,7 @@ def report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, A
         "parameters": roofline.cost.parameters,
         "demand": msgspec.to_builtins(demand),
         **msgspec.to_builtins(sizing),
-        "assumed": list(assumptions(roofline, demand)),
+        "assumed": list(_assumptions(roofline, demand)),
     }
 
 
@@ -192,7 +192,7 @@ def show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None
     for line in answers(roofline, demand, sizing):
         console.print(line, highlight=False)
     console.print("assumed:")
-    for line in assumptions(roofline, demand):
+    for line in _assumptions(roofline, demand):
         console.print(f"  {line}", highlight=False)
 
 
@@ -240,7 +240,7 @@ def answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str]
         )
 
 
-def assumptions(roofline: Roofline, demand: Demand) -> Iterator[str]:
+def _assumptions(roofline: Roofline, demand: Demand) -> Iterator[str]:
     """Everything that was taken for granted, a line each."""
     device, assumed, cost = roofline.device, roofline.assumed, roofline.cost
     peaks = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.flops.items())

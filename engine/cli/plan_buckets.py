@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the sizes as the flags that set them, and the padding they save; exit status 0."""
-    known = make_parser().parse(arguments)
-    check_numbers(known, budget=0, rate=1e-9, concurrency=0)
-    config = config_from(known)
+    args = make_parser().parse(arguments)
+    check_numbers(args, budget=0, rate=1e-9, concurrency=0)
+    config = config_from(args)
     settings = config.engine
     present = make_buckets(
         max_seats=settings.max_seats,
         token_budget=settings.token_budget,
         seat_sizes=settings.seat_buckets,
         token_sizes=settings.token_buckets,
-        on_device=bool(known.chip),
+        on_device=bool(args.chip),
     )
-    records = seen_steps(known, config, present)
-    budget = known.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
+    records = _seen_steps(args, config, present)
+    budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
     proposal = propose(seen_in(records), present, budget)
-    if known.json:
+    if args.json:
         write_json(
-            known.json,
+            args.json,
             {
                 **msgspec.to_builtins(proposal),
                 "steps": len(records),
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
                 "share_now": proposal.share_now,
             },
         )
-    if known.json != "-":
+    if args.json != "-":
         show(proposal, len(records), budget)
     return 0
 
@@ -101,16 +101,16 @@ def make_parser() -> Parser:
     return parser
 
 
-def seen_steps(known: argparse.Namespace, config: Config, present: Buckets) -> np.ndarray:
+def _seen_steps(args: argparse.Namespace, config: Config, present: Buckets) -> np.ndarray:
     """The records given, or those of the traffic simulated with a bucket for every size, so that
     none is rounded up.
     """
-    if known.records and (known.table or known.chip or known.trace):
+    if args.records and (args.table or args.chip or args.trace):
         raise ConfigError(
             "--records says what was seen: give no --table, --device or --trace with it"
         )
-    if known.records:
-        records = read_records(known.records)
+    if args.records:
+        records = read_records(args.records)
         if (
             records["bucket_seats"].max() > present.seats
             or records["bucket_tokens"].max() > present.token_budget
@@ -120,16 +120,16 @@ def seen_steps(known: argparse.Namespace, config: Config, present: Buckets) -> n
                 "--max-seats and --token-budget"
             )
         return records
-    arrivals = traffic(known)
-    table = step_times(known, config)
+    arrivals = traffic(args)
+    table = step_times(args, config)
     seats = present.seats
     every = Buckets(
         tuple(Bucket(rows, rows) for rows in range(1, seats + 1)),
         tuple(Bucket(rows, seats) for rows in range(seats + 1, present.token_budget + 1)),
     )
-    shape = replace(shape_for(known, config, arrivals, table), buckets=every)
+    shape = replace(shape_for(args, config, arrivals, table), buckets=every)
     return simulate_policy(
-        config.engine.policy, arrivals, shape, table, known, known.concurrency
+        config.engine.policy, arrivals, shape, table, args, args.concurrency
     ).records
 
 

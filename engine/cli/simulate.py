@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from jitney.engine.simulation.step_table import StepTimes
 
 POLICIES = "static,dynamic,continuous"
-CAPS = ("max_waiting_requests", "max_waiting_tokens")
-NO_CAP = 2**31 - 1
+_CAPS = ("max_waiting_requests", "max_waiting_tokens")
+_NO_CAP = 2**31 - 1
 #: Settings that say how to run on a real machine.
 NOT_SIMULATED = (
     "revision",
@@ -63,34 +63,34 @@ NOT_SIMULATED = (
 
 def run(arguments: Sequence[str]) -> int:
     """Simulate each policy and print its figures side by side; exit status 0."""
-    known = make_parser().parse(arguments)
-    check_flags(known)
-    config = config_from(known)
-    if known.measured:
+    args = make_parser().parse(arguments)
+    _check_flags(args)
+    config = config_from(args)
+    if args.measured:
         from jitney.engine.cli.simulate_measured import run_measured
 
-        return run_measured(known, config)
-    arrivals = traffic(known)
-    table = step_times(known, config)
-    shape = shape_for(known, config, arrivals, table)
-    options = {"slo": slo_from(known), "price_per_hour": known.price_per_hour}
-    lines = recording(known)
+        return run_measured(args, config)
+    arrivals = traffic(args)
+    table = step_times(args, config)
+    shape = shape_for(args, config, arrivals, table)
+    options = {"slo": slo_from(args), "price_per_hour": args.price_per_hour}
+    lines = recording(args)
     measured = measured_figures(lines, **options)
-    clients = known.concurrency or clients_of(known, lines)
+    clients = args.concurrency or _clients_of(args, lines)
     report: dict[str, Any] = {
         "source": source_of(table),
         "engine": describe(shape),
         "policies": {},
         "closed_loop": clients,
         "cached_tokens": sum(a.n_cached for a in arrivals),
-        "measured": {known.measured_policy: measured} if measured else {},
+        "measured": {args.measured_policy: measured} if measured else {},
         "errors": {},
     }
-    for policy in policies_of(known):
+    for policy in policies_of(args):
         report["policies"][policy] = timed_figures(
-            lambda p=policy: simulate_policy(p, arrivals, shape, table, known, clients), options
+            lambda p=policy: simulate_policy(p, arrivals, shape, table, args, clients), options
         )
-    deliver(known, report)
+    deliver(args, report)
     return 0
 
 
@@ -103,7 +103,7 @@ def timed_figures(
     return figures | {"simulated_in_s": round(time.perf_counter() - started, 3)}
 
 
-def deliver(known: argparse.Namespace, report: dict[str, Any]) -> None:
+def deliver(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Work out the errors of what was also measured, print the tables and write the file."""
     report["errors"] = {
         policy: errors(figures, report["measured"][policy])
@@ -114,9 +114,9 @@ def deliver(known: argparse.Namespace, report: dict[str, Any]) -> None:
         {policy: figures["output_tok_s"] for policy, figures in report["policies"].items()},
         {policy: speed_error(off) for policy, off in report["errors"].items()},
     )
-    if known.json:
-        write_json(known.json, report)
-    if known.json != "-":
+    if args.json:
+        write_json(args.json, report)
+    if args.json != "-":
         show(report)
 
 
@@ -208,67 +208,63 @@ def add_pace(parser: Parser) -> None:
     )
 
 
-def check_flags(known: argparse.Namespace) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for flags that contradict each other, or that would be ignored."""
-    check_numbers(known, rate=1e-9, concurrency=0, count=1, seats=1)
-    if known.measured and known.trace:
+    check_numbers(args, rate=1e-9, concurrency=0, count=1, seats=1)
+    if args.measured and args.trace:
         raise ConfigError("--measured brings its own requests: give no --trace with it")
-    if known.calibrate_on and not (
-        known.measured and not (known.table or known.records or known.chip)
-    ):
+    if args.calibrate_on and not (args.measured and not (args.table or args.records or args.chip)):
         raise ConfigError(
             "--calibrate-on names a run of --measured whose own steps are used: give that, and no "
             "--table, --records or --device"
         )
-    if known.open_loop and not known.trace:
+    if args.open_loop and not args.trace:
         raise ConfigError("--open-loop is for --trace: made-up traffic is what --arrivals says")
-    if not known.chip and (known.count, known.weight_format, known.kv) != (1, "bf16", "bf16"):
+    if not args.chip and (args.count, args.weight_format, args.kv) != (1, "bf16", "bf16"):
         raise ConfigError(
             "--count, --weights and --kv describe a roofline: give --device with them"
         )
-    if known.seats and "max_seats" in vars(known):
+    if args.seats and "max_seats" in vars(args):
         raise ConfigError("--seats and --max-seats are the same setting: give one")
-    check_writable(known, "json")
+    check_writable(args, "json")
 
 
-def traffic(known: argparse.Namespace) -> list[Arrival]:
+def traffic(args: argparse.Namespace) -> list[Arrival]:
     """The requests that the flags describe."""
-    if known.concurrency and (known.trace or known.arrivals != "closed"):
+    if args.concurrency and (args.trace or args.arrivals != "closed"):
         raise ConfigError(
             "--concurrency is for --arrivals closed: other arrivals come at their own times"
         )
-    return traffic_from(known, known.rate or (0.0 if known.trace else 1.0))
+    return traffic_from(args, args.rate or (0.0 if args.trace else 1.0))
 
 
-def recording(known: argparse.Namespace) -> list[TraceLine]:
+def recording(args: argparse.Namespace) -> list[TraceLine]:
     """The lines of the trace, if it is simulated as it was recorded and can be compared."""
     return (
-        read_trace_lines(known.trace)
-        if known.trace and known.rate is None and known.scale == 1
-        else []
+        read_trace_lines(args.trace) if args.trace and args.rate is None and args.scale == 1 else []
     )
 
 
-def clients_of(known: argparse.Namespace, lines: Sequence[TraceLine]) -> int:
+def _clients_of(args: argparse.Namespace, lines: Sequence[TraceLine]) -> int:
     """Clients that sent the recorded requests, each after its last answer; 0 if they came by
     themselves.
     """
     requests = measured_requests(lines)
-    if known.open_loop or not requests:
+    if args.open_loop or not requests:
         return 0
     return closed_concurrency(requests) or 0
 
 
-def step_times(known: argparse.Namespace, config: Config) -> StepTimes:
+def step_times(args: argparse.Namespace, config: Config) -> StepTimes:
     """The step times that one of --table, --records and --device asks for."""
     from jitney.engine.simulation.step_table import StepTable
 
     makers: dict[str, Callable[[str], StepTimes]] = {
         "table": StepTable.load,
         "records": lambda file: StepTable.from_records(read_records(file), Path(file).name),
-        "chip": lambda name: roofline(known, config),
+        "chip": lambda name: roofline(args, config),
     }
-    given = {name: value for name in makers if (value := getattr(known, name))}
+    given = {name: value for name in makers if (value := getattr(args, name))}
     if len(given) != 1:
         raise ConfigError(
             "say where step times come from: exactly one of --table, --records and --device"
@@ -277,14 +273,14 @@ def step_times(known: argparse.Namespace, config: Config) -> StepTimes:
     return makers[name](value)
 
 
-def roofline(known: argparse.Namespace, config: Config) -> StepTimes:
+def roofline(args: argparse.Namespace, config: Config) -> StepTimes:
     from jitney.engine.simulation.devices import find_device
     from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
 
     return Roofline(
-        ModelCost(find_shape(config.model.id), known.weight_format, known.kv),
-        find_device(known.chip),
-        known.count,
+        ModelCost(find_shape(config.model.id), args.weight_format, args.kv),
+        find_device(args.chip),
+        args.count,
     )
 
 
@@ -305,13 +301,13 @@ def read_records(file: str) -> Any:
     return np.concatenate(arrays)
 
 
-def policies_of(known: argparse.Namespace) -> list[str]:
-    named = getattr(known, "policy", None) or known.policies
+def policies_of(args: argparse.Namespace) -> list[str]:
+    named = getattr(args, "policy", None) or args.policies
     return [word.strip() for word in named.split(",") if word.strip()]
 
 
 def shape_for(
-    known: argparse.Namespace, config: Config, arrivals: Sequence[Arrival], table: StepTimes
+    args: argparse.Namespace, config: Config, arrivals: Sequence[Arrival], table: StepTimes
 ) -> EngineShape:
     """The engine of the settings. What they leave open is chosen so that it does not interfere: the
     context holds the longest request, pages suffice for every seat (or fill the device's memory),
@@ -319,10 +315,10 @@ def shape_for(
     from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape
 
-    changes: dict[str, Any] = {cap: NO_CAP for cap in CAPS if cap not in vars(known)}
-    if known.seats:
-        changes["max_seats"] = known.seats
-        changes["token_budget"] = max(config.engine.token_budget, 2 * known.seats)
+    changes: dict[str, Any] = {cap: _NO_CAP for cap in _CAPS if cap not in vars(args)}
+    if args.seats:
+        changes["max_seats"] = args.seats
+        changes["token_budget"] = max(config.engine.token_budget, 2 * args.seats)
     settings = config.engine.model_copy(update=changes)
     longest = max(a.n_prompt + max(1, a.n_output) for a in arrivals)
     context = config.model.context or longest
@@ -354,7 +350,7 @@ def simulate_policy(
     arrivals: Sequence[Arrival],
     shape: EngineShape,
     table: StepTimes,
-    known: argparse.Namespace,
+    args: argparse.Namespace,
     concurrency: int,
 ) -> SimulatedRun:
     """One run; only the policy differs from those of the others. Static waits for its batch unless
@@ -364,13 +360,13 @@ def simulate_policy(
     """
     from jitney.engine.simulation.simulator import simulate
 
-    timeout_ms = None if "static_timeout_ms" in vars(known) else 0.0
+    timeout_ms = None if "static_timeout_ms" in vars(args) else 0.0
     return simulate(
         arrivals,
         shape.under(policy, timeout_ms),
         table,
         concurrency=concurrency or None,
-        seed=known.seed,
+        seed=args.seed,
     )
 
 

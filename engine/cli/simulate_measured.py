@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from jitney.engine.simulation.step_table import StepTimes
 
 
-def run_measured(known: argparse.Namespace, config: Config) -> int:
+def run_measured(args: argparse.Namespace, config: Config) -> int:
     """Simulate the arrivals of every run in the file on that run's own engine; exit status 0."""
-    runs, wanted = read_runs(known.measured), policies_of(known)
-    options = {"slo": slo_from(known), "price_per_hour": known.price_per_hour}
+    runs, wanted = read_runs(args.measured), policies_of(args)
+    options = {"slo": slo_from(args), "price_per_hour": args.price_per_hour}
     chosen = {name: run for name, run in runs.items() if name in wanted}
     if not chosen:
         raise ConfigError(
-            f"{known.measured} holds the runs {', '.join(runs)}, none of which is asked for"
+            f"{args.measured} holds the runs {', '.join(runs)}, none of which is asked for"
         )
-    tables = calibrated(known, config, runs)
+    tables = _calibrated(args, config, runs)
     report: dict[str, Any] = {
         "source": "; ".join(dict.fromkeys(source_of(tables[name]) for name in chosen)),
         "engine": {},
@@ -48,33 +48,33 @@ def run_measured(known: argparse.Namespace, config: Config) -> int:
         report["engine"] = describe(run.note.shape)
         report["policies"][name] = timed_figures(
             lambda name=name, run=run: run.predicted(
-                tables[name], concurrency=known.concurrency or None, seed=known.seed
+                tables[name], concurrency=args.concurrency or None, seed=args.seed
             ),
             options,
         )
         report["measured"][name] = run.figures(**options)
-    if of_the_runs(known):
-        report["cross_errors"] = cross_errors(chosen, known.seed)
-    deliver(known, report)
+    if _of_the_runs(args):
+        report["cross_errors"] = cross_errors(chosen, args.seed)
+    deliver(args, report)
     return 0
 
 
-def of_the_runs(known: argparse.Namespace) -> bool:
+def _of_the_runs(args: argparse.Namespace) -> bool:
     """True when step times are learned from the measured runs themselves."""
-    return not (known.table or known.records or known.chip)
+    return not (args.table or args.records or args.chip)
 
 
-def calibrated(
-    known: argparse.Namespace, config: Config, runs: Mapping[str, MeasuredRun]
+def _calibrated(
+    args: argparse.Namespace, config: Config, runs: Mapping[str, MeasuredRun]
 ) -> dict[str, StepTimes]:
     """The step times to predict each run with: what the flags ask for, else those of the runs
     themselves.
     """
     from jitney.engine.simulation.step_table import StepTable
 
-    if not of_the_runs(known):
-        return dict.fromkeys(runs, step_times(known, config))
-    source = known.calibrate_on or ("continuous" if "continuous" in runs else next(iter(runs)))
+    if not _of_the_runs(args):
+        return dict.fromkeys(runs, step_times(args, config))
+    source = args.calibrate_on or ("continuous" if "continuous" in runs else next(iter(runs)))
     if source == "each":
         return {
             name: StepTable.from_records(run.records, f"the steps of {name}")

@@ -214,9 +214,9 @@ def verdict(output_tok_s: Mapping[str, float], off: Mapping[str, float | None]) 
 
 #: Of closed-loop traffic: shares of the time in which all its requests are open, and of arrivals
 #: that follow an end.
-MOSTLY = 0.9
+_MOSTLY = 0.9
 #: Within which share of a median request, and at least how many seconds, an arrival follows an end.
-FOLLOWS_SHARE, FOLLOWS_S = 0.1, 0.05
+_FOLLOWS_SHARE, _FOLLOWS_S = 0.1, 0.05
 
 
 def closed_concurrency(requests: Sequence[RequestRecord]) -> int | None:
@@ -238,14 +238,14 @@ def closed_concurrency(requests: Sequence[RequestRecord]) -> int | None:
     if len(ended) < 3 * clients:
         return None
     later = ended[clients:]
-    if time_average(moments, ended[clients - 1].arrival, later[-1].arrival) < MOSTLY * clients:
+    if _time_average(moments, ended[clients - 1].arrival, later[-1].arrival) < _MOSTLY * clients:
         return None
     usual = float(np.median([request.end - request.arrival for request in ended]))
-    soon = max(FOLLOWS_S, FOLLOWS_SHARE * usual)
-    return clients if following(later, ends, soon) >= MOSTLY * len(later) else None
+    soon = max(_FOLLOWS_S, _FOLLOWS_SHARE * usual)
+    return clients if following(later, ends, soon) >= _MOSTLY * len(later) else None
 
 
-def time_average(moments: Sequence[tuple[float, int]], start: float, end: float) -> float:
+def _time_average(moments: Sequence[tuple[float, int]], start: float, end: float) -> float:
     """The mean from `start` to `end` of a number that changes at given moments, ascending."""
     number, at, total = 0, start, 0.0
     for moment, change in moments:

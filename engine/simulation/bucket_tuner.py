@@ -18,10 +18,10 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Buckets
 
 #: Executables that a bucket of each kind takes (see `Runner.is_plain`).
-DECODE_EXECUTABLES, MIXED_EXECUTABLES = 2, 1
+DECODE_EXECUTABLES, _MIXED_EXECUTABLES = 2, 1
 #: No decode bucket has fewer rows: XLA:CPU takes ten times longer for one bfloat16 row than for
 #: four.
-FEWEST_SEATS = 4
+_FEWEST_SEATS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +71,20 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
     Both largest sizes stay: full steps must fit. Raises ConfigError if the budget does not allow
     one bucket of each kind.
     """
-    if executables < DECODE_EXECUTABLES + MIXED_EXECUTABLES:
+    if executables < DECODE_EXECUTABLES + _MIXED_EXECUTABLES:
         raise ConfigError(
             f"a budget of {executables} executables is too small: one decode and one mixed bucket "
             "take "
-            f"{DECODE_EXECUTABLES + MIXED_EXECUTABLES}"
+            f"{DECODE_EXECUTABLES + _MIXED_EXECUTABLES}"
         )
     seats, budget = present.seats, present.token_budget
-    decode = {max(rows, min(FEWEST_SEATS, seats)): 0 for rows in seen.decode}
+    decode = {max(rows, min(_FEWEST_SEATS, seats)): 0 for rows in seen.decode}
     for rows, count in seen.decode.items():
-        decode[max(rows, min(FEWEST_SEATS, seats))] += count
+        decode[max(rows, min(_FEWEST_SEATS, seats))] += count
     mixed = Counter[int]()
     for rows, count in seen.mixed.items():
         mixed[max(rows, seats + 1)] += count  # a mixed bucket has more rows than seats
-    most_decode = (executables - MIXED_EXECUTABLES) // DECODE_EXECUTABLES
+    most_decode = (executables - _MIXED_EXECUTABLES) // DECODE_EXECUTABLES
     by_seats = best_sizes(decode, seats, most_decode)
     by_tokens = best_sizes(mixed, budget, executables - DECODE_EXECUTABLES)
 
@@ -100,7 +100,7 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
     return Proposal(
         seat_sizes,
         token_sizes,
-        DECODE_EXECUTABLES * len(seat_sizes) + MIXED_EXECUTABLES * len(token_sizes),
+        DECODE_EXECUTABLES * len(seat_sizes) + _MIXED_EXECUTABLES * len(token_sizes),
         {"decode": padding(seen.decode, seat_sizes), "mixed": padding(seen.mixed, token_sizes)},
         {
             "decode": padding(seen.decode, [b.tokens for b in present.decode]),

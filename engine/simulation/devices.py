@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from jitney.engine.errors import ConfigError
 
-GB, TERA = 1e9, 1e12
+GB, _TERA = 1e9, 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def _chip(
         name,
         memory_gb * GB,
         bandwidth_gb * GB,
-        MappingProxyType({kind: value * TERA for kind, value in tera.items()}),
+        MappingProxyType({kind: value * _TERA for kind, value in tera.items()}),
         link_gb * GB,
     )
 

@@ -22,7 +22,7 @@ UTILISATION = 0.8
 #: Quantile of the time to first token that its limit is about.
 TTFT_QUANTILE = 0.99
 #: Seats beyond which nothing is looked at.
-MOST_SEATS = 1024
+_MOST_SEATS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
             f"prompt and output together are {longest} tokens, more than the context of {context}"
         )
     memory = fit(roofline, demand)
-    sizes = powers_of_two(1, min(memory.seats_mean, MOST_SEATS, demand.token_budget - 1))
+    sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, demand.token_budget - 1))
     curve = tuple(operate(roofline, demand, seats) for seats in sizes)
     best_knee = knee(curve)
     kept = [point for point in curve if keeps(point, demand)]

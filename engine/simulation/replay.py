@@ -25,11 +25,11 @@ from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.telemetry.summary import spread, summarise
 
-NICENESS = 15
+_NICENESS = 15
 #: Most stays told of one policy.
-MAX_STAYS = 20_000
+_MAX_STAYS = 20_000
 #: Ended requests below which the error of a prediction is chance.
-FEWEST_ENDED = 20
+_FEWEST_ENDED = 20
 
 
 class RecordedEngine(msgspec.Struct, frozen=True):
@@ -99,16 +99,16 @@ class ReplayJob(msgspec.Struct, frozen=True):
 
 def main() -> int:
     """Exit status 0 with a last line {"result": ...} or {"error": ...}."""
-    os.nice(NICENESS)
+    os.nice(_NICENESS)
     try:
-        tell(result=work(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayJob)))
+        _send(result=work(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayJob)))
     except JitneyError as error:
-        tell(error=str(error))
+        _send(error=str(error))
     return 0
 
 
-def tell(**news: Any) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(news) + b"\n")
+def _send(**message: Any) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -119,16 +119,16 @@ def work(job: ReplayJob) -> dict[str, Any]:
     table = StepTable.from_records(array(job.records))
     clients = closed_concurrency(job.requests) or 0
     measured = measured_figures(job)
-    off = own_error(job, table, clients, measured)
+    off = _own_error(job, table, clients, measured)
     arrivals = [msgspec.structs.replace(a, at=a.at / job.speed) for a in job.arrivals]
     policies = {}
     for number, policy in enumerate(job.policies):
-        tell(progress=(number + 1) / (len(job.policies) + 1))
+        _send(progress=(number + 1) / (len(job.policies) + 1))
         shape = job.engine.shape(job.changes | {"policy": policy})
         # Static is compared as what it is: it waits for its number, unless a timeout was asked for.
         shape = shape.under(policy, job.changes.get("static_timeout_ms") or 0.0)
         run = simulate(arrivals, shape, table, concurrency=round(clients * job.speed) or None)
-        policies[policy] = told(run, job.price_per_hour)
+        policies[policy] = _result_of(run, job.price_per_hour)
     rates = {policy: found["figures"]["output_tok_s"] for policy, found in policies.items()}
     return {
         "policies": policies,
@@ -151,10 +151,10 @@ def measured_figures(job: ReplayJob) -> dict[str, Any]:
         seated_s=job.seated_s,
         price_per_hour=job.price_per_hour,
     )
-    return figures | seen_until(job.requests, job.seconds) | {"itl_s": gaps_of(array(job.window))}
+    return figures | seen_until(job.requests, job.seconds) | {"itl_s": _gaps_of(array(job.window))}
 
 
-def own_error(
+def _own_error(
     job: ReplayJob, table: StepTable, clients: int, measured: dict[str, Any]
 ) -> dict[str, float]:
     """`accuracy.errors` of simulating the very policy, settings and traffic that were recorded.
@@ -162,7 +162,7 @@ def own_error(
     Empty if too few requests ended. Both are looked at until the record ended: who was still
     running then has brought so many tokens and no end.
     """
-    if sum(request.served for request in job.requests) < FEWEST_ENDED:
+    if sum(request.served for request in job.requests) < _FEWEST_ENDED:
         return {}
     shape = job.engine.shape({"policy": job.recorded})
     run = simulate(job.arrivals, shape, table, concurrency=clients or None)
@@ -205,11 +205,11 @@ def delivered(request: RequestRecord, end: float) -> float:
     return 1 + (request.n_output - 1) * (end - first) / (request.end - first)
 
 
-def told(run: SimulatedRun, price_per_hour: float | None) -> dict[str, Any]:
+def _result_of(run: SimulatedRun, price_per_hour: float | None) -> dict[str, Any]:
     """Figures and stays of a run, times from its beginning."""
     first = min(request.arrival for request in run.requests)
     all_stays = run.stays
-    stays = all_stays[:MAX_STAYS]
+    stays = all_stays[:_MAX_STAYS]
     return {
         "figures": run.figures(price_per_hour=price_per_hour),
         "seats": run.seats,
@@ -229,7 +229,7 @@ def _since(first: float, t: float | None) -> float | None:
     return None if t is None else round(t - first, 4)
 
 
-def gaps_of(records: np.ndarray) -> dict[str, float] | None:
+def _gaps_of(records: np.ndarray) -> dict[str, float] | None:
     """Time between tokens: of the steps, as often as they had decode rows."""
     decode = records["decode"].astype(np.int64)
     spans = records["device_s"].astype(np.float64) + records["gap_s"]

@@ -23,15 +23,15 @@ from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.step_table import HostTimes
 
 #: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights.
-BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
+_BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
 #: Which unit multiplies weights of a format: activations are never quantised, so narrow weights are
 #: widened first.
-UNITS = {"f32": "f32", "bf16": "bf16", "fp8": "bf16", "int8": "bf16", "int4": "bf16"}
+_UNITS = {"f32": "f32", "bf16": "bf16", "fp8": "bf16", "int8": "bf16", "int4": "bf16"}
 #: Prompt rows that read a key together.
-QUERY_BLOCK = 128
+_QUERY_BLOCK = 128
 #: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256,
 #: mostly per row.
-ASSUMED_HOST = HostTimes(before=6e-5, before_per_row=2.2e-6, after=2e-5, after_per_row=1.4e-6)
+_ASSUMED_HOST = HostTimes(before=6e-5, before_per_row=2.2e-6, after=2e-5, after_per_row=1.4e-6)
 
 
 def _llama(
@@ -133,8 +133,8 @@ class ModelCost:
 
     def __post_init__(self) -> None:
         for name in (self.weights, self.kv):
-            if name not in BYTES:
-                raise ConfigError(f"unknown number format {name!r}; known: {', '.join(BYTES)}")
+            if name not in _BYTES:
+                raise ConfigError(f"unknown number format {name!r}; known: {', '.join(_BYTES)}")
 
     @property
     def layer_weights(self) -> int:
@@ -155,7 +155,7 @@ class ModelCost:
     @property
     def table_bytes(self) -> float:
         """Of the embedding."""
-        return self.table_weights * max(BYTES[self.weights], BYTES["bf16"])
+        return self.table_weights * max(_BYTES[self.weights], _BYTES["bf16"])
 
     @property
     def head_bytes(self) -> float:
@@ -165,7 +165,7 @@ class ModelCost:
         return (
             self.table_bytes
             if self.config.tie_embeddings
-            else self.table_weights * BYTES[self.weights]
+            else self.table_weights * _BYTES[self.weights]
         )
 
     @property
@@ -174,20 +174,22 @@ class ModelCost:
         tables = (
             self.table_bytes if self.config.tie_embeddings else self.table_bytes + self.head_bytes
         )
-        return self.layer_weights * BYTES[self.weights] + tables
+        return self.layer_weights * _BYTES[self.weights] + tables
 
     @property
     def kv_bytes(self) -> float:
         """Bytes of keys and values per position, all layers."""
         c = self.config
-        return c.n_layers * 2 * c.n_kv_heads * c.head_dim * BYTES[self.kv]
+        return c.n_layers * 2 * c.n_kv_heads * c.head_dim * _BYTES[self.kv]
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
         """(weights read, KV read and written) in a step; of the embedding only the rows are read,
         which is nothing.
         """
-        positions = work.keys + work.pairs / QUERY_BLOCK + rows
-        return self.layer_weights * BYTES[self.weights] + self.head_bytes, positions * self.kv_bytes
+        positions = work.keys + work.pairs / _QUERY_BLOCK + rows
+        return self.layer_weights * _BYTES[
+            self.weights
+        ] + self.head_bytes, positions * self.kv_bytes
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step."""
@@ -210,7 +212,7 @@ class Roofline:
     device: Accelerator
     count: int = 1
     assumed: Assumptions = Assumptions()
-    host: HostTimes = ASSUMED_HOST
+    host: HostTimes = _ASSUMED_HOST
     noise: dict[str, list[float]] = field(default_factory=dict)
 
     def seconds(self, bucket: Bucket, work: StepWork) -> float:
@@ -230,7 +232,7 @@ class Roofline:
     def compute_seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Time of the arithmetic; attention runs in bfloat16 whatever the weights' format."""
         layers, rest = self.cost.operations(bucket.tokens, bucket.seats, work)
-        unit = UNITS[self.cost.weights]
+        unit = _UNITS[self.cost.weights]
         plain = self.device.peak("f32" if unit == "f32" else "bf16")
         return (layers / self.device.peak(unit) + rest / plain) / (self.count * self.assumed.flops)
 
@@ -239,7 +241,7 @@ class Roofline:
         if self.count == 1:
             return 0.0
         config = self.cost.config
-        volume = 2 * (self.count - 1) / self.count * rows * config.hidden_size * BYTES["bf16"]
+        volume = 2 * (self.count - 1) / self.count * rows * config.hidden_size * _BYTES["bf16"]
         return 2 * config.n_layers * (self.assumed.hop_s + volume / self.device.link)
 
     @property

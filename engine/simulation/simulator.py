@@ -39,7 +39,7 @@ from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stay
 from jitney.engine.telemetry.summary import QUANTILES, Slo, seated, summarise, token_waits
 
 #: No request finds anything.
-NO_HITS: Mapping[str, int] = MappingProxyType({})
+_NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class EngineShape:
             limits = replace(limits, static_timeout_ms=static_timeout_ms)
         return replace(self, limits=limits)
 
-    def new_core(self, device: VirtualDevice, hits: Mapping[str, int] = NO_HITS) -> EngineCore:
+    def new_core(self, device: VirtualDevice, hits: Mapping[str, int] = _NO_HITS) -> EngineCore:
         """A core of this shape on a virtual device; hits: prompt tokens that requests find cached,
         by id.
         """
@@ -110,7 +110,7 @@ class RecordedHits(Scheduler):
     hits: request id -> prompt tokens; requests that are not named find none.
     """
 
-    hits: Mapping[str, int] = NO_HITS
+    hits: Mapping[str, int] = _NO_HITS
 
     def _take_pages(
         self, seq: Sequence, draft: Draft, now: float, *, instead: bool = False
@@ -254,7 +254,7 @@ def simulate(
         ),
         concurrency or 0,
     )
-    with no_collection():
+    with _no_collection():
         log = drive(core, device.clock, offer, history, device.reported)
     core.check()
     requests = list(history.oldest())
@@ -273,7 +273,7 @@ def simulate(
 
 
 @contextlib.contextmanager
-def no_collection() -> Iterator[None]:
+def _no_collection() -> Iterator[None]:
     """No garbage collection inside: a run makes millions of objects that live on and no cycle (a
     tenth of the time).
     """

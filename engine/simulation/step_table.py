@@ -29,11 +29,11 @@ from jitney.engine.scheduler.plan import StepWork
 PULL = 8.0
 #: How many times its fitted time a step must take to count as stalled by something else on the
 #: machine, and how often the fit is repeated without what exceeds that.
-STALL, ROUNDS = 4.0, 6
+_STALL, ROUNDS = 4.0, 6
 #: Factors kept of the scatter of measured / fitted.
-NOISE_POINTS = 200
-SLOPES = ("keys", "longest", "prompt", "pairs")
-COEFFICIENTS = ("fixed", "per_key", "per_longest", "per_prompt", "per_pair")
+_NOISE_POINTS = 200
+_SLOPES = ("keys", "longest", "prompt", "pairs")
+_COEFFICIENTS = ("fixed", "per_key", "per_longest", "per_prompt", "per_pair")
 
 
 class Point(NamedTuple):
@@ -83,10 +83,10 @@ class HostTimes(msgspec.Struct, frozen=True):
 
 
 #: A host that takes no time.
-NO_HOST = HostTimes()
+_NO_HOST = HostTimes()
 
 
-class FitError(msgspec.Struct, frozen=True):
+class _FitError(msgspec.Struct, frozen=True):
     """How far the curves are from what they were fitted to: median of |fitted / measured - 1|, and
     the ratio of the sums minus 1, over `points` steps."""
 
@@ -120,9 +120,9 @@ class StepTable:
     def __init__(
         self,
         curves: Sequence[Curve],
-        host: HostTimes = NO_HOST,
+        host: HostTimes = _NO_HOST,
         noise: dict[str, list[float]] | None = None,
-        errors: dict[str, FitError] | None = None,
+        errors: dict[str, _FitError] | None = None,
         source: str = "",
     ):
         if not curves:
@@ -149,7 +149,7 @@ class StepTable:
     def from_points(
         cls,
         points: Sequence[Point],
-        host: HostTimes = NO_HOST,
+        host: HostTimes = _NO_HOST,
         source: str = "",
         noise: dict[str, list[float]] | None = None,
     ) -> StepTable:
@@ -157,11 +157,11 @@ class StepTable:
         kinds = {
             kind: [p for p in points if kind_of(p.bucket) == kind] for kind in ("decode", "mixed")
         }
-        curves = [curve for group in kinds.values() if group for curve in fit_steadily(group)]
+        curves = [curve for group in kinds.values() if group for curve in _fit_steadily(group)]
         table = cls(curves, host, noise, source=source)
         for kind, group in kinds.items():
             if group:
-                ratios, table.errors[kind] = residuals(table, group)
+                ratios, table.errors[kind] = _residuals(table, group)
                 if noise is None:
                     table.noise[kind] = ratios
         return table
@@ -177,7 +177,7 @@ class StepTable:
                 "no step records to calibrate from: record a run with at least one step"
             )
         return cls.from_points(
-            points_of(usable), host_times(usable), f"{source} ({len(usable)} steps)"
+            _points_of(usable), host_times(usable), f"{source} ({len(usable)} steps)"
         )
 
     def contents(self) -> dict[str, Any]:
@@ -213,9 +213,9 @@ class Contents(msgspec.Struct):
 
     curves: list[Curve]
     source: str = ""
-    host: HostTimes = NO_HOST
+    host: HostTimes = _NO_HOST
     noise: dict[str, list[float]] = {}
-    errors: dict[str, FitError] = {}
+    errors: dict[str, _FitError] = {}
 
 
 class TableFile(msgspec.Struct):
@@ -228,7 +228,7 @@ def kind_of(bucket: Bucket) -> str:
     return "decode" if bucket.decode_only else "mixed"
 
 
-def points_of(records: np.ndarray) -> list[Point]:
+def _points_of(records: np.ndarray) -> list[Point]:
     """Step records -> points; prompt rows are those the ledger counted as prefill or recomputed."""
     prompt = np.where(records["mixed"] == 1, records["prefill"] + records["recomputed"], 0)
     decode = records["bucket_tokens"] - records["padding"] - prompt
@@ -260,27 +260,27 @@ def host_times(records: np.ndarray) -> HostTimes:
     return HostTimes(*before.tolist(), *after.tolist())
 
 
-def fit_steadily(points: Sequence[Point]) -> list[Curve]:
+def _fit_steadily(points: Sequence[Point]) -> list[Curve]:
     """Curves of one kind that a few stalled steps do not bend: what exceeds STALL times a first fit
     shapes no curve, and is spread over all of them, so that the sum of the steps stays what it
     was."""
     curves, measured = fit_kind(points), np.array([p.seconds for p in points])
     for _ in range(ROUNDS):
-        most = STALL * fitted_to(curves, points)
+        most = _STALL * _fitted_to(curves, points)
         if np.all(measured <= most):
             break
         capped = np.minimum(measured, most).tolist()
         curves = fit_kind(
             [p._replace(seconds=seconds) for p, seconds in zip(points, capped, strict=True)]
         )
-    scale = float(measured.sum() / fitted_to(curves, points).sum())
+    scale = float(measured.sum() / _fitted_to(curves, points).sum())
     return [
-        msgspec.structs.replace(c, **{name: scale * getattr(c, name) for name in COEFFICIENTS})
+        msgspec.structs.replace(c, **{name: scale * getattr(c, name) for name in _COEFFICIENTS})
         for c in curves
     ]
 
 
-def fitted_to(curves: Sequence[Curve], points: Sequence[Point]) -> np.ndarray:
+def _fitted_to(curves: Sequence[Curve], points: Sequence[Point]) -> np.ndarray:
     """What the curves say of the points, seconds, never quite 0."""
     by_shape = {(c.tokens, c.seats): c for c in curves}
     return np.array(
@@ -291,7 +291,7 @@ def fitted_to(curves: Sequence[Curve], points: Sequence[Point]) -> np.ndarray:
 def fit_kind(points: Sequence[Point]) -> list[Curve]:
     """Curves of all buckets of one kind, rows ascending."""
     buckets = sorted({p.bucket for p in points}, key=lambda b: (b.tokens, b.seats))
-    slopes = np.array([[getattr(p.work, name) for name in SLOPES] for p in points], float)
+    slopes = np.array([[getattr(p.work, name) for name in _SLOPES] for p in points], float)
     fixed = np.array([[float(p.bucket == bucket) for bucket in buckets] for p in points])
     seconds = np.array([p.seconds for p in points])
     common = nonnegative(np.hstack((fixed, slopes)), seconds)
@@ -323,10 +323,10 @@ def nonnegative(
     return nnls(rows, wanted)[0] / scale
 
 
-def residuals(table: StepTable, points: Sequence[Point]) -> tuple[list[float], FitError]:
+def _residuals(table: StepTable, points: Sequence[Point]) -> tuple[list[float], _FitError]:
     """(factors of scatter, the error) over the points."""
-    measured, fitted = np.array([p.seconds for p in points]), fitted_to(table.curves, points)
-    error = FitError(
+    measured, fitted = np.array([p.seconds for p in points]), _fitted_to(table.curves, points)
+    error = _FitError(
         len(points),
         float(np.median(np.abs(fitted / measured - 1))),
         float(fitted.sum() / measured.sum() - 1),
@@ -340,7 +340,7 @@ def noise_factors(ratios: np.ndarray) -> list[float]:
 
     Means, not quantiles: a rare stall keeps its weight, no more and no less.
     """
-    shares = np.array_split(np.sort(ratios), min(NOISE_POINTS, len(ratios)))
+    shares = np.array_split(np.sort(ratios), min(_NOISE_POINTS, len(ratios)))
     factors = np.array([share.mean() for share in shares])
     return (factors / factors.mean()).tolist()
 
@@ -357,11 +357,11 @@ def between(curves: Sequence[Curve], bucket: Bucket) -> Curve:
         tokens=bucket.tokens,
         seats=bucket.seats,
         points=0,
-        fixed=fixed_between(kin, bucket.tokens),
+        fixed=_fixed_between(kin, bucket.tokens),
     )
 
 
-def fixed_between(kin: Sequence[Curve], tokens: int) -> float:
+def _fixed_between(kin: Sequence[Curve], tokens: int) -> float:
     """Interpolated fixed part; past the last measured bucket it grows on as between the last
     two.
     """

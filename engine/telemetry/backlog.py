@@ -23,11 +23,11 @@ FEWEST = 20
 PARTS = 4
 #: The queue grew if the trend of the waits over the run is more than their mean (a queue that grows
 #: evenly from nothing has twice its mean, a level one nothing) ...
-LEAST_TREND = 1.0
+_LEAST_TREND = 1.0
 #: ... the last part's mean wait is at least this share of the time in which requests came ...
-LEAST_WAIT = 0.03
+_LEAST_WAIT = 0.03
 #: ... and at least this share of them still waited when the last one came.
-LEAST_WAITING = 0.05
+_LEAST_WAITING = 0.05
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -109,10 +109,10 @@ def _grew(
     since: np.ndarray, waits: np.ndarray, means: Sequence[float | None], share_waiting: float
 ) -> bool:
     known = [mean for mean in means if mean is not None]
-    if len(known) < PARTS or share_waiting < LEAST_WAITING:
+    if len(known) < PARTS or share_waiting < _LEAST_WAITING:
         return False
     if any(later <= earlier for earlier, later in pairwise(known)):
         return False
     window = float(since[-1])
     slope = float(np.polyfit(since, waits, 1)[0])
-    return slope * window > LEAST_TREND * float(waits.mean()) and known[-1] > LEAST_WAIT * window
+    return slope * window > _LEAST_TREND * float(waits.mean()) and known[-1] > _LEAST_WAIT * window

@@ -21,15 +21,15 @@ from jitney.engine.types import EngineInfo, EngineRequest, SequenceOutput
 
 #: Ended requests are kept for so many seconds, and so many of them.
 KEEP_S = 600.0
-KEEP_REQUESTS = 16384
-KEEP_LIFE = 16384
+_KEEP_REQUESTS = 16384
+_KEEP_LIFE = 16384
 #: Waits and first tokens kept for their distributions: (when, seconds).
-KEEP_SAMPLES = 8192
-FINISHES = ("stop", "length", "abort", "deadline", "error")
+_KEEP_SAMPLES = 8192
+_FINISHES = ("stop", "length", "abort", "deadline", "error")
 #: Policies whose batch keeps a seat until its slowest sequence is done.
-HOLDING = ("static", "dynamic")
+_HOLDING = ("static", "dynamic")
 #: Errors of the engine, not of a request that it refused.
-ENGINE_ERRORS = ("engine_dead", "internal_error")
+_ENGINE_ERRORS = ("engine_dead", "internal_error")
 
 #: Called with a record when it has ended; must not wait.
 Listener = Callable[[RequestRecord], None]
@@ -211,17 +211,17 @@ class History(RequestRecords):
         #: Seats that a batch keeps after their passenger's end.
         self.held: set[int] = set()
         #: (time, seconds since arrival) of those who boarded, and of first tokens.
-        self.waits: deque[tuple[float, float]] = deque(maxlen=KEEP_SAMPLES)
-        self.first_tokens: deque[tuple[float, float]] = deque(maxlen=KEEP_SAMPLES)
+        self.waits: deque[tuple[float, float]] = deque(maxlen=_KEEP_SAMPLES)
+        self.first_tokens: deque[tuple[float, float]] = deque(maxlen=_KEEP_SAMPLES)
         #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
         #: prompt tokens found in the prefix cache.
-        self.finished: dict[str, int] = dict.fromkeys(FINISHES, 0)
+        self.finished: dict[str, int] = dict.fromkeys(_FINISHES, 0)
         self.rejected: dict[str, int] = {}
         self.boarded = 0
         self.cached_tokens = 0
         #: Events since the start; the newest are kept.
         self.n_life = 0
-        self._life: deque[SequenceEvent] = deque(maxlen=KEEP_LIFE)
+        self._life: deque[SequenceEvent] = deque(maxlen=_KEEP_LIFE)
         self._clock = clock
         self._started = clock()
         self._holds = False
@@ -232,7 +232,7 @@ class History(RequestRecords):
     def kept_from(self) -> float:
         """The time from which on everything is known."""
         kept_from = max(self._started, self._clock() - KEEP_S)
-        if len(self._ended) >= KEEP_REQUESTS:
+        if len(self._ended) >= _KEEP_REQUESTS:
             kept_from = max(kept_from, _end_of(self._ended[0]))
         return kept_from
 
@@ -246,7 +246,7 @@ class History(RequestRecords):
         """A core starts, its step numbers beginning anew: ours go on rising."""
         self.seats = [None] * info.seats
         self.held.clear()
-        self._holds = info.policy in HOLDING
+        self._holds = info.policy in _HOLDING
         self._first_step = self.records.last_step + 1
 
     def core_lost(self, code: str) -> None:
@@ -321,7 +321,7 @@ class History(RequestRecords):
     def _end(self, record: RequestRecord, finish: str, code: str, step: int, t: float) -> None:
         seat = record.seat
         super()._end(record, finish, code, step, t)
-        if finish == "error" and not record.stays and code not in ENGINE_ERRORS:
+        if finish == "error" and not record.stays and code not in _ENGINE_ERRORS:
             self.rejected[code] = self.rejected.get(code, 0) + 1
         else:
             self.finished[finish] += 1
@@ -350,7 +350,7 @@ class History(RequestRecords):
 
     def _may_go(self, now: float) -> bool:
         """True when the request that ended first need not be kept."""
-        return len(self._ended) > KEEP_REQUESTS or _end_of(self._ended[0]) < now - KEEP_S
+        return len(self._ended) > _KEEP_REQUESTS or _end_of(self._ended[0]) < now - KEEP_S
 
     def _add_event(
         self,

@@ -78,7 +78,7 @@ def summarise(
         "price_per_hour": price_per_hour,
         "cost_per_million_tokens": cost_per_million(price_per_hour, seconds, n_output),
     }
-    return figures | step_figures(records)
+    return figures | _step_figures(records)
 
 
 def latencies(served: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
@@ -180,7 +180,7 @@ def cost_per_million(price_per_hour: float | None, seconds: float, n_output: int
     return price_per_hour / 3600 * seconds / n_output * 1e6
 
 
-def step_figures(records: np.ndarray | None) -> dict[str, Any]:
+def _step_figures(records: np.ndarray | None) -> dict[str, Any]:
     """What the steps tell: rows by kind, padding_share of all rows, KV pages in use (mean over
     device time).
     """
