@@ -49,7 +49,8 @@ from jitney.engine.models.sharding import make_mesh
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Buckets, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
-from jitney.engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from jitney.engine.scheduler.limits import SchedulerLimits
+from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineInfo, KernelProof
 from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.select import reference, select

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import AskSeatMap, PromptChunk, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.plan import Plan, StepResult
-from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutput
+
+if TYPE_CHECKING:
+    from jitney.engine.scheduler.scheduler import Scheduler
 
 
 class Runner(Protocol):

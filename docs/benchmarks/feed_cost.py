@@ -25,14 +25,15 @@ import uvicorn
 from jitney.dashboard import create_dashboard
 from jitney.engine import core as core_module
 from jitney.engine import messages
-from jitney.engine.api import ServerSettings
+from jitney.engine.api.settings import ServerSettings
 from jitney.engine.core import EngineCore
 from jitney.engine.process.client import EngineCounters
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
-from jitney.engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams
 

@@ -30,9 +30,9 @@ from jitney.engine import LLM
 from jitney.engine.core import EngineCore
 from jitney.engine.executor.inputs import BatchBuilder
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 

@@ -21,7 +21,7 @@ import uvicorn
 from playwright.sync_api import Page, sync_playwright
 
 from jitney.dashboard import create_dashboard
-from jitney.engine.api import ServerSettings
+from jitney.engine.api.settings import ServerSettings
 from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.client import EngineCounters
 from jitney.engine.records import STEP_DTYPE

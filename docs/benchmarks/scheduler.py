@@ -23,9 +23,9 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepResult
 from jitney.engine.scheduler.policies import ORDERS, POLICIES
 from jitney.engine.scheduler.scheduler import Scheduler

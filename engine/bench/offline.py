@@ -18,8 +18,8 @@ from jitney.engine.bench.text import arrival_ids
 from jitney.engine.core import EngineCore, Runner
 from jitney.engine.errors import ConfigError
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.accuracy import MeasuredRun, RunNote, span

@@ -4,82 +4,17 @@ here.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
 from hashlib import blake2b
 
-from jitney.engine.config.schema import AUTO, EngineSection, Share
-from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.estimates import OutputLengths, kind_of
 from jitney.engine.scheduler.kv_pages import PagePool, root_key
-from jitney.engine.scheduler.policies import Batches
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest, RequestLimits
 
 NOTHING: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What the scheduler is held to; the defaults are the plainest engine, without any of the
-    optional limits.
-
-    context_length: tokens of one sequence, prompt included. policy, order: names in
-    `engine.scheduler.policies`. batch_size (0: as many as there are seats): of the policies that
-    batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0 for none. prefill_share: of the
-    token budget, for prompt rows while others decode, or AUTO. target_itl_ms, max_predicted_wait_s:
-    0 for none.
-    """
-
-    max_seats: int
-    context_length: int
-    max_waiting_requests: int = 256
-    max_waiting_tokens: int = 262144
-    policy: str = "continuous"
-    batch_size: int = 0
-    max_wait_ms: float = 200.0
-    order: str = "fcfs"
-    prefill_share: Share = 1.0
-    target_itl_ms: float = 0.0
-    max_predicted_wait_s: float = 0.0
-    static_timeout_ms: float = 0.0
-
-    @classmethod
-    def of(cls, settings: EngineSection, *, context_length: int) -> SchedulerLimits:
-        """The limits that the configuration sets; it names them alike."""
-        names = [field.name for field in fields(cls) if field.name != "context_length"]
-        return cls(
-            context_length=context_length, **{name: getattr(settings, name) for name in names}
-        )
-
-    @property
-    def batch(self) -> int:
-        """Sequences of a batch, of the policies that batch."""
-        return self.batch_size or self.max_seats
-
-    @property
-    def batches(self) -> Batches:
-        """The batches of the policies that batch."""
-        timeout_s = self.static_timeout_ms / 1000 if self.static_timeout_ms else math.inf
-        return Batches(self.batch, self.max_wait_ms / 1000, timeout_s)
-
-    def __post_init__(self) -> None:
-        for name in ("max_seats", "max_waiting_requests", "max_waiting_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1")
-        if self.context_length < 2:
-            raise ConfigError("context_length must be at least 2: one prompt token and one more")
-        if not 0 <= self.batch_size <= self.max_seats:
-            raise ConfigError(
-                f"batch_size must be 1 to max_seats ({self.max_seats}), or 0 for all seats"
-            )
-        if self.prefill_share != AUTO and not 0 < self.prefill_share <= 1:
-            raise ConfigError(f"prefill_share must be more than 0 and at most 1, or {AUTO}")
-        for name in ("max_wait_ms", "static_timeout_ms", "target_itl_ms", "max_predicted_wait_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be at least 0")
 
 
 class Admission:

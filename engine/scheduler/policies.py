@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from jitney.engine.config.schema import OrderName, PolicyName
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.fair_queue import FairQueue
+from jitney.engine.scheduler.limits import Batches
 from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.types import EngineRequest
 
@@ -167,16 +168,6 @@ class Order(NamedTuple):
 
     key: Callable[[EngineRequest, int], float]
     queue: Callable[[], WaitingQueue]
-
-
-class Batches(NamedTuple):
-    """What the policies that batch are told. size: sequences of a batch. wait_s, timeout_s: of
-    Dynamic, of Static.
-    """
-
-    size: int
-    wait_s: float
-    timeout_s: float = math.inf
 
 
 POLICIES: dict[PolicyName, Callable[[Batches], Policy]] = {

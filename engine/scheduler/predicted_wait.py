@@ -5,9 +5,9 @@ steps go.
 from __future__ import annotations
 
 from jitney.engine.errors import RequestError
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool, shareable_keys
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.queues import advised
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState

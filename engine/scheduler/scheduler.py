@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.scheduler.admission import Admission, SchedulerLimits
+from jitney.engine.scheduler.admission import Admission
 from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool, publish, shareable_keys
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.page_demand import PageDemand
 from jitney.engine.scheduler.plan import Chunk, Draft, Occupancy, Plan, StepResult
 from jitney.engine.scheduler.policies import Situation, make_order, make_policy

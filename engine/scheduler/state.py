@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.estimates import OutputLengths
 from jitney.engine.scheduler.kv_pages import PagePool, publish
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.queues import SLACK, Backlog, WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput

@@ -25,9 +25,9 @@ from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.messages import StepReport
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import Buckets, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Draft, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.scheduler.sequence import Sequence

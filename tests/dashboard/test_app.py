@@ -25,8 +25,8 @@ from jitney.dashboard.sessions import (
 )
 from jitney.dashboard.sse import FEED_VERSION
 from jitney.dashboard.viewers import MAX_VIEWERS
-from jitney.engine.api import ServerSettings, create_app
-from jitney.engine.api.settings import digest_key
+from jitney.engine.api.app import create_app
+from jitney.engine.api.settings import ServerSettings, digest_key
 
 KEY = "a secret key"
 PATHS = (

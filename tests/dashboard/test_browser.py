@@ -8,8 +8,7 @@ from api_fakes import until
 from page_browser import endpoint, figures, free_port, says, served, state, table_is, tells, visit
 
 from jitney.dashboard import create_dashboard
-from jitney.engine.api import ServerSettings
-from jitney.engine.api.settings import digest_key
+from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.messages import CanaryFinding, Progress
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import KernelProof, Seat

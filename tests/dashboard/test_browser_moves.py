@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from jitney.dashboard import create_dashboard
-from jitney.engine.api import ServerSettings
+from jitney.engine.api.settings import ServerSettings
 
 MARKUP = "<img src=x onerror=alert(1)>"
 FIGURES = {

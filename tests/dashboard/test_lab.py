@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 
 from jitney.dashboard import create_dashboard
 from jitney.dashboard.lab import SETTINGS, Experiment, Lab, arrivals, check, wanted
-from jitney.engine.api import ServerSettings
 from jitney.engine.api.errors import HttpError
+from jitney.engine.api.settings import ServerSettings
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
 from jitney.engine.simulation.replay import RecordedEngine, ReplayJob, delivered, seen_until, work

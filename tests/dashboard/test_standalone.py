@@ -21,8 +21,8 @@ from jitney.dashboard import dashboard_routes, sse
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.replica import Replica
 from jitney.dashboard.standalone import create_standalone
-from jitney.engine.api import ServerSettings, create_app
-from jitney.engine.api.settings import digest_key
+from jitney.engine.api.app import create_app
+from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.cli import main
 from jitney.engine.config.schema import EngineSection
 

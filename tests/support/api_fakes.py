@@ -17,8 +17,9 @@ import httpx
 import numpy as np
 import uvicorn
 
-from jitney.engine.api import ServerSettings, create_app
+from jitney.engine.api.app import create_app
 from jitney.engine.api.protocol import http_protocol
+from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import Progress, SeatMap
 from jitney.engine.process.client import EngineCounters, EngineState

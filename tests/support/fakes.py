@@ -18,8 +18,9 @@ from jitney.engine.core import EngineCore
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult, work_of
-from jitney.engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
 VOCAB, EOS = 40, 0

@@ -16,7 +16,8 @@ import uvicorn
 from api_fakes import ByteTokenizer, until
 
 from jitney.dashboard import dashboard_routes
-from jitney.engine.api import ServerSettings, create_app
+from jitney.engine.api.app import create_app
+from jitney.engine.api.settings import ServerSettings
 
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = [

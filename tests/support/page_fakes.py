@@ -7,8 +7,7 @@ from api_fakes import FakeClient, run
 from starlette.applications import Starlette
 
 from jitney.dashboard import create_dashboard
-from jitney.engine.api import ServerSettings
-from jitney.engine.api.settings import digest_key
+from jitney.engine.api.settings import ServerSettings, digest_key
 
 
 def page(client: FakeClient, *keys: str) -> Starlette:

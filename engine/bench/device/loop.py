@@ -20,9 +20,9 @@ from jitney.engine.bench.device.steps import StepBench, compile_buckets, make_be
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
 from jitney.engine.core import EngineCore
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import Bucket, Buckets, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.workload import Arrival

@@ -567,7 +567,7 @@ def bearer(*values: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def test_keys():
-    from jitney.engine.api import digest_key
+    from jitney.engine.api.settings import digest_key
 
     client = FakeClient()
     app = make_app(client, api_keys=(digest_key("other"), digest_key("sekrit")))

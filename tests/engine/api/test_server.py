@@ -11,7 +11,7 @@ import openai
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, served, until
 
-from jitney.engine.api import ServerSettings, digest_key
+from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.errors import ErrorInfo
 
 PROMPT = {"model": "m", "prompt": "ab"}

@@ -37,8 +37,8 @@ from jitney.engine.report.figures import held_seats, ledger_bars, seat_timeline
 from jitney.engine.report.figures import load_curve as chart_of_loads
 from jitney.engine.report.page import PageSection, Table, page
 from jitney.engine.report.tables import curve_table, figures_table, ledgers_table
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import read_runs
 from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable

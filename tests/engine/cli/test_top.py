@@ -17,8 +17,8 @@ from rich.console import Console
 from jitney.dashboard import dashboard_routes
 from jitney.dashboard.remote import RemoteEngine, Unreachable, base_of
 from jitney.dashboard.replica import Replica, SeatView
-from jitney.engine.api import ServerSettings, create_app
-from jitney.engine.api.settings import digest_key
+from jitney.engine.api.app import create_app
+from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.cli import main, top, topview
 from jitney.engine.errors import ConfigError
 from jitney.engine.messages import SequenceEvent, StepReport

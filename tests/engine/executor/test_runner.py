@@ -23,7 +23,8 @@ from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
-from jitney.engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from jitney.engine.scheduler.limits import SchedulerLimits
+from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineRequest, Range, SamplingParams, Uploaded
 from jitney.kernels.select import select
 

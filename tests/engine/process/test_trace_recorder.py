@@ -16,8 +16,8 @@ from history_fakes import INFO, Watched
 from jitney.engine.errors import ConfigError, ErrorInfo
 from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.trace_recorder import Recorder
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import TraceLine, read_trace, read_trace_lines

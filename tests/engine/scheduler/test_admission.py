@@ -17,7 +17,6 @@ from fakes import FakeClock, device_of, ends_of, make_core, make_request, pictur
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.estimates import (
     FIRST_GUESS,
@@ -28,6 +27,7 @@ from jitney.engine.scheduler.estimates import (
     StepTimeEstimate,
     kind_of,
 )
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepResult
 from jitney.engine.scheduler.policies import ORDERS
 from jitney.engine.scheduler.queues import LONGEST_RETRY

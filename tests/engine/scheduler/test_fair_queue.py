@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitney.engine.errors import RequestError
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.fair_queue import EVERY, FairQueue
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.policies import (
     LEVEL_S,
     LONGEST_S,

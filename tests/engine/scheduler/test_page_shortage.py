@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from fakes import FakeClock, ends_of, make_core, make_request, solo, tokens_of, watch
 
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.estimates import (
     BUCKETS,
@@ -22,6 +21,7 @@ from jitney.engine.scheduler.estimates import (
     bucket_of,
     kind_of,
 )
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.page_demand import times_ahead
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.simulation.drive import Offer, drive

@@ -23,7 +23,8 @@ from fakes import (
 
 from jitney.engine.config.schema import OrderName, PolicyName
 from jitney.engine.core import EngineCore
-from jitney.engine.scheduler.policies import ORDERS, POLICIES, Batches, Situation, make_policy
+from jitney.engine.scheduler.limits import Batches
+from jitney.engine.scheduler.policies import ORDERS, POLICIES, Situation, make_policy
 from jitney.engine.types import SequenceOutput
 
 BATCHING = ("static", "dynamic")

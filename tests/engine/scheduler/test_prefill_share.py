@@ -11,9 +11,9 @@ from jitney.engine.cli import main
 from jitney.engine.config.layers import load_config, to_toml
 from jitney.engine.config.schema import AUTO, Config, Share
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.estimates import LEAST_SHARE, PrefillBudget, StepTimeEstimate
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import Arrival, Closed, Fixed, Lengths, LogNormal, synthesise

@@ -23,9 +23,10 @@ from fakes import (
 )
 
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.scheduler.admission import SchedulerLimits, sibling_seed
+from jitney.engine.scheduler.admission import sibling_seed
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import SHARED, PagePool
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepResult
 from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.scheduler.scheduler import Scheduler

@@ -14,8 +14,8 @@ import pytest
 from jitney.engine.bench.saved import RIDES_DTYPE, TIMES_DTYPE
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import (
     COMPARED,
     RunNote,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import Bucket, Buckets
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.planner import (
     Demand,

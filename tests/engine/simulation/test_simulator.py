@@ -21,9 +21,9 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE, Ledger
-from jitney.engine.scheduler.admission import SchedulerLimits
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.accuracy import measured_figures
