@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -344,7 +344,7 @@ def _row_of(timing: StepTiming, table: StepTable, floor: Roofline) -> dict[str, 
         "bucket": str(case.bucket),
         "tokens": case.bucket.tokens,
         "seats": case.bucket.seats,
-        **asdict(work),
+        **work._asdict(),
         "repeats": len(timing.seconds),
         "median_s": timing.median,
         "least_s": min(timing.seconds),

@@ -252,15 +252,18 @@ class Scheduler:
         rows = self._decoding(draft, now)
         if not rows:
             return
-        keys = 0
+        chunks = draft.chunks
+        keys, plain = 0, True
         for seq in rows:
             start = seq.scheduled
             recomputed = 1 if start < seq.computed_high else 0
-            draft.chunks.append(Chunk(seq, start, 1, True, True, 0, recomputed))
+            chunks.append(Chunk(seq, start, 1, True, True, 0, recomputed))
             seq.scheduled = start + 1
             seq.in_flight += 1
             keys += start + 1
-            draft.plain = draft.plain and seq.plain
+            if not seq.plain:
+                plain = False
+        draft.plain = plain
         draft.keys = keys
         draft.longest = rows[0].scheduled
         draft.rows = draft.n_decode = len(rows)

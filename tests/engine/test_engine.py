@@ -186,7 +186,7 @@ def test_bfloat16_gives_the_same_answer_in_every_bucket():
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
     prompts = [prompt(300 + i, 3 + 9 * i) for i in range(10)]
 
-    def answers(**settings) -> tuple[list[list[int]], np.ndarray]:
+    def answers(**settings: Any) -> tuple[list[list[int]], np.ndarray]:
         engine = LLM("tiny-random", **(SETTINGS | {"dtype": "bfloat16"} | settings))
         done = engine.generate(prompts, params) + [
             engine.generate([one], params)[0] for one in prompts[::3]

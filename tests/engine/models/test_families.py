@@ -98,7 +98,9 @@ def write_gguf(path: Path, case: dict, **keys: float) -> Path:
         tensor = SCRIPT.random_tensor(name, tuple(shape), case["embed_spread"])
         if "norm" in name:
             tensor = tensor + np.float32(1)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
+        assert gguf_name is not None
+        writer.add_tensor(gguf_name, tensor)
     gguf_files.close(writer)
     return path
 
