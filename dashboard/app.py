@@ -28,10 +28,10 @@ from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import MAX_N
 
 #: Token ids to text.
-Decode = Callable[[list[int]], str]
+_Decode = Callable[[list[int]], str]
 
 
-class Settings(Protocol):
+class _Settings(Protocol):
     """What the page must know of the server's settings."""
 
     @property
@@ -46,10 +46,10 @@ class _Dashboard(PageRoutes):
     def __init__(
         self,
         client: EngineClient,
-        settings: Settings,
+        settings: _Settings,
         hz: float,
         engine: EngineSection | None,
-        decode: Decode | None,
+        decode: _Decode | None,
     ):
         super().__init__(settings.api_keys)
         self.client = client
@@ -168,7 +168,7 @@ class _Dashboard(PageRoutes):
         return to_json(self.lab.status())
 
 
-class EngineRoute(NamedTuple):
+class _EngineRoute(NamedTuple):
     """What an engine's page answers besides the page itself and the feed."""
 
     path: str
@@ -180,24 +180,24 @@ class EngineRoute(NamedTuple):
 _GET = ("GET",)
 #: A new answer is a handler and its line here; a dashboard elsewhere passes all of them on.
 ENGINE_ROUTES = (
-    EngineRoute("/slots", _GET, _Dashboard.seats),
-    EngineRoute("/frames", _GET, _Dashboard.step_records),
-    EngineRoute("/timeline", _GET, _Dashboard.timeline),
-    EngineRoute("/trace", _GET, _Dashboard.trace),
-    EngineRoute("/requests", _GET, _Dashboard.requests),
-    EngineRoute("/request/{id}", _GET, _Dashboard.request),
-    EngineRoute("/report", _GET, _Dashboard.report),
-    EngineRoute("/lab", ("GET", "POST", "DELETE"), _Dashboard.experiment),
+    _EngineRoute("/slots", _GET, _Dashboard.seats),
+    _EngineRoute("/frames", _GET, _Dashboard.step_records),
+    _EngineRoute("/timeline", _GET, _Dashboard.timeline),
+    _EngineRoute("/trace", _GET, _Dashboard.trace),
+    _EngineRoute("/requests", _GET, _Dashboard.requests),
+    _EngineRoute("/request/{id}", _GET, _Dashboard.request),
+    _EngineRoute("/report", _GET, _Dashboard.report),
+    _EngineRoute("/lab", ("GET", "POST", "DELETE"), _Dashboard.experiment),
 )
 
 
 def create_dashboard(
     client: EngineClient,
-    settings: Settings,
+    settings: _Settings,
     *,
     hz: float = 10.0,
     engine: EngineSection | None = None,
-    decode: Decode | None = None,
+    decode: _Decode | None = None,
 ) -> Starlette:
     """The page of one engine, to be mounted under a path of its own.
 
@@ -218,10 +218,10 @@ def create_dashboard(
 
 def dashboard_routes(
     client: EngineClient,
-    settings: Settings,
+    settings: _Settings,
     path: str = "/dashboard",
     engine: EngineSection | None = None,
-    decode: Decode | None = None,
+    decode: _Decode | None = None,
 ) -> list[BaseRoute]:
     """The page mounted at `path`, and a redirect for those who leave out the slash at its end.
 

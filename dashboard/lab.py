@@ -289,10 +289,10 @@ def _job(
         engine=engine,
         changes=experiment.settings,
         policies=experiment.policies,
-        records=npy(traffic.records),
+        records=_npy(traffic.records),
         requests=[request.until(traffic.last) for request in traffic.requests],
         seconds=traffic.last - traffic.first,
-        window=npy(traffic.window),
+        window=_npy(traffic.window),
         seats=info.seats,
         seated_s=seated(stays, traffic.first, traffic.last),
         recorded=info.policy,
@@ -433,7 +433,7 @@ def _measured_stays(traffic: _Traffic) -> dict[str, list[Any]]:
     return columns
 
 
-def npy(records: np.ndarray) -> bytes:
+def _npy(records: np.ndarray) -> bytes:
     """The bytes of a .npy file."""
     file = io.BytesIO()
     np.save(file, records, allow_pickle=False)

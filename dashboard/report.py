@@ -53,7 +53,7 @@ TITLES = {
 }
 
 
-class ReportData(NamedTuple):
+class _ReportData(NamedTuple):
     """What the engine did, as of one moment; nothing of it changes any more."""
 
     title: str
@@ -68,7 +68,7 @@ class ReportData(NamedTuple):
 
 def collect(
     client: EngineClient, minutes: float, notes: Sequence[Note], now: float, wall: float
-) -> ReportData:
+) -> _ReportData:
     """What a report of the last `minutes` needs, in some 20 ms.
 
     notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
@@ -80,7 +80,7 @@ def collect(
     span = f"The {minutes:g} min before {made}; state {client.state}."
     model = client.info.model if client.info else "no model"
     figures = Table((), _figure_rows(history, shown, start, end), words=True)
-    return ReportData(
+    return _ReportData(
         title=f"Jitney: {model}",
         summary=[_facts(client), span],
         above=[PageSection("Figures", [_headline(client)], [figures])],
@@ -89,7 +89,7 @@ def collect(
     )
 
 
-def render(snapshot: ReportData) -> str:
+def render(snapshot: _ReportData) -> str:
     """The HTML. Drawing takes 0.1 s, and 0.5 s at first: no work for an event loop."""
     sections = [*snapshot.above, *_chart_sections(snapshot.shown), *snapshot.below]
     return page(snapshot.title, snapshot.summary, sections)

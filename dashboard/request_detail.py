@@ -20,7 +20,7 @@ _STEP_FIELDS = ("from", "to", "shared_with", "rows", "bucket", "padding", "compi
 _NEVER = 2**62
 
 
-def row(request: RequestRecord) -> dict[str, Any]:
+def _row(request: RequestRecord) -> dict[str, Any]:
     """What the table shows of a sequence; times on the server's monotonic clock, seconds."""
     return {
         "request": request.request_id,
@@ -58,7 +58,7 @@ def listing(history: History, state: str, limit: int, cursor: int, now: float) -
     shown = requests[:limit]
     return {
         "t": _t(now),
-        "requests": [row(request) for request in shown],
+        "requests": [_row(request) for request in shown],
         "next": shown[-1].number if len(requests) > limit else None,
     }
 
@@ -75,7 +75,7 @@ def _is_in(request: RequestRecord, state: str) -> bool:
 def detail(history: History, request: RequestRecord, now: float) -> dict[str, Any]:
     """The row, and the phases, chunks, tokens, company and causes of a sequence (see `causes`)."""
     steps = Steps(history, request, now)
-    return row(request) | {
+    return _row(request) | {
         "phases": phases(request, now),
         "chunks": [steps.chunk(chunk) for chunk in request.chunks],
         "cadence": steps.cadence(),

@@ -33,7 +33,7 @@ MAX_PAGE_CELLS = 8192
 
 
 @dataclass(slots=True)
-class SeatColumns:
+class _SeatColumns:
     """All S seats."""
 
     #: uint8[S]: the place in SEAT_STATES.
@@ -43,7 +43,7 @@ class SeatColumns:
     #: int64[len(SEAT_NUMBERS), S].
     numbers: np.ndarray
 
-    def after(self, steps: int) -> SeatColumns:
+    def after(self, steps: int) -> _SeatColumns:
         """What the seats are `steps` steps later if nothing happens: each that decodes has a token
         more per step.
         """
@@ -52,9 +52,9 @@ class SeatColumns:
         numbers[_N_OUTPUT, decoding] += steps
         n_tokens = numbers[_N_PROMPT, decoding] + numbers[_N_OUTPUT, decoding]
         numbers[_N_COMPUTED, decoding] = n_tokens - 1
-        return SeatColumns(self.state, self.requests, numbers)
+        return _SeatColumns(self.state, self.requests, numbers)
 
-    def changed(self, now: SeatColumns) -> np.ndarray:
+    def changed(self, now: _SeatColumns) -> np.ndarray:
         """Seats, ascending, that are different in `now`."""
         differ = (self.state != now.state) | (self.numbers != now.numbers).any(axis=0)
         pairs = zip(self.requests, now.requests, strict=True)
@@ -92,7 +92,7 @@ class Snapshot:
     last_step_age_s: float
     progress: dict[str, Any] | None
     #: None: there is no engine.
-    seats: SeatColumns | None
+    seats: _SeatColumns | None
     #: None: not known.
     pages: PageCells | None
     metrics: Metrics
@@ -101,7 +101,7 @@ class Snapshot:
     notes: list[Note] = field(default_factory=list)
 
 
-def seat_columns(history: History) -> SeatColumns:
+def seat_columns(history: History) -> _SeatColumns:
     """Who sits where, as the history knows it."""
     n = len(history.seats)
     state = [_FREE] * n
@@ -128,7 +128,7 @@ def seat_columns(history: History) -> SeatColumns:
     for seat in history.held:
         state[seat] = _HELD
     by_number = np.array(numbers, np.int64).reshape(n, len(SEAT_NUMBERS)).T.copy()
-    return SeatColumns(np.array(state, np.uint8), requests, by_number)
+    return _SeatColumns(np.array(state, np.uint8), requests, by_number)
 
 
 def page_cells(page_states: bytes) -> PageCells:
@@ -222,7 +222,7 @@ def key_frame(snapshot: Snapshot, page_size: int) -> KeyFrame:
     }
 
 
-def _seat_lists(seats: SeatColumns, page_size: int) -> SeatLists:
+def _seat_lists(seats: _SeatColumns, page_size: int) -> SeatLists:
     """The seats as a key frame has them."""
     n_tokens = seats.numbers[_N_PROMPT] + seats.numbers[_N_OUTPUT]
     pages = -(-n_tokens // max(1, page_size))

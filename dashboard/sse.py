@@ -153,7 +153,7 @@ class Delta(TypedDict, total=False):
     metrics: dict[str, Any]  # the fields of `Metrics` that have changed
 
 
-class Events(TypedDict):
+class _Events(TypedDict):
     """What happened to sequences since the frame before."""
 
     first: int  # number of the first of them, counted since the server's start
@@ -238,7 +238,7 @@ def bye(reason: str) -> bytes:
 
 def events(happened: list[SequenceEvent], first: int) -> bytes:
     """first: the number of the first of them."""
-    data: Events = {"first": first, "events": [_event_row(event) for event in happened]}
+    data: _Events = {"first": first, "events": [_event_row(event) for event in happened]}
     return encode("events", data)
 
 

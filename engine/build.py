@@ -64,7 +64,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _ENOUGH = 0.97
 #: Most rows of a step of the canary's core: more would hold up the steps that serve.
 _CANARY_ROWS = 64
-Report = Callable[[messages.Progress], None]
+_Report = Callable[[messages.Progress], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class _Setup:
 
 
 def build_engine(
-    config: Config, source: ModelSource, progress: Report
+    config: Config, source: ModelSource, progress: _Report
 ) -> tuple[EngineCore, EngineInfo]:
     """Load, size, compile and warm up; reports weights and compile stages. Raises JitneyError in
     one line.
@@ -146,7 +146,7 @@ def _set_up(config: Config, source: ModelSource) -> _Setup:
     )
 
 
-def _load(setup: _Setup, kernels: KernelSet, progress: Report) -> Model:
+def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
     """The model with its weights on the devices."""
 
     def report(stage: str, done: int, total: int, detail: str) -> None:
@@ -215,7 +215,7 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
     )
 
 
-def _compile(runner: Runner, progress: Report) -> None:
+def _compile(runner: Runner, progress: _Report) -> None:
     def report(done: int, total: int, what: str) -> None:
         progress(messages.Progress("compile", done, total, what))
 

@@ -28,11 +28,11 @@ LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
 MOST_TOKENS = 4096
 #: Most sequences that wait to be computed again; when the machine cannot keep up, others are left
 #: out.
-MOST_WAITING = 4
+_MOST_WAITING = 4
 
 
 @dataclass(slots=True)
-class Watched:
+class _Watched:
     """A sequence that is served now and will be computed again."""
 
     request: EngineRequest  # as the client sent it
@@ -55,8 +55,8 @@ class CanaryCore(EngineCore):
         self.every = every
         self.limit = limit
         self._added = 0
-        self._watched: dict[str, Watched] = {}  # by request id
-        self._waiting: dict[str, Watched] = {}  # those that the other core has, by request id
+        self._watched: dict[str, _Watched] = {}  # by request id
+        self._waiting: dict[str, _Watched] = {}  # those that the other core has, by request id
 
     @property
     def has_work(self) -> bool:
@@ -72,7 +72,7 @@ class CanaryCore(EngineCore):
     def _chosen(self, request: EngineRequest) -> EngineRequest:
         """The request, or if it shall be watched, one like it that asks for log-probabilities."""
         self._added += 1
-        if self._added % self.every or len(self._waiting) + len(self._watched) >= MOST_WAITING:
+        if self._added % self.every or len(self._waiting) + len(self._watched) >= _MOST_WAITING:
             return request
         sampling = request.sampling
         longest = len(request.prompt) + (sampling.max_tokens or MOST_TOKENS)
@@ -80,7 +80,7 @@ class CanaryCore(EngineCore):
         if sampling.n != 1 or longest >= self.alone.scheduler.limits.context_length:
             return request
         told = sampling.logprobs is not None
-        self._watched[request.id] = Watched(request, told)
+        self._watched[request.id] = _Watched(request, told)
         if told:
             return request
         asking = msgspec.structs.replace(sampling, logprobs=0)
@@ -118,7 +118,7 @@ class CanaryCore(EngineCore):
             return output
         return msgspec.structs.replace(output, logprobs=None)
 
-    def _compute_again(self, watched: Watched) -> None:
+    def _compute_again(self, watched: _Watched) -> None:
         """Have the other core score prompt and answer."""
         request = EngineRequest(
             id=watched.request.id,

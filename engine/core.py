@@ -42,7 +42,7 @@ class Runner(Protocol):
 
 
 @dataclass(slots=True)
-class Flight:
+class _Flight:
     """A launched step, and when each part of its launch was done (clock, seconds)."""
 
     plan: Plan
@@ -75,7 +75,7 @@ class EngineCore:
         self.ledger = ledger
         self.clock = clock
         # The step that the device computes.
-        self._flight: Flight | None = None
+        self._flight: _Flight | None = None
         # When the device finished the last step; None after a time without work.
         self._ready: float | None = None
         # For the next report.
@@ -148,7 +148,7 @@ class EngineCore:
         record = self._record(previous, waited, ready)
         return self._report(outputs, record, prompt_chunks(previous.plan))
 
-    def _launch(self, plan: Plan, started: float) -> Flight:
+    def _launch(self, plan: Plan, started: float) -> _Flight:
         """Pack a plan and start its step."""
         compiles = self.runner.compiles
         planned = self.clock()
@@ -157,7 +157,7 @@ class EngineCore:
         ticket = self.runner.launch(batch)
         launched = self.clock()
         compiled = self.runner.compiles > compiles
-        return Flight(plan, ticket, started, planned, batched, launched, compiled)
+        return _Flight(plan, ticket, started, planned, batched, launched, compiled)
 
     def _answer(self) -> None:
         """Answer as things stand after the plan."""
@@ -187,7 +187,7 @@ class EngineCore:
             for seat in self.scheduler.take_released()
         ]
 
-    def _record(self, flight: Flight, waited: float, ready: float) -> bytes:
+    def _record(self, flight: _Flight, waited: float, ready: float) -> bytes:
         """Account for a step that was committed. waited, ready: when the host began to wait for it,
         and when it was there.
 

@@ -39,7 +39,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 #: Every code a request can end with; `engine.api.errors` gives each its HTTP status.
-CODES = (
+_CODES = (
     "invalid_value",
     "context_length_exceeded",
     "unsupported_parameter",
@@ -66,7 +66,7 @@ class RequestError(JitneyError):
         param: str | None = None,
         retry_after: float | None = None,
     ):
-        assert code in CODES, code
+        assert code in _CODES, code
         super().__init__(message)
         self.info = ErrorInfo(code=code, message=message, param=param, retry_after=retry_after)
 

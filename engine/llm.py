@@ -21,7 +21,7 @@ from jitney.engine.text.detokenizer import TextStream
 from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
-Prompt = str | Sequence[int]
+_Prompt = str | Sequence[int]
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Completion:
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class _RequestOutput:
     """The answer to one prompt."""
 
     prompt_ids: list[int]
@@ -55,7 +55,7 @@ class RequestOutput:
 class _Running:
     """A request in the core, and the text halves of its sequences."""
 
-    answer: RequestOutput
+    answer: _RequestOutput
     streams: list[TextStream]
 
     @property
@@ -102,9 +102,9 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: _Prompt | Sequence[_Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[_RequestOutput]:
         """Complete prompts (text, or token ids) together; one output per prompt, in order.
 
         params: one for all, or one each; None: the model's own defaults (`default_params`). Raises
@@ -124,7 +124,7 @@ class LLM:
         requests = [
             self._request(self._ids(prompt), one) for prompt, one in zip(batch, each, strict=True)
         ]
-        answers: list[RequestOutput] = []
+        answers: list[_RequestOutput] = []
         waiting = deque(requests)
         try:
             while waiting or self.core.has_work:
@@ -150,7 +150,7 @@ class LLM:
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         params: SamplingParams | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[_RequestOutput]:
         """Answer one conversation, or several; messages as in the chat completions API."""
         talks = [messages] if messages and isinstance(messages[0], dict) else messages
         return self.generate([self.chat_ids(talk) for talk in talks], params)  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ class LLM:
             self.tokenizer.apply_chat_template(messages), add_special_tokens=False
         )
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: _Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one completion (n = 1) as it becomes certain; closing the iterator ends
         the request.
         """
@@ -187,7 +187,7 @@ class LLM:
         """Let go of weights, pages and executables."""
         del self.core
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: _Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _request(self, prompt: list[int], params: SamplingParams) -> EngineRequest:
@@ -201,11 +201,11 @@ class LLM:
         self.core.scheduler.check_request(request)
         return request
 
-    def _submit(self, request: EngineRequest) -> RequestOutput:
+    def _submit(self, request: EngineRequest) -> _RequestOutput:
         params = request.sampling
         wanted = params.logprobs is not None
         outputs = [Completion(i, logprobs=[] if wanted else None) for i in range(params.n)]
-        answer = RequestOutput(request.prompt, outputs)
+        answer = _RequestOutput(request.prompt, outputs)
         streams = [TextStream(self.tokenizer, params, request.prompt) for _ in range(params.n)]
         self._running[request.id] = _Running(answer, streams)
         self.core.add(request)
@@ -261,7 +261,7 @@ def _ignore(progress: messages.Progress) -> None:
     pass
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_prompts(prompts: _Prompt | Sequence[_Prompt]) -> list[_Prompt]:
     """One prompt (text or ids) or many -> many."""
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]

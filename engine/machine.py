@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-CPUINFO = Path("/proc/cpuinfo")
+_CPUINFO = Path("/proc/cpuinfo")
 #: Seconds that macOS gets to tell the processor's name.
 _SYSCTL_S = 5.0
 
@@ -18,11 +18,11 @@ _SYSCTL_S = 5.0
 def cpu_name() -> str:
     """The processor's name and the cores this process may use: "AMD EPYC (family 26, model 2), 2
     cores"."""
-    cores = available_cores()
+    cores = _available_cores()
     return f"{processor_name()}, {cores} core{'' if cores == 1 else 's'}"
 
 
-def available_cores() -> int:
+def _available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -30,8 +30,8 @@ def available_cores() -> int:
 
 def processor_name() -> str:
     """The name alone, as the system tells it; the architecture's where it tells none."""
-    if CPUINFO.exists():
-        name = name_in(fields_of(CPUINFO.read_text(errors="replace")))
+    if _CPUINFO.exists():
+        name = name_in(fields_of(_CPUINFO.read_text(errors="replace")))
         if name:
             return name
     elif platform.system() == "Darwin":

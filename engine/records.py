@@ -57,10 +57,10 @@ STEP_DTYPE = np.dtype(
 )
 
 FIELDS = STEP_DTYPE.names or ()
-CODES = {"i8": "q", "i4": "i", "f8": "d", "f4": "f", "u1": "B"}
+_CODES = {"i8": "q", "i4": "i", "f8": "d", "f4": "f", "u1": "B"}
 #: The same for `struct`, which packs a record in a tenth of the time that numpy takes for its
 #: fields one by one.
-STEP_STRUCT = struct.Struct("=" + "".join(CODES[STEP_DTYPE[name].str[1:]] for name in FIELDS))
+_STEP_STRUCT = struct.Struct("=" + "".join(_CODES[STEP_DTYPE[name].str[1:]] for name in FIELDS))
 
 
 def step_of(record: bytes) -> int:
@@ -81,7 +81,7 @@ SUMMED = (
     "compiled",
 )
 #: Records added to the totals at once, by numpy.
-SUM_EVERY = 256
+_SUM_EVERY = 256
 
 
 class Ledger:
@@ -119,9 +119,9 @@ class Ledger:
             raise TypeError(f"a step record has the fields {', '.join(FIELDS)}, in this order")
         size = STEP_DTYPE.itemsize
         at = self._count % len(self._ring) * size
-        if self._count - self._summed == min(SUM_EVERY, len(self._ring)):
+        if self._count - self._summed == min(_SUM_EVERY, len(self._ring)):
             self._sum_up()
-        record = STEP_STRUCT.pack(*fields.values())
+        record = _STEP_STRUCT.pack(*fields.values())
         self._bytes[at : at + size] = record
         self._count += 1
         return record
@@ -159,7 +159,7 @@ class Ledger:
 
 
 #: Records kept: ten minutes of steps of 5 ms.
-KEPT_RECORDS = 1 << 17
+_KEPT_RECORDS = 1 << 17
 
 
 class RecordRing:
@@ -169,7 +169,7 @@ class RecordRing:
     Step numbers rise; so do the times.
     """
 
-    def __init__(self, capacity: int = KEPT_RECORDS):
+    def __init__(self, capacity: int = _KEPT_RECORDS):
         self._ring = np.zeros(capacity, STEP_DTYPE)
         self._steps = np.zeros(
             capacity, np.int64

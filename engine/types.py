@@ -28,8 +28,8 @@ MAX_BIAS = 512
 #: Entries of it that the model's own end tokens may take; the others are the request's.
 _MOST_NAMED = MAX_BIAS - 8
 MAX_N = 128
-MAX_STOP_CHARS = 256
-MAX_INT = 2**31 - 1
+_MAX_STOP_CHARS = 256
+_MAX_INT = 2**31 - 1
 #: Fields of SamplingParams that a model may bring its own defaults of.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -83,13 +83,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     #: Sequences that answer the prompt.
     n: Annotated[int, Range(1, MAX_N)] = 1
     #: None: up to the end of the context.
-    max_tokens: Annotated[int | None, Range(1, MAX_INT)] = 16
+    max_tokens: Annotated[int | None, Range(1, _MAX_INT)] = 16
     #: No end token is sampled before this many.
-    min_tokens: Annotated[int, Range(0, MAX_INT)] = 0
+    min_tokens: Annotated[int, Range(0, _MAX_INT)] = 0
     #: 0 is greedy.
     temperature: Annotated[float, Range(0.0, 2.0), Uploaded("float32", _drawn_temperature)] = 1.0
     #: 0 and -1 are off.
-    top_k: Annotated[int, Range(-1, MAX_INT), Uploaded("int32", _kept_candidates)] = 0
+    top_k: Annotated[int, Range(-1, _MAX_INT), Uploaded("int32", _kept_candidates)] = 0
     #: 1 is off.
     top_p: Annotated[float, Range(0.0, 1.0, open_low=True), Uploaded("float32")] = 1.0
     min_p: Annotated[float, Range(0.0, 1.0), Uploaded("float32")] = 0.0
@@ -161,9 +161,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.logit_bias or self.stop_token_ids:
             self._check_token_ids(vocab_size)
         for text in self.stop:
-            if not text or len(text) > MAX_STOP_CHARS:
+            if not text or len(text) > _MAX_STOP_CHARS:
                 raise RequestError(
-                    f"stop strings must have 1 to {MAX_STOP_CHARS} characters", param="stop"
+                    f"stop strings must have 1 to {_MAX_STOP_CHARS} characters", param="stop"
                 )
 
     def _check_token_ids(self, vocab_size: int) -> None:

@@ -29,7 +29,7 @@ class AttentionMeta(NamedTuple):
     counts: jax.Array  # [3] sequences that decode, sequences in all, token rows in all
 
 
-class PagedAttention(Protocol):
+class _PagedAttention(Protocol):
     """Write k and v into the pages, then attend; pure; `kv` is aliased to the returned pool when
     donated.
     """
@@ -83,8 +83,8 @@ class RotateAndWrite(Protocol):
         ...
 
 
-class Attend(Protocol):
-    """Attention over pages that hold the step's keys and values already; see `PagedAttention`."""
+class _Attend(Protocol):
+    """Attention over pages that hold the step's keys and values already; see `_PagedAttention`."""
 
     def __call__(
         self,
@@ -126,7 +126,7 @@ class Arrange(Protocol):
         ...
 
 
-class Matmul(Protocol):
+class _Matmul(Protocol):
     """A product with weights [I, O], summed in float32; int8 and fp8 weights are widened to x's
     dtype on the way.
     """
@@ -136,7 +136,7 @@ class Matmul(Protocol):
         ...
 
 
-class Norm(Protocol):
+class _Norm(Protocol):
     """The norm of all models."""
 
     def __call__(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -146,7 +146,7 @@ class Norm(Protocol):
         ...
 
 
-class Gated(Protocol):
+class _Gated(Protocol):
     """The product that opens an MLP, gated at once: its float32 sums are never written to memory if
     that can be.
     """
@@ -158,7 +158,7 @@ class Gated(Protocol):
         ...
 
 
-class Project(Protocol):
+class _Project(Protocol):
     """A product with the rows of a table [V, E], summed in float32."""
 
     def __call__(self, x: jax.Array, table: jax.Array, /) -> jax.Array:
@@ -166,7 +166,7 @@ class Project(Protocol):
         ...
 
 
-class PoolShape(Protocol):
+class _PoolShape(Protocol):
     """How a set wants the KV pool of one device to lie, where that is not [N, page, 2K, D]."""
 
     def __call__(
@@ -184,25 +184,25 @@ class Kernels(Protocol):
     """
 
     @property
-    def paged_attention(self) -> PagedAttention: ...
+    def paged_attention(self) -> _PagedAttention: ...
     @property
     def rotate_and_write(self) -> RotateAndWrite | None: ...
     @property
-    def attend(self) -> Attend: ...
+    def attend(self) -> _Attend: ...
     @property
     def threshold(self) -> Threshold | None: ...
     @property
-    def rms_norm(self) -> Norm: ...
+    def rms_norm(self) -> _Norm: ...
     @property
     def arrange(self) -> Arrange | None: ...
     @property
-    def matmul(self) -> Matmul: ...
+    def matmul(self) -> _Matmul: ...
     @property
-    def gated(self) -> Gated: ...
+    def gated(self) -> _Gated: ...
     @property
-    def project(self) -> Project: ...
+    def project(self) -> _Project: ...
     @property
-    def pool_shape(self) -> PoolShape | None: ...
+    def pool_shape(self) -> _PoolShape | None: ...
     @property
     def matmul_int4(self) -> Int4Matmul: ...
 
@@ -220,21 +220,21 @@ class KernelSet:
     """
 
     name: str  # as --kernels takes it
-    paged_attention: PagedAttention
+    paged_attention: _PagedAttention
     #: None: the model norms and rotates, and XLA fuses it well enough.
     rotate_and_write: RotateAndWrite | None
-    attend: Attend
+    attend: _Attend
     matmul_int4: Int4Matmul
     #: None: the sampler's own search does better on this platform.
     threshold: Threshold | None
-    rms_norm: Norm
+    rms_norm: _Norm
     #: None: weights stay [I, O].
     arrange: Arrange | None
-    matmul: Matmul
-    gated: Gated
-    project: Project
+    matmul: _Matmul
+    gated: _Gated
+    project: _Project
     #: None: [N, page, 2K, D].
-    pool_shape: PoolShape | None = None
+    pool_shape: _PoolShape | None = None
     #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
     instructions: str = ""
 

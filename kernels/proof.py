@@ -34,7 +34,7 @@ from jitney.kernels.select import reference
 log = logging.getLogger(__name__)
 
 #: Largest error that rounding explains, by dtype of the activations, and with a pool of 8 bits.
-LIMITS = {"bfloat16": 0.125, "float16": 0.125, "float32": 0.01}
+_LIMITS = {"bfloat16": 0.125, "float16": 0.125, "float32": 0.01}
 _NARROW_POOL_LIMIT = 0.5
 #: Largest share of a row's probability by which two ways to cut it may differ.
 _MASS_LIMIT = 1e-3
@@ -51,9 +51,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 #: Yields errors, none if the engine never calls the kernel.
-Check = Callable[[KernelSet, ServedShapes], Iterator[float]]
+_Check = Callable[[KernelSet, ServedShapes], Iterator[float]]
 
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, _Check] = {
     "attention": attention_errors,
     "norm": norm_errors,
     "products": product_errors,
@@ -123,9 +123,9 @@ def _limit_for(kernel: str, shapes: ServedShapes) -> float:
     """The error that rounding explains."""
     if kernel == "sampling cut":
         return _MASS_LIMIT
-    if kernel == "attention" and shapes.kv_dtype not in LIMITS:
+    if kernel == "attention" and shapes.kv_dtype not in _LIMITS:
         return _NARROW_POOL_LIMIT
-    return LIMITS[shapes.dtype]
+    return _LIMITS[shapes.dtype]
 
 
 def without(kernels: KernelSet, names: Sequence[str]) -> KernelSet:

@@ -18,7 +18,7 @@ from jitney.kernels.proof_shapes import MOST_ROWS, ServedShapes, distance
 from jitney.kernels.scales import limit_of
 
 #: Most sequences of a step whose contexts are long; the others have a page or two.
-LONG = 8
+_LONG = 8
 #: Random numbers of a quantised pool: so many times their spread fills its range.
 _SPREADS = 8
 
@@ -178,7 +178,7 @@ def _context_lengths(shapes: ServedShapes, count: int) -> list[int]:
     page = shapes.page_size
     long = [40 * page + 7, 6 * page + 1, 5 * page + 3, 2 * page, page + 1, page, page - 1, 1]
     short = [1 + 7 * i % (2 * page) for i in range(count)]
-    lengths = [*long[:LONG], *short][:count]
+    lengths = [*long[:_LONG], *short][:count]
     return [max(1, min(length, shapes.context)) for length in lengths]
 
 
@@ -192,7 +192,7 @@ def _mixed_step(shapes: ServedShapes) -> _AttentionStep:
     """The smallest step with prompts: some rows decode, one prompt begins, others go on in the
     middle of a page and of a context."""
     rows, seqs = shapes.mixed[0], shapes.decode[-1]
-    decoding = _context_lengths(shapes, max(0, min(LONG, seqs - 3, rows // 2)))
+    decoding = _context_lengths(shapes, max(0, min(_LONG, seqs - 3, rows // 2)))
     starts = [0, shapes.page_size - 1, 3 * shapes.page_size + 5]
     starts = starts[: max(1, seqs - len(decoding))]
     left = min(rows - len(decoding) - 1, MOST_ROWS)  # a row of padding at the end

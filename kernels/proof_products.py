@@ -18,7 +18,7 @@ from jitney.kernels.proof_shapes import Matrix, ServedShapes, distance
 #: 16, since tiles are chosen by divisors of up to six.
 COLUMNS = 960
 #: (top-k, top-p) at which the cut is compared; a k beyond the vocabulary is all of it.
-CUTS = ((1, 1.0), (50, 1.0), (0, 0.9), (0, 0.1), (40, 0.8), (1 << 30, 0.5), (2000, 0.999))
+_CUTS = ((1, 1.0), (50, 1.0), (0, 0.9), (0, 0.1), (40, 0.8), (1 << 30, 0.5), (2000, 0.999))
 
 
 def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
@@ -135,9 +135,9 @@ def cut_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     if kernels.threshold is None:
         return
     size = shapes.vocab_size
-    top_k = np.array([min(k, size) for k, _ in CUTS], np.int32)
-    top_p = np.array([p for _, p in CUTS], np.float32)
-    logits = 3 * np.random.default_rng(17).standard_normal((len(CUTS), size), np.float32)
+    top_k = np.array([min(k, size) for k, _ in _CUTS], np.int32)
+    top_p = np.array([p for _, p in _CUTS], np.float32)
+    logits = 3 * np.random.default_rng(17).standard_normal((len(_CUTS), size), np.float32)
     logits -= logits.max(axis=-1, keepdims=True)
     floors = np.asarray(jax.jit(kernels.threshold)(logits, top_k, top_p))
     for row, k, p, floor in zip(logits, top_k, top_p, floors, strict=True):

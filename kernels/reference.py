@@ -26,10 +26,10 @@ _DECODE_GROUP = 8
 #: Query rows per prefill block.
 _PREFILL_ROWS = 128
 #: Score of a key a row must not see; finite, so that a row that sees nothing gives 0 and not NaN.
-HIDDEN = -1e30
+_HIDDEN = -1e30
 
 
-class Scoring(NamedTuple):
+class _Scoring(NamedTuple):
     """What a call asks of every score."""
 
     scale: float
@@ -77,7 +77,7 @@ def attend(
 ) -> jax.Array:
     """See `jitney.kernels.interface.Attend`."""
     keys, values = _head_factors(kv, kv_scales, q.shape[1])
-    how = Scoring(scale, window, softcap, keys, values)
+    how = _Scoring(scale, window, softcap, keys, values)
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     if n_rows == n_seqs:  # a decode-only bucket: row s is sequence s
         return _attend_decode(q, kv, meta.page_table, meta.kv_lens, how)
@@ -140,7 +140,7 @@ def rotate_and_write(
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * n_kv, heads.shape[1] - n_kv], axis=1)
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
-    return rotate(q, *rope), write_kv(kv, rotate(k, *rope), v, meta.write_rows, kv_scales)
+    return _rotate(q, *rope), write_kv(kv, _rotate(k, *rope), v, meta.write_rows, kv_scales)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -152,7 +152,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate pairs (j, j + D/2) of x [T, heads, D] by cos and sin [T, 1, D // 2], in float32 -> x's
     dtype.
     """
@@ -190,7 +190,7 @@ def write_kv(
 
 
 def _attend_decode(
-    q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, how: Scoring
+    q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, how: _Scoring
 ) -> jax.Array:
     """One query row a sequence: q [S, H, D], page_table [S, P], kv_lens [S] (0: no sequence) -> [S,
     H, D].
@@ -215,7 +215,7 @@ def _attend_decode(
 
 
 def _attend_group(
-    q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, how: Scoring
+    q: jax.Array, kv: jax.Array, page_table: jax.Array, kv_lens: jax.Array, how: _Scoring
 ) -> jax.Array:
     """`_attend_decode` for sequences that take the same number of rounds; same shapes.
 
@@ -240,11 +240,11 @@ def _attend_group(
         position = i * n_keys + jnp.arange(n_keys)
         seen = (position < kv_lens[:, None]) & (position >= first_seen[:, None])
         scores = _finish_scores(scores, seen[:, None], how, how.keys)
-        return merge(carry, scores, lambda p: product("shc,scw->shw", p.astype(rows.dtype), rows))
+        return _merge(carry, scores, lambda p: product("shc,scw->shw", p.astype(rows.dtype), rows))
 
     present = kv_lens > 0
     start = jnp.min(jnp.where(present, first_seen, jnp.max(first_seen))) // n_keys
-    stop = rounds(jnp.max(kv_lens), n_keys)
+    stop = _rounds(jnp.max(kv_lens), n_keys)
     o = _online_softmax(chunk, start, stop, (n_seqs, n_heads), 2 * n_kv * dim)
     o = _gather_values(o, n_kv, dim)
     if how.values is not None:
@@ -278,7 +278,7 @@ def _gather_values(o: jax.Array, n_kv: int, dim: int) -> jax.Array:
     return jnp.concatenate(own, axis=1)
 
 
-def _attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: Scoring) -> jax.Array:
+def _attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: _Scoring) -> jax.Array:
     """The rows of prompt chunks: q [T, H, D] -> [T, H, D]; rows of decoding sequences and padding
     are undefined.
 
@@ -310,7 +310,7 @@ def _attend_block(
     pages_of: jax.Array,
     first: jax.Array,
     kv_len: jax.Array,
-    how: Scoring,
+    how: _Scoring,
 ) -> jax.Array:
     """B consecutive rows of one sequence, the first at position `first`: q [B, H, D], pages_of [P]
     -> [B, H, D]. The G heads of a key head are rows of one product: M = G * B.
@@ -322,8 +322,8 @@ def _attend_block(
     pages = _chunk_pages(kv, pages_of[None], _PREFILL_KEYS)
     n_keys = pages * kv.shape[1]  # C
     position = first + jnp.arange(n_rows)[:, None]  # [B, 1]
-    key_factors = per_row(how.keys, n_kv, n_rows)
-    value_factors = per_row(how.values, n_kv, n_rows)
+    key_factors = _per_row(how.keys, n_kv, n_rows)
+    value_factors = _per_row(how.values, n_kv, n_rows)
 
     def chunk(i: jax.Array, carry: _Carry) -> _Carry:
         ids = jax.lax.dynamic_slice_in_dim(pages_of, i * pages, pages, axis=0)
@@ -336,12 +336,12 @@ def _attend_block(
         if how.window:
             seen &= key_position > position - how.window
         scores = _finish_scores(scores, jnp.tile(seen, (group, 1)), how, key_factors)
-        return merge(
+        return _merge(
             carry, scores, lambda p: product("kmc,kcd->kmd", p.astype(values.dtype), values)
         )
 
     start = jnp.maximum(first - how.window + 1, 0) // n_keys if how.window else 0
-    stop = rounds(jnp.minimum(first + n_rows, kv_len), n_keys)
+    stop = _rounds(jnp.minimum(first + n_rows, kv_len), n_keys)
     o = _online_softmax(chunk, start, stop, (n_kv, group * n_rows), dim)
     if value_factors is not None:
         o *= value_factors[:, :, None]
@@ -356,7 +356,7 @@ def _by_key_head(q: jax.Array, n_kv: int) -> jax.Array:
     return grouped.reshape(n_kv, -1, dim)
 
 
-def per_row(factors: jax.Array | None, n_kv: int, n_rows: int) -> jax.Array | None:
+def _per_row(factors: jax.Array | None, n_kv: int, n_rows: int) -> jax.Array | None:
     """A factor per query head [H] for each row of `_by_key_head`: [K, G * B]; None stays."""
     if factors is None:
         return None
@@ -373,13 +373,13 @@ def _read_pages(kv: jax.Array, ids: jax.Array) -> jax.Array:
     return kv.reshape(kv.shape[0], -1).at[ids.reshape(-1)].get(mode="promise_in_bounds")
 
 
-def rounds(keys: jax.Array, n_keys: int) -> jax.Array:
+def _rounds(keys: jax.Array, n_keys: int) -> jax.Array:
     """Chunks of n_keys that hold `keys` keys."""
     return -(-keys // n_keys)
 
 
 def _finish_scores(
-    scores: jax.Array, seen: jax.Array, how: Scoring, factors: jax.Array | None
+    scores: jax.Array, seen: jax.Array, how: _Scoring, factors: jax.Array | None
 ) -> jax.Array:
     """Products of queries and keys [..., rows, C] scaled, capped, and HIDDEN where not `seen`.
 
@@ -389,7 +389,7 @@ def _finish_scores(
     scores = scores * scale
     if how.softcap:
         scores = how.softcap * jnp.tanh(scores / how.softcap)
-    return jnp.where(seen, scores, HIDDEN)
+    return jnp.where(seen, scores, _HIDDEN)
 
 
 def _online_softmax(
@@ -402,12 +402,12 @@ def _online_softmax(
     """Run `chunk` over the chunks [start, stop) -> sums of weighted values, float32 [*shape,
     width].
     """
-    empty = _Carry(jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    empty = _Carry(jnp.full(shape, _HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
     done = jax.lax.fori_loop(start, stop, chunk, empty)
     return done.acc / jnp.maximum(done.total, 1e-30)[..., None]
 
 
-def merge(carry: _Carry, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> _Carry:
+def _merge(carry: _Carry, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> _Carry:
     """Add one chunk's scores [..., rows, C] to the running softmax; weigh(p) gives p's sum of
     values.
 

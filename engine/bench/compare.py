@@ -18,7 +18,7 @@ PUBLISHED = {"static": (1.6, 3.4), "dynamic": (3.0, 5.0)}
 NamedWatch = Callable[[str, int, int], None]
 
 
-class Difference(NamedTuple):
+class _Difference(NamedTuple):
     """A request that did not get the same tokens under two policies."""
 
     request: int
@@ -52,7 +52,7 @@ def run_policies(
     return runs
 
 
-def differences(runs: Mapping[str, OfflineRun]) -> list[Difference]:
+def differences(runs: Mapping[str, OfflineRun]) -> list[_Difference]:
     """Requests that did not get the same tokens under every policy; the first policy is the one
     compared with.
     """
@@ -61,7 +61,7 @@ def differences(runs: Mapping[str, OfflineRun]) -> list[Difference]:
     for policy, run in others:
         for number, (ours, theirs) in enumerate(zip(reference.tokens, run.tokens, strict=True)):
             if ours != theirs:
-                differences.append(Difference(number, (first, policy), _parting(ours, theirs)))
+                differences.append(_Difference(number, (first, policy), _parting(ours, theirs)))
     return differences
 
 

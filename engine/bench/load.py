@@ -29,7 +29,7 @@ _LAG_EVERY_S = 0.02
 _MOST_CPU, _MOST_LAG_S = 0.85, 0.05
 
 #: Sends request number n and waits for its answer.
-Send = Callable[[int], Awaitable[Answer]]
+_Send = Callable[[int], Awaitable[Answer]]
 #: Called with how many requests have ended, of how many.
 Watch = Callable[[int, int], None]
 
@@ -101,7 +101,7 @@ class LoadResult:
 
 
 async def run_load(
-    send: Send,
+    send: _Send,
     arrivals: Sequence[Arrival],
     *,
     concurrency: int = 0,

@@ -92,7 +92,7 @@ class OfflineRun:
         )
 
 
-class NotingRunner:
+class _NotingRunner:
     """A runner that notes whose rows each step computes."""
 
     def __init__(self, runner: Runner, owners: RowOwners):
@@ -177,7 +177,7 @@ class OfflineBench:
         ConfigError for impossible limits.
         """
         owners = RowOwners()
-        core = self._fresh(NotingRunner(self._core.runner, owners), requests, limits)
+        core = self._fresh(_NotingRunner(self._core.runner, owners), requests, limits)
         records = RequestRecords(keep_tokens=True, keep_times=True)
         ended = itertools.count(1)
         records.listeners.append(lambda record: watch(next(ended), len(requests)))

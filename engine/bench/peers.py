@@ -45,12 +45,12 @@ _LONG_REQUESTS, _LONG_STREAMS = 24, 8
 _SINGLE_REQUESTS = 16
 _SEED = 0
 #: A line of progress.
-Say = Callable[[str], None]
+_Say = Callable[[str], None]
 #: Text -> token ids.
 Encode = Callable[[str], list[int]]
 
 
-class Measurement(NamedTuple):
+class _Measurement(NamedTuple):
     """Requests for an engine."""
 
     #: streams_<n> for a closed loop, prompts_<n> for long prompts.
@@ -72,11 +72,11 @@ class Measurement(NamedTuple):
             "output_lengths": msgspec.to_builtins(LengthSummary.of(self.outputs)),
         }
 
-    def warm_up(self) -> Measurement:
+    def warm_up(self) -> _Measurement:
         """Its first requests with short outputs, as many as are open at a time."""
         few = max(2, self.streams)
         outputs = [min(8, n_output) for n_output in self.outputs[:few]]
-        return Measurement("warm-up", self.streams, self.prompts[:few], outputs)
+        return _Measurement("warm-up", self.streams, self.prompts[:few], outputs)
 
 
 def _figure_of(name: str) -> str:
@@ -85,7 +85,7 @@ def _figure_of(name: str) -> str:
 
 
 @dataclass(slots=True)
-class PeerResult:
+class _PeerResult:
     """What an engine did."""
 
     peer: Peer
@@ -114,7 +114,7 @@ class PeerResult:
         }
 
 
-def make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> list[Measurement]:
+def make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> list[_Measurement]:
     """Closed loops of so many streams, and long prompts with one output token each."""
     measurements = []
     for count in streams:
@@ -129,30 +129,30 @@ def make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> 
 
 def _measurement(
     name: str, streams: int, arrivals: Sequence[Arrival], encode: Encode
-) -> Measurement:
+) -> _Measurement:
     prompts = []
     for number, arrival in enumerate(arrivals):
         prompts.append(prompt_ids(encode, arrival.n_prompt, [_SEED, number]))
-    return Measurement(name, streams, prompts, [arrival.n_output for arrival in arrivals])
+    return _Measurement(name, streams, prompts, [arrival.n_output for arrival in arrivals])
 
 
 @dataclass(slots=True)
 class PeerBench:
     """Starts engines in turn and measures each."""
 
-    measurements: Sequence[Measurement]
+    measurements: Sequence[_Measurement]
     #: Where they listen; 0: any free port.
     port: int
     #: Called with the report so far, after every measurement.
     save: Callable[[dict[str, Any]], None]
-    say: Say
-    results: list[PeerResult] = field(default_factory=list)
+    say: _Say
+    results: list[_PeerResult] = field(default_factory=list)
 
     def compare(self, peers: Sequence[Peer], repetitions: int) -> dict[str, Any]:
         """Start the engines in turn, `repetitions` times over, and measure each; returns the
         report. An engine that fails is left out from then on, with the reason in the report.
         """
-        self.results = [PeerResult(peer) for peer in peers]
+        self.results = [_PeerResult(peer) for peer in peers]
         for repetition in range(repetitions):
             for result in self.results:
                 if not result.failed:
@@ -162,7 +162,7 @@ class PeerBench:
                     self.save(self.report())
         return self.report()
 
-    def _measure_once(self, result: PeerResult) -> None:
+    def _measure_once(self, result: _PeerResult) -> None:
         result.runs.append({})
         began = time.monotonic()
         try:
@@ -173,7 +173,7 @@ class PeerBench:
             result.failed = str(error)
             self.say(f"{result.peer.name}: {error}")
 
-    async def _measure_all(self, result: PeerResult, endpoint: RemoteEndpoint) -> None:
+    async def _measure_all(self, result: _PeerResult, endpoint: RemoteEndpoint) -> None:
         async with open_client(endpoint) as client:
             about = await read_about(client, endpoint.base)
             result.version, result.device = about.version, about.device
@@ -208,7 +208,7 @@ def _progress_line(name: str, figures: Mapping[str, Any]) -> str:
 
 
 async def _drive(
-    client: httpx.AsyncClient, endpoint: RemoteEndpoint, measurement: Measurement
+    client: httpx.AsyncClient, endpoint: RemoteEndpoint, measurement: _Measurement
 ) -> LoadResult:
     """Send the requests as a closed loop. JitneyError if one fails, or is not as long as it should
     be.

@@ -64,7 +64,7 @@ _FACTS = (
     "page_size",
 )
 #: Called with how many rounds are done, of how many.
-Watch = Callable[[int, int], None]
+_Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def _time_cases(
     page_size: int,
     repeats: int,
     seconds: float,
-    watch: Watch = lambda done, total: None,
+    watch: _Watch = lambda done, total: None,
 ) -> list[StepTiming]:
     """Each case `repeats` times in shuffled rounds after one that does not count; at least one
     round counts, and no new one begins after `seconds`.
@@ -298,7 +298,7 @@ def measure(
     *,
     repeats: int,
     seconds: float,
-    watch: Watch = lambda done, total: None,
+    watch: _Watch = lambda done, total: None,
 ) -> dict[str, Any]:
     """The whole report, ready for JSON; "table" is what `StepTable.load` reads. Raises ConfigError
     if the pool is too small for any step."""

@@ -33,7 +33,7 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-STRING, ARRAY = 8, 9
+_STRING, _ARRAY = 8, 9
 #: Tensors decoded at once: 4 Mi elements are 16 MiB of float32.
 DECODE_ELEMENTS = 1 << 22
 
@@ -181,18 +181,18 @@ class GGUFFile:
 
     def value(self, kind: int) -> Any:
         """One value; arrays of numbers become lists."""
-        if kind == STRING:
+        if kind == _STRING:
             return self.string()
-        if kind == ARRAY:
+        if kind == _ARRAY:
             return self.array(self.scalar("I"))
         return self.scalar(self.code(kind))
 
     def array(self, kind: int) -> list[Any]:
         """Elements of one type."""
-        if kind == STRING:
+        if kind == _STRING:
             return [self.string() for _ in range(self.count(8))]
-        if kind == ARRAY:
-            return [self.value(ARRAY) for _ in range(self.count(12))]
+        if kind == _ARRAY:
+            return [self.value(_ARRAY) for _ in range(self.count(12))]
         code = self.code(kind)
         length = self.count(struct.calcsize(code))
         values = struct.unpack_from(f"<{length}{code}", self.data, self.at)

@@ -41,7 +41,7 @@ PAGE_LIMIT = 32 << 20
 #: A download that breaks off is taken up again so many times, after so many seconds.
 RETRIES, PAUSE_S = 2, 1.0
 #: Seconds to connect, and to wait for the next bytes.
-CONNECT_S, READ_S = 15.0, 60.0
+_CONNECT_S, _READ_S = 15.0, 60.0
 #: Bytes between two words of progress, and of one read of a local file.
 _CHUNK = 1 << 18
 
@@ -187,7 +187,7 @@ def _make_client(settings: IndexSettings) -> httpx.Client:
         trust = ssl.create_default_context()
         trust.load_verify_locations(certifi.where())
     return httpx.Client(
-        verify=trust, follow_redirects=True, timeout=httpx.Timeout(READ_S, connect=CONNECT_S)
+        verify=trust, follow_redirects=True, timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S)
     )
 
 

@@ -15,7 +15,7 @@ from jitney.engine.errors import ModelError
 _Method = Literal["gptq", "awq", "fp8", "compressed-tensors"]
 _METHODS: tuple[_Method, ...] = ("gptq", "awq", "fp8", "compressed-tensors")
 #: Formats of compressed-tensors: one number each, or eight 4-bit numbers in a word.
-WHOLE_NUMBERS, PACKED = ("float-quantized", "int-quantized", "naive-quantized"), "pack-quantized"
+_WHOLE_NUMBERS, _PACKED = ("float-quantized", "int-quantized", "naive-quantized"), "pack-quantized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
 def _compressed(settings: Mapping[str, Any]) -> Packing:
     """compressed-tensors; every group of layers must hold 8-bit numbers, or 4-bit ones in words."""
     layout = settings.get("format")
-    if layout not in (*WHOLE_NUMBERS, PACKED):
+    if layout not in (*_WHOLE_NUMBERS, _PACKED):
         raise _refusal(
             f"names the compressed-tensors format {str(layout)[:40]!r}; known: "
-            f"{', '.join((*WHOLE_NUMBERS, PACKED))}"
+            f"{', '.join((*_WHOLE_NUMBERS, _PACKED))}"
         )
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else []:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping):
-            _demand(weights, "num_bits", 4 if layout == PACKED else 8)
+            _demand(weights, "num_bits", 4 if layout == _PACKED else 8)
             if weights.get("actorder") not in (None, "weight", "static"):
                 raise _refusal("reorders inputs by activation (actorder group), which is not read")
     return Packing("compressed-tensors")

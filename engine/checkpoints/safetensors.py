@@ -16,7 +16,7 @@ import numpy as np
 from jitney.engine.checkpoints.files import read_json, safe_file
 from jitney.engine.errors import ModelError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Types whose values mean what they say; an 8-bit or packed tensor needs scales this engine does
 #: not apply.
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -90,15 +90,15 @@ def _stored_bytes(path: Path, name: str) -> np.ndarray:
 
 def _shard_names(folder: Path) -> list[str]:
     """Names of the safetensors files that make up the model."""
-    if safe_file(folder, INDEX, missing_ok=True) is not None:
-        weight_map = read_json(folder, INDEX).get("weight_map")
+    if safe_file(folder, _INDEX, missing_ok=True) is not None:
+        weight_map = read_json(folder, _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(name, str) for name in weight_map.values()
         ):
-            raise ModelError(f"{INDEX}: weight_map must name a file for each tensor")
+            raise ModelError(f"{_INDEX}: weight_map must name a file for each tensor")
         return sorted(set(weight_map.values()))
-    if safe_file(folder, SINGLE, missing_ok=True) is not None:
-        return [SINGLE]
+    if safe_file(folder, _SINGLE, missing_ok=True) is not None:
+        return [_SINGLE]
     raise ModelError(
-        f"the model folder has neither {SINGLE} nor {INDEX}; other weight formats are not read"
+        f"the model folder has neither {_SINGLE} nor {_INDEX}; other weight formats are not read"
     )

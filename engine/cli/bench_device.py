@@ -19,8 +19,8 @@ from jitney.engine.config.schema import EngineSection, KernelsName, platform_env
 from jitney.engine.errors import ConfigError
 
 #: Where a checkout keeps measurements.
-RESULTS = Path("docs/benchmarks")
-KERNELS = get_args(KernelsName)
+_RESULTS = Path("docs/benchmarks")
+_KERNELS = get_args(KernelsName)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
         if results.floors is not None:
             write(results, folder)
 
-    results = measure(plan, save, say)
+    results = measure(plan, save, _say)
     for line in goal_table(results):
         print(line)
     print("written:", *write(results, folder))
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _folder(named: str | None) -> Path:
     """Where the report goes. Raises ConfigError if there is no such folder."""
-    folder = RESULTS if RESULTS.is_dir() else Path()
+    folder = _RESULTS if _RESULTS.is_dir() else Path()
     if named:
         folder = Path(named)
     if not folder.is_dir():
@@ -85,8 +85,8 @@ def make_parser() -> Parser:
         default="auto",
         help="of weights and activations [auto]",
     )
-    add("--kernels", choices=KERNELS, default="auto", help="kernel set [auto]")
-    add("--against", choices=KERNELS, default="", help="a second kernel set to time beside it")
+    add("--kernels", choices=_KERNELS, default="auto", help="kernel set [auto]")
+    add("--against", choices=_KERNELS, default="", help="a second kernel set to time beside it")
     add(
         "--page-size",
         type=int,
@@ -123,6 +123,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def say(message: str) -> None:
+def _say(message: str) -> None:
     """A line of progress, at once."""
     print(message, file=sys.stderr, flush=True)

@@ -86,7 +86,7 @@ _TRAFFIC_FLAGS = (
 
 
 @dataclass(slots=True)
-class Traffic:
+class _Traffic:
     """A case with its requests."""
 
     #: The parsed arguments, as if this case had been asked for alone.
@@ -124,7 +124,7 @@ class _Comparison:
 
     bench: OfflineBench
     #: By the case's name.
-    traffics: dict[str, Traffic]
+    traffics: dict[str, _Traffic]
     policies: list[str]
     #: Loads whose waits are measured too, besides simulating the curve.
     loads: list[float]
@@ -133,7 +133,7 @@ class _Comparison:
     watch: NamedWatch
 
     @property
-    def first(self) -> Traffic:
+    def first(self) -> _Traffic:
         return next(iter(self.traffics.values()))
 
     def run_all(self) -> tuple[dict[str, dict[str, OfflineRun]], list[dict[str, Any]]]:
@@ -171,7 +171,7 @@ class _Comparison:
             line += f"; beside them {len(self.loads) * len(self.policies)} at other loads"
         print(line, file=sys.stderr, flush=True)
 
-    def _simulated_seconds(self, traffic: Traffic, policy: str, table: StepTable) -> float:
+    def _simulated_seconds(self, traffic: _Traffic, policy: str, table: StepTable) -> float:
         arrivals = traffic.arrivals
         if traffic.open_loop:
             arrivals = at_load(arrivals, traffic.rate)
@@ -179,7 +179,7 @@ class _Comparison:
         concurrency = traffic.args.concurrency or None
         return simulate(arrivals, shape, table, concurrency=concurrency).seconds
 
-    def _run(self, case: str, traffic: Traffic) -> dict[str, OfflineRun]:
+    def _run(self, case: str, traffic: _Traffic) -> dict[str, OfflineRun]:
         """The case under each policy; case: its name, "" where there is but one."""
         return run_policies(
             self.bench,
@@ -213,7 +213,7 @@ def _named(watch: NamedWatch, case: str) -> NamedWatch:
 
 
 def set_rates(
-    bench: OfflineBench, traffics: Mapping[str, Traffic], table: StepTable, rate: float
+    bench: OfflineBench, traffics: Mapping[str, _Traffic], table: StepTable, rate: float
 ) -> None:
     """Give each open case its rate: of what continuous batching was measured to serve of the first
     one's lengths, and of what the simulator says for other lengths and policies.
@@ -398,11 +398,11 @@ def _config_from(args: argparse.Namespace) -> Config:
     return config_from(args)
 
 
-def draw(bench: OfflineBench, args: argparse.Namespace, case: TrafficCase | None) -> Traffic:
+def draw(bench: OfflineBench, args: argparse.Namespace, case: TrafficCase | None) -> _Traffic:
     """The requests of a case, with their texts."""
     open_loop = not args.trace and args.arrivals != "closed"
     arrivals = traffic_from(args, rate=1.0 if open_loop else args.rate or 0.0)
-    traffic = Traffic(
+    traffic = _Traffic(
         args=args,
         arrivals=arrivals,
         requests=bench.requests(arrivals, args.seed),
@@ -418,7 +418,7 @@ def draw(bench: OfflineBench, args: argparse.Namespace, case: TrafficCase | None
 
 def _make_report(
     args: argparse.Namespace,
-    traffics: Mapping[str, Traffic],
+    traffics: Mapping[str, _Traffic],
     runs: Mapping[str, Mapping[str, OfflineRun]],
     info: EngineInfo,
 ) -> dict[str, Any]:
@@ -433,7 +433,7 @@ def _make_report(
 
 
 def _case_report(
-    args: argparse.Namespace, traffic: Traffic, runs: Mapping[str, OfflineRun]
+    args: argparse.Namespace, traffic: _Traffic, runs: Mapping[str, OfflineRun]
 ) -> dict[str, Any]:
     """What was found of one case."""
     figures, limits, measured = {}, {}, {}
@@ -468,7 +468,7 @@ def _run_figures(args: argparse.Namespace, run: OfflineRun) -> dict[str, Any]:
     return figures
 
 
-def _shares_of_capacity(traffic: Traffic, runs: Mapping[str, OfflineRun]) -> dict[str, float]:
+def _shares_of_capacity(traffic: _Traffic, runs: Mapping[str, OfflineRun]) -> dict[str, float]:
     """For each policy the load over what it can serve, simulated with its own run's steps; empty
     without a rate.
     """
@@ -482,7 +482,7 @@ def _shares_of_capacity(traffic: Traffic, runs: Mapping[str, OfflineRun]) -> dic
     return shares
 
 
-def _curve(traffic: Traffic, runs: Mapping[str, OfflineRun]) -> list[dict[str, Any]]:
+def _curve(traffic: _Traffic, runs: Mapping[str, OfflineRun]) -> list[dict[str, Any]]:
     """Waits over the load, simulated with the steps of all runs together; empty without a rate."""
     import numpy as np
 

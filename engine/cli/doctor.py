@@ -37,7 +37,7 @@ _MARKS = {True: "ok", False: "BAD", None: ""}
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class _Finding:
     """One line of the report."""
 
     name: str
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if is_bad else 0
 
 
-def _show(findings: list[Finding], *, as_json: bool) -> None:
+def _show(findings: list[_Finding], *, as_json: bool) -> None:
     if as_json:
         report = {finding.name: {"value": finding.value, "ok": finding.ok} for finding in findings}
         print(json.dumps(report, indent=2))
@@ -72,7 +72,7 @@ def _show(findings: list[Finding], *, as_json: bool) -> None:
         print(f"{_MARKS[finding.ok]:<5} {finding.name:<18} {finding.value}")
 
 
-def examine(config: Config) -> Iterator[Finding]:
+def examine(config: Config) -> Iterator[_Finding]:
     """All findings in order; a check that raises becomes a bad finding, never the end of the
     report.
     """
@@ -85,36 +85,36 @@ def examine(config: Config) -> Iterator[Finding]:
             yield _failed(name, f"{type(error).__name__}: {error}")
 
 
-def _failed(name: str, reason: str) -> Finding:
+def _failed(name: str, reason: str) -> _Finding:
     one_line = " ".join(reason.split())
-    return Finding(name, one_line[:500], False)
+    return _Finding(name, one_line[:500], False)
 
 
-def _versions(config: Config) -> Iterator[Finding]:
-    yield Finding("python", platform.python_version())
+def _versions(config: Config) -> Iterator[_Finding]:
+    yield _Finding("python", platform.python_version())
     for package in _REQUIRED:
         yield _package(package, if_absent=False)
     for package in _OPTIONAL:
         yield _package(package, if_absent=None)
 
 
-def _package(name: str, *, if_absent: bool | None) -> Finding:
+def _package(name: str, *, if_absent: bool | None) -> _Finding:
     try:
-        return Finding(name, importlib.metadata.version(name))
+        return _Finding(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "not installed", if_absent)
+        return _Finding(name, "not installed", if_absent)
 
 
-def _processor(config: Config) -> Iterator[Finding]:
-    yield Finding("cpu", f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}")
+def _processor(config: Config) -> Iterator[_Finding]:
+    yield _Finding("cpu", f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}")
     flags = _words("/proc/cpuinfo", "flags")
     in_hardware = [feature for feature in _CPU_FEATURES if feature in flags]
     value = ", ".join(in_hardware) or "not in hardware: dtype auto means float32 on this CPU"
-    yield Finding("cpu bfloat16", value)
+    yield _Finding("cpu bfloat16", value)
     available = _words("/proc/meminfo", "MemAvailable:")
     if available:
         total = _words("/proc/meminfo", "MemTotal:")
-        yield Finding("memory", f"{_gib(available)} GiB available of {_gib(total)}")
+        yield _Finding("memory", f"{_gib(available)} GiB available of {_gib(total)}")
 
 
 def _words(file: str, key: str) -> list[str]:
@@ -134,7 +134,7 @@ def _gib(words: list[str]) -> str:
     return f"{int(words[0]) * 1024 / _GIB:.1f}"
 
 
-def devices(config: Config) -> Iterator[Finding]:
+def devices(config: Config) -> Iterator[_Finding]:
     check_platform(config.engine.platform)
     from jitney.engine.build import devices_of
 
@@ -142,13 +142,13 @@ def devices(config: Config) -> Iterator[Finding]:
     wanted = config.engine.tensor_parallel
     if wanted > 1:
         counts = f"{wanted} devices wanted, {len(present)} found"
-        yield Finding("tensor parallel", counts, len(present) >= wanted)
+        yield _Finding("tensor parallel", counts, len(present) >= wanted)
     for device in present:
         value = device.platform
         if device.device_kind != device.platform:
             value += f" {device.device_kind}"
         value += _device_memory(device.memory_stats() or {})
-        yield Finding(f"device {device.id}", value, True)
+        yield _Finding(f"device {device.id}", value, True)
 
 
 def _device_memory(stats: dict[str, int]) -> str:
@@ -158,32 +158,32 @@ def _device_memory(stats: dict[str, int]) -> str:
     return f", {free / _GIB:.1f} GiB free of {stats['bytes_limit'] / _GIB:.1f}"
 
 
-def _folders(config: Config) -> Iterator[Finding]:
+def _folders(config: Config) -> Iterator[_Finding]:
     folder = cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
-        yield Finding("cache folder", str(folder), True)
+        yield _Finding("cache folder", str(folder), True)
     if config.engine.compilation_cache:
         refuse_open_folder(compilation_cache_dir())
         programs = sum(1 for _ in compilation_cache_dir().glob("*"))
-        yield Finding("compiled programs", f"{programs} files in {compilation_cache_dir()}")
+        yield _Finding("compiled programs", f"{programs} files in {compilation_cache_dir()}")
 
 
-def _port(config: Config) -> Iterator[Finding]:
+def _port(config: Config) -> Iterator[_Finding]:
     server = config.server
     listen(server.host, server.port).close()
-    yield Finding("port", f"{server.port} on {server.host} is free", True)
+    yield _Finding("port", f"{server.port} on {server.host} is free", True)
 
 
-def model(config: Config) -> Iterator[Finding]:
+def model(config: Config) -> Iterator[_Finding]:
     is_here = _is_here(config.model.id, config.model.revision)
     where = "on this machine" if is_here else "to be fetched"
-    yield Finding("model", f"{config.model.id}: {where}")
+    yield _Finding("model", f"{config.model.id}: {where}")
     if is_here and config.engine.tensor_parallel > 1:
         yield from _split(config)
 
 
-def _split(config: Config) -> Iterator[Finding]:
+def _split(config: Config) -> Iterator[_Finding]:
     """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its
     weights.
     """
@@ -191,7 +191,7 @@ def _split(config: Config) -> Iterator[Finding]:
 
     if not is_repository(config.model.id):
         own = resolve(config.model.id).config.local(config.engine.tensor_parallel)
-        yield Finding(
+        yield _Finding(
             "model on each", f"{own.n_heads} query and {own.n_kv_heads} key-value heads", True
         )
 
@@ -213,7 +213,7 @@ def _is_here(name: str, revision: str) -> bool:
     return True
 
 
-def one_token(config: Config) -> Iterator[Finding]:
+def one_token(config: Config) -> Iterator[_Finding]:
     """Runs the whole engine on a random model of a few kilobytes, on the platform and kernels that
     were asked for, and on as many of the devices as its few heads can be split over."""
     from jitney.engine.llm import LLM
@@ -222,17 +222,17 @@ def one_token(config: Config) -> Iterator[Finding]:
     started = time.perf_counter()
     llm = LLM(_tiny(config))
     try:
-        yield Finding("kernels", llm.info.kernels, True)
+        yield _Finding("kernels", llm.info.kernels, True)
         for proof in llm.info.proofs:
             yield proof_finding(proof)
-        yield Finding("weights and KV", f"{llm.info.weights} and {llm.info.kv_dtype}", True)
+        yield _Finding("weights and KV", f"{llm.info.weights} and {llm.info.kv_dtype}", True)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         (output,) = llm.generate([[1, 2, 3]], params)
         tokens = len(output.outputs[0].token_ids)
     finally:
         llm.close()
     seconds = time.perf_counter() - started
-    yield Finding("one token", f"computed in {seconds:.1f} s, compilation included", tokens == 1)
+    yield _Finding("one token", f"computed in {seconds:.1f} s, compilation included", tokens == 1)
 
 
 def _tiny(config: Config) -> Config:
@@ -250,7 +250,7 @@ def _tiny(config: Config) -> Config:
     return config.model_copy(update={"model": model, "engine": engine})
 
 
-def proof_finding(proof: KernelProof) -> Finding:
+def proof_finding(proof: KernelProof) -> _Finding:
     """The largest error of one kernel, and whether it may serve here."""
     if proof.reason:
         value = f"could not run: {proof.reason}"
@@ -258,10 +258,10 @@ def proof_finding(proof: KernelProof) -> Finding:
         value = f"largest error {proof.error:.2g}, rounding explains {proof.limit:g}"
     if not proof.ok:
         value += "; taken out, the reference serves"
-    return Finding(f"  {proof.kernel}", value, proof.ok)
+    return _Finding(f"  {proof.kernel}", value, proof.ok)
 
 
-CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {
+CHECKS: dict[str, Callable[[Config], Iterator[_Finding]]] = {
     "versions": _versions,
     "cpu": _processor,
     "devices": devices,

@@ -24,7 +24,7 @@ from jitney.engine.simulation.planner import (
 from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
 from jitney.engine.telemetry.summary import Slo
 
-WEIGHTS, KV = ("bf16", "fp8", "int8", "int4"), ("bf16", "fp8", "int8")
+_WEIGHTS, KV = ("bf16", "fp8", "int8", "int4"), ("bf16", "fp8", "int8")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -63,9 +63,9 @@ def run(arguments: Sequence[str]) -> int:
     )
     sizing = plan(roofline, demand)
     if args.json:
-        write_json(args.json, report_of(roofline, demand, sizing))
+        write_json(args.json, _report_of(roofline, demand, sizing))
     if args.json != "-":
-        show(args.model, roofline, demand, sizing)
+        _show(args.model, roofline, demand, sizing)
     return int(sizing.chosen is None)
 
 
@@ -90,7 +90,7 @@ def make_parser() -> Parser:
         metavar="N",
         help="chips of a replica, by tensor parallelism [1]",
     )
-    add("--weights", choices=WEIGHTS, default="bf16", help="number format of the layers [bf16]")
+    add("--weights", choices=_WEIGHTS, default="bf16", help="number format of the layers [bf16]")
     add("--kv", choices=KV, default="bf16", help="number format of keys and values [bf16]")
     add("--prompt", type=int, default=512, metavar="N", help="mean prompt tokens [512]")
     add("--output", type=int, default=256, metavar="N", help="mean output tokens [256]")
@@ -147,7 +147,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, Any]:
+def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, Any]:
     """Everything, as plain data."""
     return {
         "device": roofline.device.name,
@@ -161,7 +161,7 @@ def report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, A
     }
 
 
-def show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None:
+def _show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None:
     """The curve as a table, the answers and the assumptions in lines."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -185,7 +185,7 @@ def show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None
             f"{1e3 * point.ttft_s:.0f}",
             point.bound,
             cost,
-            mark(point, sizing),
+            _mark(point, sizing),
         )
     console = Console()
     console.print(table)
@@ -196,7 +196,7 @@ def show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None
         console.print(f"  {line}", highlight=False)
 
 
-def mark(point: Operating, sizing: Sizing) -> str:
+def _mark(point: Operating, sizing: Sizing) -> str:
     """What is special about a point of the curve."""
     return ", ".join(
         name

@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
             },
         )
     if args.json != "-":
-        show(proposal, len(records), budget)
+        _show(proposal, len(records), budget)
     return 0
 
 
@@ -133,7 +133,7 @@ def _seen_steps(args: argparse.Namespace, config: Config, present: Buckets) -> n
     ).records
 
 
-def show(proposal: Proposal, steps: int, budget: int) -> None:
+def _show(proposal: Proposal, steps: int, budget: int) -> None:
     """The sizes, and what they save."""
     saved = sum(proposal.padding_now.values()) - sum(proposal.padding.values())
     print(f"from {steps:,} steps, {proposal.executables} of {budget} executables:")

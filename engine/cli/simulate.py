@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from jitney.engine.simulation.simulator import EngineShape, SimulatedRun
     from jitney.engine.simulation.step_table import StepTimes
 
-POLICIES = "static,dynamic,continuous"
+_POLICIES = "static,dynamic,continuous"
 _CAPS = ("max_waiting_requests", "max_waiting_tokens")
 _NO_CAP = 2**31 - 1
 #: Settings that say how to run on a real machine.
@@ -74,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
     table = step_times(args, config)
     shape = shape_for(args, config, arrivals, table)
     options = {"slo": slo_from(args), "price_per_hour": args.price_per_hour}
-    lines = recording(args)
+    lines = _recording(args)
     measured = measured_figures(lines, **options)
     clients = args.concurrency or _clients_of(args, lines)
     report: dict[str, Any] = {
@@ -117,7 +117,7 @@ def deliver(args: argparse.Namespace, report: dict[str, Any]) -> None:
     if args.json:
         write_json(args.json, report)
     if args.json != "-":
-        show(report)
+        _show(report)
 
 
 def make_parser() -> Parser:
@@ -129,8 +129,8 @@ def make_parser() -> Parser:
     add(
         "--policies",
         metavar="A,B",
-        default=POLICIES,
-        help=f"policies to compare [{POLICIES}]; --policy names one",
+        default=_POLICIES,
+        help=f"policies to compare [{_POLICIES}]; --policy names one",
     )
     add("--table", metavar="FILE", help="step times measured by jitney bench step --json FILE")
     add(
@@ -238,7 +238,7 @@ def traffic(args: argparse.Namespace) -> list[Arrival]:
     return traffic_from(args, args.rate or (0.0 if args.trace else 1.0))
 
 
-def recording(args: argparse.Namespace) -> list[TraceLine]:
+def _recording(args: argparse.Namespace) -> list[TraceLine]:
     """The lines of the trace, if it is simulated as it was recorded and can be compared."""
     return (
         read_trace_lines(args.trace) if args.trace and args.rate is None and args.scale == 1 else []
@@ -262,7 +262,7 @@ def step_times(args: argparse.Namespace, config: Config) -> StepTimes:
     makers: dict[str, Callable[[str], StepTimes]] = {
         "table": StepTable.load,
         "records": lambda file: StepTable.from_records(read_records(file), Path(file).name),
-        "chip": lambda name: roofline(args, config),
+        "chip": lambda name: _roofline(args, config),
     }
     given = {name: value for name in makers if (value := getattr(args, name))}
     if len(given) != 1:
@@ -273,7 +273,7 @@ def step_times(args: argparse.Namespace, config: Config) -> StepTimes:
     return makers[name](value)
 
 
-def roofline(args: argparse.Namespace, config: Config) -> StepTimes:
+def _roofline(args: argparse.Namespace, config: Config) -> StepTimes:
     from jitney.engine.simulation.devices import find_device
     from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
 
@@ -322,13 +322,13 @@ def shape_for(
     settings = config.engine.model_copy(update=changes)
     longest = max(a.n_prompt + max(1, a.n_output) for a in arrivals)
     context = config.model.context or longest
-    pages = settings.pages or pages_for(table, settings.page_size, settings.max_seats, context)
+    pages = settings.pages or _pages_for(table, settings.page_size, settings.max_seats, context)
     return EngineShape.of(
         settings, context_length=context, pages=pages, on_device=isinstance(table, Roofline)
     )
 
 
-def pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int:
+def _pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int:
     """Pages, the trash page included, when no setting says how many."""
     from jitney.engine.simulation.roofline import Roofline
 
@@ -393,7 +393,7 @@ def source_of(table: StepTimes) -> str:
     return getattr(table, "source", "")
 
 
-def show(report: Mapping[str, Any]) -> None:
+def _show(report: Mapping[str, Any]) -> None:
     """The figures of all policies side by side, then each beside its measurement, if there is
     one.
     """
@@ -413,18 +413,18 @@ def show(report: Mapping[str, Any]) -> None:
             highlight=False,
         )
     rows = {
-        name: [cell(name, figure(figures, name)) for figures in policies.values()]
+        name: [_cell(name, figure(figures, name)) for figures in policies.values()]
         for name in COMPARED
     }
-    console.print(table_of("predicted", list(policies), rows))
+    console.print(_table_of("predicted", list(policies), rows))
     for policy, off in report["errors"].items():
         pair = policies[policy], report["measured"][policy]
         rows = {
-            name: [*(cell(name, figure(figures, name)) for figures in pair), f"{off[name]:+.1%}"]
+            name: [*(_cell(name, figure(figures, name)) for figures in pair), f"{off[name]:+.1%}"]
             for name in off
         }
         console.print(
-            table_of(f"{policy}: predicted and measured", ["predicted", "measured", "error"], rows)
+            _table_of(f"{policy}: predicted and measured", ["predicted", "measured", "error"], rows)
         )
     if report.get("cross_errors"):
         print_table(cross_table(report["cross_errors"]), CROSS_TITLE)
@@ -432,7 +432,7 @@ def show(report: Mapping[str, Any]) -> None:
         console.print(report["verdict"], highlight=False)
 
 
-def table_of(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+def _table_of(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
     """A table with the figures' names on the left; figures that nobody knows are left out."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -446,7 +446,7 @@ def table_of(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str
     return table
 
 
-def cell(name: str, value: float | None) -> str:
+def _cell(name: str, value: float | None) -> str:
     """A figure as people read it."""
     if value is None:
         return ""

@@ -29,8 +29,8 @@ def _tuple_from_list(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-Sizes = Annotated[tuple[int, ...], BeforeValidator(_tuple_from_list)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]
+_Sizes = Annotated[tuple[int, ...], BeforeValidator(_tuple_from_list)]
+_Names = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]
 
 
 #: A share that is chosen from step to step.
@@ -112,7 +112,7 @@ class EngineSection(Section):
         le=65536,
         description=("most rows that one step computes; more than max_seats"),
     )
-    seat_buckets: Sizes = Field(
+    seat_buckets: _Sizes = Field(
         default=(),
         description=(
             "batch sizes to compile for decode-only steps, ascending; empty: 1 and powers of two "
@@ -120,7 +120,7 @@ class EngineSection(Section):
             "on a GPU or TPU 1, 4, 16, 64 and multiples of 64 or more beyond"
         ),
     )
-    token_buckets: Sizes = Field(
+    token_buckets: _Sizes = Field(
         default=(),
         description=(
             "row counts to compile for steps with prompt rows, ascending; empty: powers of two up "
@@ -400,7 +400,7 @@ class ServerSection(Section):
     api_key_file: str = Field(
         default="", description="file with one API key per line, readable by its owner only"
     )
-    api_keys: Names = Field(
+    api_keys: _Names = Field(
         default=(),
         json_schema_extra={"secret": True},
         description=(
@@ -411,7 +411,7 @@ class ServerSection(Section):
     insecure: bool = Field(
         default=False, description="allow listening beyond this machine without an API key"
     )
-    hosts: Names = Field(
+    hosts: _Names = Field(
         default=(), description="Host header values to accept, without port; empty: any"
     )
     body_limit: int = Field(

@@ -1,7 +1,7 @@
 """From a plan to the one packed int32 array that a step uploads, and back to named arrays inside
 jit.
 
-`FIELDS` says what an upload is made of and `SAMPLING` what it says of each seat's sampling
+`_FIELDS` says what an upload is made of and `SAMPLING` what it says of each seat's sampling
 parameters; packing, slicing and the sampler read both by name.
 
 Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, W words of
@@ -96,7 +96,7 @@ class _Field(NamedTuple):
 
 
 #: All fields of a step's upload. An executable takes those whose part it has (`UploadLayout`).
-FIELDS = (
+_FIELDS = (
     # Token ids; -1: read last_token of token_seats on the device.
     _Field("tokens", ("T",), "rows"),
     # The seat that each row belongs to.
@@ -125,8 +125,8 @@ FIELDS = (
 #: Parts in the order of packing: what each step writes anew, then what may stay.
 _PARTS = ("rows", "sampling", "scores", "pages")
 #: One step's upload as named arrays; None for what its executable does not take.
-StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
-    "StepInputs", [field.name for field in FIELDS], defaults=[None] * len(FIELDS)
+_StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
+    "StepInputs", [field.name for field in _FIELDS], defaults=[None] * len(_FIELDS)
 )
 
 
@@ -168,7 +168,7 @@ class UploadLayout:
     @cached_property
     def fields(self) -> list[_Field]:
         """The fields that this executable takes, in order of packing."""
-        return [field for part in self._parts for field in FIELDS if field.part == part]
+        return [field for part in self._parts for field in _FIELDS if field.part == part]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -199,11 +199,11 @@ class UploadLayout:
         return list(self.slices.values())[-1].stop
 
     def split(self, packed: Any) -> Any:
-        """`StepInputs` of views of the packed array, numpy or traced."""
+        """`_StepInputs` of views of the packed array, numpy or traced."""
         arrays = {}
         for name, where in self.slices.items():
             arrays[name] = packed[where].reshape(self.shapes[name])
-        return StepInputs(**arrays)
+        return _StepInputs(**arrays)
 
 
 class _StepRows(msgspec.Struct):

@@ -74,7 +74,7 @@ def served_by(
         context=sizes.context_length,
         dtype=jnp.dtype(dtype).name,
         kv_dtype=jnp.dtype(sizes.kv_dtype).name,
-        matrices=matrices_of(model, own.shards),
+        matrices=_matrices_of(model, own.shards),
         table=own.vocab_share if own.tie_embeddings else 0,
         decode=tuple(bucket.seats for bucket in buckets.decode),
         mixed=tuple(bucket.tokens for bucket in buckets.mixed),
@@ -83,15 +83,15 @@ def served_by(
     )
 
 
-def matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:
+def _matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:
     """The different matrices of all layers, in the sizes of one of `shards` devices."""
     found: dict[Matrix, None] = {}
     for linear in model.linears():
-        found[matrix_of(linear, shards)] = None
+        found[_matrix_of(linear, shards)] = None
     return tuple(found)
 
 
-def matrix_of(linear: Linear, shards: int) -> Matrix:
+def _matrix_of(linear: Linear, shards: int) -> Matrix:
     """One layer's matrix, its inputs or its outputs split over devices."""
     size_in, size_out = linear.sizes
     if linear.summed:

@@ -40,13 +40,13 @@ from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import TokenLogprobs
 from jitney.kernels.interface import Kernels
 
-Report = Callable[[int, int, str], None]
+_Report = Callable[[int, int, str], None]
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 #: Threads that compile: XLA does it outside the interpreter lock.
 _COMPILERS = 2
 
 
-class Batch(msgspec.Struct):
+class _Batch(msgspec.Struct):
     """A plan and its upload, ready to launch."""
 
     plan: Plan
@@ -110,7 +110,7 @@ class Runner:
         self.compile_seconds = 0.0
         self._board: Any = None
 
-    def compile(self, report: Report = _report_nothing) -> None:
+    def compile(self, report: _Report = _report_nothing) -> None:
         """Lower and compile every executable, the largest first, and allocate the state; then run
         each once and start counting compiles.
 
@@ -133,7 +133,7 @@ class Runner:
             kinds.append((bucket, False))
         return kinds
 
-    def _compile_steps(self, report: Report) -> None:
+    def _compile_steps(self, report: _Report) -> None:
         kinds = self._kinds()
         report(0, len(kinds), "")
         with _no_collection(), ThreadPoolExecutor(_COMPILERS) as pool:
@@ -196,11 +196,11 @@ class Runner:
         if event == _COMPILE_EVENT:
             self.compiles += 1
 
-    def batch(self, plan: Plan) -> Batch:
+    def batch(self, plan: Plan) -> _Batch:
         """Pack the plan; numpy only."""
-        return Batch(plan, self.builder.build(plan, self.is_plain(plan.bucket, plan.plain)))
+        return _Batch(plan, self.builder.build(plan, self.is_plain(plan.bucket, plan.plain)))
 
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: _Batch) -> LaunchedStep:
         """Dispatch one step and start the copy of its tokens to the host; returns before it is
         done.
         """

@@ -27,7 +27,7 @@ _CANDIDATES = 256
 #: Most bytes of the logits of prompt rows that are scored at a time.
 _SCORE_BYTES = 64 << 20
 #: Lanes of the two-level inverse transform: sums of 128 tokens, then the tokens of one sum.
-LANES = 128
+_LANES = 128
 
 
 class SeatState(NamedTuple):
@@ -135,11 +135,11 @@ def sample(
     cut = cut or threshold
     tokens = jax.lax.cond(
         jnp.any(by_chance),
-        lambda: jnp.where(by_chance, draw(shaped, rows, cut), chosen),
+        lambda: jnp.where(by_chance, _draw(shaped, rows, cut), chosen),
         lambda: chosen,
     )
     scores = jax.lax.cond(
-        jnp.any(rows.need(SCORED)), lambda: score(logits, tokens), lambda: _no_scores(tokens)
+        jnp.any(rows.need(SCORED)), lambda: _score(logits, tokens), lambda: _no_scores(tokens)
     )
     return Sampled(tokens, *scores), _count_tokens(state, rows, tokens)
 
@@ -205,7 +205,7 @@ def uniform(rows: SamplingRows) -> jax.Array:
     return jax.vmap(one)(rows.params["seed"], rows.position)
 
 
-def draw(logits: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
+def _draw(logits: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
     """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p ->
     int32 [S].
 
@@ -241,27 +241,27 @@ def threshold(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
     undecided = ~decided & ((top_k > 0) | (top_p < 1.0))
     return jax.lax.cond(
         jnp.any(undecided),
-        lambda: jnp.where(undecided, search(scaled, top_k, top_p), quick),
+        lambda: jnp.where(undecided, _search(scaled, top_k, top_p), quick),
         lambda: quick,
     )
 
 
-def search(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def _search(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """`threshold` for any k and p: bisect the ordered bits of float32, first by count, then by
     mass.
     """
     weights = jnp.exp(scaled)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[-1]), scaled.shape[-1])
-    floor_k = bisect(lambda t: jnp.sum(scaled >= t[:, None], -1) >= k, scaled.shape[0])
+    floor_k = _bisect(lambda t: jnp.sum(scaled >= t[:, None], -1) >= k, scaled.shape[0])
     whole = jnp.sum(jnp.where(scaled >= floor_k[:, None], weights, 0.0), -1)
-    floor_p = bisect(
+    floor_p = _bisect(
         lambda t: jnp.sum(jnp.where(scaled >= t[:, None], weights, 0.0), -1) >= top_p * whole,
         scaled.shape[0],
     )
     return jnp.maximum(floor_k, jnp.where(top_p < 1.0, floor_p, -jnp.inf))
 
 
-def bisect(holds, rows: int) -> jax.Array:
+def _bisect(holds, rows: int) -> jax.Array:
     """The largest t <= 0 per row with holds(t), for holds that are true from -inf up to some point.
 
     Floats up to 0 are ordered backwards by their magnitude bits, so 31 halvings of the bits end at
@@ -284,14 +284,14 @@ def _invert(weights: jax.Array, u: jax.Array) -> jax.Array:
     total -> int32 [S].
     """
     rows, vocab = weights.shape
-    padded = jnp.pad(weights, ((0, 0), (0, -vocab % LANES))).reshape(rows, -1, LANES)
+    padded = jnp.pad(weights, ((0, 0), (0, -vocab % _LANES))).reshape(rows, -1, _LANES)
     sums = jnp.sum(padded, axis=-1)
-    block, rest = pick(sums, u * jnp.sum(sums, axis=-1))
-    lane, _ = pick(jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0], rest)
-    return (block * LANES + lane).astype(jnp.int32)
+    block, rest = _pick(sums, u * jnp.sum(sums, axis=-1))
+    lane, _ = _pick(jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0], rest)
+    return (block * _LANES + lane).astype(jnp.int32)
 
 
-def pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     """First index whose running sum exceeds target [S], never one of weight 0; and what of target
     it leaves.
     """
@@ -304,7 +304,7 @@ def pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     return index, target - before
 
 
-def score(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _score(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities of tokens [S] and of the MAX_LOGPROBS best under the model's own
     distribution.
     """
@@ -316,7 +316,7 @@ def score(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, j
     return own, jnp.pad(ids, room), jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
 
 
-class Scores(NamedTuple):
+class _Scores(NamedTuple):
     """Log-probabilities of a step's scored prompt rows under the model's own distribution, in the
     order of `StepInputs.score_rows`; zeros behind the last of them. NaN: the row's logits are not
     finite."""
@@ -340,7 +340,7 @@ def score_prompt(
     tokens: jax.Array,
     count: jax.Array,
     block: int,
-) -> Scores:
+) -> _Scores:
     """Score the first `count` of rows int32 [T], each against its entry of tokens int32 [T].
 
     logits_of: row numbers int32 [block] -> their logits, float32 [block, V]. They are computed a
@@ -351,26 +351,26 @@ def score_prompt(
     spare = -size % block
     rows, tokens = jnp.pad(rows, (0, spare)), jnp.pad(tokens, (0, spare))
 
-    def one_block(number: jax.Array, scores: Scores) -> Scores:
+    def one_block(number: jax.Array, scores: _Scores) -> _Scores:
         first = number * block
         at = jax.lax.dynamic_slice(rows, (first,), (block,))
         targets = jax.lax.dynamic_slice(tokens, (first,), (block,))
-        parts = Scores(*score(logits_of(at), targets))
+        parts = _Scores(*_score(logits_of(at), targets))
         return jax.tree.map(
             lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=0),
             scores,
             parts,
         )
 
-    def all_blocks() -> Scores:
+    def all_blocks() -> _Scores:
         return jax.lax.fori_loop(
-            0, (count + block - 1) // block, one_block, Scores(*_no_scores(rows))
+            0, (count + block - 1) // block, one_block, _Scores(*_no_scores(rows))
         )
 
     # XLA takes what does not change out of a loop, a copy of the output head among it: 90 ms of a
     # step whose loop would not run once. It takes nothing out of a branch.
-    scores = jax.lax.cond(count > 0, all_blocks, lambda: Scores(*_no_scores(rows)))
-    return Scores(*(column[:size] for column in scores))
+    scores = jax.lax.cond(count > 0, all_blocks, lambda: _Scores(*_no_scores(rows)))
+    return _Scores(*(column[:size] for column in scores))
 
 
 def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -381,8 +381,8 @@ def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     GPU sorts whole rows for more than 16; here it sorts V / 128 maxima and 128 k entries.
     """
     rows, vocab = logits.shape
-    padded = jnp.pad(logits, ((0, 0), (0, -vocab % LANES)), constant_values=-jnp.inf).reshape(
-        rows, -1, LANES
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % _LANES)), constant_values=-jnp.inf).reshape(
+        rows, -1, _LANES
     )
     if padded.shape[1] <= k:
         return jax.lax.top_k(logits, k)
@@ -390,10 +390,10 @@ def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     best, at = jax.lax.top_k(
         jnp.take_along_axis(padded, blocks[:, :, None], axis=1).reshape(rows, -1), k
     )
-    return best, jnp.take_along_axis(blocks, at // LANES, axis=-1) * LANES + at % LANES
+    return best, jnp.take_along_axis(blocks, at // _LANES, axis=-1) * _LANES + at % _LANES
 
 
 def _no_scores(tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `score` returns, when nobody asked."""
+    """What `_score` returns, when nobody asked."""
     shape = (*tokens.shape, MAX_LOGPROBS)
     return jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)

@@ -28,7 +28,7 @@ from jitney.kernels.select import select
 #: number.
 _MARGINS = {jnp.dtype(jnp.int8): 1.1, jnp.dtype(jnp.float8_e4m3fn): 2.0}
 #: Most positions that are read, and positions per page of the pool that they are read into.
-MOST_TOKENS, PAGE = 512, 16
+_MOST_TOKENS, PAGE = 512, 16
 
 
 def calibrate(model: Model, tokens: Sequence[int], kv_dtype: Any, mesh: Mesh | None = None) -> None:
@@ -51,7 +51,7 @@ def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> li
     reading `tokens` in one step into a small pool of plain floats, with the reference kernels."""
     graph, state = nnx.split(model)
     config, dtype, kernels = model.config, model.dtype, select("", "reference")
-    count = min(len(tokens), MOST_TOKENS, config.context_length)
+    count = min(len(tokens), _MOST_TOKENS, config.context_length)
     pages = -(-count // PAGE)
     shape = (pages + 1, PAGE, 2 * config.n_kv_heads, config.head_dim)
 

@@ -18,7 +18,7 @@ from jitney.kernels.int4 import MIDDLE
 #: Which output of eight each 4-bit code of an AWQ word belongs to, from the lowest bits up.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 #: Inputs of a super-block of Q4_K, and of a group in it.
-SUPER, GROUP = 256, 32
+_SUPER, _GROUP = 256, 32
 #: Group that stands for "one scale for all inputs of an output".
 WHOLE_GROUP = 128
 
@@ -55,8 +55,8 @@ def q4_k(rows: jax.Array) -> Packed:
     steps, lows = _six_bits(blocks[..., 4:16])
     scale = factors[..., :1].astype(jnp.float32) * steps
     low = -factors[..., 1:].astype(jnp.float32) * lows
-    pairs = blocks[..., 16:].reshape(*blocks.shape[:2], SUPER // GROUP // 2, 1, GROUP)
-    codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(len(rows), -1, 2, GROUP // 2)
+    pairs = blocks[..., 16:].reshape(*blocks.shape[:2], _SUPER // _GROUP // 2, 1, _GROUP)
+    codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(len(rows), -1, 2, _GROUP // 2)
     return Packed(
         _block_codes(codes[:, :, 0] | codes[:, :, 1] << 4),
         scale.reshape(len(rows), -1).T,

@@ -33,7 +33,7 @@ WHOLE = PartitionSpec()
 POOL = PartitionSpec(None, None, AXIS, None)
 #: Modules whose outputs are split (their last axis is outputs), and whose inputs are (a matrix's
 #: first axis).
-BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
+_BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
 
 
 def make_mesh(devices: Sequence[Any]) -> Mesh:
@@ -85,7 +85,7 @@ def _axis_of(path: Path, ndim: int) -> int | None:
     if path == ("embed",) or path[-1] == "kv_scales":
         return 0
     names = set(path)
-    if names & set(BY_OUTPUTS) and ndim:
+    if names & set(_BY_OUTPUTS) and ndim:
         return ndim - 1
     # A bias, or a scale of each output, comes after the sum over the devices: it is whole.
     return 0 if names & set(BY_INPUTS) and ndim == 2 else None

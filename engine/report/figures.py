@@ -72,7 +72,7 @@ def _colour_of(name: str, number: int) -> str:
     return _POLICY_COLOURS.get(name, _OTHER_COLOURS[number % len(_OTHER_COLOURS)])
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """A part of a stay in a seat, seconds of the run's clock."""
 
     seat: int
@@ -114,19 +114,19 @@ def seat_timeline(
     )
 
 
-def _phases(stays: Iterable[SeatStay]) -> tuple[list[Span], list[Span]]:
+def _phases(stays: Iterable[SeatStay]) -> tuple[list[_Span], list[_Span]]:
     """The prompt parts of stays, and the parts in which tokens were generated."""
     prompts, outputs = [], []
     for request, stay in stays:
         if stay.first_token is None:
-            prompts.append(Span(stay.seat, stay.start, stay.left, request.number))
+            prompts.append(_Span(stay.seat, stay.start, stay.left, request.number))
             continue
-        prompts.append(Span(stay.seat, stay.start, stay.first_token, request.number))
-        outputs.append(Span(stay.seat, stay.first_token, stay.left, request.number))
+        prompts.append(_Span(stay.seat, stay.start, stay.first_token, request.number))
+        outputs.append(_Span(stay.seat, stay.first_token, stay.left, request.number))
     return prompts, outputs
 
 
-def held_seats(stays: Sequence[SeatStay]) -> list[Span]:
+def held_seats(stays: Sequence[SeatStay]) -> list[_Span]:
     """Seats whose request is done while others of its batch are not.
 
     A batch is over when nobody sits any more.
@@ -136,7 +136,7 @@ def held_seats(stays: Sequence[SeatStay]) -> list[Span]:
     for request, stay in stays:
         over = float(overs[np.searchsorted(overs, stay.left)])
         if over > stay.left:
-            held.append(Span(stay.seat, stay.left, over, request.number))
+            held.append(_Span(stay.seat, stay.left, over, request.number))
     return held
 
 
@@ -155,7 +155,7 @@ def _start_of(seat_stay: SeatStay) -> float:
     return seat_stay[1].start
 
 
-def _spans(name: str, spans: Sequence[Span], started: float, colour: str) -> go.Bar:
+def _spans(name: str, spans: Sequence[_Span], started: float, colour: str) -> go.Bar:
     seats, starts, ends, requests = _columns(spans)
     return go.Bar(
         orientation="h",
@@ -170,14 +170,14 @@ def _spans(name: str, spans: Sequence[Span], started: float, colour: str) -> go.
     )
 
 
-def _columns(spans: Sequence[Span]) -> tuple[list[Any], ...]:
+def _columns(spans: Sequence[_Span]) -> tuple[list[Any], ...]:
     """Seats, starts, ends and requests of spans."""
     if not spans:
         return [], [], [], []
     return tuple(list(column) for column in zip(*spans, strict=True))
 
 
-def distribution(title: str, x: str, values: Mapping[str, Iterable[float | None]]) -> go.Figure:
+def _distribution(title: str, x: str, values: Mapping[str, Iterable[float | None]]) -> go.Figure:
     """Share of requests at or below each value, one curve a name; the x axis is logarithmic."""
     traces = []
     for number, (name, column) in enumerate(values.items()):
@@ -200,8 +200,8 @@ def latency_charts(runs: Mapping[str, Sequence[RequestRecord]]) -> list[go.Figur
                 ends[name].append(request.e2e_s)
     unit = "seconds from the intended arrival"
     return [
-        distribution("Time to first token", unit, first_tokens),
-        distribution("End to end", unit, ends),
+        _distribution("Time to first token", unit, first_tokens),
+        _distribution("End to end", unit, ends),
     ]
 
 

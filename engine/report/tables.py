@@ -189,12 +189,12 @@ def ratio_table(ratios: Mapping[str, Mapping[str, Any]]) -> Table:
     """
     rows = []
     for name, gains in ratios.items():
-        row = [f"over {name}", times(gains["output_tok_s"]), ""]
+        row = [f"over {name}", _times(gains["output_tok_s"]), ""]
         if gains["published_output_tok_s"]:
             least, most = gains["published_output_tok_s"]
             row[-1] = f"{least:g}x to {most:g}x"
         for wait in ("ttft_s_p50", "ttft_s_p99", "e2e_s_p99"):
-            row.append(times(gains[wait]))
+            row.append(_times(gains[wait]))
         rows.append(row)
     waits = ["TTFT p50 /", "TTFT p99 /", "e2e p99 /"]
     return Table(["continuous", "output tokens/s", "published claims", *waits], rows)
@@ -272,6 +272,6 @@ def share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def times(value: float | None) -> str:
+def _times(value: float | None) -> str:
     """As a factor."""
     return "" if value is None else f"{value:.2f}x"

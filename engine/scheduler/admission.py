@@ -14,7 +14,7 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest, RequestLimits
 
-NOTHING: frozenset[int] = frozenset()
+_NOTHING: frozenset[int] = frozenset()
 
 
 class Admission:
@@ -51,7 +51,7 @@ class Admission:
         expected = self.lengths.expect(kind, max_tokens)
         group = self.class_of(request, expected)
         # Sets that several sequences may have are one object, which stays in the host's caches.
-        stop_ids = NOTHING if sampling.ignore_eos else self.eos_ids
+        stop_ids = _NOTHING if sampling.ignore_eos else self.eos_ids
         if sampling.stop_token_ids:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
         root = root_key(request.tenant, request.cache_salt, "" if self.pool.retain else request.id)

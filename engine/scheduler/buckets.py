@@ -13,7 +13,7 @@ from functools import cached_property
 #: (operations over bytes per second of an H100, two bytes a weight), so padding to the next size is
 #: nearly free, and each size costs a program with the sampler and one without. Beyond 64 rows,
 #: where logits and caches begin to count, steps are smaller.
-DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
+_DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def make_buckets(
     On a CPU those are `smallest`, for who is alone, and powers of two from 4 on. on_device: for a
     GPU or TPU, whose decode steps take the sizes of DEVICE_SEATS.
     """
-    default = (*(size for size in DEVICE_SEATS if size < max_seats), max_seats)
+    default = (*(size for size in _DEVICE_SEATS if size < max_seats), max_seats)
     if not on_device:
         default = tuple(
             sorted({min(smallest, max_seats), *powers_of_two(min(4, max_seats), max_seats)})

@@ -29,23 +29,23 @@ from jitney.engine.scheduler.buckets import Bucket, Buckets
 #: Newest steps kept per bucket. Their median bears half of them being disturbed by something else.
 KEPT = 15
 #: Steps that may be waiting to be taken in.
-MOST_NEWS = 64
+_MOST_NEWS = 64
 #: What fading means and sums keep of themselves with each new step.
-FADE = 0.95
+_FADE = 0.95
 #: Query-key pairs that count as no difference: among prompts as short as that nothing is learnt
 #: about long ones.
-FEW_PAIRS = 10_000.0
+_FEW_PAIRS = 10_000.0
 #: A step with prompt rows may take so many times as long as one with all of their share at the
 #: start of a prompt.
-STRETCH = 1.15
+_STRETCH = 1.15
 #: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
 #: rows all the same.
 PATIENCE = 4
 #: Share AUTO: the least that prompts get, and how many different shares there are.
-LEAST_SHARE, LEVELS = 0.25, 16
+LEAST_SHARE, _LEVELS = 0.25, 16
 
 
-class Slope:
+class _Slope:
     """Seconds per query-key pair, from how step times and pairs of a bucket stray from their fading
     means together.
     """
@@ -54,7 +54,7 @@ class Slope:
 
     def __init__(self) -> None:
         self._means: dict[Bucket, tuple[float, float]] = {}
-        self._pairs_pairs, self._pairs_seconds = FEW_PAIRS**2, 0.0
+        self._pairs_pairs, self._pairs_seconds = _FEW_PAIRS**2, 0.0
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int) -> None:
         """A mixed step; a time that strays from what was expected by more than half of the mean
@@ -64,9 +64,9 @@ class Slope:
         more = pairs - usual_pairs
         expected = more * self.value
         stray = expected + max(-usual / 2, min(usual / 2, seconds - usual - expected))
-        self._pairs_pairs = FADE * self._pairs_pairs + (1 - FADE) * FEW_PAIRS**2 + more * more
-        self._pairs_seconds = FADE * self._pairs_seconds + more * stray
-        self._means[bucket] = usual + (1 - FADE) * stray, usual_pairs + (1 - FADE) * more
+        self._pairs_pairs = _FADE * self._pairs_pairs + (1 - _FADE) * _FEW_PAIRS**2 + more * more
+        self._pairs_seconds = _FADE * self._pairs_seconds + more * stray
+        self._means[bucket] = usual + (1 - _FADE) * stray, usual_pairs + (1 - _FADE) * more
 
     @property
     def value(self) -> float:
@@ -88,21 +88,23 @@ class StepTimeEstimate:
         self._seen: defaultdict[Bucket, deque[tuple[float, int]]] = defaultdict(
             lambda: deque(maxlen=KEPT)
         )
-        self._slope = Slope()
+        self._slope = _Slope()
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int = 0) -> None:
         """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt
         rows.
         """
         self._news.append((bucket, seconds, pairs))
-        if len(self._news) >= MOST_NEWS:
+        if len(self._news) >= _MOST_NEWS:
             self._take_in()
 
     def _take_in(self) -> None:
         """Learn from the steps observed since the last time, in their order."""
         for bucket, seconds, pairs in self._news:
             self._seen[bucket].append((seconds, pairs))
-            self._step = seconds if self._step is None else FADE * self._step + (1 - FADE) * seconds
+            self._step = (
+                seconds if self._step is None else _FADE * self._step + (1 - _FADE) * seconds
+            )
             if not bucket.decode_only:
                 self._slope.observe(bucket, seconds, pairs)
         self._news.clear()
@@ -207,8 +209,8 @@ class PrefillBudget:
         """
         if not isinstance(self.share, str):
             return self.share
-        level = LEVELS * prompts // max(1, decoding)
-        return max(LEAST_SHARE, min(level, LEVELS) / LEVELS)
+        level = _LEVELS * prompts // max(1, decoding)
+        return max(LEAST_SHARE, min(level, _LEVELS) / _LEVELS)
 
     def most(self, decoding: int, start: int = 0, prompts: int = 1) -> int:
         """Prompt rows for a step of so many decoding sequences; to be asked once per step, while
@@ -263,7 +265,7 @@ class PrefillBudget:
         start of a prompt.
         """
         target = self.target_itl_s or math.inf
-        return min(target, STRETCH * usual) if share < 1 else target
+        return min(target, _STRETCH * usual) if share < 1 else target
 
     def _timely(self, bucket: Bucket, decoding: int, start: int, left: float) -> int:
         """The most prompt rows from `start` that fit the bucket and can attend in the `left`
@@ -282,7 +284,7 @@ class PrefillBudget:
 #: more will come. `expect` guesses; an outlook, on which pages are promised, is careful.
 FIRST_GUESS, CAREFUL_GUESS = 256, 1024
 #: How many answers a coarser class weighs in a finer one, in each bucket.
-WEIGHT = 4.0
+_WEIGHT = 4.0
 #: When so many answers of a class have ended, its counts are halved: about the last 128 to 256
 #: count.
 HALVE_AT = 256
@@ -304,7 +306,7 @@ def bucket_of(tokens: int) -> int:
     return min(BUCKETS - 1, 4 * octave + (tokens >> octave))
 
 
-def edge_of(bucket: int) -> int:
+def _edge_of(bucket: int) -> int:
     """The shortest length in a bucket."""
     if bucket < 8:
         return bucket
@@ -313,17 +315,17 @@ def edge_of(bucket: int) -> int:
 
 
 #: The shortest length of each bucket, and the end of the last one: f8 [BUCKETS + 1].
-EDGES = np.array([edge_of(bucket) for bucket in range(BUCKETS + 1)], np.float64)
+EDGES = np.array([_edge_of(bucket) for bucket in range(BUCKETS + 1)], np.float64)
 
 
-def steady_hazard(tokens: int) -> np.ndarray:
+def _steady_hazard(tokens: int) -> np.ndarray:
     """The share that ends in each bucket if on average so many tokens are always still to come, f8
     [BUCKETS].
     """
     return -np.expm1(-np.diff(EDGES) / tokens)
 
 
-FIRST_HAZARD, CAREFUL_HAZARD = steady_hazard(FIRST_GUESS), steady_hazard(CAREFUL_GUESS)
+_FIRST_HAZARD, _CAREFUL_HAZARD = _steady_hazard(FIRST_GUESS), _steady_hazard(CAREFUL_GUESS)
 
 
 class Kind(NamedTuple):
@@ -343,7 +345,7 @@ def kind_of(tenant: str, n_prompt: int, max_tokens: int | None) -> Kind:
     return Kind((), shape, (tenant,), (tenant, *shape))
 
 
-class LifeTable:
+class _LifeTable:
     """Of one class: answers that came into each bucket, and that ended in it by themselves, both f8
     [BUCKETS].
     """
@@ -369,7 +371,7 @@ class LifeTable:
         """The share of those who come into a bucket that ends there, f8 [BUCKETS]. coarser: of the
         coarser class.
         """
-        return (self.ended + WEIGHT * coarser) / (self.came + WEIGHT)
+        return (self.ended + _WEIGHT * coarser) / (self.came + _WEIGHT)
 
 
 class Outlook:
@@ -395,7 +397,7 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[ClassKey, LifeTable] = OrderedDict()
+        self._tables: OrderedDict[ClassKey, _LifeTable] = OrderedDict()
         self._outlooks: dict[Kind, Outlook] = {}  # with CAREFUL_GUESS
         self._means: dict[Kind, float] = {}  # with FIRST_GUESS
 
@@ -432,7 +434,7 @@ class OutputLengths:
         if found is None:
             if len(self._outlooks) >= MOST_CLASSES:
                 self._outlooks.clear()
-            found = self._outlooks[kind] = Outlook(self._hazard(kind, CAREFUL_HAZARD))
+            found = self._outlooks[kind] = Outlook(self._hazard(kind, _CAREFUL_HAZARD))
         return found
 
     def expect(self, kind: Kind, most: int) -> int:
@@ -441,7 +443,7 @@ class OutputLengths:
         if mean is None:
             if len(self._means) >= MOST_CLASSES:
                 self._means.clear()
-            mean = self._means[kind] = Outlook(self._hazard(kind, FIRST_HAZARD)).mean
+            mean = self._means[kind] = Outlook(self._hazard(kind, _FIRST_HAZARD)).mean
         return max(1, min(most, round(mean)))
 
     def _hazard(self, kind: Kind, hazard: np.ndarray) -> np.ndarray:
@@ -454,12 +456,12 @@ class OutputLengths:
                 hazard = table.hazard(hazard)
         return hazard
 
-    def _table(self, key: ClassKey) -> LifeTable:
+    def _table(self, key: ClassKey) -> _LifeTable:
         """The table of a class, now the one seen last."""
         table = self._tables.get(key)
         if table is None:
             if len(self._tables) >= MOST_CLASSES:
                 self._tables.popitem(last=False)
-            table = self._tables[key] = LifeTable()
+            table = self._tables[key] = _LifeTable()
         self._tables.move_to_end(key)
         return table

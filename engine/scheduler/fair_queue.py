@@ -28,7 +28,7 @@ EVERY = 16
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class _Account:
     """One tenant. counter: tokens computed for it, lifted when it comes back. queue: its sequences
     that wait.
 
@@ -49,11 +49,11 @@ class FairQueue(WaitingQueue):
 
     def __init__(self) -> None:
         super().__init__()
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, _Account] = {}
         self._least: list[
-            tuple[int, int, int, Account]
+            tuple[int, int, int, _Account]
         ] = []  # a heap; its counters may be out of date, never too high
-        self._last: Account | None = None  # whose queue was the last one to become empty
+        self._last: _Account | None = None  # whose queue was the last one to become empty
         self._boardings = self._tenants = 0  # _tenants: those that wait
         self._room = SLACK
 
@@ -154,13 +154,13 @@ class FairQueue(WaitingQueue):
         account = self._accounts.get(request.account)
         return len(account.queue) if account else 0
 
-    def _account(self, seq: Sequence) -> Account:
+    def _account(self, seq: Sequence) -> _Account:
         name = seq.request.account
         account = self._accounts.get(name)
         if account is None:
             if len(self._accounts) >= self._room:
                 self._forget()
-            account = self._accounts[name] = Account(self._floor())
+            account = self._accounts[name] = _Account(self._floor())
         return account
 
     def _forget(self) -> None:
@@ -175,14 +175,14 @@ class FairQueue(WaitingQueue):
         }
         self._room = 2 * len(self._accounts) + SLACK
 
-    def _entry(self, account: Account) -> tuple[int, int, int, Account]:
+    def _entry(self, account: _Account) -> tuple[int, int, int, _Account]:
         """Equal counters: who has waited longer. The third number only keeps accounts from being
         compared.
         """
         head = account.queue.head()
         return account.counter, head.rank[1] if head else 0, next(self._entries), account
 
-    def _first(self) -> Account | None:
+    def _first(self) -> _Account | None:
         """The waiting tenant with the least counter; counters only grow, so what is out of date
         sinks.
         """

@@ -20,10 +20,10 @@ from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.sequence import Sequence
 
 #: Standard deviations of the demand that are kept free beside its mean.
-MARGIN = 1.2
+_MARGIN = 1.2
 #: Times looked at, in steps from now: so many spread evenly in their logarithm, and so many at
 #: which somebody must end.
-TIMES, ENDS = 16, 32
+_TIMES, _ENDS = 16, 32
 
 
 class PageDemand:
@@ -56,7 +56,7 @@ class PageDemand:
             alive, pages = self._ahead(outlook, np.array(group, np.float64), times)
             mean += (alive * pages).sum(axis=0)
             variance += (alive * (1 - alive) * pages * pages).sum(axis=0)
-        return bool((mean + MARGIN * np.sqrt(variance) <= room).all())
+        return bool((mean + _MARGIN * np.sqrt(variance) <= room).all())
 
     def _outlook(self, seq: Sequence) -> Outlook:
         """What is known about a sequence's answer, its own progress counted."""
@@ -100,6 +100,6 @@ def times_ahead(left: np.ndarray) -> np.ndarray:
     """
     longest = max(1.0, float(left.max()))
     ends = np.sort(left)
-    chosen = np.unique(np.linspace(0, len(ends) - 1, min(ENDS, len(ends))).astype(np.int64))
-    spread = np.floor(np.geomspace(1.0, longest, TIMES))
+    chosen = np.unique(np.linspace(0, len(ends) - 1, min(_ENDS, len(ends))).astype(np.int64))
+    spread = np.floor(np.geomspace(1.0, longest, _TIMES))
     return np.unique(np.concatenate(([0.0], spread, ends[chosen])))

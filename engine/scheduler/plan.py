@@ -92,7 +92,7 @@ class Occupancy(NamedTuple):
     waiting_tokens: int = 0
 
 
-NOBODY = Occupancy()
+_NOBODY = Occupancy()
 
 
 def _no_chunks() -> list[Chunk]:
@@ -164,7 +164,7 @@ class Plan:
     cached_tokens: int = 0
     #: Padding rows that a batch wants: prompts up to the longest, steps up to the batch's size.
     reserved: int = 0
-    occupancy: Occupancy = NOBODY
+    occupancy: Occupancy = _NOBODY
 
     # What became of its rows; `Results.commit` counts.
     prefill: int = 0

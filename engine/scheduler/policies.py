@@ -41,7 +41,7 @@ class Situation(NamedTuple):
     more_to_come: bool = True
 
 
-class Policy(Protocol):
+class _Policy(Protocol):
     """Decides how many waiting sequences may take a seat in the next step; asked only while
     somebody waits.
 
@@ -63,7 +63,7 @@ class Policy(Protocol):
         ...
 
 
-class Continuous:
+class _Continuous:
     """In-flight batching: every free seat is offered between any two steps."""
 
     holds = False
@@ -75,7 +75,7 @@ class Continuous:
         return situation.now
 
 
-class Batching:
+class _Batching:
     """One batch after the other, of `size` sequences; the next one boards when the last of this one
     has left.
     """
@@ -102,7 +102,7 @@ class Batching:
         raise NotImplementedError
 
 
-class Static(Batching):
+class _Static(_Batching):
     """A batch boards when `size` sequences wait for it, and not before.
 
     Fewer board where nobody else can come, and once nobody has come for `timeout_s` seconds (inf:
@@ -119,7 +119,7 @@ class Static(Batching):
         return max(situation.arrivals) + self.timeout_s
 
 
-class Dynamic(Batching):
+class _Dynamic(_Batching):
     """A batch boards when `size` sequences wait for it, or when the oldest of them has waited
     `wait_s` seconds.
     """
@@ -132,7 +132,7 @@ class Dynamic(Batching):
         return min(situation.arrivals) + self.wait_s
 
 
-def by_arrival(request: EngineRequest, expected: int) -> float:
+def _by_arrival(request: EngineRequest, expected: int) -> float:
     """All requests are of one class, served in the order in which they came."""
     return 0.0
 
@@ -158,7 +158,7 @@ def by_length(request: EngineRequest, expected: int) -> float:
     return request.arrival + min(LONGEST_S, TOKEN_S * expected)
 
 
-class Order(NamedTuple):
+class _Order(NamedTuple):
     """Who goes first. key: from a request and its expected output tokens to its class, lower first,
     then by arrival.
 
@@ -170,25 +170,25 @@ class Order(NamedTuple):
     queue: Callable[[], WaitingQueue]
 
 
-POLICIES: dict[PolicyName, Callable[[Batches], Policy]] = {
-    "continuous": lambda batches: Continuous(),
-    "static": lambda batches: Static(batches.size, batches.timeout_s),
-    "dynamic": lambda batches: Dynamic(batches.size, batches.wait_s),
+POLICIES: dict[PolicyName, Callable[[Batches], _Policy]] = {
+    "continuous": lambda batches: _Continuous(),
+    "static": lambda batches: _Static(batches.size, batches.timeout_s),
+    "dynamic": lambda batches: _Dynamic(batches.size, batches.wait_s),
 }
-ORDERS: dict[OrderName, Order] = {
-    "fcfs": Order(by_arrival, WaitingQueue),
-    "priority": Order(by_priority, WaitingQueue),
-    "shortest": Order(by_length, WaitingQueue),
-    "fair": Order(by_arrival, FairQueue),
+ORDERS: dict[OrderName, _Order] = {
+    "fcfs": _Order(_by_arrival, WaitingQueue),
+    "priority": _Order(by_priority, WaitingQueue),
+    "shortest": _Order(by_length, WaitingQueue),
+    "fair": _Order(_by_arrival, FairQueue),
 }
 
 
-def make_policy(name: str, batches: Batches) -> Policy:
+def make_policy(name: str, batches: Batches) -> _Policy:
     """The policy of that name; ConfigError lists the known ones."""
     return _named(POLICIES, "policy", name)(batches)
 
 
-def make_order(name: str) -> Order:
+def make_order(name: str) -> _Order:
     """The order of that name; ConfigError lists the known ones."""
     return _named(ORDERS, "order", name)
 

@@ -13,7 +13,7 @@ from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
 
 #: A deadline is given up only if it would be missed even with this share of the predicted wait.
-HOPE = 0.5
+_HOPE = 0.5
 
 
 class PredictedWait:
@@ -57,7 +57,7 @@ class PredictedWait:
                 code="queue_full",
                 retry_after=retry,
             )
-        if deadline is not None and now + HOPE * wait + self._prefill(leader) > deadline:
+        if deadline is not None and now + _HOPE * wait + self._prefill(leader) > deadline:
             raise RequestError(
                 f"the first token could not come before the request's deadline; about {wait:.1f} s "
                 "of "

@@ -17,10 +17,10 @@ import numpy as np
 from jitney.engine.types import TokenLogprobs
 
 #: Bytes kept in all: with 20 alternatives a token takes 164, so 400,000 tokens.
-KEPT_BYTES = 64 << 20
+_KEPT_BYTES = 64 << 20
 
 
-class PageScores(NamedTuple):
+class _PageScores(NamedTuple):
     """One page of P tokens with K alternatives each. logprobs is NaN for the first token of a text,
     which has none.
     """
@@ -43,10 +43,10 @@ class PromptScores:
     `most_bytes`.
     """
 
-    def __init__(self, page_size: int, most_bytes: int = KEPT_BYTES):
+    def __init__(self, page_size: int, most_bytes: int = _KEPT_BYTES):
         self.page_size, self.most_bytes = page_size, most_bytes
         self.kept_bytes = 0
-        self._pages: OrderedDict[bytes, PageScores] = OrderedDict()
+        self._pages: OrderedDict[bytes, _PageScores] = OrderedDict()
 
     def find(self, keys: list[bytes], alternatives: int) -> list[TokenLogprobs | None]:
         """Entries of the prompt's tokens, in order, as far as whole pages are known with so many
@@ -58,7 +58,7 @@ class PromptScores:
             if page is None or page.alternatives < alternatives:
                 break
             self._pages.move_to_end(key)
-            entries += unpacked(page, alternatives)
+            entries += _unpacked(page, alternatives)
         return entries
 
     def keep(self, keys: list[bytes], entries: list[TokenLogprobs | None], new: int) -> None:
@@ -66,14 +66,14 @@ class PromptScores:
         size = self.page_size
         whole = min(len(entries) // size, len(keys))
         for number in range((len(entries) - new) // size, whole):
-            self._put(keys[number], packed(entries[number * size : (number + 1) * size]))
+            self._put(keys[number], _packed(entries[number * size : (number + 1) * size]))
 
     def drop(self, keys: list[bytes]) -> None:
         """Forget the pages of these names: what was computed with them is not to be trusted."""
         for key in keys:
             self._remove(key)
 
-    def _put(self, key: bytes, page: PageScores) -> None:
+    def _put(self, key: bytes, page: _PageScores) -> None:
         known = self._pages.get(key)
         if known is not None and known.alternatives >= page.alternatives:
             return
@@ -89,7 +89,7 @@ class PromptScores:
             self.kept_bytes -= page.nbytes
 
 
-def packed(entries: list[TokenLogprobs | None]) -> PageScores:
+def _packed(entries: list[TokenLogprobs | None]) -> _PageScores:
     """The entries of a page's tokens; None stands for the first token of a text."""
     known = [entry for entry in entries if entry is not None]
     missing = len(entries) - len(known)
@@ -100,10 +100,10 @@ def packed(entries: list[TokenLogprobs | None]) -> PageScores:
     logprobs[missing:] = [entry.logprob for entry in known]
     top_ids[missing:] = [entry.top_ids for entry in known]
     top_logprobs[missing:] = [entry.top_logprobs for entry in known]
-    return PageScores(logprobs, top_ids, top_logprobs)
+    return _PageScores(logprobs, top_ids, top_logprobs)
 
 
-def unpacked(page: PageScores, alternatives: int) -> list[TokenLogprobs | None]:
+def _unpacked(page: _PageScores, alternatives: int) -> list[TokenLogprobs | None]:
     """One entry per token of a page, with so many alternatives."""
     ids = page.top_ids[:, :alternatives].tolist()
     tops = page.top_logprobs[:, :alternatives].tolist()

@@ -13,7 +13,7 @@ from jitney.engine.types import EngineRequest
 #: Dead entries that a lazily pruned heap may hold beyond its living ones.
 SLACK = 64
 #: Bounds of the advised wait, in seconds, and the advice before anything has boarded.
-SHORTEST_RETRY, LONGEST_RETRY, FIRST_RETRY = 0.1, 60.0, 1.0
+_SHORTEST_RETRY, LONGEST_RETRY, _FIRST_RETRY = 0.1, 60.0, 1.0
 
 
 class WaitingQueue:
@@ -150,7 +150,7 @@ class Backlog:
     def _seconds_until(self, requests: int, tokens: int, now: float) -> float:
         """Seconds until so many requests and tokens have boarded, at the rate of the last ones."""
         if not self._boarded:
-            return FIRST_RETRY
+            return _FIRST_RETRY
         # Time since the last boarding counts too: a queue that has stopped moving advises longer
         # and longer waits.
         span = max(now - self._boarded[0][0], 1e-3)
@@ -162,4 +162,4 @@ class Backlog:
 
 def advised(wait: float) -> float:
     """Seconds after which to try again, within reason."""
-    return min(max(wait, SHORTEST_RETRY), LONGEST_RETRY)
+    return min(max(wait, _SHORTEST_RETRY), LONGEST_RETRY)

@@ -23,7 +23,7 @@ _ERRORS = {
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class _Group:
     """The open sequences of one request."""
 
     request: EngineRequest
@@ -59,7 +59,7 @@ class SchedulerState:
         self.holds = holds
         self.window = window
         #: Open requests by id.
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, _Group] = {}
         #: Who waits for a seat, and the requests that are not begun.
         self.queue = queue
         self.backlog = Backlog(limits.max_waiting_requests, limits.max_waiting_tokens)
@@ -91,7 +91,7 @@ class SchedulerState:
         # Siblings that wait for their leader's prompt.
         self._n_held = 0
         # A heap of (when, arrival, whom), pruned lazily.
-        self._deadlines: list[tuple[float, int, Group]] = []
+        self._deadlines: list[tuple[float, int, _Group]] = []
 
     @property
     def seated(self) -> list[Sequence]:
@@ -166,7 +166,7 @@ class SchedulerState:
         overflow = self.queue.may_overflow(request, self.limits.max_waiting_requests)
         self.backlog.admit(len(request.prompt), len(self.free_seats), now, overflow=overflow)
         leader, siblings = sequences[0], sequences[1:]
-        group = self.groups[request.id] = Group(
+        group = self.groups[request.id] = _Group(
             request, sequences, leader, [] if self.holds else siblings
         )
         self._n_held += len(group.held)
@@ -228,7 +228,7 @@ class SchedulerState:
             self._n_held -= 1
             self.queue.push(group.leader)
 
-    def _leave_place(self, seq: Sequence, group: Group) -> None:
+    def _leave_place(self, seq: Sequence, group: _Group) -> None:
         if seq.seated:
             self._unseat(seq)
         elif seq in self.leaving:
@@ -240,7 +240,7 @@ class SchedulerState:
             self.queue.remove(seq)
             self.stalled.pop(seq, None)
 
-    def _close_group(self, group: Group) -> None:
+    def _close_group(self, group: _Group) -> None:
         del self.groups[group.request.id]
         if not group.boarded:
             self.backlog.leave(len(group.request.prompt))

@@ -242,7 +242,7 @@ def closed_concurrency(requests: Sequence[RequestRecord]) -> int | None:
         return None
     usual = float(np.median([request.end - request.arrival for request in ended]))
     soon = max(_FOLLOWS_S, _FOLLOWS_SHARE * usual)
-    return clients if following(later, ends, soon) >= _MOSTLY * len(later) else None
+    return clients if _following(later, ends, soon) >= _MOSTLY * len(later) else None
 
 
 def _time_average(moments: Sequence[tuple[float, int]], start: float, end: float) -> float:
@@ -255,7 +255,7 @@ def _time_average(moments: Sequence[tuple[float, int]], start: float, end: float
     return total / (end - start) if end > start else 0.0
 
 
-def following(later: Sequence[RequestRecord], ends: Iterable[float], soon: float) -> int:
+def _following(later: Sequence[RequestRecord], ends: Iterable[float], soon: float) -> int:
     """How many of the requests, by arrival, come within `soon` seconds after an end that no other
     one follows.
     """

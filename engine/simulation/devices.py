@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from jitney.engine.errors import ConfigError
 
-GB, _TERA = 1e9, 1e12
+_GB, _TERA = 1e9, 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ def _chip(
 ) -> Accelerator:
     return Accelerator(
         name,
-        memory_gb * GB,
-        bandwidth_gb * GB,
+        memory_gb * _GB,
+        bandwidth_gb * _GB,
         MappingProxyType({kind: value * _TERA for kind, value in tera.items()}),
-        link_gb * GB,
+        link_gb * _GB,
     )
 
 

@@ -18,7 +18,7 @@ from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.types import EngineRequest
 
 
-class LoopClock(Protocol):
+class _LoopClock(Protocol):
     """The time that a loop goes by, in seconds."""
 
     def __call__(self) -> float: ...
@@ -97,7 +97,7 @@ class Offer:
 
 
 @dataclass(slots=True)
-class StepLog:
+class _StepLog:
     """Every step of a run."""
 
     #: One STEP_DTYPE item each, in bytes.
@@ -118,16 +118,16 @@ class StepLog:
 
 def drive(
     core: EngineCore,
-    clock: LoopClock,
+    clock: _LoopClock,
     offer: Offer,
     requests: RequestRecords,
     reported: Callable[[StepReport], None] = lambda report: None,
-) -> StepLog:
+) -> _StepLog:
     """Take in who has come, step, and write down what it brought, until all have come and ended.
 
     reported: called with each report before it is written down; the simulator's host works then.
     """
-    log = StepLog()
+    log = _StepLog()
     while not offer.empty or core.has_work:
         while offer.due(clock(), requests.n_open):
             request = offer.take(clock())

@@ -62,7 +62,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class _Memory:
     """What fits on the chips together, bytes. seats_mean: sequences of the mean context;
     seats_full: of the whole length, which can never be preempted."""
 
@@ -97,7 +97,7 @@ class Sizing:
     within_slo if there are limits, else the knee. load_req_s: its load at UTILISATION. replicas:
     for the demanded rate, None if no rate was asked."""
 
-    memory: Memory
+    memory: _Memory
     curve: tuple[Operating, ...]
     knee: Operating
     within_slo: Operating | None
@@ -143,7 +143,7 @@ def check_split(roofline: Roofline) -> None:
     roofline.cost.config.local(roofline.count)
 
 
-def fit(roofline: Roofline, demand: Demand) -> Memory:
+def fit(roofline: Roofline, demand: Demand) -> _Memory:
     """Pages and seats beside the weights."""
     cost, page = roofline.cost, demand.page_size
     per_position = cost.kv_bytes / roofline.kv_split
@@ -161,7 +161,7 @@ def fit(roofline: Roofline, demand: Demand) -> Memory:
             "each): "
             "use more chips (--count), smaller --weights or --kv, or shorter requests"
         )
-    return Memory(
+    return _Memory(
         cost.weight_bytes,
         cost.kv_bytes,
         roofline.kv_room * roofline.count,

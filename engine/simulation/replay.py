@@ -118,7 +118,7 @@ def work(job: ReplayJob) -> dict[str, Any]:
     """
     table = StepTable.from_records(array(job.records))
     clients = closed_concurrency(job.requests) or 0
-    measured = measured_figures(job)
+    measured = _measured_figures(job)
     off = _own_error(job, table, clients, measured)
     arrivals = [msgspec.structs.replace(a, at=a.at / job.speed) for a in job.arrivals]
     policies = {}
@@ -139,7 +139,7 @@ def work(job: ReplayJob) -> dict[str, Any]:
     }
 
 
-def measured_figures(job: ReplayJob) -> dict[str, Any]:
+def _measured_figures(job: ReplayJob) -> dict[str, Any]:
     """The figures of what was recorded; tokens are counted whether their request has ended or
     not.
     """

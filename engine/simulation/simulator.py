@@ -97,14 +97,14 @@ class EngineShape:
         """
         pool = PagePool(self.pages, self.page_size, retain=False)
         if hits:
-            scheduler = RecordedHits(self.limits, self.buckets, pool, device.clock)
+            scheduler = _RecordedHits(self.limits, self.buckets, pool, device.clock)
             scheduler.hits = hits
         else:
             scheduler = Scheduler(self.limits, self.buckets, pool, device.clock)
         return EngineCore(scheduler, device, Ledger(), device.clock)
 
 
-class RecordedHits(Scheduler):
+class _RecordedHits(Scheduler):
     """A scheduler whose prefix cache is a list: each request finds as many tokens as it once did.
 
     hits: request id -> prompt tokens; requests that are not named find none.
@@ -185,7 +185,7 @@ class VirtualDevice:
         self.clock = VirtualClock()
         self.table = table
         self._free_at = 0.0
-        self._scatter = {kind: drawn(factors, seed) for kind, factors in table.noise.items()}
+        self._scatter = {kind: _drawn(factors, seed) for kind, factors in table.noise.items()}
 
     def batch(self, plan: Plan) -> Plan:
         """The host has planned, and now packs and launches: all three pass here."""
@@ -213,7 +213,7 @@ class VirtualDevice:
             self.clock.now += host.after + host.after_per_row * len(report.outputs)
 
 
-def drawn(factors: Series[float], seed: int) -> Iterator[float]:
+def _drawn(factors: Series[float], seed: int) -> Iterator[float]:
     """The factors in random order, and again in another: every run has its share of the rare
     ones.
     """

@@ -26,10 +26,10 @@ from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork
 
 #: Points of its own that the common slopes weigh as much as.
-PULL = 8.0
+_PULL = 8.0
 #: How many times its fitted time a step must take to count as stalled by something else on the
 #: machine, and how often the fit is repeated without what exceeds that.
-_STALL, ROUNDS = 4.0, 6
+_STALL, _ROUNDS = 4.0, 6
 #: Factors kept of the scatter of measured / fitted.
 _NOISE_POINTS = 200
 _SLOPES = ("keys", "longest", "prompt", "pairs")
@@ -135,7 +135,7 @@ class StepTable:
         """Expected device seconds of a step."""
         shape = bucket.tokens, bucket.seats
         if shape not in self._by_shape:
-            self._by_shape[shape] = between(self.curves, bucket)
+            self._by_shape[shape] = _between(self.curves, bucket)
         return self._by_shape[shape].seconds(work)
 
     @classmethod
@@ -198,7 +198,7 @@ class StepTable:
         line.
         """
         try:
-            read = msgspec.json.decode(Path(file).read_bytes(), type=TableFile).table
+            read = msgspec.json.decode(Path(file).read_bytes(), type=_TableFile).table
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
         except msgspec.DecodeError as error:
@@ -208,7 +208,7 @@ class StepTable:
         return cls(read.curves, read.host, read.noise, read.errors, read.source)
 
 
-class Contents(msgspec.Struct):
+class _Contents(msgspec.Struct):
     """What `StepTable.contents` writes."""
 
     curves: list[Curve]
@@ -218,10 +218,10 @@ class Contents(msgspec.Struct):
     errors: dict[str, _FitError] = {}
 
 
-class TableFile(msgspec.Struct):
+class _TableFile(msgspec.Struct):
     """The part of a `jitney bench step` report that a simulation needs."""
 
-    table: Contents
+    table: _Contents
 
 
 def kind_of(bucket: Bucket) -> str:
@@ -265,7 +265,7 @@ def _fit_steadily(points: Sequence[Point]) -> list[Curve]:
     shapes no curve, and is spread over all of them, so that the sum of the steps stays what it
     was."""
     curves, measured = fit_kind(points), np.array([p.seconds for p in points])
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         most = _STALL * _fitted_to(curves, points)
         if np.all(measured <= most):
             break
@@ -318,8 +318,8 @@ def nonnegative(
     scale[scale == 0] = 1.0
     rows, wanted = design / scale, target
     if prior is not None:
-        rows = np.vstack((rows, np.sqrt(PULL) * np.eye(design.shape[1])))
-        wanted = np.concatenate((target, np.sqrt(PULL) * prior * scale))
+        rows = np.vstack((rows, np.sqrt(_PULL) * np.eye(design.shape[1])))
+        wanted = np.concatenate((target, np.sqrt(_PULL) * prior * scale))
     return nnls(rows, wanted)[0] / scale
 
 
@@ -345,7 +345,7 @@ def noise_factors(ratios: np.ndarray) -> list[float]:
     return (factors / factors.mean()).tolist()
 
 
-def between(curves: Sequence[Curve], bucket: Bucket) -> Curve:
+def _between(curves: Sequence[Curve], bucket: Bucket) -> Curve:
     """The curve of a bucket that was never measured, from those of its kind (from all if there are
     none).
     """

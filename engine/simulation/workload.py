@@ -224,7 +224,7 @@ class Empirical:
         return rng.choice(np.asarray(self.observed, np.int64), count)
 
 
-class Pattern(Protocol):
+class _Pattern(Protocol):
     """When requests come."""
 
     def times(self, rng: np.random.Generator, count: int) -> np.ndarray:
@@ -282,7 +282,7 @@ class Recorded:
 
 
 def synthesise(
-    count: int, lengths_in: Lengths, lengths_out: Lengths, pattern: Pattern, seed: int
+    count: int, lengths_in: Lengths, lengths_out: Lengths, pattern: _Pattern, seed: int
 ) -> list[Arrival]:
     """`count` requests, the same for the same seed; lengths do not depend on the pattern."""
     rng_in, rng_out, rng_at = _generators(seed, 3)
@@ -296,7 +296,7 @@ def synthesise(
 
 
 #: Turns that each of the conversations at a time gets at least, whatever the number of requests.
-ROUNDS = 6
+_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +316,7 @@ class Conversations:
     live: int
 
     def requests(
-        self, count: int, messages: Lengths, answers: Lengths, pattern: Pattern, seed: int
+        self, count: int, messages: Lengths, answers: Lengths, pattern: _Pattern, seed: int
     ) -> list[Arrival]:
         """`count` turns, the same for the same seed; messages and answers: the lengths of one
         turn's.
@@ -326,7 +326,7 @@ class Conversations:
         n_messages = messages.draw(in_rng, count).tolist()
         n_answers = answers.draw(out_rng, count).tolist()
         n_turns = self.turns.draw(turns_rng, count).tolist()
-        live = min(self.live, max(1, count // ROUNDS))
+        live = min(self.live, max(1, count // _ROUNDS))
         talks: list[_Talk] = []
         found = []
         begun = 0
@@ -377,7 +377,7 @@ def _generators(seed: int, count: int) -> list[np.random.Generator]:
     return [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(count)]
 
 
-class Workload(NamedTuple):
+class _Workload(NamedTuple):
     """Traffic with a name. prompt and output are written as `parse_lengths` reads them; where there
     are conversations, they are the lengths of one turn's message and answer."""
 
@@ -389,18 +389,18 @@ class Workload(NamedTuple):
 
 #: The traffic that the commands offer by name (`--preset`).
 WORKLOADS = {
-    "short": Workload("16..48", "8..64", "short questions and answers, every length alike"),
-    "mixed": Workload(
+    "short": _Workload("16..48", "8..64", "short questions and answers, every length alike"),
+    "mixed": _Workload(
         "lognormal:mean=96,sigma=0.8,min=8,max=512",
         "lognormal:mean=200,sigma=1.0,min=8,max=800",
         "many short and a few long outputs, log-normal with a median of about 120 tokens",
     ),
-    "long-form": Workload(
+    "long-form": _Workload(
         "lognormal:mean=64,sigma=0.6,min=8,max=256",
         "lognormal:mean=500,sigma=0.5,min=64,max=1600",
         "short prompts and long outputs, log-normal with a median of about 440 tokens",
     ),
-    "chat": Workload(
+    "chat": _Workload(
         "lognormal:mean=40,sigma=0.6,min=8,max=160",
         "lognormal:mean=90,sigma=0.6,min=16,max=300",
         "conversations of 2 to 6 turns that share a system prompt of 128 tokens; every prompt "
@@ -408,8 +408,8 @@ WORKLOADS = {
         "said before",
         Conversations(n_shared=128, turns=Uniform(2, 6), live=64),
     ),
-    "uniform": Workload("16..80", "50..800", "outputs of 50 to 800 tokens, every length alike"),
-    "floor50": Workload(
+    "uniform": _Workload("16..80", "50..800", "outputs of 50 to 800 tokens, every length alike"),
+    "floor50": _Workload(
         "lognormal:mean=48,sigma=0.5,min=8,max=128",
         "lognormal:mean=120,sigma=1.5,min=50,max=800",
         "log-normal outputs raised to 50 tokens: 57 of 100 are exactly 50, the rest reaches up to "
@@ -419,9 +419,9 @@ WORKLOADS = {
 
 
 def make_arrivals(
-    workload: Workload,
+    workload: _Workload,
     count: int,
-    pattern: Pattern,
+    pattern: _Pattern,
     seed: int,
     *,
     prompt: Lengths | None = None,
@@ -545,7 +545,7 @@ def _checked(lengths: Fixed | Uniform) -> Lengths:
 
 #: What each arrival pattern is called on the command line, and how it is made of a rate, a shape
 #: and a concurrency.
-PATTERNS: dict[str, Callable[[float, float, int], Pattern]] = {
+PATTERNS: dict[str, Callable[[float, float, int], _Pattern]] = {
     "closed": lambda rate, shape, concurrency: Closed(concurrency),
     "poisson": lambda rate, shape, concurrency: Poisson(rate),
     "gamma": lambda rate, shape, concurrency: Gamma(rate, shape),
@@ -554,7 +554,7 @@ PATTERNS: dict[str, Callable[[float, float, int], Pattern]] = {
 
 def make_pattern(
     name: str, *, rate: float = 0.0, shape: float = 1.0, concurrency: int = 0
-) -> Pattern:
+) -> _Pattern:
     """The arrival pattern of that name. ConfigError for an unknown one, or a rate that it needs and
     lacks.
     """

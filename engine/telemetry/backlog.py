@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: With fewer requests nothing is said.
 FEWEST = 20
-PARTS = 4
+_PARTS = 4
 #: The queue grew if the trend of the waits over the run is more than their mean (a queue that grows
 #: evenly from nothing has twice its mean, a level one nothing) ...
 _LEAST_TREND = 1.0
@@ -90,8 +90,8 @@ def backlog(
     window = float(since[-1])
     if window <= 0:
         return None
-    part = np.minimum((since / window * PARTS).astype(np.int64), PARTS - 1)
-    means = tuple(_mean(waits[part == number]) for number in range(PARTS))
+    part = np.minimum((since / window * _PARTS).astype(np.int64), _PARTS - 1)
+    means = tuple(_mean(waits[part == number]) for number in range(_PARTS))
     waiting = int((starts > arrivals.max()).sum())
     return Backlog(
         grew=_grew(since, waits, means, waiting / len(waits)),
@@ -109,7 +109,7 @@ def _grew(
     since: np.ndarray, waits: np.ndarray, means: Sequence[float | None], share_waiting: float
 ) -> bool:
     known = [mean for mean in means if mean is not None]
-    if len(known) < PARTS or share_waiting < _LEAST_WAITING:
+    if len(known) < _PARTS or share_waiting < _LEAST_WAITING:
         return False
     if any(later <= earlier for earlier, later in pairwise(known)):
         return False

@@ -40,7 +40,7 @@ class Line:
         return price_per_hour * self.nanoseconds / (3600 * NANO)
 
 
-def nanoseconds(records: np.ndarray) -> np.ndarray:
+def _nanoseconds(records: np.ndarray) -> np.ndarray:
     """Device time of each step [steps] i8, rounded."""
     return np.rint(records["device_s"].astype(np.float64) * NANO).astype(np.int64)
 
@@ -61,7 +61,7 @@ def bill(records: np.ndarray, seconds: float) -> dict[str, Line]:
     that.
     """
     rows = np.stack([records[kind].astype(np.int64) for kind in SPLIT_ORDER], axis=1)
-    parts = split(nanoseconds(records), rows)
+    parts = split(_nanoseconds(records), rows)
     lines = {
         kind: Line(int(rows[:, at].sum()), int(parts[:, at].sum()))
         for at, kind in enumerate(SPLIT_ORDER)
@@ -104,7 +104,7 @@ class RowOwners:
         at = np.searchsorted(records["step"], steps[kept])
         owners, rows = owners[kept], rows[kept]
         total, computed, padding = (
-            nanoseconds(records),
+            _nanoseconds(records),
             records["bucket_tokens"].astype(np.int64),
             records["padding"].astype(np.int64),
         )

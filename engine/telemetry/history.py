@@ -32,7 +32,7 @@ _HOLDING = ("static", "dynamic")
 _ENGINE_ERRORS = ("engine_dead", "internal_error")
 
 #: Called with a record when it has ended; must not wait.
-Listener = Callable[[RequestRecord], None]
+_Listener = Callable[[RequestRecord], None]
 
 
 class RequestRecords:
@@ -42,7 +42,7 @@ class RequestRecords:
     """
 
     def __init__(self, *, keep_tokens: bool = False, keep_times: bool = False):
-        self.listeners: list[Listener] = []
+        self.listeners: list[_Listener] = []
         #: Sequences without an end.
         self.n_open = 0
         self._keep_tokens = keep_tokens

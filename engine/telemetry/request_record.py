@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-RequestState = Literal["waiting", "prefill", "decode", "finished"]
+_RequestState = Literal["waiting", "prefill", "decode", "finished"]
 #: Ends that gave the client what it asked for.
-SERVED = ("stop", "length")
+_SERVED = ("stop", "length")
 
 
 class ComputedChunk(NamedTuple):
@@ -121,7 +121,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     @property
     def served(self) -> bool:
         """True when it ended as its client wished."""
-        return self.finish in SERVED
+        return self.finish in _SERVED
 
     @property
     def stay(self) -> Stay | None:
@@ -137,7 +137,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         return -1 if stay is None else stay.seat
 
     @property
-    def state(self) -> RequestState:
+    def state(self) -> _RequestState:
         """prefill until the first token of its stay is out."""
         if self.finished is not None:
             return "finished"

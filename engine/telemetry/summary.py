@@ -69,7 +69,7 @@ def summarise(
         "req_s": _per(len(served), seconds),
         "output_tok_s": _per(n_output, seconds),
         "total_tok_s": _per(n_prompt + n_output, seconds),
-        **latencies(served),
+        **_latencies(served),
         "goodput_req_s": None
         if slo is None
         else _per(sum(slo.met_by(request) for request in requests), seconds),
@@ -81,7 +81,7 @@ def summarise(
     return figures | _step_figures(records)
 
 
-def latencies(served: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
+def _latencies(served: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
     """Distributions of queue wait, time to first token, gaps between tokens, per-request means of
     them, end to end.
     """

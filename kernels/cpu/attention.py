@@ -11,9 +11,9 @@ from jitney.kernels.cpu import library
 from jitney.kernels.interface import AttentionMeta
 
 #: Numbers of a vector; a head is whole ones.
-LANES = 16
+_LANES = 16
 #: Of queries and pools.
-DTYPES = (jnp.bfloat16, jnp.float32)
+_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def paged_attention(
@@ -49,8 +49,8 @@ def attend(
     q and pool of one dtype, bfloat16 or float32, and D a multiple of 16; the rest is the
     reference's.
     """
-    plain = q.dtype == kv.dtype and q.dtype in DTYPES
-    if not plain or q.shape[2] % LANES:
+    plain = q.dtype == kv.dtype and q.dtype in _DTYPES
+    if not plain or q.shape[2] % _LANES:
         return reference.attend(
             q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales
         )

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-NATIVE = Path(__file__).parent / "native"
-BUILT = NATIVE / "build"
+_NATIVE = Path(__file__).parent / "native"
+BUILT = _NATIVE / "build"
 #: No -ffast-math: NaN and infinity behave. No contraction: sums are fused where the source says so,
 #: in every compiler.
-FLAGS = (
+_FLAGS = (
     "-std=c++17",
     "-O3",
     "-ffp-contract=off",
@@ -106,16 +106,16 @@ def levels_here() -> list[Level]:
     return levels
 
 
-def sources() -> list[Path]:
+def _sources() -> list[Path]:
     """The files that are compiled."""
-    return sorted(NATIVE.glob("*.cc"))
+    return sorted(_NATIVE.glob("*.cc"))
 
 
 def digest() -> str:
     """Of the sources that lie here, and of how they are compiled."""
-    compiled_as = [FLAGS, *((level.march, level.features) for level in LEVELS)]
+    compiled_as = [_FLAGS, *((level.march, level.features) for level in LEVELS)]
     made_of = blake2b(repr(compiled_as).encode(), digest_size=16)
-    for source in [*sorted(NATIVE.glob("*.h")), *sources()]:
+    for source in [*sorted(_NATIVE.glob("*.h")), *_sources()]:
         made_of.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return made_of.hexdigest()
 
@@ -188,15 +188,15 @@ def compile_level(
     flags.
     """
     stated = f'-DJITNEY_SOURCES="{MARK}{digest()}"'
-    flags = [*FLAGS, *machine_flags(level, command), "-isystem", str(headers()), stated, *extra]
+    flags = [*_FLAGS, *machine_flags(level, command), "-isystem", str(headers()), stated, *extra]
     with tempfile.TemporaryDirectory() as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources()]
+        objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
 
         def compile_one(source: Path, made: Path) -> None:
             run([*command, *flags, "-c", str(source), "-o", str(made)])
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_one, sources(), objects))
+            list(pool.map(compile_one, _sources(), objects))
         linked = Path(folder) / target.name
         link = [
             *command,

@@ -17,7 +17,7 @@ from jitney.kernels.cpu.build import ADVICE, BuildError, Level
 log = logging.getLogger(__name__)
 
 #: The handlers that every library exports, each as `jitney_NAME`.
-HANDLERS = ("attention", "panels", "product", "project", "rms_norm")
+_HANDLERS = ("attention", "panels", "product", "project", "rms_norm")
 
 
 class NoLibrary(RuntimeError):
@@ -107,6 +107,6 @@ def opened(level: Level) -> Library:
 def register(library: Library, path: Path) -> None:
     """Make the handlers of the file known to XLA under the library's names."""
     code = ctypes.CDLL(str(path))
-    for handler in HANDLERS:
+    for handler in _HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(code, f"jitney_{handler}"))
         jax.ffi.register_ffi_target(library.target(handler), capsule, platform="cpu")

@@ -10,7 +10,7 @@ from jitney.kernels import reference
 from jitney.kernels.cpu import library
 
 #: Elements that every library takes at once.
-LANES = 16
+_LANES = 16
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -20,7 +20,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     size = x.shape[-1]
     if x.dtype == jnp.bfloat16 and weight.dtype == jnp.float32:
         return rms_norm(x.astype(jnp.float32), weight, eps).astype(x.dtype)
-    if size % LANES or x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
+    if size % _LANES or x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
         return reference.rms_norm(x, weight, eps)
     rows = x.reshape(-1, size)
     call = jax.ffi.ffi_call(

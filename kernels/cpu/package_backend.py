@@ -25,8 +25,8 @@ from setuptools.build_meta import (  # noqa: F401  (hooks that stay as they are)
     prepare_metadata_for_build_wheel,
 )
 
-ROOT = Path(__file__).parents[2]
-Settings = dict[str, Any] | None
+_ROOT = Path(__file__).parents[2]
+_Settings = dict[str, Any] | None
 
 
 def _build_module() -> ModuleType:
@@ -47,7 +47,7 @@ def _requirements() -> list[str]:
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return []
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     jax = next(line for line in project["dependencies"] if line.startswith("jax>"))
     needed = [f"jaxlib{jax.removeprefix('jax')}"]
     if next(_build_module().compilers(), None) is None:
@@ -55,11 +55,11 @@ def _requirements() -> list[str]:
     return needed
 
 
-def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
+def _get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]:
     return [*build_meta.get_requires_for_build_wheel(config_settings), *_requirements()]
 
 
-def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
+def _get_requires_for_build_editable(config_settings: _Settings = None) -> list[str]:
     return [*build_meta.get_requires_for_build_editable(config_settings), *_requirements()]
 
 
@@ -80,8 +80,8 @@ def _compile_kernels(every_level: bool) -> bool:
     return bool(made)
 
 
-def build_wheel(
-    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+def _build_wheel(
+    wheel_directory: str, config_settings: _Settings = None, metadata_directory: str | None = None
 ) -> str:
     """A wheel for this platform with every library that compiled, for any platform if none did."""
     settings = dict(config_settings or {})
@@ -95,8 +95,8 @@ def build_wheel(
     return build_meta.build_wheel(wheel_directory, settings, metadata_directory)
 
 
-def build_editable(
-    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+def _build_editable(
+    wheel_directory: str, config_settings: _Settings = None, metadata_directory: str | None = None
 ) -> str:
     """An editable install, with the library for this CPU beside its sources."""
     _compile_kernels(every_level=False)

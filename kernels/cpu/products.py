@@ -18,9 +18,9 @@ from jitney.kernels import reference
 from jitney.kernels.cpu import library
 
 #: Most rows that are multiplied with weights that are not arranged.
-MOST_ROWS = 8
+_MOST_ROWS = 8
 #: Columns of a vector, and most vectors of a panel's rows.
-LANES, _VECTORS = 16, 6
+_LANES, _VECTORS = 16, 6
 
 
 def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
@@ -35,15 +35,15 @@ def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
         not library.load().arranges
         or w.dtype != jnp.bfloat16
         or size_in % 2
-        or size_out % (LANES * parts)
+        or size_out % (_LANES * parts)
     ):
         return w
-    vectors = divisor(size_out // parts // LANES, _VECTORS // parts)
-    split = w.reshape(size_in // 2, 2, parts, -1, vectors * LANES)
-    return split.transpose(3, 0, 2, 4, 1).reshape(-1, size_in // 2, parts * vectors * LANES, 2)
+    vectors = _divisor(size_out // parts // _LANES, _VECTORS // parts)
+    split = w.reshape(size_in // 2, 2, parts, -1, vectors * _LANES)
+    return split.transpose(3, 0, 2, 4, 1).reshape(-1, size_in // 2, parts * vectors * _LANES, 2)
 
 
-def divisor(number: int, most: int) -> int:
+def _divisor(number: int, most: int) -> int:
     """The largest divisor of `number` that is at most `most`."""
     return max(d for d in range(1, max(1, most) + 1) if number % d == 0)
 
@@ -54,7 +54,7 @@ def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """
     if w.ndim == 4:
         return _call_panels(x, w, dtype, gated=False)
-    if x.ndim != 2 or not served(x, w) or w.shape[1] % LANES:
+    if x.ndim != 2 or not served(x, w) or w.shape[1] % _LANES:
         return reference.matmul(x, w, dtype)
     shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
     return jax.ffi.ffi_call(library.load().target("product"), shape)(
@@ -78,10 +78,10 @@ def project(x: jax.Array, table: jax.Array) -> jax.Array:
     pairs = (
         native.multiplies_pairs
         and x.dtype == table.dtype == jnp.bfloat16
-        and size % (2 * LANES) == 0
+        and size % (2 * _LANES) == 0
     )
     any_rows = pairs and native.arranges
-    if words % LANES or size % LANES or not (any_rows or served(x, table)):
+    if words % _LANES or size % _LANES or not (any_rows or served(x, table)):
         return reference.project(x, table)
     call = jax.ffi.ffi_call(
         native.target("project"), jax.ShapeDtypeStruct((rows, words), jnp.float32)
@@ -91,7 +91,7 @@ def project(x: jax.Array, table: jax.Array) -> jax.Array:
 
 def served(x: jax.Array, w: jax.Array) -> bool:
     """Few rows, and weights these kernels know how to widen."""
-    return 1 <= x.shape[0] <= MOST_ROWS and w.dtype in (jnp.bfloat16, jnp.float32)
+    return 1 <= x.shape[0] <= _MOST_ROWS and w.dtype in (jnp.bfloat16, jnp.float32)
 
 
 def _call_panels(x: jax.Array, w: jax.Array, dtype: Any, *, gated: bool) -> jax.Array:

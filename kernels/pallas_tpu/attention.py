@@ -32,9 +32,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jitney.kernels.pallas_tpu.work_order import Constants, Cursor, StepRefs, Walk
 
-LOG2E = math.log2(math.e)
+_LOG2E = math.log2(math.e)
 #: Score of a key that a row must not see; finite, so that no NaN comes of it.
-HIDDEN = -1e30
+_HIDDEN = -1e30
 
 
 class _Ring(NamedTuple):
@@ -106,7 +106,7 @@ def _sweep_in_scope(
 _Act = Callable[[Any], None]
 
 
-def begin(copy: Any) -> None:
+def _begin(copy: Any) -> None:
     """Start a copy."""
     copy.start()
 
@@ -120,7 +120,7 @@ def write(fixed: Constants, step: StepRefs, wrote: Any) -> None:
     """Copy the new rows into their pages, whole pages where rows fill one, and wait until all are
     there.
     """
-    _each_write(fixed, step, wrote, begin)
+    _each_write(fixed, step, wrote, _begin)
     _each_write(fixed, step, wrote, wait)
 
 
@@ -166,14 +166,14 @@ def sweep(
         buffers.leaving[half] = 0
     ahead = walk.begin(first)
     for slot in range(fixed.depth - 1):
-        pl.when(ahead.seq < end)(partial(fetch, walk, buffers, ahead, slot, begin))
+        pl.when(ahead.seq < end)(partial(_fetch, walk, buffers, ahead, slot, _begin))
         ahead = walk.after(ahead)
 
     def body(state: _State) -> _State:
         at, ahead, slot, half = state
         free = lax.rem(slot + fixed.depth - 1, fixed.depth)
-        pl.when(ahead.seq < end)(partial(fetch, walk, buffers, ahead, free, begin))
-        fetch(walk, buffers, at, slot, wait)
+        pl.when(ahead.seq < end)(partial(_fetch, walk, buffers, ahead, free, _begin))
+        _fetch(walk, buffers, at, slot, wait)
         pl.when(walk.is_first(at))(partial(start, fixed, buffers, slot))
         position = walk.before(at.seq) + at.row
         attend(fixed, step, buffers, slot, position, at.block * fixed.keys)
@@ -188,7 +188,7 @@ def sweep(
         leave(step, buffers, half, jnp.int32(0), wait)
 
 
-def fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: Any, act: _Act) -> None:
+def _fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: Any, act: _Act) -> None:
     """Start, or await, the copies of a block's pages, and of the query rows if it is the item's
     first.
     """
@@ -213,10 +213,10 @@ def fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: Any, act: _Act) -> No
     low = jnp.maximum(first_page, at.block * pages)
     high = jnp.minimum(end_page, (at.block + 1) * pages)
     lax.fori_loop(low, high, copy_page, None)
-    pl.when(walk.is_first(at))(partial(by_rows, walk.size, walk.count(at), copy_rows))
+    pl.when(walk.is_first(at))(partial(_by_rows, walk.size, walk.count(at), copy_rows))
 
 
-def by_rows(size: int, count: jax.Array, act: Callable[[Any, int], None]) -> None:
+def _by_rows(size: int, count: jax.Array, act: Callable[[Any, int], None]) -> None:
     """act(0, size) if `count` is all of `size` rows, else act(row, 1) for each."""
     pl.when(count == size)(lambda: act(0, size))
     if size > 1:
@@ -230,7 +230,7 @@ def start(fixed: Constants, buffers: _Buffers, slot: jax.Array) -> None:
     turned = rows[0] if size == 1 else jnp.swapaxes(rows, 0, 1)
     buffers.queries[...] = turned.reshape(buffers.queries.shape)
     buffers.acc[...] = jnp.zeros_like(buffers.acc)
-    buffers.top[...] = jnp.full_like(buffers.top, HIDDEN)
+    buffers.top[...] = jnp.full_like(buffers.top, _HIDDEN)
     buffers.total[...] = jnp.zeros_like(buffers.total)
 
 
@@ -247,14 +247,14 @@ def attend(
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = multiply("kmw,kcw->kmc", buffers.queries[...], keys)
-    scores = hide(fixed, capped(fixed, step, scores), position - first)
+    scores = _hide(fixed, capped(fixed, step, scores), position - first)
     top = jnp.maximum(buffers.top[...], jnp.max(scores, axis=2, keepdims=True))
-    weights = jnp.exp2(scores - lanes(top, fixed.keys))
+    weights = jnp.exp2(scores - _lanes(top, fixed.keys))
     keep = jnp.exp2(buffers.top[...] - top)
     summed = multiply("kmc,kcw->kmw", weights.astype(values.dtype), values)
     buffers.top[...] = top
     buffers.total[...] = buffers.total[...] * keep + jnp.sum(weights, axis=2, keepdims=True)
-    buffers.acc[...] = buffers.acc[...] * lanes(keep, fixed.layout.width) + summed
+    buffers.acc[...] = buffers.acc[...] * _lanes(keep, fixed.layout.width) + summed
 
 
 def _by_head(fixed: Constants, block: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -269,15 +269,15 @@ def _by_head(fixed: Constants, block: jax.Array, dtype: Any) -> tuple[jax.Array,
 
 def capped(fixed: Constants, step: StepRefs, scores: jax.Array) -> jax.Array:
     """Products of queries and stored keys [K, M, C] -> scores in base 2."""
-    scores = scores * (fixed.scale if fixed.softcap else fixed.scale * LOG2E)
+    scores = scores * (fixed.scale if fixed.softcap else fixed.scale * _LOG2E)
     if fixed.scaled:
         scores = scores * step.factors[0][:, :, :1]
     if fixed.softcap:
-        scores = fixed.softcap * LOG2E * jnp.tanh(scores / fixed.softcap)
+        scores = fixed.softcap * _LOG2E * jnp.tanh(scores / fixed.softcap)
     return scores
 
 
-def hide(fixed: Constants, scores: jax.Array, distance: jax.Array) -> jax.Array:
+def _hide(fixed: Constants, scores: jax.Array, distance: jax.Array) -> jax.Array:
     """HIDDEN where a row must not see a key. distance: position of the tile's first row less that
     of its first key.
     """
@@ -288,10 +288,10 @@ def hide(fixed: Constants, scores: jax.Array, distance: jax.Array) -> jax.Array:
     seen = ahead <= distance
     if fixed.window:
         seen &= ahead > distance - fixed.window
-    return jnp.where(seen, scores, HIDDEN)
+    return jnp.where(seen, scores, _HIDDEN)
 
 
-def lanes(x: jax.Array, width: int) -> jax.Array:
+def _lanes(x: jax.Array, width: int) -> jax.Array:
     """x [K, M, 128], alike in all lanes -> [K, M, width]."""
     if width > 128:
         return jnp.concatenate([x] * (width // 128), axis=2)
@@ -304,7 +304,7 @@ def finish(
     """Send an item's rows out, once those of the item before last have left."""
     leave(step, buffers, half, jnp.int32(0), wait)
     n_heads, width = fixed.n_heads, fixed.layout.width
-    done = buffers.acc[...] / lanes(buffers.total[...], width)
+    done = buffers.acc[...] / _lanes(buffers.total[...], width)
     if fixed.scaled:
         done = done * step.factors[1][:, :, :1]
     done = done.astype(step.q.dtype)
@@ -313,7 +313,7 @@ def finish(
     else:
         buffers.out[half] = jnp.swapaxes(done.reshape(n_heads, walk.size, width), 0, 1)
     buffers.leaving[half] = walk.count(at)
-    leave(step, buffers, half, walk.source(at), begin)
+    leave(step, buffers, half, walk.source(at), _begin)
 
 
 def leave(step: StepRefs, buffers: _Buffers, half: Any, first_row: jax.Array, act: _Act) -> None:
@@ -324,4 +324,4 @@ def leave(step: StepRefs, buffers: _Buffers, half: Any, first_row: jax.Array, ac
         target = step.q.at[pl.ds(first_row + row, count)]
         act(pltpu.make_async_copy(source, target, buffers.left.at[half]))
 
-    by_rows(buffers.out.shape[1], buffers.leaving[half], copy_rows)
+    _by_rows(buffers.out.shape[1], buffers.leaving[half], copy_rows)

@@ -21,13 +21,13 @@ from jitney.kernels.scales import as_stored, scales_of
 #: 2 MiB then.
 _ITEM_ROWS = 2048
 #: Arrays that are in scalar memory before the kernel starts: `AttentionMeta` but for the positions.
-SCALARS = 5
+_SCALARS = 5
 #: VMEM the kernel may take: v7x has 64 MiB, v5e and v6e have 128.
-VMEM = 48 << 20
+_VMEM = 48 << 20
 #: Tokens of a page.
-PAGES = 16, 32, 64, 128, 256
+_PAGES = 16, 32, 64, 128, 256
 #: SMEM for the page table: all three have 1 MiB.
-SMEM = 900 << 10
+_SMEM = 900 << 10
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class PallasKernels:
         softcap: float,
     ) -> Constants:
         """Of a kernel that reads a pool of plain floats; ValueError for what it cannot do."""
-        check(q, pool, meta)
+        _check(q, pool, meta)
         page = pool.shape[1]
         return Constants(
             layout=layout,
@@ -136,7 +136,7 @@ class PallasKernels:
         """The kernel: q [T, H, D], pool [N, page, R, W], new [T, R, W] -> (o [T, H, D], pool)."""
         queries = fixed.layout.queries(q)
         factors = [] if scales is None else [_by_lanes(scales, fixed.layout.heads)]
-        first = SCALARS + len(factors)  # operand of the pool
+        first = _SCALARS + len(factors)  # operand of the pool
         arrays, results, aliases = [pool, queries], [queries], {first + 1: 0}
         if new is not None:
             arrays, results = [pool, new, queries], [pool, queries]
@@ -148,7 +148,7 @@ class PallasKernels:
             name="ragged_attention",
             interpret=self.interpret,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=SCALARS,
+                num_scalar_prefetch=_SCALARS,
                 grid=(1,),
                 in_specs=[in_vmem] * len(factors) + [in_hbm] * len(arrays),
                 out_specs=[in_hbm] * len(results),
@@ -160,7 +160,7 @@ class PallasKernels:
             ),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
             input_output_aliases=aliases,
-            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM),
         )
         scalars = (meta.kv_lens, meta.cu_q, meta.page_table, meta.write_rows, meta.counts)
         *written, o = call(*scalars, *factors, *arrays)
@@ -184,22 +184,22 @@ def _item_rows(q: jax.Array, meta: AttentionMeta) -> int:
     return 1 << rows.bit_length() - 1
 
 
-def check(q: jax.Array, pool: jax.Array, meta: AttentionMeta) -> None:
+def _check(q: jax.Array, pool: jax.Array, meta: AttentionMeta) -> None:
     """Raise ValueError, in one line, for what the kernel cannot do."""
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
             f"kernels pallas compute in bfloat16 or float32, not {q.dtype}; choose one of these as "
             "dtype"
         )
-    if pool.shape[1] not in PAGES:
+    if pool.shape[1] not in _PAGES:
         raise ValueError(
-            f"kernels pallas take a page_size of {', '.join(map(str, PAGES))}, not {pool.shape[1]}"
+            f"kernels pallas take a page_size of {', '.join(map(str, _PAGES))}, not {pool.shape[1]}"
         )
     n_seqs, n_pages = meta.page_table.shape
     size = 4 * n_seqs * -(-n_pages // LANES) * LANES
-    if size > SMEM:
+    if size > _SMEM:
         raise ValueError(
             f"a page table of {n_seqs} x {n_pages} takes {size >> 10} KiB of a TPU's scalar "
             "memory, more "
-            f"than {SMEM >> 10}; choose a larger page_size or fewer seats"
+            f"than {_SMEM >> 10}; choose a larger page_size or fewer seats"
         )

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 #: exp(x) = exp2(x * LOG2E).
-LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E = tl.constexpr(1.4426950408889634)
 #: Score of a key that a row must not see; finite, so that no NaN comes of it.
-HIDDEN = tl.constexpr(-1e30)
+_HIDDEN = tl.constexpr(-1e30)
 
 
 @triton.jit
-def span_of(length, SPAN: tl.constexpr, SPLITS: tl.constexpr, DOUBLINGS: tl.constexpr):
+def _span_of(length, SPAN: tl.constexpr, SPLITS: tl.constexpr, DOUBLINGS: tl.constexpr):
     """Keys per split: SPAN, doubled until SPLITS of them hold `length` keys."""
     span = tl.zeros_like(length) + SPAN
     for _ in tl.static_range(DOUBLINGS):
@@ -33,7 +33,7 @@ def span_of(length, SPAN: tl.constexpr, SPLITS: tl.constexpr, DOUBLINGS: tl.cons
 
 
 @triton.jit
-def first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where a decoding sequence of `length` keys starts to read: the block that holds its window's
     first key.
     """
@@ -89,14 +89,14 @@ def sweep(
         scores = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * (k_scale * SCALE)
         if SOFTCAP > 0:
             scores = SOFTCAP - 2.0 * SOFTCAP / (
-                tl.exp2(scores * (2.0 * LOG2E / SOFTCAP)) + 1.0
+                tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0
             )  # SOFTCAP * tanh
-        scores = scores * LOG2E
+        scores = scores * _LOG2E
         if MASKED:
             seen = (at[None, :] <= position[:, None]) & (at < high)[None, :]
             if WINDOW > 0:
                 seen = seen & (at[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, HIDDEN)
+            scores = tl.where(seen, scores, _HIDDEN)
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         if MASKED:
@@ -114,7 +114,7 @@ def sweep(
 
 
 @triton.jit
-def load_scales(kv_scales, head, SCALED: tl.constexpr):
+def _load_scales(kv_scales, head, SCALED: tl.constexpr):
     """(key, value) factors of a key head; 1 for pools that hold plain floats."""
     k_scale = 1.0
     v_scale = 1.0
@@ -171,8 +171,8 @@ def decode_attention(
     seats = tl.arange(0, SEATS)
     n_decode = tl.load(counts)
     lens = tl.load(kv_lens + seats, mask=seats < n_decode, other=0)
-    lens = lens - first_key(lens, WINDOW, BLOCK_N)
-    ends = tl.cumsum(tl.cdiv(lens, span_of(lens, SPAN, SPLITS, DOUBLINGS)), 0)
+    lens = lens - _first_key(lens, WINDOW, BLOCK_N)
+    ends = tl.cumsum(tl.cdiv(lens, _span_of(lens, SPAN, SPLITS, DOUBLINGS)), 0)
     n_items = tl.max(ends, 0) * K
     for item in range(tl.program_id(0), n_items, PROGRAMS):
         work = item // K
@@ -180,8 +180,8 @@ def decode_attention(
         seq = tl.sum((ends <= work).to(tl.int32), 0)
         split = work - tl.max(tl.where(ends <= work, ends, 0), 0)
         length = tl.load(kv_lens + seq)
-        start = first_key(length, WINDOW, BLOCK_N)
-        span = span_of(length - start, SPAN, SPLITS, DOUBLINGS)
+        start = _first_key(length, WINDOW, BLOCK_N)
+        span = _span_of(length - start, SPAN, SPLITS, DOUBLINGS)
         low = start + split * span
         high = tl.minimum(low + span, length)
         heads = head * G + rows
@@ -189,8 +189,8 @@ def decode_attention(
         queries = tl.load(
             q + (seq * H + heads)[:, None] * D + dims[None, :], mask=inside, other=0.0
         )
-        k_scale, v_scale = load_scales(kv_scales, head, SCALED)
-        top = tl.full((BLOCK_M,), HIDDEN, tl.float32)
+        k_scale, v_scale = _load_scales(kv_scales, head, SCALED)
+        top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, DP), tl.float32)
         position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
@@ -264,8 +264,8 @@ def merge_splits(
     if seq >= tl.load(counts):
         return
     length = tl.load(kv_lens + seq)
-    length = length - first_key(length, WINDOW, BLOCK_N)
-    span = span_of(length, SPAN, SPLITS, DOUBLINGS)
+    length = length - _first_key(length, WINDOW, BLOCK_N)
+    span = _span_of(length, SPAN, SPLITS, DOUBLINGS)
     if length <= span:
         return
     n_splits = tl.cdiv(length, span)
@@ -277,13 +277,13 @@ def merge_splits(
     slot = (seq * H + heads).to(tl.int64) * SPLITS
     known = (rows < G)[:, None] & (splits < n_splits)[None, :]
     cells = part_stats + (slot[:, None] + splits[None, :]) * 2
-    tops = tl.load(cells, mask=known, other=HIDDEN)
+    tops = tl.load(cells, mask=known, other=_HIDDEN)
     totals = tl.load(cells + 1, mask=known, other=0.0)
     best = tl.max(tops, 1)
     total = tl.sum(totals * tl.exp2(tops - best[:, None]), 1)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
     for split in range(0, n_splits):
-        top = tl.load(part_stats + (slot + split) * 2, mask=rows < G, other=HIDDEN)
+        top = tl.load(part_stats + (slot + split) * 2, mask=rows < G, other=_HIDDEN)
         part = tl.load(
             part_o + (slot + split)[:, None] * DP + dims[None, :], mask=inside, other=0.0
         )
@@ -358,8 +358,8 @@ def prompt_attention(
     queries = tl.load(q + cells, mask=inside, other=0.0)
     before = length - n_rows  # keys of the sequence that earlier steps wrote
     position = before + token
-    k_scale, v_scale = load_scales(kv_scales, head, SCALED)
-    top = tl.full((BLOCK_M,), HIDDEN, tl.float32)
+    k_scale, v_scale = _load_scales(kv_scales, head, SCALED)
+    top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
     table = page_table + seq * P

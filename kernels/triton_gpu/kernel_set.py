@@ -200,7 +200,7 @@ class TritonKernels:
             meta.cu_q,
             meta.counts,
             scales,
-            out=like(q),
+            out=_like(q),
             grid=(n_kv, blocks),
             warps=tiles.warps,
             stages=tiles.stages,
@@ -252,7 +252,7 @@ class TritonKernels:
             **constants,
         )
         if o is None:
-            o, *parts = decode(out=(like(q), part_o, part_stats))
+            o, *parts = decode(out=(_like(q), part_o, part_stats))
             whole = jax.new_ref(o)
         else:
             whole = jax.new_ref(o)
@@ -387,6 +387,6 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     """Shape and dtype of x, for an output."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 @triton.jit
-def unpacked(nibbles, zero, dtype: tl.constexpr):
+def _unpacked(nibbles, zero, dtype: tl.constexpr):
     """nibbles (0..15) - zero in dtype, exactly.
 
     Or-ed into the bits of 128 (bfloat16) or 1024 (float16), whose last place counts ones, a nibble
@@ -78,9 +78,11 @@ def matmul_int4(
         inputs = x + rows[:, None] * SIZE_IN + (group * R + inner)[None, :]
         low = tl.load(inputs, mask=(rows < M)[:, None], other=0.0)
         high = tl.load(inputs + HALF, mask=(rows < M)[:, None], other=0.0)
-        part = tl.dot(low, unpacked(both & 15, zero[None, :], low.dtype), input_precision=PRECISION)
         part = tl.dot(
-            high, unpacked(both >> 4, zero[None, :], low.dtype), part, input_precision=PRECISION
+            low, _unpacked(both & 15, zero[None, :], low.dtype), input_precision=PRECISION
+        )
+        part = tl.dot(
+            high, _unpacked(both >> 4, zero[None, :], low.dtype), part, input_precision=PRECISION
         )
         acc += part * scale[None, :]
     cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
@@ -88,7 +90,7 @@ def matmul_int4(
 
 
 @triton.jit
-def widened(codes, dtype: tl.constexpr):
+def _widened(codes, dtype: tl.constexpr):
     """float8_e4m3fn, as its bits, in dtype, exactly; NaN is not expected among weights.
 
     Moved into the bits of float16 a code is 2**8 times too small. It stays exact where it is
@@ -134,6 +136,6 @@ def matmul_fp8(
             mask=(rows < M)[:, None] & (at < SIZE_IN)[None, :],
             other=0.0,
         )
-        acc = tl.dot(inputs, widened(weights, inputs.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(inputs, _widened(weights, inputs.dtype), acc, input_precision=PRECISION)
     cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
     tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])

@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def reached(row, target, low, step, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
+def _reached(row, target, low, step, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
     """How many of the magnitudes low + step - 1, low + 2 step - 1, low + 3 step - 1 keep less than
     `target`.
 
@@ -42,17 +42,17 @@ def reached(row, target, low, step, V: tl.constexpr, BLOCK: tl.constexpr, MASS: 
 
 
 @triton.jit
-def search(row, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
+def _search(row, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
     """The least magnitude that keeps `target`: two of its 31 bits a pass, the last one alone."""
     low = tl.zeros((), tl.int32)
     for i in range(16):
         step = tl.full((), 1, tl.int32) << tl.maximum(29 - 2 * i, 0)
-        low += step * reached(row, target, low, step, V, BLOCK, MASS)
+        low += step * _reached(row, target, low, step, V, BLOCK, MASS)
     return low
 
 
 @triton.jit
-def kept_mass(row, magnitude, V: tl.constexpr, BLOCK: tl.constexpr):
+def _kept_mass(row, magnitude, V: tl.constexpr, BLOCK: tl.constexpr):
     """Sum of the exponentials of the entries that `magnitude` keeps."""
     at = tl.arange(0, BLOCK)
     mass = tl.zeros((BLOCK,), tl.float32)
@@ -73,8 +73,8 @@ def threshold(scaled, top_k, top_p, floor, V: tl.constexpr, BLOCK: tl.constexpr)
     p = tl.load(top_p + s)
     magnitude = tl.full((), 0x7F800000, tl.int32)
     if k > 0:
-        magnitude = search(row, tl.minimum(k, V).to(tl.float32), V, BLOCK, False)
+        magnitude = _search(row, tl.minimum(k, V).to(tl.float32), V, BLOCK, False)
     if p < 1.0:
-        target = p * kept_mass(row, magnitude, V, BLOCK)
-        magnitude = tl.minimum(magnitude, search(row, target, V, BLOCK, True))
+        target = p * _kept_mass(row, magnitude, V, BLOCK)
+        magnitude = tl.minimum(magnitude, _search(row, target, V, BLOCK, True))
     tl.store(floor + s, -magnitude.to(tl.float32, bitcast=True))

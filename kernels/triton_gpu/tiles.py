@@ -36,7 +36,7 @@ class PromptTiles:
 
 
 @dataclass(frozen=True)
-class MatmulTiles:
+class _MatmulTiles:
     """Products with int4 and fp8 weights."""
 
     block_n: int  # output columns per program
@@ -81,10 +81,10 @@ _WIDE: dict[tuple[int, int, int], DecodeTiles] = {
     (89, 256, 2): DecodeTiles(32, 256, 32, 58, 4, 2),
 }
 #: generation -> tiles of the int4 product.
-_MATMUL: dict[int, MatmulTiles] = {
-    80: MatmulTiles(64, 4, 4),
-    89: MatmulTiles(64, 4, 3),
-    90: MatmulTiles(64, 4, 4),
+_MATMUL: dict[int, _MatmulTiles] = {
+    80: _MatmulTiles(64, 4, 4),
+    89: _MatmulTiles(64, 4, 3),
+    90: _MatmulTiles(64, 4, 4),
 }
 
 
@@ -114,7 +114,7 @@ def attention_tiles(
     return decode, prompt
 
 
-def matmul_tiles(sm: int, groups: int, size_out: int) -> tuple[MatmulTiles, int]:
+def matmul_tiles(sm: int, groups: int, size_out: int) -> tuple[_MatmulTiles, int]:
     """Tiles of a product with narrow weights, and how many programs share the sum of one output.
 
     The share follows from the weight's shape alone, so that a row's result does not depend on how

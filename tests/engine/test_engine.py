@@ -34,7 +34,7 @@ SPECIAL = SamplingParams(
     logprobs=3,
 )
 #: Few buckets: every engine below compiles each of them twice.
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_seats": 8,
     "token_budget": 64,

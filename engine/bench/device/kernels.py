@@ -29,10 +29,10 @@ from jitney.kernels.select import reference
 #: products of float32 may be made in tf32, which errs by 5e-4.
 WRONG = {2: 2e-2, 4: 2e-3}
 #: A kernel set's page tables are padded to a multiple of this, as the runner's are.
-TABLE = 16
+_TABLE = 16
 
 
-class AttentionInputs(NamedTuple):
+class _AttentionInputs(NamedTuple):
     """One attention's inputs; kv_scales None: the pool holds plain floats."""
 
     q: jax.Array
@@ -85,7 +85,7 @@ def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, in
     used = [-(-length // page) for length in lengths]
     n_pages = sum(used) + 1  # the trash page
     free = np.random.default_rng(0).permutation(n_pages - 1).astype(np.int32) + 1
-    table = np.zeros((len(lengths), -(-max(used) // TABLE) * TABLE), np.int32)
+    table = np.zeros((len(lengths), -(-max(used) // _TABLE) * _TABLE), np.int32)
     positions = np.zeros(total, np.int32)
     write_rows = np.full(total, n_pages * page, np.int32)
     ends = np.cumsum(rows)
@@ -108,7 +108,7 @@ def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, in
 
 def make_inputs(
     load: Contexts, job: PartJob, dtype: Any, seed: int, kv: str = "auto"
-) -> AttentionInputs:
+) -> _AttentionInputs:
     """Random queries and pages; one row of padding where there would be as many rows as sequences,
     but prompts.
 
@@ -122,11 +122,11 @@ def make_inputs(
     q = jax.random.normal(keys[0], (total, config.n_heads, config.head_dim), dtype)
     pool = jax.random.normal(keys[1], shape, dtype)
     if kv == "auto":
-        return AttentionInputs(q, pool, meta)
+        return _AttentionInputs(q, pool, meta)
     # 4 spreads are the greatest number held.
     scale = jnp.full((shape[2],), 4 / LIMITS[KV_TYPES[kv]], jnp.float32)
     stored = as_stored(pool.reshape(-1, *shape[2:]), jnp.zeros((0,), KV_TYPES[kv]), scale)
-    return AttentionInputs(q, stored.reshape(shape), meta, scale)
+    return _AttentionInputs(q, stored.reshape(shape), meta, scale)
 
 
 def attention(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
@@ -208,12 +208,12 @@ def attend_row(
     yield replace(row, **timing)
 
 
-def _attend_with(kernels: KernelSet, scale: float, given: AttentionInputs) -> jax.Array:
+def _attend_with(kernels: KernelSet, scale: float, given: _AttentionInputs) -> jax.Array:
     return kernels.attend(given.q, given.kv, given.meta, scale=scale, kv_scales=given.kv_scales)
 
 
 def _attention_error(
-    kernels: KernelSet, attend: Any, given: AttentionInputs, rows: int
+    kernels: KernelSet, attend: Any, given: _AttentionInputs, rows: int
 ) -> float | None:
     """Distance from the reference on this device; None for the reference itself."""
     if kernels.name == "reference":

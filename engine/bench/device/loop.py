@@ -139,7 +139,7 @@ def _run_row(
         least=run.seconds,
         most=run.seconds,
         repeats=1,
-        floor_s=sum(floors_of(job, bench, run.records)),
+        floor_s=sum(_floors_of(job, bench, run.records)),
         bound="steps",
         goal=goal,
         figures={
@@ -150,7 +150,7 @@ def _run_row(
     )
 
 
-def floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[float]:
+def _floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[float]:
     """The floor of each recorded step."""
     names = ("bucket_tokens", "bucket_seats", "decode", "prefill", "keys", "longest", "pairs")
     for tokens, seats, *work in zip(*(records[name].tolist() for name in names), strict=True):

@@ -23,9 +23,9 @@ from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
 
-REPEATS = 7
+_REPEATS = 7
 #: Steps that a static cache has room for beyond the context that is measured.
-SLACK = 64
+_SLACK = 64
 _CONTINUOUS = "transformers, continuous batching"
 _SDPA = "torch SDPA"
 _COMPILED = "torch.compile, static cache"
@@ -54,7 +54,7 @@ def batching(job: PartJob) -> Tasks:
     case = f"{job.sizes.streams} streams, {job.dtype}, {n_prompt} + {n_output} tokens"
     why = missing("torch", "transformers")
     run = partial(_batching_row, job, case)
-    yield task(job, "batch of equal requests", case, _CONTINUOUS, why, run)
+    yield _task(job, "batch of equal requests", case, _CONTINUOUS, why, run)
 
 
 def torch_tasks(job: PartJob) -> Tasks:
@@ -64,20 +64,20 @@ def torch_tasks(job: PartJob) -> Tasks:
     for seqs, context in (*sizes.attention[:2], (1, sizes.long)):
         name, case = "decode attention", f"{seqs} x {context:,}"
         run = partial(_sdpa_row, job, name, case, seqs, 1, context)
-        yield task(job, name, case, _SDPA, why, run)
+        yield _task(job, name, case, _SDPA, why, run)
     for rows in sizes.prompts[:2]:
         name, case = "prompt attention", f"{rows:,} rows"
         run = partial(_sdpa_row, job, name, case, 1, rows, rows)
-        yield task(job, name, case, _SDPA, why, run)
+        yield _task(job, name, case, _SDPA, why, run)
     get = cache(partial(_make_model, job))
     for seqs in (*sizes.steps[0], sizes.streams):
         context = sizes.contexts[0][-1]
         case = f"{seqs} x {context:,}, {job.dtype}"
         run = partial(_compiled_row, job, get, case, seqs, context)
-        yield task(job, "decode step", case, _COMPILED, why, run)
+        yield _task(job, "decode step", case, _COMPILED, why, run)
 
 
-def task(
+def _task(
     job: PartJob, name: str, case: str, by: str, why: str, run: Callable[[], Iterator[Row]]
 ) -> Task:
     """A case of a peer; `why`, if it is not empty, says that it cannot run."""
@@ -189,7 +189,7 @@ def _sdpa_row(
         for q, k, v in made:
             attend(q, k, v, is_causal=rows > 1, enable_gqa=True)
 
-    spent = [sample / copies for sample in samples(run, job.sizes.sample_s)]
+    spent = [sample / copies for sample in _samples(run, job.sizes.sample_s)]
     yield Row(
         part=job.part,
         name=name,
@@ -208,23 +208,23 @@ def _compiled_row(
     and a few more.
     """
     torch, model, device, turns = module("torch"), get(), place(), itertools.count()
-    keys = module("transformers").StaticCache(config=model.config, max_cache_len=context + SLACK)
+    keys = module("transformers").StaticCache(config=model.config, max_cache_len=context + _SLACK)
     token = torch.ones((seqs, 1), dtype=torch.long, device=device)
     mode = "reduce-overhead" if device.type == "cuda" else "default"
     forward = torch.compile(model.forward, dynamic=False, mode=mode)
 
     def run() -> None:
         turn = next(turns)
-        if turn and turn % SLACK == 0:  # the cache is full: forget the last steps
+        if turn and turn % _SLACK == 0:  # the cache is full: forget the last steps
             for layer in keys.layers:
                 layer.cumulative_length.fill_(context)
         with torch.no_grad():
             forward(token, past_key_values=keys, use_cache=True).logits.argmax(-1)
 
     run()  # makes the cache's arrays
-    next(itertools.dropwhile(lambda turn: turn < SLACK - 1, turns))
+    next(itertools.dropwhile(lambda turn: turn < _SLACK - 1, turns))
 
-    spent = samples(run, job.sizes.sample_s)
+    spent = _samples(run, job.sizes.sample_s)
     cost = ModelCost(job.config, *(("f32",) * 2 if job.dtype == "float32" else ("bf16",) * 2))
     work = StepWork(decode=seqs, keys=seqs * context, longest=context)
     floor_s, bound = job.measured.of(
@@ -242,7 +242,7 @@ def _compiled_row(
     )
 
 
-def samples(run: Callable[[], None], sample_s: float) -> list[float]:
+def _samples(run: Callable[[], None], sample_s: float) -> list[float]:
     """Seconds of one run, REPEATS times: as many in a row as make up `sample_s`, then one wait."""
     for _ in range(3):
         run()
@@ -252,7 +252,7 @@ def samples(run: Callable[[], None], sample_s: float) -> list[float]:
     wait()
     count = max(2, math.ceil(sample_s / max(time.perf_counter() - started, 1e-7)))
     spent = []
-    for _ in range(REPEATS):
+    for _ in range(_REPEATS):
         started = time.perf_counter()
         for _ in range(count):
             run()

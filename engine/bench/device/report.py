@@ -86,10 +86,10 @@ def _judged(results: DeviceResults, key: str, goal: Goal) -> dict[str, Any]:
 
 def markdown(results: DeviceResults) -> str:
     """The page."""
-    return "\n".join([*opening(results), "", *goal_table(results), "", *_row_tables(results)])
+    return "\n".join([*_opening(results), "", *goal_table(results), "", *_row_tables(results)])
 
 
-def opening(results: DeviceResults) -> Iterator[str]:
+def _opening(results: DeviceResults) -> Iterator[str]:
     """What was measured, on what, and how to read it."""
     about, floors = results.about, results.floors
     yield f"# jitney bench device: {results.shape} on {about.device if about else 'unknown'}"
@@ -172,8 +172,8 @@ def cells(row: Row) -> list[str]:
         row.name,
         row.case,
         row.by,
-        "" if row.seconds is None else duration(row.seconds),
-        "" if row.floor_s is None else f"{duration(row.floor_s)} ({row.bound})",
+        "" if row.seconds is None else _duration(row.seconds),
+        "" if row.floor_s is None else f"{_duration(row.floor_s)} ({row.bound})",
         _percent(row.fraction),
         _percent(_spread(row)),
         "" if row.error is None else f"{row.error:.1e}",
@@ -192,7 +192,7 @@ def _spread(row: Row) -> float | None:
     return ((row.most or 0.0) - (row.least or 0.0)) / row.seconds
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """With a unit that suits."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
@@ -208,6 +208,6 @@ def figures(row: Row) -> Iterator[str]:
         elif name.endswith("_s") and name[:-2] in ("tokens", "requests"):
             yield f"{value:,.1f} {name[:-2]}/s"
         elif name.endswith("_s"):
-            yield f"{name[:-2]} {duration(value)}"
+            yield f"{name[:-2]} {_duration(value)}"
         else:
             yield f"{value:,.0f} {name}"

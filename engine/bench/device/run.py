@@ -46,8 +46,8 @@ _ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
 #: A part may go on with the case that it is at for so long after its time, before its process is
 #: ended.
 _GRACE_S = 90.0
-Start = Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]]
-Report = Callable[[str], None]
+_Start = Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]]
+_Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class DeviceResults:
 def measure(
     plan: DevicePlan,
     save: Callable[[DeviceResults], None],
-    report: Report,
-    start: Start | None = None,
+    report: _Report,
+    start: _Start | None = None,
 ) -> DeviceResults:
     """Run the parts; `save` is called after every row, `report` with a line of progress.
 
@@ -128,20 +128,20 @@ def measure(
     results = DeviceResults(plan)
     for part in plan.parts():
         left = plan.seconds - (time.monotonic() - started)
-        for line in lines_of(results, part, left, start or run_apart):
-            take(results, line, report)
+        for line in _lines_of(results, part, left, start or run_apart):
+            _take(results, line, report)
             results.seconds = time.monotonic() - started
             save(results)
         if part == "floors":
-            check(results, report)
+            _check(results, report)
     return results
 
 
-def lines_of(
+def _lines_of(
     results: DeviceResults,
     part: str,
     left: float,
-    start: Start,
+    start: _Start,
 ) -> Iterator[PartMessage]:
     """What a part says; a row why it says nothing, if it was not begun."""
     why = _unfit(results, part, left)
@@ -170,7 +170,7 @@ def _extended(wanted: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def take(results: DeviceResults, line: PartMessage, report: Report) -> None:
+def _take(results: DeviceResults, line: PartMessage, report: _Report) -> None:
     """Keep what a line says, and report it."""
     if line.about is not None:
         results.about = line.about
@@ -195,7 +195,7 @@ def _outcome(row: Row) -> str:
     return f"{1e3 * row.seconds:.3f} ms{share}"
 
 
-def check(results: DeviceResults, report: Report) -> None:
+def _check(results: DeviceResults, report: _Report) -> None:
     """Say on what this runs; refuse a shape that a CPU cannot be asked for."""
     if results.about is None or results.floors is None:
         raise JitneyError(

@@ -79,7 +79,7 @@ def _random_weights(model: Model) -> Model:
         (
             path,
             leaf.replace(
-                fill(jax.random.key(number), str(path[-1]), leaf.shape, jnp.dtype(leaf.dtype))
+                _fill(jax.random.key(number), str(path[-1]), leaf.shape, jnp.dtype(leaf.dtype))
             ),
         )
         for number, (path, leaf) in enumerate(nnx.to_flat_state(state))
@@ -88,7 +88,7 @@ def _random_weights(model: Model) -> Model:
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1,
     and scales small, so that no step overflows."""
     if jnp.issubdtype(dtype, jnp.integer):

@@ -48,10 +48,10 @@ def timed(
 
     call = jax.jit(program, donate_argnums=0).lower(carry, copies).compile()
     calls = repeated(lambda carry: call(carry, copies), carry, sample_s)
-    return timing_fields([spent / unrolled for spent in calls])
+    return _timing_fields([spent / unrolled for spent in calls])
 
 
-def timing_fields(samples: Sequence[float]) -> dict[str, Any]:
+def _timing_fields(samples: Sequence[float]) -> dict[str, Any]:
     """The fields of a `Row` that tell these samples, in seconds."""
     return {
         "seconds": median(samples),

@@ -33,7 +33,7 @@ OURS = {
     "quantised": ("steps", "quantised_steps"),
 }
 PEERS = {"transformers": ("peers", "batching"), "torch": ("peers", "torch_tasks")}
-PACKAGES = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu", "torch", "transformers")
+_PACKAGES = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu", "torch", "transformers")
 
 
 class PartMessage(msgspec.Struct, omit_defaults=True):
@@ -60,7 +60,7 @@ def lines_of(job: PartJob) -> Iterator[PartMessage]:
         return
     sets, dtype = kernels_of(job)
     if job.part == "floors":
-        yield from floors_of(sets, dtype)
+        yield from _floors_of(sets, dtype)
         return
     yield from (
         PartMessage(row=row) for row in rows_of(job, _tasks_of(OURS[job.part], job, sets, dtype))
@@ -103,7 +103,7 @@ def kernels_of(job: PartJob) -> tuple[Sequence[Any], Any]:
     return [choose_kernels(platform, name) for name in names], choose_dtype(job.dtype, platform)
 
 
-def floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[PartMessage]:
+def _floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[PartMessage]:
     """What the device is, and what it reaches, at sizes that suit it whatever shape is measured
     after.
     """
@@ -129,7 +129,7 @@ def floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[PartMessage]:
 def versions() -> dict[str, str]:
     """Of the packages that decide the figures, those that are here."""
     found = {}
-    for package in PACKAGES:
+    for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

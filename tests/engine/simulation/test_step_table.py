@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -119,7 +118,7 @@ def test_few_points_keep_the_common_slope():
         [*points(40, buckets=(D8,)), Point(D32, lonely, TRUE[D32].seconds(lonely))]
     )
     for keys in (2_000, 40_000):
-        work = replace(lonely, keys=keys)
+        work = lonely._replace(keys=keys)
         assert table.seconds(D32, work) == pytest.approx(TRUE[D32].seconds(work), rel=0.02)
 
 
