@@ -187,7 +187,8 @@ def test_bfloat16_gives_the_same_answer_in_every_bucket():
     prompts = [prompt(300 + i, 3 + 9 * i) for i in range(10)]
 
     def answers(**settings: Any) -> tuple[list[list[int]], np.ndarray]:
-        engine = LLM("tiny-random", **(SETTINGS | {"dtype": "bfloat16"} | settings))
+        options: dict[str, Any] = SETTINGS | {"dtype": "bfloat16"} | settings
+        engine = LLM("tiny-random", **options)
         done = engine.generate(prompts, params) + [
             engine.generate([one], params)[0] for one in prompts[::3]
         ]
