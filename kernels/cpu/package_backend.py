@@ -55,11 +55,11 @@ def _requirements() -> list[str]:
     return needed
 
 
-def _get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]:
+def get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]:
     return [*build_meta.get_requires_for_build_wheel(config_settings), *_requirements()]
 
 
-def _get_requires_for_build_editable(config_settings: _Settings = None) -> list[str]:
+def get_requires_for_build_editable(config_settings: _Settings = None) -> list[str]:
     return [*build_meta.get_requires_for_build_editable(config_settings), *_requirements()]
 
 
@@ -80,7 +80,7 @@ def _compile_kernels(every_level: bool) -> bool:
     return bool(made)
 
 
-def _build_wheel(
+def build_wheel(
     wheel_directory: str, config_settings: _Settings = None, metadata_directory: str | None = None
 ) -> str:
     """A wheel for this platform with every library that compiled, for any platform if none did."""
@@ -95,7 +95,7 @@ def _build_wheel(
     return build_meta.build_wheel(wheel_directory, settings, metadata_directory)
 
 
-def _build_editable(
+def build_editable(
     wheel_directory: str, config_settings: _Settings = None, metadata_directory: str | None = None
 ) -> str:
     """An editable install, with the library for this CPU beside its sources."""
