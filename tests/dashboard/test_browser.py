@@ -5,6 +5,7 @@ happens.
 from __future__ import annotations
 
 from api_fakes import until
+from msgspec import structs
 from page_browser import endpoint, figures, free_port, says, served, state, table_is, tells, visit
 
 from jitney.dashboard import create_dashboard
@@ -190,6 +191,8 @@ def test_empty_shows_a_line_to_copy(client, open_page):
 
 def test_trying_it_streams_an_answer(client, open_page):
     page = open_page.page
+    # Room for the longest answer of the busload beside the prompt, one token per byte of it.
+    client.info = structs.replace(client.info, context_length=1024, pages=64)
     with visit(page, client):
         page.wait_for_selector("#try:not([hidden])")
         page.click("#try button[type=submit]")
