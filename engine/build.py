@@ -175,11 +175,15 @@ def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, 
 
 
 def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
-    """The sizes to compile for. XLA:CPU's own product is ten times slower at one row than at
-    four.
+    """The sizes to compile for. XLA:CPU's own products are ten times slower at one row than at
+    four, be they with weights, with keys or of the head.
     """
     settings = setup.settings
-    xla_multiplies = kernels.matmul is reference().matmul
+    plain = reference()
+    xla_multiplies = any(
+        getattr(kernels, name) is getattr(plain, name)
+        for name in ("matmul", "gated", "project", "attend")
+    )
     return make_buckets(
         max_seats=settings.max_seats,
         token_budget=settings.token_budget,

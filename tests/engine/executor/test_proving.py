@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from api_fakes import FakeClient, call, make_app, run
@@ -13,6 +15,8 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.cli.doctor import proof_finding
 from jitney.engine.errors import ConfigError
 from jitney.engine.types import KernelProof
+from jitney.kernels import reference
+from jitney.kernels.select import reference as reference_set
 
 PROMPT = [[1, 2, 3, 4, 5, 6, 7]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -101,3 +105,15 @@ def test_doctor_runs_the_proof(capsys: pytest.CaptureFixture[str], monkeypatch: 
     told = json.loads(capsys.readouterr().out)
     assert told["  attention"]["ok"] is False and "taken out" in told["  attention"]["value"]
     assert told["one token"]["ok"] is True
+
+
+def test_one_row_is_no_size_while_any_product_is_xlas(monkeypatch: pytest.MonkeyPatch):
+    """XLA:CPU takes many times as long for one row as for four, whichever kernel was taken out."""
+
+    def own(*args: Any, **options: Any) -> Any:
+        return reference.matmul(*args, **options)
+
+    choose(monkeypatch, replace(reference_set(), name="own", matmul=own))
+    llm = LLM("tiny-random", **(SMALL | {"max_seats": 8, "seat_buckets": ()}))
+    assert min(llm.info.seat_buckets) == 4
+    llm.close()
