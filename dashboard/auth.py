@@ -4,7 +4,6 @@ stream.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.dashboard.sessions import COOKIE, Sessions
 from jitney.dashboard.viewers import TooManyViewers, Viewer
+from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError, error_response
 
 #: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from
@@ -105,7 +105,7 @@ class FeedEndpoint:
             with self.feed.viewer(last_id) as viewer:
                 await _start(send)
                 if scope["method"] != "HEAD":
-                    await _stream(viewer, receive, send)
+                    await until_disconnect(receive, _send_all(viewer, send))
                 with contextlib.suppress(OSError):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TooManyViewers:
@@ -120,28 +120,6 @@ class FeedEndpoint:
 async def _start(send: Send) -> None:
     headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def _stream(viewer: Viewer, receive: Receive, send: Send) -> None:
-    """Send what comes until the feed ends or the client has left."""
-    leaving = asyncio.create_task(_client_left(receive))
-    sending = asyncio.create_task(_send_all(viewer, send))
-    try:
-        await asyncio.wait((leaving, sending), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (leaving, sending):
-            task.cancel()
-        await asyncio.gather(leaving, sending, return_exceptions=True)
-    error = None if sending.cancelled() else sending.exception()
-    if error is not None:
-        raise error
-
-
-async def _client_left(receive: Receive) -> None:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return
 
 
 async def _send_all(viewer: Viewer, send: Send) -> None:

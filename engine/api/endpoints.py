@@ -4,16 +4,14 @@ leaves.
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError, error_event
 from jitney.engine.api.formats import DONE, ChatFormat, CompletionFormat, Format
 from jitney.engine.api.generation import Choice, ChoiceDelta, Generation
@@ -161,7 +159,7 @@ class GenerationEndpoint(Endpoint):
             await request.body()
             with self.service.generating(), self.service.quotas.open(context.tenant):
                 answering = self._answer(request, send)
-                context.left = await _until_disconnect(receive, answering)
+                context.left = await until_disconnect(receive, answering)
         except ClientDisconnect:
             context.left = True
         except (RequestError, HttpError) as error:
@@ -170,29 +168,3 @@ class GenerationEndpoint(Endpoint):
             raise
         if context.left:
             self.service.metrics.disconnects.inc()
-
-
-async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work`, cancelling it if the client leaves first; True if it did. Errors of `work` are
-    raised.
-
-    Starlette notices a client's leaving only in some responses and ASGI versions, and never while a
-    request waits.
-    """
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return True
-        task.result()
-        return False
-    finally:
-        watch.cancel()
-        task.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

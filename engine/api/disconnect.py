@@ -1,0 +1,35 @@
+"""Work for a client that may leave before it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.types import Receive
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work`, cancelling it if the client leaves first; True if it did. Errors of `work` are
+    raised.
+
+    Starlette notices a client's leaving only in some responses and ASGI versions, and never while a
+    request waits.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return True
+        task.result()
+        return False
+    finally:
+        watch.cancel()
+        task.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
