@@ -9,6 +9,7 @@ seed and position alone. Axes: S logit rows, V vocabulary, M seats, B bias entri
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ IN_PROMPT = 1 << 30
 _CANDIDATES = 256
 #: Most bytes of the logits of prompt rows that are scored at a time.
 _SCORE_BYTES = 64 << 20
+#: Most blocks of them in a step, each a branch of its program.
+_MOST_BLOCKS = 16
 #: Lanes of the two-level inverse transform: sums of 128 tokens, then the tokens of one sum.
 _LANES = 128
 
@@ -327,11 +330,15 @@ class _Scores(NamedTuple):
 
 
 def score_rows_at_once(rows: int, vocab: int) -> int:
-    """How many of `rows` scored rows have their logits computed at a time: a power of two, or
-    all.
+    """How many of `rows` scored rows have their logits computed at a time: a power of two, or all.
+
+    As many as _SCORE_BYTES hold, or more where that would make more than _MOST_BLOCKS.
     """
     most = max(1, _SCORE_BYTES // (4 * vocab))
-    return min(rows, 1 << (most.bit_length() - 1))
+    block = 1 << (most.bit_length() - 1)
+    while block * _MOST_BLOCKS < rows:
+        block *= 2
+    return min(rows, block)
 
 
 def score_prompt(
@@ -351,26 +358,22 @@ def score_prompt(
     spare = -size % block
     rows, tokens = jnp.pad(rows, (0, spare)), jnp.pad(tokens, (0, spare))
 
-    def one_block(number: jax.Array, scores: _Scores) -> _Scores:
-        first = number * block
-        at = jax.lax.dynamic_slice(rows, (first,), (block,))
-        targets = jax.lax.dynamic_slice(tokens, (first,), (block,))
-        parts = _Scores(*_score(logits_of(at), targets))
-        return jax.tree.map(
-            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=0),
-            scores,
-            parts,
-        )
+    def scored(first: int) -> _Scores:
+        end = first + block
+        return _Scores(*_score(logits_of(rows[first:end]), tokens[first:end]))
 
-    def all_blocks() -> _Scores:
-        return jax.lax.fori_loop(
-            0, (count + block - 1) // block, one_block, _Scores(*_no_scores(rows))
-        )
+    def nothing() -> _Scores:
+        return _Scores(*_no_scores(tokens[:block]))
 
-    # XLA takes what does not change out of a loop, a copy of the output head among it: 90 ms of a
-    # step whose loop would not run once. It takes nothing out of a branch.
-    scores = jax.lax.cond(count > 0, all_blocks, lambda: _Scores(*_no_scores(rows)))
-    return _Scores(*(column[:size] for column in scores))
+    # Branches and no loop: a GPU's driver runs a branch inside a CUDA graph, and the host would
+    # wait for a loop whose end the device decides. Out of a loop XLA also takes what does not
+    # change, a copy of the output head among it: 90 ms of a step whose loop would not run once. It
+    # takes nothing out of a branch.
+    blocks = [
+        jax.lax.cond(first < count, partial(scored, first), nothing)
+        for first in range(0, size, block)
+    ]
+    return _Scores(*(jnp.concatenate(parts)[:size] for parts in zip(*blocks, strict=True)))
 
 
 def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
