@@ -233,7 +233,12 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
     scheduler = Scheduler(
         SchedulerLimits.of(settings, context_length=setup.context),
         runner.buckets,
-        PagePool(runner.n_pages, settings.page_size, retain=settings.prefix_cache),
+        PagePool(
+            runner.n_pages,
+            settings.page_size,
+            retain=settings.prefix_cache,
+            share_outputs=_shares_outputs(settings),
+        ),
         eos_ids=model.eos_ids,
         vocab_size=model.vocab_size,
         window=model.window,
@@ -244,6 +249,13 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
     return CanaryCore(
         scheduler, runner, Ledger(), alone=alone, every=settings.canary_every, limit=limit
     )
+
+
+def _shares_outputs(settings: EngineSection) -> bool:
+    """Whether pages of generated tokens serve other prompts."""
+    if settings.share_outputs == "auto":
+        return jax.default_backend() != "cpu"
+    return settings.share_outputs == "on"
 
 
 def _core_alone(setup: _Setup, model: Model) -> EngineCore:

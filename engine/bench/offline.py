@@ -219,7 +219,12 @@ class OfflineBench:
         scheduler = Scheduler(
             replace(own.limits, **open_door, **limits),
             own.buckets,
-            PagePool(old.n_pages, old.page_size, retain=old.retain),
+            PagePool(
+                old.n_pages,
+                old.page_size,
+                retain=old.retain,
+                share_outputs=old.share_outputs,
+            ),
             self.clock,
         )
         return EngineCore(scheduler, runner, Ledger(capacity=1), self.clock)

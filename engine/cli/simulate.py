@@ -53,6 +53,7 @@ NOT_SIMULATED = (
     "memory_gib",
     "kv_dtype",
     "prefix_cache",
+    "share_outputs",
     "kernels",
     "compilation_cache",
     "platform",

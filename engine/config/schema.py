@@ -146,6 +146,15 @@ class EngineSection(Section):
         default=True,
         description=("keep the pages of finished sequences for prompts that start alike"),
     )
+    share_outputs: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description=(
+            "whether pages of generated tokens, too, serve prompts that start alike, as the next "
+            "turn of a conversation does. Their last bits differ from what a prompt's step would "
+            "compute, so a greedy answer may then depend on who came before; auto: off on a CPU, "
+            "where nothing else makes it depend on others, on elsewhere"
+        ),
+    )
     policy: PolicyName = Field(
         default="continuous",
         description=(

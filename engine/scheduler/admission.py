@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from jitney.engine.scheduler.estimates import OutputLengths, kind_of
-from jitney.engine.scheduler.kv_pages import PagePool, root_key
+from jitney.engine.scheduler.kv_pages import PagePool, owner_key, root_key
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.scheduler.sequence import OwnPages, Sequence
 from jitney.engine.types import EngineRequest, RequestLimits
 
 _NOTHING: frozenset[int] = frozenset()
@@ -69,9 +69,15 @@ class Admission:
                 stop_ids=stop_ids,
                 shares=self.pool.retain or sampling.n > 1,
                 root=root,
+                own_pages=self._own_pages(request, owner_key(number, index)),
             )
             for index in range(sampling.n)
         ]
+
+    def _own_pages(self, request: EngineRequest, owner: bytes) -> OwnPages | None:
+        if self.pool.share_outputs:
+            return None
+        return OwnPages(len(request.prompt), owner)
 
 
 def sibling_seed(seed: int, index: int) -> int:

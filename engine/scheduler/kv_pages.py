@@ -11,6 +11,7 @@ write to; it is never handed out. Every other page is in exactly one state:
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.scheduler.sequence import OwnPages, Sequence
 
 FREE, HELD, SHARED, CACHED = range(4)
 
@@ -30,9 +31,13 @@ class PagePool:
 
     retain: keep published pages that nobody holds until their room is needed (the prefix cache).
     Without it they become free at once, and only sequences alive at the same time can share.
+    share_outputs: pages that hold output tokens serve other prompts too; without it they serve
+    their own sequence alone, after a preemption.
     """
 
-    def __init__(self, n_pages: int, page_size: int, *, retain: bool = True):
+    def __init__(
+        self, n_pages: int, page_size: int, *, retain: bool = True, share_outputs: bool = True
+    ):
         if n_pages < 2 or page_size < 1:
             raise ValueError(
                 f"a pool needs 2 pages (one is trash) of 1 token, not {n_pages} of {page_size}"
@@ -40,6 +45,7 @@ class PagePool:
         self.n_pages = n_pages
         self.page_size = page_size
         self.retain = retain
+        self.share_outputs = share_outputs
         # A stack: low numbers go first.
         self._free = list(range(n_pages - 1, 0, -1))
         # References of each page.
@@ -227,17 +233,30 @@ def root_key(tenant: str, cache_salt: str, request_id: str = "") -> bytes:
     return blake2b(framed, digest_size=_KEY_BYTES).digest()
 
 
+def owner_key(number: int, index: int) -> bytes:
+    """The name of the index-th sequence of a request, by the request's number."""
+    return struct.pack("<qi", number, index)
+
+
 def extend_keys(
-    keys: list[bytes], root: bytes, tokens: list[int], page_size: int, n_pages: int
+    keys: list[bytes],
+    root: bytes,
+    tokens: list[int],
+    page_size: int,
+    n_pages: int,
+    own: OwnPages | None = None,
 ) -> None:
     """Append to `keys` until it names the first n_pages full pages of `tokens`.
 
-    A page's key is blake2b-128 of its parent's key and its tokens as int32.
+    A page's key is blake2b-128 of its parent's key and its tokens as int32, and of the owner's name
+    where only the owner may find it.
     """
     for start in range(len(keys) * page_size, n_pages * page_size, page_size):
         parent = keys[-1] if keys else root
-        page = array("i", tokens[start : start + page_size]).tobytes()
-        keys.append(blake2b(parent + page, digest_size=_KEY_BYTES).digest())
+        end = start + page_size
+        page = array("i", tokens[start:end]).tobytes()
+        owner = own.owner if own and end > own.start else b""
+        keys.append(blake2b(parent + page + owner, digest_size=_KEY_BYTES).digest())
 
 
 def shareable_keys(seq: Sequence, page_size: int) -> list[bytes]:
@@ -247,23 +266,27 @@ def shareable_keys(seq: Sequence, page_size: int) -> list[bytes]:
     if not seq.shares:
         return []
     n_pages = (len(seq.tokens) - 1) // page_size
-    extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages)
+    extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages, seq.own_pages)
     return seq.keys[:n_pages]
 
 
-def publish(seq: Sequence, pool: PagePool) -> None:
+def publish(seq: Sequence, pool: PagePool, *, ended: bool = False) -> None:
     """Offer the index every full page of a seated sequence whose tokens the host knows and whose
     rows are launched.
 
     Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a page
-    takes a hash, and many at once take less time than one in each step.
+    takes a hash, and many at once take less time than one in each step. ended: it will not come
+    back, so pages that only itself may find are not offered.
     """
     if not seq.shares:
         return
-    full = min(seq.scheduled, len(seq.tokens)) // pool.page_size
+    known = min(seq.scheduled, len(seq.tokens))
+    if ended and seq.own_pages:
+        known = min(known, seq.own_pages.start)
+    full = known // pool.page_size
     if full <= seq.published:
         return
-    extend_keys(seq.keys, seq.root, seq.tokens, pool.page_size, full)
+    extend_keys(seq.keys, seq.root, seq.tokens, pool.page_size, full, seq.own_pages)
     for i in range(max(seq.published, seq.dropped), full):
         pool.publish(seq.pages[i], seq.keys[i])
     seq.published = full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jitney.engine.scheduler.estimates import Kind, kind_of
 from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
@@ -10,6 +11,20 @@ from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 #: (class, number of the request, index of the sequence); the class is a number too, see
 #: `engine.scheduler.policies.Order`.
 type Rank = tuple[float, int, int]
+
+
+class OwnPages(NamedTuple):
+    """Pages that only the sequence itself may find again.
+
+    Where a decode step computes a row, its keys and values differ in the last bits from what a
+    prompt step computes; other prompts must not find them where answers are not to depend on who
+    came before.
+    """
+
+    #: Positions that anybody may find: those of the prompt.
+    start: int
+    #: Names the sequence, bytes that no other one has.
+    owner: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +84,8 @@ class Sequence:
     shares: bool = True
     #: Hash chain of its full pages: where it begins, and one key for each page so far.
     root: bytes = b""
+    #: None: all its pages may serve others.
+    own_pages: OwnPages | None = None
     keys: list[bytes] = field(default_factory=list[bytes])
     #: Own pages offered to the prefix index.
     published: int = 0

@@ -290,7 +290,7 @@ class SchedulerState:
         """Back to the front of the queue; its tokens stay, a token in flight still counts, its KV
         is recomputed.
         """
-        self._unseat(seq)
+        self._unseat(seq, ended=False)
         seq.computed_high = max(seq.computed_high, seq.scheduled)
         seq.scheduled = 0
         seq.preemptions += 1
@@ -298,9 +298,9 @@ class SchedulerState:
         self.queue.push(seq)
         self.stalled[seq] = None
 
-    def _unseat(self, seq: Sequence) -> None:
+    def _unseat(self, seq: Sequence, *, ended: bool = True) -> None:
         if self.pool.retain:
-            publish(seq, self.pool)
+            publish(seq, self.pool, ended=ended)
         self.pool.release(seq.pages)
         self.most_pages -= seq.most_pages
         self.queue.left(seq)

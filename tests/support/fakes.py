@@ -200,6 +200,7 @@ def make_core(
     budget: int = 16,
     context: int = 64,
     retain: bool = True,
+    share_outputs: bool = True,
     max_requests: int = 1000,
     max_tokens: int = 100_000,
     eos: tuple[int, ...] = (EOS,),
@@ -215,7 +216,7 @@ def make_core(
     scheduler = Scheduler(
         held_to,
         make_buckets(max_seats=seats, token_budget=budget),
-        PagePool(pages, page_size, retain=retain),
+        PagePool(pages, page_size, retain=retain, share_outputs=share_outputs),
         clock,
         eos,
         VOCAB,

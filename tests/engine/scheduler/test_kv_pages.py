@@ -14,8 +14,10 @@ from jitney.engine.scheduler.kv_pages import (
     SHARED,
     PagePool,
     extend_keys,
+    owner_key,
     root_key,
 )
+from jitney.engine.scheduler.sequence import OwnPages
 
 
 def keys_of(
@@ -140,6 +142,23 @@ def test_keys_name_the_whole_prefix_and_the_owner():
     ]
     assert len(set(roots)) == len(roots)
     assert keys_of(list(range(8)), 1) == keys_of(list(range(8)), 2)[:1]
+
+
+def test_own_pages_have_names_that_no_other_sequence_has():
+    """From the first page on that holds more than the prompt; the ones after it too."""
+    tokens = list(range(16))
+
+    def named(own: OwnPages | None) -> list[bytes]:
+        keys: list[bytes] = []
+        extend_keys(keys, b"root", tokens, 4, 4, own)
+        return keys
+
+    everybody = named(None)
+    one, other = (named(OwnPages(6, owner_key(number, 0))) for number in (1, 2))
+    assert one[:1] == other[:1] == everybody[:1]
+    assert len({*one[1:], *other[1:], *everybody[1:]}) == 9
+    assert named(OwnPages(16, owner_key(1, 0))) == everybody
+    assert owner_key(1, 2) != owner_key(2, 1)
 
 
 def test_check_sees_a_page_lost_or_doubled():

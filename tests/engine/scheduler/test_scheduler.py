@@ -287,6 +287,36 @@ def test_a_conversation_finds_the_pages_of_its_answer():
     assert outputs[0].cached_tokens == 8  # of 11 positions computed, two full pages
 
 
+def test_pages_of_an_answer_serve_nobody_else_where_outputs_are_not_shared():
+    """Prompt pages do, and nothing that nobody can find is kept."""
+    core = make_core(eos=(), share_outputs=False)
+    core.add(make_request("turn1", [1, 2, 3, 4, 5], max_tokens=9))
+    answer = tokens_of(core.run_until_idle(), "turn1")
+    assert core.scheduler.pool.n_cached == 1
+    core.add(make_request("turn2", [1, 2, 3, 4, 5, *answer, 6], max_tokens=2))
+    assert core.run_until_idle()[0].cached_tokens == 4
+    core.check()
+
+
+@pytest.mark.usefixtures("rash")
+@pytest.mark.parametrize("share_outputs", [True, False])
+def test_a_sequence_finds_the_pages_of_its_own_answer_after_a_preemption(share_outputs: bool):
+    """Two that do not fit together, in a pool that keeps some pages of who lost its seat."""
+    computed = {}
+    for retain in (True, False):
+        core = make_core(
+            seats=2, pages=9, budget=16, retain=retain, eos=(), share_outputs=share_outputs
+        )
+        for i, name in enumerate(("old", "young")):
+            core.add(make_request(name, [i + 1] * 6, max_tokens=14))
+        outputs = core.run_until_idle(400)
+        for i, name in enumerate(("old", "young")):
+            request = make_request(name, [i + 1] * 6, max_tokens=14)
+            assert tokens_of(outputs, name) == solo(request, 0, 99, ())
+        computed[retain] = core.ledger.totals["recomputed"]
+    assert computed[True] < computed[False], "pages found again are not computed again"
+
+
 @pytest.mark.parametrize(("tenant", "salt"), [("b", ""), ("a", "x")])
 def test_tenants_and_salts_do_not_share(tenant: str, salt: str):
     core = make_core(eos=())
