@@ -39,6 +39,11 @@ class _Settings(Protocol):
         """Digests (`jitney.engine.api.settings.digest_key`)."""
         ...
 
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """Origins of other pages that may ask for data."""
+        ...
+
 
 class _Dashboard(PageRoutes):
     """The handlers of one engine's routes, and what they share."""
@@ -208,7 +213,11 @@ def create_dashboard(
     dashboard = _Dashboard(client, settings, hz, engine, decode)
     app = Starlette(
         routes=dashboard.routes(),
-        middleware=[Middleware(AuthMiddleware, sessions=dashboard.sessions)],
+        middleware=[
+            Middleware(
+                AuthMiddleware, sessions=dashboard.sessions, cors_origins=settings.cors_origins
+            )
+        ],
         exception_handlers=HANDLERS,
     )
     app.router.redirect_slashes = False

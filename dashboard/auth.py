@@ -5,6 +5,7 @@ stream.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.dashboard.sessions import COOKIE, Sessions
 from jitney.dashboard.viewers import TooManyViewers, Viewer
+from jitney.engine.api.cross_site import is_navigation, refuse_other_sites
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError, error_response
 
@@ -47,10 +49,14 @@ _OPEN_PREFIX = "/assets/"
 
 @dataclass(frozen=True, slots=True)
 class AuthMiddleware:
-    """Security headers for all, data for those who may look."""
+    """Security headers for all, data for those who may look, and only to pages of this server.
+
+    cors_origins: other origins whose pages may look too.
+    """
 
     app: ASGIApp
     sessions: Sessions
+    cors_origins: Sequence[str] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,17 +69,24 @@ class AuthMiddleware:
                 _add_headers(message, path)
             await send(message)
 
-        if self._admits(scope, path):
-            await self.app(scope, receive, send_with_headers)
+        try:
+            self._check(scope, path)
+        except HttpError as error:
+            refusal = error_response(error, "none")
+            await refusal(scope, receive, send_with_headers)
             return
-        error = HttpError(401, "sign in on the page first", code="not_signed_in")
-        refusal = error_response(error, "none")
-        await refusal(scope, receive, send_with_headers)
+        await self.app(scope, receive, send_with_headers)
 
-    def _admits(self, scope: Scope, path: str) -> bool:
+    def _check(self, scope: Scope, path: str) -> None:
+        """Raise HttpError for who may not look. A person may come here by a link of another site;
+        a script of it may not even start a feed, which it could not read but which takes a place.
+        """
+        if scope["method"] != "GET" or not is_navigation(scope):
+            refuse_other_sites(scope, self.cors_origins)
         if path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX):
-            return True
-        return self.sessions.admits(Request(scope).cookies.get(COOKIE))
+            return
+        if not self.sessions.admits(Request(scope).cookies.get(COOKIE)):
+            raise HttpError(401, "sign in on the page first", code="not_signed_in")
 
 
 def _add_headers(message: Message, path: str) -> None:

@@ -20,6 +20,7 @@ from jitney.dashboard.auth import AuthMiddleware, FeedEndpoint
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, to_json
+from jitney.engine.api.cross_site import cors
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
@@ -115,7 +116,7 @@ async def _relayed(
 
 
 def create_standalone(engines: Sequence[RemoteEngine], settings: ServerSettings) -> Starlette:
-    """The page of these engines. settings: hosts and api_keys count here."""
+    """The page of these engines. settings: allowed_hosts, cors_origins and api_keys count here."""
     dashboard = _Standalone(engines, settings)
 
     @asynccontextmanager
@@ -128,5 +129,10 @@ def create_standalone(engines: Sequence[RemoteEngine], settings: ServerSettings)
         routes=[Mount("/", app=inner)],
         exception_handlers=HANDLERS,
         lifespan=lifespan,
-        middleware=[Middleware(AuthMiddleware, sessions=dashboard.sessions)],
+        middleware=[
+            *cors(settings),
+            Middleware(
+                AuthMiddleware, sessions=dashboard.sessions, cors_origins=settings.cors_origins
+            ),
+        ],
     )

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
 from jitney.engine.api.errors import error_response
 from jitney.engine.api.middleware import BearerAuth, BodyLimit, ErrorMiddleware, HeaderLimits
@@ -53,8 +54,10 @@ def create_app(
     app = Starlette(
         routes=[*(_starlette_route(route, service) for route in routes), *extra_routes],
         middleware=[
+            *cors(settings),
             Middleware(ErrorMiddleware, service=service, table=table),
             Middleware(HeaderLimits, settings=settings),
+            Middleware(SiteGuard, settings=settings),
             Middleware(BearerAuth, settings=settings),
             Middleware(BodyLimit, settings=settings),
         ],

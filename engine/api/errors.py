@@ -21,7 +21,7 @@ _MESSAGE_LIMIT = 1000
 _ECHO_LIMIT = 200
 
 #: HTTP status -> error type; else server_error from 500 on, and invalid_request_error.
-_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 #: Request error code -> (status, the code shown to the client, seconds for Retry-After when the
 #: error knows none).
 _CODES: dict[str, tuple[int, str | None, float | None]] = {

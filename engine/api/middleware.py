@@ -1,5 +1,5 @@
 """Pure ASGI middleware, outermost first: `ErrorMiddleware` (ids, log, errors), `HeaderLimits`,
-`BearerAuth`, `BodyLimit`.
+`SiteGuard` (in `cross_site`), `BearerAuth`, `BodyLimit`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jitney.engine.api.errors import HttpError, error_response
+from jitney.engine.api.errors import HttpError, echo, error_response
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.api.schema import SAFE_ID
 from jitney.engine.api.service import Context, Service, context_of
@@ -146,8 +146,15 @@ class HeaderLimits:
                 400, "the Host header must be given once, as name or name:port", close=True
             )
         name = _PORT.sub(b"", hosts[0]).decode().lower()
-        if self.settings.hosts is not None and name not in self.settings.hosts:
-            raise HttpError(400, "this server does not answer to that Host", close=True)
+        allowed = self.settings.allowed_hosts
+        if allowed is not None and name not in allowed:
+            raise HttpError(
+                421,
+                f"this server does not answer to the host {echo(name)}; if it should, start it "
+                "with that name in allowed_hosts (--allowed-hosts)",
+                code="host_not_allowed",
+                close=True,
+            )
 
 
 def _check_size(scope: Scope) -> None:

@@ -17,8 +17,10 @@ class ServerSettings:
     #: after keys themselves (the page has its own sign-in).
     public_paths: frozenset[str] = frozenset()
     public_prefixes: tuple[str, ...] = ()
-    #: Accepted Host names, without port; None for any.
-    hosts: tuple[str, ...] | None = None
+    #: Accepted Host names, lower case, without port; None for any.
+    allowed_hosts: tuple[str, ...] | None = None
+    #: Origins ("https://example.org") whose pages may send requests here; "*": all.
+    cors_origins: tuple[str, ...] = ()
     body_limit: int = 1 << 20
     #: How long the head and the body of a request may take to arrive.
     header_timeout_s: float = 10.0

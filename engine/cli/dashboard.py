@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
         "host": args.host,
         "port": args.port,
         "insecure": args.insecure,
-        "hosts": args.hosts,
+        "allowed_hosts": args.allowed_hosts,
         # The engines' key is also what visitors sign in with: nobody sees more here than there.
         "api_keys": (key,) if key else (),
     }
@@ -60,10 +60,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"port to listen on; 0: any free one [{_DEFAULT_PORT}]",
     )
     add(
-        "--hosts",
+        "--allowed-hosts",
         default="",
         metavar="A,B,...",
-        help="Host header values to accept, without port; empty: any",
+        help=(
+            "names that visitors may call this page by (the Host header, without port), beside "
+            "localhost, 127.0.0.1, [::1] and --host; empty: those alone, or any name where --host "
+            "is open to other machines"
+        ),
     )
     add(
         "--insecure",

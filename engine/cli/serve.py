@@ -169,7 +169,8 @@ def limits(config: Config, keys: tuple[str, ...]) -> ServerSettings:
     server = config.server
     return ServerSettings(
         api_keys=tuple(digest_key(key) for key in keys),
-        hosts=server.hosts or None,
+        allowed_hosts=server.answered_hosts,
+        cors_origins=server.cors_origins,
         body_limit=server.body_limit,
         header_timeout_s=server.read_timeout_s,
         body_timeout_s=server.read_timeout_s,

@@ -9,6 +9,7 @@ what they may contain.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +23,9 @@ KernelsName = Literal["auto", "reference", "native", "triton", "pallas"]
 PolicyName = Literal["continuous", "static", "dynamic"]
 OrderName = Literal["fcfs", "priority", "shortest", "fair"]
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+#: A host as the Host header has it, and an origin as a browser sends it (lower case, no path).
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+_ORIGIN = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 
 
 def _tuple_from_list(value: object) -> object:
@@ -420,8 +424,20 @@ class ServerSection(Section):
     insecure: bool = Field(
         default=False, description="allow listening beyond this machine without an API key"
     )
-    hosts: _Names = Field(
-        default=(), description="Host header values to accept, without port; empty: any"
+    allowed_hosts: _Names = Field(
+        default=(),
+        description=(
+            "names that clients may call this server by (the Host header, without port), beside "
+            "localhost, 127.0.0.1, [::1] and host; empty: only those where host is one of "
+            "localhost, 127.0.0.1 and ::1, else any name"
+        ),
+    )
+    cors_origins: _Names = Field(
+        default=(),
+        description=(
+            "origins, such as https://example.org, whose web pages may send requests here; *: all; "
+            "empty: only the pages of this server itself"
+        ),
     )
     body_limit: int = Field(
         default=1 << 20, ge=1024, le=1 << 30, description="most bytes of a request body"
@@ -484,6 +500,33 @@ class ServerSection(Section):
     def open_to_others(self) -> bool:
         """True when other machines can reach the endpoint."""
         return self.host not in _LOOPBACK
+
+    @property
+    def answered_hosts(self) -> tuple[str, ...] | None:
+        """Host names that are answered, lower case, as a Host header has them; None: any."""
+        if self.open_to_others and not self.allowed_hosts:
+            return None
+        own = f"[{self.host}]" if ":" in self.host else self.host
+        names = ("localhost", "127.0.0.1", "[::1]", own, *self.allowed_hosts)
+        return tuple(dict.fromkeys(name.lower() for name in names))
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not _HOST_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not a host name: give it without scheme and port")
+        return names
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins_are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is not an origin: give https://NAME or https://NAME:PORT"
+                )
+        return origins
 
     @model_validator(mode="after")
     def _network_needs_a_key(self) -> ServerSection:

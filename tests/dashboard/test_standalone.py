@@ -177,10 +177,10 @@ def test_the_key_opens_the_engine_and_this_page_alike(client):
 
 
 def test_only_named_hosts_are_answered(client):
-    app = standalone("http://127.0.0.1:1", hosts=("here",))
+    app = standalone("http://127.0.0.1:1", allowed_hosts=("here",))
     assert run(call(app, "/", method="GET", headers={"host": "here:8080"})).status == 200
     stranger = run(call(app, "/", method="GET", headers={"host": "elsewhere"}))
-    assert stranger.status == 400 and "Host" in stranger.error["message"]
+    assert stranger.status == 421 and "allowed_hosts" in stranger.error["message"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -172,7 +172,10 @@ def test_an_open_host_needs_a_key_or_a_decision():
         ),
         model=st.builds(ModelSection, id=st.text(min_size=1)),
         server=st.builds(
-            ServerSection, hosts=st.lists(st.text()).map(tuple), read_timeout_s=st.floats(1e-9, 1e9)
+            ServerSection,
+            api_key_file=st.text(),
+            allowed_hosts=st.lists(st.from_regex(r"[A-Za-z0-9._-]+", fullmatch=True)).map(tuple),
+            read_timeout_s=st.floats(1e-9, 1e9),
         ),
     ),
     st.booleans(),
