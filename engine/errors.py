@@ -47,6 +47,7 @@ _CODES = (
     "rate_limit",
     "draining",
     "loading",
+    "busy",
     "engine_dead",
     "deadline_exceeded",
     "deadline_unreachable",

@@ -5,10 +5,11 @@ leaves.
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator, Generator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.disconnect import until_disconnect
@@ -76,9 +77,25 @@ class _Answer:
             if self.request.stream:
                 await self._stream(generation, format, context.request_id, send)
             else:
-                body = format.whole(await _collect(generation))
-                response = Response(body, 200, self.headers, "application/json")
-                await response(scope, receive, send)
+                totals = await _collect(generation)
+                async with aclosing(self.service.slices.blocks(format.whole(totals))) as blocks:
+                    await self._send_whole(blocks, send)
+
+    async def _send_whole(self, blocks: AsyncIterator[bytes], send: Send) -> None:
+        """With its length if it is one block, else block by block, as fast as the client reads."""
+        headers = self.headers | {"content-type": "application/json"}
+        first = await anext(blocks)
+        second = await anext(blocks, b"")
+        if not second:
+            headers["content-length"] = str(len(first))
+        await send(_start(headers))
+        await _send_body(send, first, more=bool(second))
+        if not second:
+            return
+        await _send_body(send, second)
+        async for block in blocks:
+            await _send_body(send, block)
+        await _send_body(send, b"", more=False)
 
     async def _stream(
         self, generation: Generation, format: Format, request_id: str, send: Send
@@ -90,23 +107,35 @@ class _Answer:
         deltas = await generation.deltas(settings.header_wait_s)
         await send(self._stream_start())
         try:
-            await _send_body(send, _frames(format, deltas))
+            await self._send_frames(format, deltas, send)
             while not generation.done:
                 deltas = await generation.deltas(settings.keep_alive_s)
-                await _send_body(send, _frames(format, deltas))
+                await self._send_frames(format, deltas, send)
             tail = format.tail()
         except Exception as error:
             tail = error_event(error, request_id) + DONE
         await _send_body(send, tail, more=False)
 
+    async def _send_frames(
+        self, format: Format, deltas: list[tuple[Choice, ChoiceDelta]], send: Send
+    ) -> None:
+        """What these deltas have to say; a comment where it is nothing."""
+        if not deltas:
+            await _send_body(send, _KEEP_ALIVE)
+            return
+        async with aclosing(self.service.slices.blocks(_frames(format, deltas))) as blocks:
+            async for block in blocks:
+                await _send_body(send, block)
+
     def _stream_start(self) -> Message:
-        headers = self.headers | {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-store",
-            "x-accel-buffering": "no",
-        }
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        return {"type": "http.response.start", "status": 200, "headers": raw}
+        return _start(
+            self.headers
+            | {
+                "content-type": "text/event-stream; charset=utf-8",
+                "cache-control": "no-store",
+                "x-accel-buffering": "no",
+            }
+        )
 
 
 async def _collect(generation: Generation) -> dict[int, ChoiceDelta]:
@@ -116,15 +145,21 @@ async def _collect(generation: Generation) -> dict[int, ChoiceDelta]:
         for choice, delta in await generation.deltas(None):
             total = totals[choice.index]
             total.text += delta.text
-            total.tokens += delta.tokens
+            total.tokens.extend(delta.tokens)
             total.finish = delta.finish
     return totals
 
 
-def _frames(format: Format, deltas: list[tuple[Choice, ChoiceDelta]]) -> bytes:
-    """What to send for these deltas; a comment where there is nothing to send."""
-    frames = [format.chunks(choice, delta) for choice, delta in deltas]
-    return b"".join(frames) or _KEEP_ALIVE
+def _frames(
+    format: Format, deltas: list[tuple[Choice, ChoiceDelta]]
+) -> Generator[bytes, None, None]:
+    for choice, delta in deltas:
+        yield from format.chunks(choice, delta)
+
+
+def _start(headers: dict[str, str]) -> Message:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": raw}
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-import orjson
-
-from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, PromptEcho, Token
+from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, PromptEcho, TokenList
+from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
 from jitney.engine.text.detokenizer import TokenBytes
 
 DONE = b"data: [DONE]\n\n"
 #: JSON has no minus infinity; OpenAI writes this for a token that cannot be chosen.
 _LOWEST = -9999.0
-_NO_ECHO = PromptEcho("", [], [])
+_NO_ECHO = PromptEcho("", TokenList())
+
+
+class _Known[T](dict[int, T]):
+    """What `make` gives for a token id, made once."""
+
+    def __init__(self, make: Callable[[int], T]):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token: int) -> T:
+        value = self[token] = self._make(token)
+        return value
 
 
 class Format:
     """Answers of one generation. `whole` for a plain answer, `chunks` and `tail` for a stream (SSE
-    frames).
+    frames). Whole answers and chunks come in pieces: work for `Slices`.
     """
 
     whole_object = chunk_object = ""
@@ -33,36 +45,43 @@ class Format:
             "model": self.request.model,
         }
 
-    def whole(self, totals: dict[int, ChoiceDelta]) -> bytes:
+    def whole(self, totals: dict[int, ChoiceDelta]) -> Generator[bytes, None, None]:
         """The body of a plain answer; totals: everything each choice gained, by choice index."""
-        choices = [
-            self._choice(index, choice, totals[choice.index])
-            for index, choice in enumerate(self._best())
-        ]
+        choices = LongJson(self._choices(totals))
         body = self._head | {"object": self.whole_object, "choices": choices}
-        return orjson.dumps(body | self._whole_extra() | {"usage": self.generation.usage()})
+        return in_pieces(body | self._whole_extra() | {"usage": self.generation.usage()})
 
-    def chunks(self, choice: Choice, delta: ChoiceDelta) -> bytes:
+    def _choices(self, totals: dict[int, ChoiceDelta]) -> Iterator[bytes]:
+        mark = b"["
+        for index, choice in enumerate(self._best()):
+            yield mark
+            yield from in_pieces(self._choice(index, choice, totals[choice.index]))
+            mark = b","
+        yield b"]"
+
+    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
         """The frames of one delta; the first one of a choice opens it."""
-        frames = [self._frame([entry]) for entry in self._entries(choice, delta)]
+        for entry in self._entries(choice, delta):
+            yield from self._frame([entry])
         choice.started = True
-        return b"".join(frames)
 
     def tail(self) -> bytes:
         """What follows the last chunk."""
         if self.request.include_usage:
-            return self._frame([], self.generation.usage()) + DONE
+            return b"".join(self._frame([], self.generation.usage())) + DONE
         return DONE
 
     def _frame(
         self, choices: list[dict[str, Any]], usage: dict[str, object] | None = None
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         body = self._head | {"object": self.chunk_object, "choices": choices}
         if self.request.continuous_usage:
             body["usage"] = self.generation.usage()
         elif self.request.include_usage:
             body["usage"] = usage
-        return b"data: " + orjson.dumps(body) + b"\n\n"
+        yield b"data: "
+        yield from in_pieces(body)
+        yield b"\n\n"
 
     def _best(self) -> list[Choice]:
         """The choices to return, prompt by prompt; with best_of > n those of highest mean
@@ -78,10 +97,8 @@ class Format:
             best += group[:n]
         return best
 
-    def _token_ids(self, tokens: list[Token]) -> dict[str, Any]:
-        if not self.request.return_token_ids:
-            return {}
-        return {"token_ids": [token.id for token in tokens]}
+    def _token_ids(self, tokens: TokenList) -> dict[str, Any]:
+        return {"token_ids": tokens.ids} if self.request.return_token_ids else {}
 
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
         raise NotImplementedError
@@ -95,6 +112,10 @@ class Format:
 
 class CompletionFormat(Format):
     whole_object = chunk_object = "text_completion"
+
+    def __init__(self, generation: Generation, tokenizer: TokenBytes):
+        super().__init__(generation, tokenizer)
+        self._texts = _Known(self._text)
 
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
         return self._entry(index, choice, total, first=True)
@@ -118,43 +139,34 @@ class CompletionFormat(Format):
             "logprobs": None,
         }
         if self.request.top_logprobs is not None:
-            before = echo.tokens() if first else []
-            entry["logprobs"] = self._logprobs(before, delta.tokens, len(echo.text))
+            shown = TokenList()
+            if first:
+                shown.extend(echo.tokens)
+            shown.extend(delta.tokens, shift=len(echo.text))
+            entry["logprobs"] = self._logprobs(shown)
         if self.request.return_token_ids and first:
             entry["prompt_token_ids"] = choice.engine_request.prompt
         return entry | self._token_ids(delta.tokens)
 
-    def _logprobs(self, prompt: list[Token], output: list[Token], shift: int) -> dict[str, Any]:
-        """shift: characters of the prompt before the output's first."""
-        entry: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
+    def _logprobs(self, tokens: TokenList) -> dict[str, Any]:
+        count = len(tokens)
+        return {
+            "tokens": json_list(lambda place: self._texts[tokens.ids[place]], count),
+            "token_logprobs": json_list(lambda place: _logprob(tokens, place), count),
+            "top_logprobs": json_list(lambda place: self._top(tokens, place), count),
+            "text_offset": json_list(lambda place: tokens.offsets[place], count),
         }
-        for token in prompt:
-            self._append(entry, token, token.offset)
-        for token in output:
-            self._append(entry, token, token.offset + shift)
-        return entry
 
-    def _append(self, entry: dict[str, list[Any]], token: Token, offset: int) -> None:
-        scores = token.logprobs
-        entry["tokens"].append(self._text(token.id))
-        entry["token_logprobs"].append(None if scores is None else _finite(scores.logprob))
-        entry["top_logprobs"].append(self._top(token))
-        entry["text_offset"].append(offset)
-
-    def _top(self, token: Token) -> dict[str, float] | None:
+    def _top(self, tokens: TokenList, place: int) -> dict[str, float] | None:
         """Token text -> log-probability of the most likely ones and of the token itself."""
-        scores = token.logprobs
+        scores = tokens.logprobs[place]
         if scores is None:
             return None
-        count = self.request.top_logprobs
+        texts, count = self._texts, self.request.top_logprobs
         top: dict[str, float] = {}
         for id, logprob in zip(scores.top_ids[:count], scores.top_logprobs[:count], strict=True):
-            top[self._text(id)] = _finite(logprob)
-        top[self._text(token.id)] = _finite(scores.logprob)
+            top[texts[id]] = logprob if logprob > _LOWEST else _LOWEST
+        top[texts[tokens.ids[place]]] = _finite(scores.logprob)
         return top
 
     def _text(self, token: int) -> str:
@@ -171,6 +183,11 @@ class CompletionFormat(Format):
 class ChatFormat(Format):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    def __init__(self, generation: Generation, tokenizer: TokenBytes):
+        super().__init__(generation, tokenizer)
+        #: A token's text and its bytes.
+        self._spellings = _Known(self._spelling)
 
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
         entry = {
@@ -211,27 +228,34 @@ class ChatFormat(Format):
     ) -> dict[str, Any]:
         return {"index": choice.index, "delta": delta, "finish_reason": finish, "logprobs": None}
 
-    def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: TokenList) -> dict[str, Any] | None:
         if self.request.top_logprobs is None:
             return None
-        return {"content": [self._scored(token) for token in tokens], "refusal": None}
+        content = json_list(lambda place: self._scored(tokens, place), len(tokens))
+        return {"content": content, "refusal": None}
 
-    def _scored(self, token: Token) -> dict[str, Any]:
-        scores, count = token.logprobs, self.request.top_logprobs
+    def _scored(self, tokens: TokenList, place: int) -> dict[str, Any]:
+        token, scores = tokens.ids[place], tokens.logprobs[place]
         if scores is None:
-            return self._spelled(token.id, _LOWEST) | {"top_logprobs": []}
+            return self._spelled(token, _LOWEST) | {"top_logprobs": []}
+        count = self.request.top_logprobs
         top = zip(scores.top_ids[:count], scores.top_logprobs[:count], strict=True)
-        entry = self._spelled(token.id, scores.logprob)
+        entry = self._spelled(token, scores.logprob)
         entry["top_logprobs"] = [self._spelled(id, logprob) for id, logprob in top]
         return entry
 
     def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self._spellings[token]
+        return {"token": text, "logprob": _finite(logprob), "bytes": data}
+
+    def _spelling(self, token: int) -> tuple[str, list[int]]:
         data = self._token_bytes(token)
-        return {
-            "token": data.decode(errors="replace"),
-            "logprob": _finite(logprob),
-            "bytes": list(data),
-        }
+        return data.decode(errors="replace"), list(data)
+
+
+def _logprob(tokens: TokenList, place: int) -> float | None:
+    scores = tokens.logprobs[place]
+    return None if scores is None else _finite(scores.logprob)
 
 
 def _finite(logprob: float) -> float:

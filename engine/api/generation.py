@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -18,19 +18,31 @@ from jitney.engine.api.service import Context, Service
 from jitney.engine.text.detokenizer import TextDelta, TextStream, TokenBytes
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
+#: Tokens of a prompt that are turned into text between two stops of `Slices`.
+_ECHO_TOKENS = 64
+
 #: An output of the n-th engine request, or why there will be no more.
 type _Event = tuple[int, SequenceOutput] | Exception
 
 
 @dataclass(slots=True)
-class Token:
-    """One token as lists of log-probabilities show it."""
+class TokenList:
+    """Tokens as lists of log-probabilities show them: three lists of one length."""
 
-    id: int
-    #: Character position in the text at which it begins.
-    offset: int
-    #: None for the first token of all, which has nothing before it.
-    logprobs: TokenLogprobs | None
+    ids: list[int] = field(default_factory=list)
+    #: Character position in the text at which each begins.
+    offsets: list[int] = field(default_factory=list)
+    #: None for the first token of all, which has nothing before it, and where none are wanted.
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def extend(self, others: TokenList, shift: int = 0) -> None:
+        """Add tokens; shift: characters of the text before theirs."""
+        self.ids += others.ids
+        self.offsets += [offset + shift for offset in others.offsets]
+        self.logprobs += others.logprobs
 
 
 @dataclass(slots=True)
@@ -40,7 +52,7 @@ class ChoiceDelta:
     #: Text that is final.
     text: str = ""
     #: All tokens, whether their text is final or still held back.
-    tokens: list[Token] = field(default_factory=list)
+    tokens: TokenList = field(default_factory=TokenList)
     #: Why it ended, if it did.
     finish: str | None = None
 
@@ -50,15 +62,8 @@ class PromptEcho:
     """A prompt as `echo` repeats it."""
 
     text: str
-    ids: list[int]
-    #: Where each token begins in the text.
-    offsets: list[int]
-    #: One entry a token, the first None; they come with the first output token.
-    logprobs: list[TokenLogprobs | None] | None = None
-
-    def tokens(self) -> list[Token]:
-        logprobs = self.logprobs or [None] * len(self.ids)
-        return [Token(*each) for each in zip(self.ids, self.offsets, logprobs, strict=True)]
+    #: Its log-probabilities come with the first output token.
+    tokens: TokenList
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +88,7 @@ class Choice:
     #: time.monotonic() of its newest token; 0 before the first.
     tokens_at: float = 0.0
     #: Tokens whose text is held back.
-    unsent: list[Token] = field(default_factory=list)
+    unsent: TokenList = field(default_factory=TokenList)
 
     @property
     def mean_logprob(self) -> float:
@@ -101,17 +106,17 @@ class Choice:
         if not text.text and self.finish is None:
             return None
         delta = ChoiceDelta(text.text, self.unsent, self.finish)
-        self.unsent = []
+        self.unsent = TokenList()
         return delta
 
     def _count(self, output: SequenceOutput, text: TextDelta) -> None:
         """Take the tokens that count, which a stop string may have cut."""
         self.n_tokens += text.tokens
-        logprobs = output.logprobs or [None] * text.tokens
-        for token, offset, entry in zip(output.tokens, text.offsets, logprobs, strict=False):
-            self.unsent.append(Token(token, offset, entry))
-            if entry is not None:
-                self.cumulative += entry.logprob
+        logprobs: Sequence[TokenLogprobs | None] = [None] * text.tokens
+        if output.logprobs is not None:
+            logprobs = output.logprobs[: text.tokens]
+            self.cumulative += sum(entry.logprob for entry in output.logprobs[: text.tokens])
+        self.unsent.extend(TokenList(output.tokens[: text.tokens], text.offsets, [*logprobs]))
 
 
 class Generation:
@@ -128,10 +133,10 @@ class Generation:
         self.choices = _choices(request, tokenizer)
         #: Prompts to repeat, if that is asked for.
         self.echoes: list[PromptEcho] = []
-        if request.echo:
-            self.echoes = [_echo(tokenizer, request.sampling, each) for each in request.prompts]
         #: Tokens of each prompt that came from the prefix cache.
         self.cached_tokens = [0] * len(request.prompts)
+        self._tokenizer = tokenizer
+        self._slices = service.slices
         self._client = service.client
         self._metrics = service.metrics
         self._quotas = service.quotas
@@ -146,6 +151,8 @@ class Generation:
             for number, request in enumerate(self.request.engine_requests):
                 outputs = self._client.submit(request)
                 self._pumps.append(asyncio.create_task(self._pump(number, outputs)))
+            if self.request.echo:
+                await self._make_echoes()
         except BaseException:
             await self._end()
             raise
@@ -153,6 +160,12 @@ class Generation:
         for request in self.request.engine_requests:
             self._metrics.prompt_lengths.observe(len(request.prompt))
         return self
+
+    async def _make_echoes(self) -> None:
+        """While the engine reads the prompts."""
+        for prompt in self.request.prompts:
+            echo = _echo(self._tokenizer, self.request.sampling, prompt)
+            self.echoes.append(await self._slices.result(echo))
 
     async def __aexit__(self, *exc: object) -> None:
         await self._end()
@@ -228,7 +241,7 @@ class Generation:
     def _take_prompt_facts(self, number: int, output: SequenceOutput) -> None:
         """Keep what comes once per prompt."""
         if output.prompt_logprobs is not None and self.echoes:
-            self.echoes[number].logprobs = output.prompt_logprobs
+            self.echoes[number].tokens.logprobs = output.prompt_logprobs
         if output.index == 0 and output.cached_tokens:
             self._metrics.cached_tokens.inc(output.cached_tokens - self.cached_tokens[number])
             self.cached_tokens[number] = output.cached_tokens
@@ -299,11 +312,19 @@ def _choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
     return choices
 
 
-def _echo(tokenizer: TokenBytes, sampling: SamplingParams, prompt: EncodedPrompt) -> PromptEcho:
+def _echo(
+    tokenizer: TokenBytes, sampling: SamplingParams, prompt: EncodedPrompt
+) -> Generator[None, None, PromptEcho]:
     """The prompt's text and where each token begins in it; a character cut off at its end is left
-    to the output.
+    to the output. Work for `Slices`.
     """
     stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=sampling.skip_special_tokens))
-    decoded = stream.push(prompt.ids)
-    text = decoded.text if prompt.text is None else prompt.text
-    return PromptEcho(text, prompt.ids, decoded.offsets)
+    texts: list[str] = []
+    offsets: list[int] = []
+    for start in range(0, len(prompt.ids), _ECHO_TOKENS):
+        decoded = stream.push(prompt.ids[start : start + _ECHO_TOKENS])
+        texts.append(decoded.text)
+        offsets += decoded.offsets
+        yield
+    text = "".join(texts) if prompt.text is None else prompt.text
+    return PromptEcho(text, TokenList(prompt.ids, offsets, [None] * len(prompt.ids)))

@@ -1,5 +1,5 @@
 """Reading a JSON body that may be hostile: depth first, then parse, then a reason that names the
-field.
+field. And writing JSON that is too long to be written at once.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +22,10 @@ _MAX_DEPTH = 64
 #: body of quotes.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+#: Stands where a LongJson belongs; no JSON text contains this byte.
+_HOLE = b"\0"
+#: Elements of a list that are written at once.
+_GROUP = 16
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
@@ -78,3 +83,47 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
         case list():
             for index, item in enumerate(value):
                 yield from _numbers(item, f"{path}[{index}]")
+
+
+@dataclass(frozen=True, slots=True)
+class LongJson:
+    """A value, somewhere inside another one, whose JSON text comes in pieces."""
+
+    pieces: Iterator[bytes]
+
+
+def in_pieces(value: Any) -> Generator[bytes, None, None]:
+    """The JSON text of `value`, written piece by piece where it is a LongJson."""
+    long: list[LongJson] = []
+
+    def leave_a_hole(item: object) -> orjson.Fragment:
+        if not isinstance(item, LongJson):
+            raise TypeError(f"{type(item).__name__} is no JSON")
+        long.append(item)
+        return orjson.Fragment(_HOLE)
+
+    text = orjson.dumps(value, leave_a_hole, orjson.OPT_PASSTHROUGH_DATACLASS)
+    if not long:
+        yield text
+        return
+    before, *parts = text.split(_HOLE)
+    yield before
+    for item, part in zip(long, parts, strict=True):
+        yield from item.pieces
+        yield part
+
+
+def json_list(make: Callable[[int], Any], count: int) -> list[Any] | LongJson:
+    """The list of make(0) to make(count - 1), made bit by bit if it is long."""
+    if count <= _GROUP:
+        return [make(place) for place in range(count)]
+    return LongJson(_groups(make, count))
+
+
+def _groups(make: Callable[[int], Any], count: int) -> Iterator[bytes]:
+    mark = b"["
+    for start in range(0, count, _GROUP):
+        group = [make(place) for place in range(start, min(start + _GROUP, count))]
+        yield mark + orjson.dumps(group)[1:-1]
+        mark = b","
+    yield b"]"

@@ -18,6 +18,7 @@ from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.quotas import Quotas
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.api.slices import Slices
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 from jitney.engine.types import EngineInfo
@@ -78,6 +79,8 @@ class Service:
         self.draining = False
         self.metrics = ServerMetrics(self)
         self.quotas = Quotas(settings.key_max_concurrent, settings.key_tokens_per_minute)
+        #: The loop's time for answers with many tokens.
+        self.slices = Slices()
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -52,6 +52,9 @@ class Tokenizer:
         )
         #: Number of tokens the tokenizer knows; a model's own vocabulary may be padded beyond it.
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        #: By token id; finding a token's bytes takes some 6 us, and lists of log-probabilities
+        #: need a thousand of them at once.
+        self._known_bytes: dict[int, bytes] = {}
 
     @property
     def bos_id(self) -> int | None:
@@ -127,6 +130,12 @@ class Tokenizer:
         """The bytes this token adds to the text; a token may hold part of a UTF-8 character. b""
         for an unknown id.
         """
+        known = self._known_bytes.get(id)
+        if known is None:
+            known = self._known_bytes[id] = self._spelled_out(id)
+        return known
+
+    def _spelled_out(self, id: int) -> bytes:
         token = self.id_to_token(id)
         if token is None:
             return b""

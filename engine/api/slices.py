@@ -1,0 +1,133 @@
+"""Long work on the event loop, a few milliseconds at a time.
+
+Work here is a generator that stops now and then. Threads would not do: pure Python in a thread
+takes the interpreter for 5 ms whenever the loop writes to a socket, which is once for every stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections.abc import AsyncGenerator, Generator, Iterator
+
+from jitney.engine.errors import RequestError
+
+#: Seconds of work between two turns of the loop. What a generator does between two stops should
+#: take much less.
+_SLICE_S = 0.002
+#: Bytes that are sent at once.
+_BLOCK = 1 << 16
+
+
+class Slices:
+    """Gives out the loop's time: one slice in a turn of the loop, whoever has had the fewest first,
+    so that short work does not wait for long work.
+
+    most: works under way at a time, one more is refused; 0: no limit.
+    """
+
+    def __init__(self, most: int = 0):
+        self._most = most
+        self._open = 0
+        self._taken = False
+        #: (slices had so far, order of coming, who waits).
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    async def result[T](self, work: Generator[object, None, T]) -> T:
+        """Run `work` to its end; what it returns. Raises RequestError busy if too much is under
+        way.
+        """
+        self._enter()
+        try:
+            n_slices = 0
+            while True:
+                await self._turn(n_slices)
+                n_slices += 1
+                try:
+                    _advance(work)
+                except StopIteration as end:
+                    return end.value
+                finally:
+                    self._pass_on_later()
+        finally:
+            self._open -= 1
+            work.close()
+
+    async def blocks(self, pieces: Generator[bytes, None, None]) -> AsyncGenerator[bytes]:
+        """What `pieces` gives, joined to blocks of some 64 kB. The loop's time is not held while
+        the reader is busy with a block. Raises RequestError busy if too much is under way.
+        """
+        self._enter()
+        try:
+            block = bytearray()
+            n_slices = 0
+            more = True
+            while more:
+                await self._turn(n_slices)
+                n_slices += 1
+                try:
+                    more = _fill(block, pieces)
+                finally:
+                    self._pass_on_later()
+                if len(block) >= _BLOCK:
+                    yield bytes(block)
+                    block.clear()
+            if block:
+                yield bytes(block)
+        finally:
+            self._open -= 1
+            pieces.close()
+
+    def _enter(self) -> None:
+        if self._most and self._open >= self._most:
+            raise RequestError(
+                f"{self._most} long answers are being made already; ask again in a moment",
+                code="busy",
+            )
+        self._open += 1
+
+    async def _turn(self, n_slices: int) -> None:
+        """Wait for a slice of the loop's time, which `_pass_on_later` ends."""
+        if not self._taken:
+            self._taken = True
+            return
+        ticket = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (n_slices, next(self._order), ticket))
+        try:
+            await ticket
+        except asyncio.CancelledError:
+            if ticket.done() and not ticket.cancelled():
+                self._pass_on()  # it was ours already
+            raise
+
+    def _pass_on_later(self) -> None:
+        """Whatever waits on the loop now goes first."""
+        asyncio.get_running_loop().call_soon(self._pass_on)
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            _, _, ticket = heapq.heappop(self._waiting)
+            if not ticket.done():
+                ticket.set_result(None)
+                return
+        self._taken = False
+
+
+def _advance(work: Iterator[object]) -> None:
+    """One slice. Raises StopIteration at the end."""
+    end = time.perf_counter() + _SLICE_S
+    while time.perf_counter() < end:
+        next(work)
+
+
+def _fill(block: bytearray, pieces: Iterator[bytes]) -> bool:
+    """One slice, or as much as makes the block full. False: there is no more."""
+    end = time.perf_counter() + _SLICE_S
+    for piece in pieces:
+        block += piece
+        if len(block) >= _BLOCK or time.perf_counter() >= end:
+            return True
+    return False
