@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -232,15 +233,22 @@ def dashboard_routes(
     engine: EngineSection | None = None,
     decode: _Decode | None = None,
 ) -> list[BaseRoute]:
-    """The page mounted at `path`, and a redirect for those who leave out the slash at its end.
+    """The page mounted at `path`, and redirects for those who leave out the slash at its end, and
+    for browsers that come to "/".
 
-    The redirect is relative, because an absolute one would repeat the client's Host header.
+    The redirects are relative, because an absolute one would repeat the client's Host header.
     """
 
     async def add_slash(request: Request) -> Response:
         return RedirectResponse(path.rpartition("/")[2] + "/")
 
+    async def front_door(request: Request) -> Response:
+        if "text/html" not in request.headers.get("accept", ""):
+            raise HTTPException(404)  # a program wants to know that there is nothing
+        return RedirectResponse(path.removeprefix("/") + "/")
+
     return [
+        Route("/", front_door),
         Route(path, add_slash),
         Mount(path, app=create_dashboard(client, settings, engine=engine, decode=decode)),
     ]

@@ -18,6 +18,8 @@ const CONFIG = {displayModeBar: false, responsive: true};
 const EVERY_MS = 1000;
 /** Milliseconds between two drawings of any charts: under 5 % of the frames hold one, however many can be seen. */
 const APART_MS = 350;
+/** Milliseconds after which Plotly is fetched though the page is never idle. */
+const LOAD_WITHIN_MS = 4000;
 /** Points of a line, however long the span. */
 const MOST_POINTS = 600;
 
@@ -92,6 +94,8 @@ export class Charts {
     this.lastAt = -Infinity;
     this.visible = watchVisible(Object.keys(CHARTS).map($));
     this.ready = null;
+    // Fetched before anybody scrolls to a chart, once the seats have been drawn.
+    requestIdleCallback(() => this.load(), {timeout: LOAD_WITHIN_MS});
     addEventListener("resize", () => {
       this.drawnAt = {};
     });
@@ -120,16 +124,18 @@ export class Charts {
     this.drawnAt = {};
   }
 
+  /** Plotly, once. */
+  load() {
+    this.ready ??= plotly().then((Plotly) => {
+      this.Plotly = Plotly;
+      this.refresh();
+    });
+  }
+
   draw(id, moment, now) {
     this.drawnAt[id] = now;
     this.lastAt = now;
-    if (!this.ready) {
-      this.ready = plotly().then((Plotly) => {
-        this.Plotly = Plotly;
-        this.refresh();
-      });
-      return;
-    }
+    this.load();
     if (!this.Plotly) {
       return;
     }

@@ -246,6 +246,9 @@ function fillTables() {
 }
 
 function updateState() {
+  if (!watcher) {
+    return; // which engines there are is still being asked
+  }
   const {engine, silent, trouble} = watcher;
   const {frame, notes} = engine;
   showState(stateOf(frame, view.mode, silent), frame && {...frame, notes}, silent, trouble);

@@ -152,7 +152,7 @@ export class Requests {
   key(event) {
     const line = event.target.closest("tr");
     const {rows} = this.body;
-    if (event.key === "Enter" || event.key === " ") {
+    if (event.key === "Enter") {
       event.preventDefault();
       return this.open(line);
     }

@@ -199,6 +199,7 @@ export class SeatGrid {
       this.choose(-1);
     }
     if (event.key === "Enter") {
+      event.preventDefault(); // else it presses the button of the dialog that opens
       this.pick();
     }
     if (!step) {

@@ -144,11 +144,12 @@ export function showFigures(now) {
 }
 
 function makeTile(name, metered) {
-  const value = make("dd");
-  const tile = make("div", {class: "figure"}, make("dt", {}, name), value);
+  const value = make("span");
+  const told = make("dd", {}, value);
+  const tile = make("div", {class: "figure"}, make("dt", {}, name), told);
   const meter = metered ? make("meter", {value: 0, "aria-label": name}) : null;
   if (meter) {
-    tile.append(meter);
+    told.append(meter);
   }
   $("figures").append(tile);
   return {tile, value, meter};

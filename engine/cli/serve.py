@@ -197,7 +197,7 @@ def _build_app(config: Config, settings: ServerSettings, client: EngineClient) -
     settings = replace(
         settings,
         public_prefixes=(_DASHBOARD + "/",),
-        public_paths=frozenset({_DASHBOARD}),
+        public_paths=frozenset({"/", _DASHBOARD}),
     )
     app = create_app(client, None, settings, config.model.id, extra_routes=routes)
     return app

@@ -4,9 +4,24 @@ happens.
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from api_fakes import until
 from msgspec import structs
-from page_browser import endpoint, figures, free_port, says, served, state, table_is, tells, visit
+from page_browser import (
+    endpoint,
+    figures,
+    free_port,
+    press,
+    says,
+    served,
+    state,
+    table_is,
+    tells,
+    visit,
+    watched,
+)
 
 from jitney.dashboard import create_dashboard
 from jitney.engine.api.settings import ServerSettings, digest_key
@@ -177,6 +192,76 @@ def test_a_server_that_is_gone_makes_the_page_stale_until_it_is_back(client, ope
         state(page, "live")
         assert page.locator("#trouble").is_hidden()
         page.goto("about:blank")
+
+
+def test_a_server_that_answers_late_is_waited_for(client, open_page):
+    """The page's clock runs before it knows which engine it shows."""
+    page = open_page.page
+
+    def late(route) -> None:
+        page.wait_for_timeout(1500)
+        route.continue_()
+
+    page.route("**/engines", late)
+    with endpoint(client) as url:
+        page.goto(url + "/dashboard/")
+        state(page, "live")
+        page.goto("about:blank")
+    assert open_page.problems == []
+
+
+def test_a_browser_at_the_root_gets_the_page_and_a_program_a_404(client, open_page):
+    page = open_page.page
+    with endpoint(client) as url:
+        page.goto(url)
+        state(page, "live")
+        assert page.url == url + "/dashboard/"
+        answer = page.request.get(url + "/", headers={"accept": "*/*"})
+        assert answer.status == 404 and answer.json()["error"]["code"] == "not_found"
+        page.goto("about:blank")
+
+
+def test_a_chart_says_that_it_is_on_its_way(client, open_page):
+    page = open_page.page
+    waiting = []
+    page.route("**/plotly.min.js", lambda route: waiting.append(route))
+    with visit(page, client):
+        shown = (
+            """() => getComputedStyle(document.getElementById("chart-rate"), "::before").content"""
+        )
+        assert "being loaded" in page.evaluate(shown)
+        until(lambda: page.wait_for_timeout(50) or bool(waiting), 10)  # nobody scrolled to it
+        for route in waiting:
+            route.continue_()
+        page.locator("#chart-rate").scroll_into_view_if_needed()
+        page.wait_for_selector("#chart-rate .scatterlayer .trace", state="attached")
+        assert page.evaluate(shown) == "none"
+    assert open_page.problems == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_keeps_anybody_from_using_it(client, chromium, scheme):
+    """What axe-core knows of accessibility, on the whole page and with a request's detail open."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    seen = watched(chromium, color_scheme=scheme, bypass_csp=True)
+    page = seen.page
+    with visit(page, client):
+        page.locator("#chart-itl").scroll_into_view_if_needed()
+        page.wait_for_selector("#chart-itl .main-svg", state="attached")
+        assert faults(axe.run(page)) == {}
+        page.focus("#seats")
+        press(page, "ArrowRight", "Enter")
+        page.wait_for_selector("#drawer[open] .verdict")
+        assert faults(axe.run(page)) == {}
+    seen.context.close()
+
+
+def faults(found: Any) -> dict[str, list[str]]:
+    """By rule, the elements that break it."""
+    return {
+        rule["id"]: [node["html"] for node in rule["nodes"]]
+        for rule in found.response["violations"]
+    }
 
 
 def test_empty_shows_a_line_to_copy(client, open_page):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from page_browser import says, served, state, table_is, tells, visit
+from page_browser import press, says, served, state, table_is, tells, visit
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -31,11 +31,6 @@ STAYS = {
     "first_token": [0.5, 0.5],
     "to": [2.0, 4.0],
 }
-
-
-def press(page, *keys: str) -> None:
-    for key in keys:
-        page.keyboard.press(key)
 
 
 def test_a_click_on_a_seat_tells_of_its_request(client, open_page):
@@ -75,6 +70,11 @@ def test_the_keyboard_is_enough(client, open_page):
         page.focus("#requests tbody tr[tabindex='0']")
         press(page, "ArrowDown", "Enter")
         page.wait_for_selector("#drawer[open] .verdict")
+        press(page, "Escape")
+        page.wait_for_selector("#drawer:not([open])", state="attached")
+        press(page, " ")  # the row has the focus again, and Space pauses wherever it is
+        state(page, "paused")
+        assert page.locator("#drawer[open]").count() == 0
         assert page.locator("img[src=x]").count() == 0
     assert open_page.problems == []
 

@@ -140,3 +140,8 @@ def figures(page) -> dict[str, str]:
             strict=True,
         )
     )
+
+
+def press(page, *keys: str) -> None:
+    for key in keys:
+        page.keyboard.press(key)
