@@ -13,6 +13,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from io import RawIOBase
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -99,11 +101,24 @@ class Recorder:
                     lines.append(self._lines.get())
                 more = None not in lines
                 try:
-                    file.write(encode([line for line in lines if line is not None]))
+                    _append(file, encode([line for line in lines if line is not None]))
                 except OSError as error:
                     self._broken = True
                     log.warning("recording to %s stops: %s", self.path, error.strerror)
                     return
+
+
+def _append(file: RawIOBase, lines: bytes) -> None:
+    """Write all of it, or nothing: half a line would make the whole file unreadable."""
+    begun = os.fstat(file.fileno()).st_size
+    rest = memoryview(lines)
+    try:
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(begun)
+        raise
 
 
 def _rounded(seconds: float | None) -> float | None:

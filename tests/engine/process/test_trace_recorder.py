@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+from api_fakes import until
 from fakes import FakeClock
 from history_fakes import INFO, Watched
 
@@ -217,3 +219,22 @@ def test_a_full_disk_is_one_warning(caplog: pytest.LogCaptureFixture):
         recorder.ended(RequestRecord(number=0, n_prompt=5, arrival=0.0, finish="stop"))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No space left" in caplog.text
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines_alone(tmp_path: Path):
+    """The file may grow to 1,000 bytes, which is somewhere in a line."""
+    path = tmp_path / "trace.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    recorder = Recorder(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        for _ in range(3):
+            recorder.ended(RequestRecord(number=0, n_prompt=5, arrival=0.0, finish="stop"))
+        until(lambda: path.stat().st_size > 0, 5)
+        for _ in range(50):
+            recorder.ended(RequestRecord(number=0, n_prompt=5, arrival=0.0, finish="stop"))
+        recorder.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes().endswith(b"}\n")
+    assert 3 <= len(read_trace_lines(path)) < 53
