@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError, error_event
 from jitney.engine.api.formats import DONE, ChatFormat, CompletionFormat, Format
-from jitney.engine.api.generation import Choice, ChoiceDelta, Generation
+from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, TokenList
 from jitney.engine.api.jsonio import read_object
 from jitney.engine.api.request import GenerationRequest, chat_request, completion_request
 from jitney.engine.api.routing import Handler
@@ -140,7 +140,10 @@ class _Answer:
 
 async def _collect(generation: Generation) -> dict[int, ChoiceDelta]:
     """Everything each choice gained, by choice index, once all have ended."""
-    totals = {choice.index: ChoiceDelta() for choice in generation.choices}
+    totals: dict[int, ChoiceDelta] = {}
+    for choice in generation.choices:
+        tokens = TokenList.empty(generation.request.top_logprobs)
+        totals[choice.index] = ChoiceDelta(tokens)
     while not generation.done:
         for choice, delta in await generation.deltas(None):
             total = totals[choice.index]

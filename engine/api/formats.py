@@ -12,7 +12,7 @@ from jitney.engine.text.detokenizer import TokenBytes
 DONE = b"data: [DONE]\n\n"
 #: JSON has no minus infinity; OpenAI writes this for a token that cannot be chosen.
 _LOWEST = -9999.0
-_NO_ECHO = PromptEcho("", TokenList())
+_NO_ECHO = PromptEcho("", TokenList.empty(None))
 
 
 class _Known[T](dict[int, T]):
@@ -128,7 +128,7 @@ class CompletionFormat(Format):
     ) -> dict[str, Any]:
         """first: the first one of its choice, where the prompt is repeated if it is to be."""
         if self.request.prompt_only:
-            delta = ChoiceDelta(finish="length")
+            delta = ChoiceDelta(TokenList.empty(self.request.top_logprobs), finish="length")
         echo = _NO_ECHO
         if self.request.echo:
             echo = self.generation.echoes[choice.prompt]
@@ -139,7 +139,7 @@ class CompletionFormat(Format):
             "logprobs": None,
         }
         if self.request.top_logprobs is not None:
-            shown = TokenList()
+            shown = TokenList.empty(self.request.top_logprobs)
             if first:
                 shown.extend(echo.tokens)
             shown.extend(delta.tokens, shift=len(echo.text))
@@ -159,14 +159,15 @@ class CompletionFormat(Format):
 
     def _top(self, tokens: TokenList, place: int) -> dict[str, float] | None:
         """Token text -> log-probability of the most likely ones and of the token itself."""
-        scores = tokens.logprobs[place]
-        if scores is None:
+        assert tokens.scores is not None
+        own = tokens.scores.logprob(place)
+        if own is None:
             return None
-        texts, count = self._texts, self.request.top_logprobs
+        texts = self._texts
         top: dict[str, float] = {}
-        for id, logprob in zip(scores.top_ids[:count], scores.top_logprobs[:count], strict=True):
+        for id, logprob in tokens.scores.top(place):
             top[texts[id]] = logprob if logprob > _LOWEST else _LOWEST
-        top[texts[tokens.ids[place]]] = _finite(scores.logprob)
+        top[texts[tokens.ids[place]]] = _finite(own)
         return top
 
     def _text(self, token: int) -> str:
@@ -235,12 +236,10 @@ class ChatFormat(Format):
         return {"content": content, "refusal": None}
 
     def _scored(self, tokens: TokenList, place: int) -> dict[str, Any]:
-        token, scores = tokens.ids[place], tokens.logprobs[place]
-        if scores is None:
-            return self._spelled(token, _LOWEST) | {"top_logprobs": []}
-        count = self.request.top_logprobs
-        top = zip(scores.top_ids[:count], scores.top_logprobs[:count], strict=True)
-        entry = self._spelled(token, scores.logprob)
+        assert tokens.scores is not None
+        own = tokens.scores.logprob(place)
+        entry = self._spelled(tokens.ids[place], _LOWEST if own is None else own)
+        top = tokens.scores.top(place)
         entry["top_logprobs"] = [self._spelled(id, logprob) for id, logprob in top]
         return entry
 
@@ -254,8 +253,9 @@ class ChatFormat(Format):
 
 
 def _logprob(tokens: TokenList, place: int) -> float | None:
-    scores = tokens.logprobs[place]
-    return None if scores is None else _finite(scores.logprob)
+    assert tokens.scores is not None
+    logprob = tokens.scores.logprob(place)
+    return None if logprob is None else _finite(logprob)
 
 
 def _finite(logprob: float) -> float:

@@ -7,10 +7,12 @@ gone), leaving it ends every sequence that is still open.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from array import array
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jitney.engine.api.errors import from_output
 from jitney.engine.api.request import EncodedPrompt, GenerationRequest
@@ -21,19 +23,66 @@ from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, T
 #: Tokens of a prompt that are turned into text between two stops of `Slices`.
 _ECHO_TOKENS = 64
 
-#: An output of the n-th engine request, or why there will be no more.
-type _Event = tuple[int, SequenceOutput] | Exception
+
+class Scores:
+    """Log-probabilities of tokens, in columns: 250 bytes a token with 20 alternatives, where
+    objects take a thousand and keep the garbage collector busy.
+    """
+
+    def __init__(self, width: int):
+        #: Alternatives kept per token.
+        self.width = width
+        #: float64[n]: the token's own; NaN where nothing is known.
+        self.chosen = array("d")
+        #: int32[n * width], float64[n * width]: the most likely tokens, id -1 where there are
+        #: fewer.
+        self._top_ids = array("i")
+        self._top = array("d")
+
+    def append(self, entry: TokenLogprobs | None) -> None:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        if entry is not None:
+            ids, logprobs = entry.top_ids[: self.width], entry.top_logprobs[: self.width]
+        missing = self.width - len(ids)
+        self.chosen.append(math.nan if entry is None else entry.logprob)
+        self._top_ids.extend(ids)
+        self._top_ids.extend([-1] * missing)
+        self._top.extend(logprobs)
+        self._top.extend([0.0] * missing)
+
+    def extend(self, others: Scores) -> None:
+        """others: of the same width."""
+        self.chosen.extend(others.chosen)
+        self._top_ids.extend(others._top_ids)
+        self._top.extend(others._top)
+
+    def logprob(self, place: int) -> float | None:
+        logprob = self.chosen[place]
+        return None if math.isnan(logprob) else logprob
+
+    def top(self, place: int) -> Iterator[tuple[int, float]]:
+        """The most likely tokens with their log-probabilities."""
+        start, end = place * self.width, (place + 1) * self.width
+        for id, logprob in zip(self._top_ids[start:end], self._top[start:end], strict=True):
+            if id >= 0:
+                yield id, logprob
 
 
 @dataclass(slots=True)
 class TokenList:
-    """Tokens as lists of log-probabilities show them: three lists of one length."""
+    """Tokens as lists of log-probabilities show them: three columns of one length."""
 
-    ids: list[int] = field(default_factory=list)
+    ids: list[int]
     #: Character position in the text at which each begins.
-    offsets: list[int] = field(default_factory=list)
-    #: None for the first token of all, which has nothing before it, and where none are wanted.
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    offsets: list[int]
+    #: None where log-probabilities are not wanted.
+    scores: Scores | None
+
+    @classmethod
+    def empty(cls, width: int | None) -> TokenList:
+        """width: of the scores, None for none."""
+        return cls([], [], None if width is None else Scores(width))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -42,17 +91,18 @@ class TokenList:
         """Add tokens; shift: characters of the text before theirs."""
         self.ids += others.ids
         self.offsets += [offset + shift for offset in others.offsets]
-        self.logprobs += others.logprobs
+        if self.scores is not None and others.scores is not None:
+            self.scores.extend(others.scores)
 
 
 @dataclass(slots=True)
 class ChoiceDelta:
     """What one choice gained."""
 
+    #: All tokens, whether their text is final or still held back.
+    tokens: TokenList
     #: Text that is final.
     text: str = ""
-    #: All tokens, whether their text is final or still held back.
-    tokens: TokenList = field(default_factory=TokenList)
     #: Why it ended, if it did.
     finish: str | None = None
 
@@ -62,8 +112,19 @@ class PromptEcho:
     """A prompt as `echo` repeats it."""
 
     text: str
-    #: Its log-probabilities come with the first output token.
     tokens: TokenList
+    #: They come with the first output token, an entry a token, and become `tokens.scores`.
+    logprobs: list[TokenLogprobs | None] | None = None
+
+    def take_scores(self) -> Generator[None, None, None]:
+        """Work for `Slices`."""
+        entries, self.logprobs = self.logprobs or [], None
+        if self.tokens.scores is None:
+            return
+        for place, entry in enumerate(entries):
+            self.tokens.scores.append(entry)
+            if place % _ECHO_TOKENS == 0:
+                yield
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +138,8 @@ class Choice:
     sequence: int
     engine_request: EngineRequest
     stream: TextStream
+    #: Tokens whose text is held back.
+    unsent: TokenList
     #: Tokens that came.
     n_tokens: int = 0
     #: Sum of their log-probabilities, if they are asked for.
@@ -87,8 +150,6 @@ class Choice:
     started: bool = False
     #: time.monotonic() of its newest token; 0 before the first.
     tokens_at: float = 0.0
-    #: Tokens whose text is held back.
-    unsent: TokenList = field(default_factory=TokenList)
 
     @property
     def mean_logprob(self) -> float:
@@ -105,18 +166,20 @@ class Choice:
         self.finish = "stop" if text.stopped else output.finish
         if not text.text and self.finish is None:
             return None
-        delta = ChoiceDelta(text.text, self.unsent, self.finish)
-        self.unsent = TokenList()
+        delta = ChoiceDelta(self.unsent, text.text, self.finish)
+        scores = self.unsent.scores
+        self.unsent = TokenList.empty(None if scores is None else scores.width)
         return delta
 
     def _count(self, output: SequenceOutput, text: TextDelta) -> None:
         """Take the tokens that count, which a stop string may have cut."""
         self.n_tokens += text.tokens
-        logprobs: Sequence[TokenLogprobs | None] = [None] * text.tokens
-        if output.logprobs is not None:
-            logprobs = output.logprobs[: text.tokens]
-            self.cumulative += sum(entry.logprob for entry in output.logprobs[: text.tokens])
-        self.unsent.extend(TokenList(output.tokens[: text.tokens], text.offsets, [*logprobs]))
+        self.unsent.ids += output.tokens[: text.tokens]
+        self.unsent.offsets += text.offsets
+        for entry in (output.logprobs or [])[: text.tokens]:
+            self.cumulative += entry.logprob
+            if self.unsent.scores is not None:
+                self.unsent.scores.append(entry)
 
 
 class Generation:
@@ -141,7 +204,9 @@ class Generation:
         self._metrics = service.metrics
         self._quotas = service.quotas
         self._context = context
-        self._events: asyncio.Queue[_Event] = asyncio.Queue()
+        #: What nobody has asked for yet; and whether there is any, or a failure.
+        self._deltas: list[tuple[Choice, ChoiceDelta]] = []
+        self._news = asyncio.Event()
         self._pumps: list[asyncio.Task[None]] = []
         #: To be raised once what came before it has been shown.
         self._failure: Exception | None = None
@@ -164,7 +229,7 @@ class Generation:
     async def _make_echoes(self) -> None:
         """While the engine reads the prompts."""
         for prompt in self.request.prompts:
-            echo = _echo(self._tokenizer, self.request.sampling, prompt)
+            echo = _echo(self._tokenizer, self.request, prompt)
             self.echoes.append(await self._slices.result(echo))
 
     async def __aexit__(self, *exc: object) -> None:
@@ -172,7 +237,9 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        return self._failure is None and all(choice.finish is not None for choice in self.choices)
+        if self._failure is not None or self._deltas:
+            return False
+        return all(choice.finish is not None for choice in self.choices)
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage object, as things stand now."""
@@ -190,45 +257,37 @@ class Generation:
 
     async def deltas(self, wait_s: float | None) -> list[tuple[Choice, ChoiceDelta]]:
         """What is new since the last call, at least one delta; empty if `wait_s` seconds bring
-        none.
+        none. What came before a failure is still shown.
         """
-        if self._failure is not None:
-            raise self._failure
-        deltas: list[tuple[Choice, ChoiceDelta]] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not deltas:
-                    deltas = self._take_all(await self._events.get())
+                await self._news.wait()
+        if self._failure is not None and not self._deltas:
+            raise self._failure
+        deltas, self._deltas = self._deltas, []
+        if self._failure is None:
+            self._news.clear()
+        for echo in self.echoes:
+            if echo.logprobs is not None:
+                await self._slices.result(echo.take_scores())
         return deltas
 
-    def _take_all(self, event: _Event) -> list[tuple[Choice, ChoiceDelta]]:
-        """The deltas of `event` and of all that wait behind it; what came before a failure is still
-        shown.
+    def _take(self, number: int, output: SequenceOutput) -> None:
+        """Add an output of the n-th engine request to the news. Raises RequestError when a sequence
+        ends badly.
         """
-        deltas = self._take(event)
-        while not self._events.empty() and self._failure is None:
-            try:
-                deltas += self._take(self._events.get_nowait())
-            except Exception as error:
-                if not deltas:
-                    raise
-                self._failure = error
-        return deltas
-
-    def _take(self, event: _Event) -> list[tuple[Choice, ChoiceDelta]]:
-        if isinstance(event, Exception):
-            raise event
-        number, output = event
         choice = self.choices[number * self.request.sampling.n + output.index]
         if choice.finish is not None:  # what the core computed before it heard of a stop string
-            return []
+            return
         if output.finish in ("error", "deadline", "abort"):
             choice.finish = output.finish
             self._metrics.finished.labels(output.finish).inc()
             raise from_output(output.error, output.finish)
         self._take_prompt_facts(number, output)
         delta = self._accept(choice, output)
-        return [] if delta is None else [(choice, delta)]
+        if delta is not None:
+            self._deltas.append((choice, delta))
+            self._news.set()
 
     def _accept(self, choice: Choice, output: SequenceOutput) -> ChoiceDelta | None:
         if output.tokens:
@@ -241,7 +300,7 @@ class Generation:
     def _take_prompt_facts(self, number: int, output: SequenceOutput) -> None:
         """Keep what comes once per prompt."""
         if output.prompt_logprobs is not None and self.echoes:
-            self.echoes[number].tokens.logprobs = output.prompt_logprobs
+            self.echoes[number].logprobs = output.prompt_logprobs
         if output.index == 0 and output.cached_tokens:
             self._metrics.cached_tokens.inc(output.cached_tokens - self.cached_tokens[number])
             self.cached_tokens[number] = output.cached_tokens
@@ -267,17 +326,18 @@ class Generation:
         self._metrics.e2e.observe(time.monotonic() - self._context.started)
 
     async def _pump(self, number: int, outputs: AsyncIterator[SequenceOutput]) -> None:
-        """Move the outputs of one engine request to the common queue."""
+        """Take the outputs of one engine request."""
         still_open = self.request.sampling.n
         try:
             async for output in outputs:
                 still_open -= output.finish is not None
-                self._events.put_nowait((number, output))
-        except Exception as error:
-            self._events.put_nowait(error)
-        else:
+                if self._failure is None:
+                    self._take(number, output)
             if still_open:
-                self._events.put_nowait(from_output(None, "error"))
+                raise from_output(None, "error")
+        except Exception as error:
+            self._failure = self._failure or error
+            self._news.set()
 
     async def _end(self) -> None:
         """Abort what is open. Said outright: closing an iterator that was never advanced tells its
@@ -308,17 +368,20 @@ def _choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
     for prompt, engine_request in enumerate(request.engine_requests):
         for sequence in range(request.sampling.n):
             stream = TextStream(tokenizer, request.sampling, engine_request.prompt)
-            choices.append(Choice(len(choices), prompt, sequence, engine_request, stream))
+            unsent = TokenList.empty(request.top_logprobs)
+            choices.append(Choice(len(choices), prompt, sequence, engine_request, stream, unsent))
     return choices
 
 
 def _echo(
-    tokenizer: TokenBytes, sampling: SamplingParams, prompt: EncodedPrompt
+    tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt
 ) -> Generator[None, None, PromptEcho]:
     """The prompt's text and where each token begins in it; a character cut off at its end is left
     to the output. Work for `Slices`.
     """
-    stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=sampling.skip_special_tokens))
+    skips = request.sampling.skip_special_tokens
+    stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skips))
+    scores = None if request.top_logprobs is None else Scores(request.top_logprobs)
     texts: list[str] = []
     offsets: list[int] = []
     for start in range(0, len(prompt.ids), _ECHO_TOKENS):
@@ -327,4 +390,4 @@ def _echo(
         offsets += decoded.offsets
         yield
     text = "".join(texts) if prompt.text is None else prompt.text
-    return PromptEcho(text, TokenList(prompt.ids, offsets, [None] * len(prompt.ids)))
+    return PromptEcho(text, TokenList(prompt.ids, offsets, scores))
