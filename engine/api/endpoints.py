@@ -46,7 +46,8 @@ async def _read[B: GenerationBody](
 ) -> tuple[B, dict[str, str]]:
     """The checked body, and the header that lists what was ignored of it."""
     service.ready()
-    body, ignored = parse_body(kind, read_object(await request.body()))
+    raw = await service.slices.result(read_object(await request.body()))
+    body, ignored = parse_body(kind, raw)
     return body, _ignored_header(ignored)
 
 

@@ -1,4 +1,4 @@
-"""Reading a JSON body that may be hostile: depth first, then parse, then a reason that names the
+"""Reading a JSON body that may be hostile: parse, then its depth, then a reason that names the
 field. And writing JSON that is too long to be written at once.
 """
 
@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import orjson
@@ -18,64 +17,81 @@ from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.errors import RequestError
 
 _MAX_DEPTH = 64
-#: A string, closed or not: a scan that must find the closing quote would take quadratic time on a
-#: body of quotes.
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+#: What orjson says of a thousand levels.
+_TOO_DEEP = "Recursion limit reached"
+_CONTAINERS = frozenset({dict, list})
+#: Values that are looked at between two stops of `Slices`.
+_LOOKS = 256
 #: Stands where a LongJson belongs; no JSON text contains this byte.
 _HOLE = b"\0"
 #: Elements of a list that are written at once.
 _GROUP = 16
-_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`; of equal keys the last one counts.
+def read_object(body: bytes) -> Generator[None, None, dict[str, Any]]:
+    """The JSON object in `body`; of equal keys the last one counts. Work for `Slices`.
 
     Raises HttpError 400 invalid_json, or RequestError for a number that is not finite.
     """
-    if _depth(body) > _MAX_DEPTH:
-        raise HttpError(
-            400, f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json"
-        )
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        path = _not_finite(body)
-        if path is not None:
-            field = re.split(r"[.\[]", path)[0]
-            raise RequestError(f"{echo(path)} must be a finite number", param=field) from None
+        if _TOO_DEEP in str(error):
+            raise _too_deep() from None
+        yield
+        yield from _refuse_not_finite(body)
         raise HttpError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    yield
     if not isinstance(value, dict):
         raise HttpError(400, "the body must be a JSON object", code="invalid_json")
+    yield from _check_depth(value)
     return value
 
 
-def _depth(body: bytes) -> int:
-    """How deeply the brackets outside strings nest; no recursion, linear time."""
-    if body.count(b"[") + body.count(b"{") < 2:
-        return 1
-    brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
-    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+def _too_deep() -> HttpError:
+    return HttpError(
+        400, f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json"
+    )
 
 
-def _not_finite(body: bytes) -> str | None:
-    """The path of the first NaN, Infinity or 1e999, if that is all that is wrong (the fast parser
-    does not say).
+def _check_depth(value: Any) -> Generator[None, None, None]:
+    """Level by level: nothing here calls itself."""
+    level: list[Any] = [[value]]
+    for _ in range(_MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for number, container in enumerate(level):
+            values = list(container.values()) if isinstance(container, dict) else container
+            if not _CONTAINERS.isdisjoint(map(type, values)):
+                inner += [each for each in values if type(each) in _CONTAINERS]
+            if number % _LOOKS == 0:
+                yield
+        if not inner:
+            return
+        level = inner
+    raise _too_deep()
+
+
+def _refuse_not_finite(body: bytes) -> Generator[None, None, None]:
+    """Raise RequestError with the path of the first NaN, Infinity or 1e999, if that is all that is
+    wrong (the fast parser does not say).
     """
     try:
         value = json.loads(body.decode())
-    except ValueError:
-        return None
-    for path, number in _numbers(value, ""):
-        if not math.isfinite(number):
-            return path
-    return None
+    except (ValueError, RecursionError):
+        return
+    yield from _check_depth(value)
+    for number, (path, found) in enumerate(_numbers(value, "")):
+        if not math.isfinite(found):
+            field = re.split(r"[.\[]", path)[0]
+            raise RequestError(f"{echo(path)} must be a finite number", param=field) from None
+        if number % _LOOKS == 0:
+            yield
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """All numbers, whole ones too, so that whoever asks can stop in between."""
     match value:
-        case float():
+        case float() | int():
             yield path, value
         case dict():
             for key, item in value.items():

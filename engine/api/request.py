@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,9 @@ async def completion_request(
     prompts = await service.off_loop(
         lambda: [_completion_prompt(item, tokenizer) for item in body.prompt]
     )
-    request = _generation_request(service, body, context, _COMPLETION, prompts, sampling)
+    request = await service.slices.result(
+        _generation_request(service, body, context, _COMPLETION, prompts, sampling)
+    )
     return replace(
         request,
         top_logprobs=body.logprobs,
@@ -107,11 +110,13 @@ async def chat_request(service: Service, body: ChatBody, context: Context) -> Ge
     _check_model(service, body.model)
     sampling = _chat_sampling(body, info)
     _check_choices(sampling.n, info)
-    messages = [_template_message(message) for message in body.messages]
+    messages = await service.slices.result(_template_messages(body.messages))
     chars = sum(len(str(message["content"])) for message in messages)
     _check_chars(chars, info, _CHAT)
     prompt = await service.off_loop(lambda: _chat_prompt(messages, tokenizer))
-    request = _generation_request(service, body, context, _CHAT, [prompt], sampling)
+    request = await service.slices.result(
+        _generation_request(service, body, context, _CHAT, [prompt], sampling)
+    )
     return replace(request, top_logprobs=sampling.logprobs)
 
 
@@ -160,17 +165,18 @@ def _generation_request(
     kind: _Kind,
     prompts: list[EncodedPrompt],
     sampling: SamplingParams,
-) -> GenerationRequest:
-    """Without what only one of the routes shows."""
+) -> Generator[None, None, GenerationRequest]:
+    """Without what only one of the routes shows. Work for `Slices`."""
     if body.truncate_prompt_tokens is not None:
         for prompt in prompts:
             _truncate(prompt, body.truncate_prompt_tokens)
     context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
     wanted = _engine_request(service, body, context, sampling)
     info, _ = service.ready()
-    engine_requests = [
-        _for_prompt(wanted, number, prompt.ids, info, kind) for number, prompt in enumerate(prompts)
-    ]
+    engine_requests: list[EngineRequest] = []
+    for number, prompt in enumerate(prompts):
+        engine_requests.append(_for_prompt(wanted, number, prompt.ids, info, kind))
+        yield
     options = body.stream_options
     return GenerationRequest(
         id=kind.id_prefix + (body.request_id or wanted.id),
@@ -283,6 +289,15 @@ def _truncate(prompt: EncodedPrompt, tokens: int) -> None:
     if len(prompt.ids) > tokens:
         prompt.ids = prompt.ids[-tokens:]
         prompt.text = None  # an echo shows what the model read
+
+
+def _template_messages(messages: Iterable[Message]) -> Generator[None, None, list[dict[str, Any]]]:
+    """Work for `Slices`."""
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        made.append(_template_message(message))
+        yield
+    return made
 
 
 def _template_message(message: Message) -> dict[str, Any]:

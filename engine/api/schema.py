@@ -163,8 +163,10 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _all_of(kind: type, values: list[Any]) -> bool:
-    """Exact types: true is no integer."""
-    return all(type(value) is kind for value in values)
+    """Exact types: true is no integer. A set of types, because a body may hold half a million
+    token ids, and a generator over them takes 20 ms.
+    """
+    return set(map(type, values)) <= {kind}
 
 
 def _is_token_list(value: Any) -> bool:

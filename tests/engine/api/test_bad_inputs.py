@@ -320,6 +320,8 @@ def test_an_unknown_model_is_404_and_hardly_repeated(path, name):
         b"\xff\xfe{}",
         b"[" * 100_000,
         b'{"a":' * 1000 + b"1" + b"}" * 1000,
+        b'{"a":' * 64 + b"[1]" + b"}" * 64,
+        b'{"a":' * 800 + b"NaN" + b"}" * 800,
         b'{"model": "\\ud800"}',
         b"{'model': 1}",
         b'"' * 1000,

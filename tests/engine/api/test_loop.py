@@ -26,6 +26,7 @@ _SCORED: dict[str, Any] = {
     "logprobs": 20,
     "max_tokens": 1,
 }
+_PART = {"type": "text", "text": "a"}
 _MANY = {"model": "m", "prompt": [1, 2], "logprobs": 20, "n": 16, "max_tokens": 1000}
 
 
@@ -74,6 +75,23 @@ def test_many_scored_choices(path):
     assert reply.status == 200
     columns = [choice["logprobs"] for choice in reply.json()["choices"]]
     assert [len(column.get("content") or column["tokens"]) for column in columns] == [1000] * 16
+    assert longest < _LONGEST
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "status"),
+    [
+        ("ids", {"prompt": [[place % 9 for place in range(4000)] for _ in range(128)]}, 200),
+        ("parts", {"messages": [{"role": "user", "content": [_PART] * 60}] * 700}, 400),
+        ("messages", {"messages": [{"role": "user", "content": "a" * 4}] * 4000}, 400),
+        ("brackets", {"prompt": "a", "more": [[]] * 400_000}, 200),
+        ("not finite", {"prompt": "a", "more": [1] * 500_000 + [float("inf")]}, 400),
+    ],
+)
+def test_large_bodies(name, body, status):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    reply, longest = run(ask(make_app(), path, {"model": "m", "max_tokens": 1} | body))
+    assert reply.status == status, reply.body[:300]
     assert longest < _LONGEST
 
 
