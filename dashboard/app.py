@@ -5,24 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from jitney.dashboard import report, request_detail, timeline
-from jitney.dashboard.auth import AuthMiddleware, FeedEndpoint
+from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.lab import EXPERIMENT_FORM, Experiment, Lab, check_minutes
 from jitney.dashboard.queries import seconds, whole, word
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import core_seat_lists, page_cells, page_map
+from jitney.dashboard.view import View
+from jitney.engine.api.access import Keys, Role, identity_of
 from jitney.engine.api.errors import HttpError
+from jitney.engine.api.settings import ServerSettings
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.request_record import RequestRecord
@@ -32,32 +34,18 @@ from jitney.engine.types import MAX_N
 _Decode = Callable[[list[int]], str]
 
 
-class _Settings(Protocol):
-    """What the page must know of the server's settings."""
-
-    @property
-    def api_keys(self) -> tuple[str, ...]:
-        """Digests (`jitney.engine.api.settings.digest_key`)."""
-        ...
-
-    @property
-    def cors_origins(self) -> tuple[str, ...]:
-        """Origins of other pages that may ask for data."""
-        ...
-
-
 class _Dashboard(PageRoutes):
     """The handlers of one engine's routes, and what they share."""
 
     def __init__(
         self,
         client: EngineClient,
-        settings: _Settings,
+        settings: ServerSettings,
         hz: float,
         engine: EngineSection | None,
         decode: _Decode | None,
     ):
-        super().__init__(settings.api_keys)
+        super().__init__(Keys(settings))
         self.client = client
         self.decode = decode
         self.lab = Lab(client, engine)
@@ -65,23 +53,23 @@ class _Dashboard(PageRoutes):
             client, hz=hz, needs_key=self.sessions.needed, shows_text=decode is not None
         )
 
-    def routes(self) -> list[BaseRoute]:
-        return [
-            *self.page_routes(),
-            Route("/feed", FeedEndpoint(self.feed), methods=["GET"]),
-            Route("/engines", self.engines),
-            *[
-                Route(route.path, partial(route.handler, self), methods=route.methods)
-                for route in ENGINE_ROUTES
-            ],
-        ]
+    def lines(self) -> list[PageLine]:
+        lines = self.page_lines()
+        lines.append(PageLine(Route("/feed", FeedEndpoint(self.feed), methods=["GET"])))
+        lines.append(PageLine(Route("/engines", self.engines)))
+        for route in ENGINE_ROUTES:
+            handler = partial(route.handler, self)
+            lines.append(PageLine(Route(route.path, handler, methods=route.methods), route.role))
+        return lines
 
     async def engines(self, request: Request) -> Response:
         """The engines that this page can show: one, at its own path."""
         info = self.client.info
         name = info.model if info is not None else ""
         engine = {"name": name, "url": "", "base": "", "state": self.client.state}
-        return to_json({"standalone": False, "engines": [engine]})
+        return to_json(
+            {"standalone": False, "signed_in": self.sessions.needed, "engines": [engine]}
+        )
 
     async def seats(self, request: Request) -> Response:
         """Seats and pages as they are now, in the key frame's form. RequestError while there is no
@@ -89,7 +77,8 @@ class _Dashboard(PageRoutes):
         """
         seat_map = await self.client.seat_map()
         pages = page_map(page_cells(seat_map.page_states)) if seat_map.page_states else None
-        seats = core_seat_lists(seat_map.seats)
+        view = View(self.client.history, identity_of(request.scope))
+        seats = core_seat_lists([view.seat(seat) for seat in seat_map.seats])
         return to_json({"t": time.monotonic(), "seats": seats, "pages": pages})
 
     async def step_records(self, request: Request) -> Response:
@@ -106,7 +95,10 @@ class _Dashboard(PageRoutes):
         now = time.monotonic()
         start, end = self._window(request, now)
         bins = whole(request, "bins", 120, 1, timeline.MAX_BINS)
-        return to_json(timeline.timeline(self.client.history, start, end, bins, now))
+        identity = identity_of(request.scope)
+        return to_json(
+            timeline.timeline(self.client.history, start, end, bins, now, identity=identity)
+        )
 
     async def trace(self, request: Request) -> Response:
         """The same time as a Chrome trace, to be saved as a file."""
@@ -125,23 +117,32 @@ class _Dashboard(PageRoutes):
         return timeline.window(self.client.history, start, end, now)
 
     async def requests(self, request: Request) -> Response:
-        """Sequences, the newest first, see `request_detail.listing`."""
+        """Sequences, the newest first, see `request_detail.listing`; to a user its own."""
         state = word(request, "state", request_detail.STATES)
         limit = whole(request, "limit", 100, 1, 1000)
         cursor = whole(request, "cursor", 2**53, 0)
-        history = self.client.history
-        return to_json(request_detail.listing(history, state, limit, cursor, time.monotonic()))
+        listing = request_detail.listing(
+            self.client.history,
+            state,
+            limit,
+            cursor,
+            time.monotonic(),
+            identity=identity_of(request.scope),
+        )
+        return to_json(listing)
 
     async def request(self, request: Request) -> Response:
         """One sequence in full, see `request_detail.detail`. 404 when it is not known, or not any
-        more.
+        more, or is somebody else's.
         """
+        identity = identity_of(request.scope)
         index = whole(request, "index", 0, 0, MAX_N)
         record = self.client.history.find(request.path_params["id"], index)
-        if record is None:
+        if record is None or not identity.may_see(record.tenant):
             raise HttpError(404, "no such request, or it ended too long ago", code="not_found")
         detail = request_detail.detail(self.client.history, record, time.monotonic())
-        return to_json(detail | {"text": await self._text(record)})
+        text = await self._text(record) if identity.is_admin else None
+        return to_json(detail | {"text": text})
 
     async def _text(self, record: RequestRecord) -> dict[str, str] | None:
         """Prompt and answer, if they may be shown."""
@@ -181,25 +182,27 @@ class _EngineRoute(NamedTuple):
     #: GET includes HEAD.
     methods: tuple[str, ...]
     handler: Callable[[_Dashboard, Request], Awaitable[Response]]
+    #: Who may ask.
+    role: Role
 
 
 _GET = ("GET",)
 #: A new answer is a handler and its line here; a dashboard elsewhere passes all of them on.
 ENGINE_ROUTES = (
-    _EngineRoute("/slots", _GET, _Dashboard.seats),
-    _EngineRoute("/frames", _GET, _Dashboard.step_records),
-    _EngineRoute("/timeline", _GET, _Dashboard.timeline),
-    _EngineRoute("/trace", _GET, _Dashboard.trace),
-    _EngineRoute("/requests", _GET, _Dashboard.requests),
-    _EngineRoute("/request/{id}", _GET, _Dashboard.request),
-    _EngineRoute("/report", _GET, _Dashboard.report),
-    _EngineRoute("/lab", ("GET", "POST", "DELETE"), _Dashboard.experiment),
+    _EngineRoute("/slots", _GET, _Dashboard.seats, Role.USER),
+    _EngineRoute("/frames", _GET, _Dashboard.step_records, Role.USER),
+    _EngineRoute("/timeline", _GET, _Dashboard.timeline, Role.USER),
+    _EngineRoute("/trace", _GET, _Dashboard.trace, Role.ADMIN),
+    _EngineRoute("/requests", _GET, _Dashboard.requests, Role.USER),
+    _EngineRoute("/request/{id}", _GET, _Dashboard.request, Role.USER),
+    _EngineRoute("/report", _GET, _Dashboard.report, Role.ADMIN),
+    _EngineRoute("/lab", ("GET", "POST", "DELETE"), _Dashboard.experiment, Role.ADMIN),
 )
 
 
 def create_dashboard(
     client: EngineClient,
-    settings: _Settings,
+    settings: ServerSettings,
     *,
     hz: float = 10.0,
     engine: EngineSection | None = None,
@@ -212,13 +215,10 @@ def create_dashboard(
     closed without it. decode: token ids to text, if prompts and answers may be shown.
     """
     dashboard = _Dashboard(client, settings, hz, engine, decode)
+    lines = dashboard.lines()
     app = Starlette(
-        routes=dashboard.routes(),
-        middleware=[
-            Middleware(
-                AuthMiddleware, sessions=dashboard.sessions, cors_origins=settings.cors_origins
-            )
-        ],
+        routes=[line.route for line in lines],
+        middleware=page_middleware(lines, dashboard.sessions, settings.cors_origins),
         exception_handlers=HANDLERS,
     )
     app.router.redirect_slashes = False
@@ -228,7 +228,7 @@ def create_dashboard(
 
 def dashboard_routes(
     client: EngineClient,
-    settings: _Settings,
+    settings: ServerSettings,
     path: str = "/dashboard",
     engine: EngineSection | None = None,
     decode: _Decode | None = None,

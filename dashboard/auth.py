@@ -1,4 +1,4 @@
-"""What stands around the page's routes: headers on every answer, the session check, and the feed's
+"""What stands around the page's routes: headers on every answer, who may use which, and the feed's
 stream.
 """
 
@@ -8,17 +8,21 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
 from starlette.requests import Request
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jitney.dashboard.sessions import COOKIE, Sessions
+from jitney.dashboard.sessions import Sessions
 from jitney.dashboard.viewers import TooManyViewers, Viewer
+from jitney.engine.api.access import EVERYBODY, AccessControl, Identity, Role, RoleOf, identity_of
 from jitney.engine.api.cross_site import is_navigation, refuse_other_sites
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError, error_response
+from jitney.engine.api.routing import route_path
 
 #: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from
 #: data: URLs.
@@ -42,27 +46,23 @@ REPORT_POLICY = (
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; sandbox allow-scripts "
     "allow-downloads"
 )
-#: All else is data: the page itself turns into the sign-in form, and assets hold none.
-_OPEN_PATHS = frozenset({"/", "", "/sign-in"})
-_OPEN_PREFIX = "/assets/"
 
 
 @dataclass(frozen=True, slots=True)
-class AuthMiddleware:
-    """Security headers for all, data for those who may look, and only to pages of this server.
+class PageGuard:
+    """Security headers on every answer, and no answer to pages of other sites.
 
     cors_origins: other origins whose pages may look too.
     """
 
     app: ASGIApp
-    sessions: Sessions
     cors_origins: Sequence[str] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = route_path(scope)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -70,23 +70,56 @@ class AuthMiddleware:
             await send(message)
 
         try:
-            self._check(scope, path)
+            self._check(scope)
+            await self.app(scope, receive, send_with_headers)
         except HttpError as error:
             refusal = error_response(error, "none")
             await refusal(scope, receive, send_with_headers)
-            return
-        await self.app(scope, receive, send_with_headers)
 
-    def _check(self, scope: Scope, path: str) -> None:
-        """Raise HttpError for who may not look. A person may come here by a link of another site;
-        a script of it may not even start a feed, which it could not read but which takes a place.
+    def _check(self, scope: Scope) -> None:
+        """A person may come here by a link of another site; a script of it may not even start a
+        feed, which it could not read but which takes a place.
         """
         if scope["method"] != "GET" or not is_navigation(scope):
             refuse_other_sites(scope, self.cors_origins)
-        if path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX):
-            return
-        if not self.sessions.admits(Request(scope).cookies.get(COOKIE)):
-            raise HttpError(401, "sign in on the page first", code="not_signed_in")
+
+
+def page_middleware(
+    lines: Sequence[PageLine], sessions: Sessions, cors_origins: Sequence[str]
+) -> list[Middleware]:
+    """What stands before the routes of a page, outermost first."""
+    return [
+        Middleware(PageGuard, cors_origins=cors_origins),
+        Middleware(
+            AccessControl,
+            role_of=_role_of(lines),
+            identify=sessions.of_request,
+            missing=_not_signed_in,
+        ),
+    ]
+
+
+class PageLine(NamedTuple):
+    """A line of a page's table of routes."""
+
+    route: Route | Mount
+    #: Who may use it.
+    role: Role = Role.USER
+
+
+def _role_of(lines: Sequence[PageLine]) -> RoleOf:
+    def role_of(scope: Scope) -> Role:
+        path = route_path(scope) or "/"
+        for route, role in lines:
+            if route.path_regex.match(path):
+                return role
+        return Role.USER
+
+    return role_of
+
+
+def _not_signed_in() -> HttpError:
+    return HttpError(401, "sign in on the page first", code="not_signed_in")
 
 
 def _add_headers(message: Message, path: str) -> None:
@@ -102,7 +135,9 @@ class _FeedSource(Protocol):
 
     @property
     def viewers(self) -> int: ...
-    def viewer(self, last_id: str = "") -> AbstractContextManager[Viewer]: ...
+    def viewer(
+        self, last_id: str = "", identity: Identity = EVERYBODY
+    ) -> AbstractContextManager[Viewer]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +150,7 @@ class FeedEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         last_id = Request(scope).headers.get("last-event-id", "")
         try:
-            with self.feed.viewer(last_id) as viewer:
+            with self.feed.viewer(last_id, identity_of(scope)) as viewer:
                 await _start(send)
                 if scope["method"] != "HEAD":
                     await until_disconnect(receive, _send_all(viewer, send))

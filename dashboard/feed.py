@@ -12,6 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,9 +31,12 @@ from jitney.dashboard.snapshot import (
     page_cells,
     seat_columns,
 )
-from jitney.dashboard.sse import Note
+from jitney.dashboard.sse import Delta, Note
+from jitney.dashboard.view import View
 from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
+from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.errors import RequestError
+from jitney.engine.messages import SequenceEvent
 from jitney.engine.process.client import EngineClient
 
 log = logging.getLogger("jitney.dashboard")
@@ -76,10 +80,10 @@ class Feed:
         self._notes = Notes()
         #: Frames sent since the start.
         self._n_frames = 0
-        #: The newest snapshot that was sent, and its key frame once somebody needs it.
+        #: The newest snapshot that was sent, and its key frame once somebody needs it, by who.
         self._last: Snapshot | None = None
-        self._last_key_frame = b""
-        #: The newest frames: id, and all events that were sent with it.
+        self._key_frames: dict[Identity, bytes] = {}
+        #: The newest frames: id, and all events that were sent with it to administrators.
         self._recent: deque[tuple[str, list[bytes]]] = deque(maxlen=_KEPT_FRAMES)
 
     @property
@@ -97,13 +101,13 @@ class Feed:
         return self._sampling is not None and not self._sampling.done()
 
     @contextmanager
-    def viewer(self, last_id: str = "") -> Iterator[Viewer]:
-        """A viewer for as long as the block runs; last_id: of the last frame it had, if any. Raises
-        TooManyViewers.
+    def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
+        """A viewer for as long as the block runs; last_id: of the last frame it had, if any;
+        identity: whose it is, which decides what it is shown. Raises TooManyViewers.
         """
         if len(self._viewers) >= self._max_viewers:
             raise TooManyViewers
-        viewer = self._welcome(last_id)
+        viewer = self._welcome(last_id, EVERYBODY if identity.is_admin else identity)
         self._viewers.add(viewer)
         if not self.sampling:
             self._start_sampling()
@@ -116,7 +120,7 @@ class Feed:
 
     def _start_sampling(self) -> None:
         self._last = None
-        self._last_key_frame = b""
+        self._key_frames.clear()
         self._recent.clear()
         self._sampling = asyncio.create_task(self._sample())
 
@@ -125,14 +129,15 @@ class Feed:
             self._sampling.cancel()
         self._sampling = None  # it ends later, and whoever comes before that needs a new one
 
-    def _welcome(self, last_id: str) -> Viewer:
+    def _welcome(self, last_id: str, identity: Identity) -> Viewer:
         """Hello, and then what was missed if that is known, else a key frame."""
+        hello = self._hello(identity)
         if not self.sampling or self._last is None:
-            return Viewer([self._hello()], lost=True)
-        missed = self._missed_since(last_id)
+            return Viewer([hello], lost=True, identity=identity)
+        missed = self._missed_since(last_id) if identity.is_admin else None
         if missed is None:
-            missed = [self._key_frame()]
-        return Viewer([self._hello(), *missed])
+            missed = [self._key_frame(identity)]
+        return Viewer([hello, *missed], identity=identity)
 
     def _missed_since(self, last_id: str) -> list[bytes] | None:
         """All events after the frame with this id, None if it is not kept."""
@@ -144,14 +149,15 @@ class Feed:
                 missed = []
         return missed
 
-    def _hello(self) -> bytes:
+    def _hello(self, identity: Identity) -> bytes:
         return sse.hello(
             self.client.info,
             run=self.run,
             hz=self.hz,
             key_frame_s=KEY_FRAME_S,
             needs_key=self._needs_key,
-            shows_text=self._shows_text,
+            shows_text=self._shows_text and identity.is_admin,
+            role=identity.role.name.lower(),
             t=time.monotonic(),
             unix_time=time.time(),
         )
@@ -170,7 +176,7 @@ class Feed:
     def send_hello(self) -> None:
         """Another engine runs than the viewers know of."""
         for viewer in self._viewers:
-            viewer.put(self._hello())
+            viewer.put(self._hello(viewer.identity))
 
     def send(self, now: Snapshot, records: np.ndarray, *, with_key_frame: bool) -> None:
         """Send a snapshot: what happened, notes, and a key frame or what changed; nothing if
@@ -183,50 +189,66 @@ class Feed:
             silent = now.n_events == before.n_events and is_quiet(changes)
             if silent and now.t - before.t < _HEARTBEAT_S:
                 return
-        events = self._events(before, now, records)
+        frame = _Frame(self._happened(before), self._notes.compare(now, records), changes)
+        now.notes = self.notes
         self._n_frames += 1
         self._last = now
-        self._last_key_frame = b""
-        if changes is None:
-            events.append(self._key_frame())
-        else:
-            events.append(sse.encode("delta", changes, self._frame_id()))
-        self._recent.append((self._frame_id(), events))
-        self._broadcast(events)
+        self._key_frames.clear()
+        self._broadcast(frame, now.n_events - len(frame.happened))
 
-    def _events(self, before: Snapshot | None, now: Snapshot, records: np.ndarray) -> list[bytes]:
-        """What happened to sequences, and notes, since the snapshot before."""
-        encoded = []
-        if before is not None:
-            happened = self.client.history.life_since(before.n_events)
-            if happened:
-                encoded.append(sse.events(happened, now.n_events - len(happened)))
-        for note in self._notes.compare(now, records):
-            encoded.append(sse.encode("note", note))
-        now.notes = self.notes
-        return encoded
+    def _happened(self, before: Snapshot | None) -> list[SequenceEvent]:
+        """What happened to sequences since the snapshot before."""
+        return [] if before is None else self.client.history.life_since(before.n_events)
 
-    def _broadcast(self, events: list[bytes]) -> None:
+    def _broadcast(self, frame: _Frame, first: int) -> None:
+        """To each viewer what it may see. first: the number of the frame's first event."""
+        encoded = {EVERYBODY: self._encode(frame, first, EVERYBODY)}
+        self._recent.append((self._frame_id(), encoded[EVERYBODY]))
         for viewer in self._viewers:
+            identity = viewer.identity
             if viewer.lost:
                 viewer.lost = False
-                viewer.put(self._key_frame())
+                viewer.put(self._key_frame(identity))
                 continue
-            for event in events:
+            if identity not in encoded:
+                encoded[identity] = self._encode(frame, first, identity)
+            for event in encoded[identity]:
                 viewer.put(event)
+
+    def _encode(self, frame: _Frame, first: int, identity: Identity) -> list[bytes]:
+        """The frame's events for somebody."""
+        view = View(self.client.history, identity)
+        events = [sse.encode("note", note) for note in frame.notes]
+        if frame.happened:
+            events.insert(0, sse.events(view.events(frame.happened), first))
+        if frame.changes is None:
+            events.append(self._key_frame(identity))
+        else:
+            events.append(sse.encode("delta", view.delta(frame.changes), self._frame_id()))
+        return events
 
     def _frame_id(self) -> str:
         return f"{self.run}:{self._n_frames}"
 
-    def _key_frame(self) -> bytes:
-        """The newest snapshot as a key frame, encoded once."""
-        if not self._last_key_frame:
+    def _key_frame(self, identity: Identity) -> bytes:
+        """The newest snapshot as a key frame, encoded once for each who may see it otherwise."""
+        if identity not in self._key_frames:
             assert self._last is not None
             info = self.client.info
             page_size = info.page_size if info is not None else 1
-            frame = key_frame(self._last, page_size)
-            self._last_key_frame = sse.encode("key_frame", frame, self._frame_id())
-        return self._last_key_frame
+            frame = key_frame(self._last, page_size, View(self.client.history, identity))
+            self._key_frames[identity] = sse.encode("key_frame", frame, self._frame_id())
+        return self._key_frames[identity]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What is new since the frame before."""
+
+    happened: list[SequenceEvent]
+    notes: list[Note]
+    #: None: a key frame is due.
+    changes: Delta | None
 
 
 class _Sampler:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from jitney.dashboard import sse
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
+from jitney.engine.api.access import EVERYBODY, Identity
 
 log = logging.getLogger("jitney.dashboard")
 
@@ -41,9 +42,9 @@ class Relay:
         return len(self._viewers)
 
     @contextmanager
-    def viewer(self, last_id: str = "") -> Iterator[Viewer]:
-        """A viewer for as long as the block runs; last_id does not matter here. Raises
-        TooManyViewers.
+    def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
+        """A viewer for as long as the block runs; last_id does not matter here, and everybody sees
+        what the engine shows to our key. Raises TooManyViewers.
         """
         if len(self._viewers) >= self._max_viewers:
             raise TooManyViewers

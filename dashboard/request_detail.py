@@ -8,6 +8,7 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
+from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, Stay
 
@@ -45,14 +46,22 @@ def _row(request: RequestRecord) -> dict[str, Any]:
     }
 
 
-def listing(history: History, state: str, limit: int, cursor: int, now: float) -> dict[str, Any]:
-    """At most `limit` sequences, the newest first, of those before number `cursor`; next: the
-    cursor to go on with, null at the end.
+def listing(
+    history: History,
+    state: str,
+    limit: int,
+    cursor: int,
+    now: float,
+    *,
+    identity: Identity = EVERYBODY,
+) -> dict[str, Any]:
+    """At most `limit` sequences that `identity` may see, the newest first, of those before number
+    `cursor`; next: the cursor to go on with, null at the end.
     """
     matching = (
         request
         for request in history.newest()
-        if request.number < cursor and _is_in(request, state)
+        if request.number < cursor and identity.may_see(request.tenant) and _is_in(request, state)
     )
     requests = list(islice(matching, limit + 1))
     shown = requests[:limit]

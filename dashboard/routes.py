@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route
 
 from jitney.dashboard.assets import PageFiles
-from jitney.dashboard.sessions import COOKIE, LIFETIME_S, Attempts, Sessions
+from jitney.dashboard.auth import PageLine
+from jitney.dashboard.sessions import COOKIE, LIFETIME_S, Sessions
+from jitney.engine.api.access import Keys, Role, address_of
 from jitney.engine.api.errors import HttpError, error_response
 from jitney.engine.errors import JitneyError, RequestError
 
@@ -26,26 +28,25 @@ class _SignIn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PageRoutes:
-    """Handlers of the routes that hold no data.
+    """Handlers of the routes that hold no data."""
 
-    keys: digests of the accepted API keys; none: everybody may look.
-    """
-
-    def __init__(self, keys: tuple[str, ...]):
-        self.sessions = Sessions(keys)
-        self.attempts = Attempts()
+    def __init__(self, keys: Keys):
+        self.keys = keys
+        self.sessions = Sessions(keys.needed)
         self.files = PageFiles()
 
-    def page_routes(self) -> list[BaseRoute]:
+    def page_lines(self) -> list[PageLine]:
+        """The page itself turns into the sign-in form, and assets hold no data."""
         return [
-            Route("/", self.page),
-            Mount("/assets", self.files),
-            Route("/sign-in", self.sign_in, methods=["POST"]),
+            PageLine(Route("/", self.page), Role.ANYBODY),
+            PageLine(Mount("/assets", self.files), Role.ANYBODY),
+            PageLine(Route("/sign-in", self.sign_in, methods=["POST"]), Role.ANYBODY),
+            PageLine(Route("/sign-out", self.sign_out, methods=["POST"]), Role.ANYBODY),
         ]
 
     async def page(self, request: Request) -> Response:
         """The page, or the sign-in form (401) to whom may not look."""
-        if self.sessions.admits(request.cookies.get(COOKIE)):
+        if self.sessions.of_request(request.scope).role >= Role.USER:
             return await self.files.get_response("index.html", request.scope)
         return self.files.sign_in_page()
 
@@ -53,36 +54,40 @@ class PageRoutes:
         """Trade an API key, {"key": ...}, for a session cookie that scripts cannot read and other
         sites cannot send.
         """
-        address = request.client.host if request.client else ""
-        self._refuse_guessing(address)
         body = await read_body(request)
         sign_in = read_json(body, _SignIn, 'a sign-in is JSON: {"key": "..."}', "key")
-        session = self.sessions.open(sign_in.key)
-        if session is None:
-            self.attempts.failed(address)
-            raise HttpError(401, "this is not a valid API key", code="invalid_api_key")
+        identity = self.keys.identify(sign_in.key, address_of(request.scope))
         response = Response(status_code=204)
         response.set_cookie(
-            COOKIE,
-            session,
-            max_age=LIFETIME_S,
-            path=request.scope.get("root_path") or "/",
-            httponly=True,
-            samesite="strict",
-            secure=request.url.scheme == "https",
+            COOKIE, self.sessions.open(identity), max_age=LIFETIME_S, **_cookie_of(request)
         )
         return response
 
-    def _refuse_guessing(self, address: str) -> None:
-        """Raises HttpError 429 while this address must wait."""
-        wait = self.attempts.wait(address)
-        if wait > 0:
-            raise HttpError(
-                429,
-                f"too many wrong keys; try again in {wait:.0f} s",
-                code="too_many_attempts",
-                headers={"retry-after": str(round(wait) or 1)},
-            )
+    async def sign_out(self, request: Request) -> Response:
+        """End the session of this browser."""
+        self.sessions.close(request.cookies.get(COOKIE))
+        response = Response(status_code=204)
+        response.delete_cookie(COOKIE, **_cookie_of(request))
+        return response
+
+
+class _CookieAttributes(TypedDict):
+    """Which requests a browser sends the cookie with."""
+
+    path: str
+    httponly: bool
+    samesite: Literal["strict"]
+    secure: bool
+
+
+def _cookie_of(request: Request) -> _CookieAttributes:
+    """Those of this page's own, and over TLS alone if this one came so."""
+    return {
+        "path": request.scope.get("root_path") or "/",
+        "httponly": True,
+        "samesite": "strict",
+        "secure": request.url.scheme == "https",
+    }
 
 
 async def read_body(request: Request) -> bytes:

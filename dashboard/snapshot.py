@@ -22,6 +22,7 @@ from jitney.dashboard.sse import (
     PageMap,
     SeatLists,
 )
+from jitney.dashboard.view import View
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import Seat
@@ -99,6 +100,19 @@ class Snapshot:
     n_events: int = 0
     histograms: dict[str, Any] | None = None
     notes: list[Note] = field(default_factory=list)
+
+
+def shown_seats(seats: _SeatColumns, view: View) -> _SeatColumns:
+    """The seats as somebody may see them."""
+    if view.identity.is_admin:
+        return seats
+    indexes = seats.numbers[_INDEX].tolist()
+    shown = [view.shows(*who) for who in zip(seats.requests, indexes, strict=True)]
+    requests = [
+        request if is_shown else None
+        for request, is_shown in zip(seats.requests, shown, strict=True)
+    ]
+    return _SeatColumns(seats.state, requests, seats.numbers * np.array(shown, np.int64))
 
 
 def seat_columns(history: History) -> _SeatColumns:
@@ -204,9 +218,13 @@ def _longest_step(records: np.ndarray) -> float | None:
     return round(float((records["device_s"] + records["gap_s"]).max()), 6)
 
 
-def key_frame(snapshot: Snapshot, page_size: int) -> KeyFrame:
-    """All of the snapshot. page_size: tokens of a KV page."""
+def key_frame(snapshot: Snapshot, page_size: int, view: View | None = None) -> KeyFrame:
+    """All of the snapshot that somebody may see. page_size: tokens of a KV page; view: None for
+    everything.
+    """
     seats, pages = snapshot.seats, snapshot.pages
+    if seats is not None and view is not None:
+        seats = shown_seats(seats, view)
     return {
         "t": round(snapshot.t, 4),
         "step": snapshot.step,

@@ -54,6 +54,7 @@ class Hello(TypedDict):
     key_frame_s: float  # seconds from one key frame to the next
     needs_key: bool  # requests need an API key
     shows_text: bool  # prompts and answers are shown
+    role: str  # "admin", or "user": of others' requests only that they sit somewhere is shown
     seat_states: tuple[str, ...]  # SEAT_STATES
     page_states: tuple[str, ...]  # PAGE_STATES
     seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
@@ -207,6 +208,7 @@ def hello(
     key_frame_s: float,
     needs_key: bool,
     shows_text: bool,
+    role: str,
     t: float,
     unix_time: float,
 ) -> bytes:
@@ -220,6 +222,7 @@ def hello(
         "key_frame_s": key_frame_s,
         "needs_key": needs_key,
         "shows_text": shows_text,
+        "role": role,
         "seat_states": SEAT_STATES,
         "page_states": PAGE_STATES,
         "seat_numbers": SEAT_NUMBERS,

@@ -10,16 +10,16 @@ from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.routing import Mount, Route, Router
 
 from jitney.dashboard.app import ENGINE_ROUTES
-from jitney.dashboard.auth import AuthMiddleware, FeedEndpoint
+from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, to_json
+from jitney.engine.api.access import Keys
 from jitney.engine.api.cross_site import cors
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.middleware import HeaderLimits
@@ -39,29 +39,28 @@ class _Standalone(PageRoutes):
     """Handlers for several engines. settings.api_keys: what visitors of this page must know."""
 
     def __init__(self, engines: Sequence[RemoteEngine], settings: ServerSettings):
-        super().__init__(settings.api_keys)
+        super().__init__(Keys(settings))
         self.engines = list(engines)
         self.relays = [Relay(engine) for engine in self.engines]
 
-    def routes(self) -> list[BaseRoute]:
+    def lines(self) -> list[PageLine]:
+        """What an engine's key may see there, its engine decides."""
         feeds = [
             Route(f"/engines/{number}/feed", FeedEndpoint(relay), methods=["GET"])
             for number, relay in enumerate(self.relays)
         ]
-        methods = ["GET", "POST", "DELETE"]
-        return [
-            *self.page_routes(),
-            Route("/engines", self.list_engines),
-            *feeds,
-            Route("/engines/{number:int}/{path:path}", self.pass_on, methods=methods),
-        ]
+        passed = Route(
+            "/engines/{number:int}/{path:path}", self.pass_on, methods=["GET", "POST", "DELETE"]
+        )
+        routes = [Route("/engines", self.list_engines), *feeds, passed]
+        return [*self.page_lines(), *(PageLine(route) for route in routes)]
 
     async def list_engines(self, request: Request) -> Response:
         """Every engine, whether it answers or not."""
         engines = await asyncio.gather(*map(_ask, self.engines))
         for number, engine in enumerate(engines):
             engine["base"] = f"engines/{number}/"
-        return to_json({"standalone": True, "engines": engines})
+        return to_json({"standalone": True, "signed_in": self.sessions.needed, "engines": engines})
 
     async def pass_on(self, request: Request) -> Response:
         """An engine's own answer."""
@@ -124,15 +123,15 @@ def create_standalone(engines: Sequence[RemoteEngine], settings: ServerSettings)
         yield
         await asyncio.gather(*(engine.close() for engine in dashboard.engines))
 
-    inner: Any = HeaderLimits(Router(dashboard.routes(), redirect_slashes=False), settings)
+    lines = dashboard.lines()
+    router = Router([line.route for line in lines], redirect_slashes=False)
+    inner: Any = HeaderLimits(router, settings)
     return Starlette(
         routes=[Mount("/", app=inner)],
         exception_handlers=HANDLERS,
         lifespan=lifespan,
         middleware=[
             *cors(settings),
-            Middleware(
-                AuthMiddleware, sessions=dashboard.sessions, cors_origins=settings.cors_origins
-            ),
+            *page_middleware(lines, dashboard.sessions, settings.cors_origins),
         ],
     )

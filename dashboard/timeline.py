@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from jitney.dashboard import latency
+from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.records import FIELDS, ROW_KINDS
 from jitney.engine.telemetry.history import KEEP_S, History
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
@@ -63,9 +64,17 @@ def _column(values: np.ndarray) -> list[Any]:
     return values.tolist()
 
 
-def timeline(history: History, start: float, end: float, bins: int, now: float) -> dict[str, Any]:
+def timeline(
+    history: History,
+    start: float,
+    end: float,
+    bins: int,
+    now: float,
+    *,
+    identity: Identity = EVERYBODY,
+) -> dict[str, Any]:
     """What happened at start < t <= end, in `bins` equal parts, with the stays in seats that touch
-    this time.
+    this time, as `identity` may see it.
     """
     stays = history.stays(start, end)
     left_out = max(0, len(stays) - _MAX_STAYS)
@@ -76,26 +85,29 @@ def timeline(history: History, start: float, end: float, bins: int, now: float) 
         "kept_from": round(history.kept_from, 4),
         "seats": len(history.seats),
         "bins": binned(history, start, end, bins),
-        "stays": stay_columns(stays[left_out:]),
+        "stays": stay_columns(stays[left_out:], identity),
         "stays_left_out": left_out,
     }
 
 
-def stay_columns(stays: list[tuple[RequestRecord, Stay]]) -> dict[str, list[Any]]:
+def stay_columns(
+    stays: list[tuple[RequestRecord, Stay]], identity: Identity = EVERYBODY
+) -> dict[str, list[Any]]:
     """One list a column; `to` is null for who is still on board, `first_token` for who has none
-    yet.
+    yet. Of others than `identity` may see there is the time alone.
     """
     columns: dict[str, list[Any]] = {name: [] for name in _STAY_COLUMNS}
     for request, stay in stays:
+        shown = identity.may_see(request.tenant)
         columns["seat"].append(stay.seat)
-        columns["request"].append(request.request_id)
-        columns["index"].append(request.index)
+        columns["request"].append(request.request_id if shown else "")
+        columns["index"].append(request.index if shown else 0)
         columns["from"].append(_t(stay.start))
         columns["first_token"].append(_t(stay.first_token))
         columns["to"].append(_t(stay.end))
-        columns["end"].append(stay.how)
-        columns["n_prompt"].append(request.n_prompt)
-        columns["n_output"].append(request.n_output)
+        columns["end"].append(stay.how if shown else "")
+        columns["n_prompt"].append(request.n_prompt if shown else 0)
+        columns["n_output"].append(request.n_output if shown else 0)
     return columns
 
 

@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
+from jitney.engine.api.access import EVERYBODY, Identity
+
 MAX_VIEWERS = 32
 #: Events that wait for a slow viewer: a few seconds of them.
 QUEUE = 64
@@ -20,7 +22,11 @@ class TooManyViewers(Exception):
 class Viewer:
     """One page that watches."""
 
-    def __init__(self, first: Iterable[bytes], *, lost: bool = False):
+    def __init__(
+        self, first: Iterable[bytes], *, lost: bool = False, identity: Identity = EVERYBODY
+    ):
+        #: Who looks, which decides what is shown; all administrators see the same.
+        self.identity = identity
         #: Events that it was too slow for.
         self.dropped = 0
         #: It needs a key frame before anything else.

@@ -8,7 +8,8 @@ const EVERY_MS = 5000;
 /** Watch the first engine and offer the others. start(base, standalone). */
 export async function setUpEngines(select, start) {
   const alone = {standalone: false, engines: [{name: "", base: "", state: "unknown"}]};
-  const {standalone, engines} = await ask("engines").catch(() => alone);
+  const {standalone, signed_in: signedIn, engines} = await ask("engines").catch(() => alone);
+  document.getElementById("sign-out").hidden = !signedIn;
   const wanted = engines.find((one) => `#${one.base}` === location.hash) ?? engines[0];
   fill(select, engines, wanted.base);
   select.parentElement.hidden = engines.length < 2;

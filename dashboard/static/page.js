@@ -89,6 +89,10 @@ function start(base, alone) {
 
 function greet(hello) {
   view.origin = hello.unix_time - hello.t;
+  const isAdmin = hello.role !== "user";
+  for (const name of ["lab", "report", "trace"]) {
+    $(name).hidden = !isAdmin;
+  }
   $("try").hidden = standalone || hello.needs_key || !hello.info;
   if (!hello.info) {
     return;
@@ -275,6 +279,10 @@ $("copy").addEventListener("click", async () => {
   getSelection().selectAllChildren($("curl")); // what is left to do by hand where the clipboard is refused
   const copied = () => say($("copy"), "Copied");
   await navigator.clipboard?.writeText($("curl").textContent).then(copied, () => {});
+});
+$("sign-out").addEventListener("click", async () => {
+  await fetch("sign-out", {method: "POST"}).catch(() => null);
+  location.reload();
 });
 for (const details of document.querySelectorAll("details")) {
   details.addEventListener("toggle", () => {

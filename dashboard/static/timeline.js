@@ -151,10 +151,13 @@ export class Timeline {
     const stayed = Math.min(stays.to[i], this.now) - stays.from[i];
     const reading = Math.min(stays.first[i], this.now) - stays.from[i];
     const choice = stays.index[i] ? ` (choice ${stays.index[i]})` : "";
+    const request = stays.request[i];
+    const who = request
+      ? ["request ", make("code", {}, short(request, 60)), `${choice}, ${stays.n_prompt[i]} prompt tokens, `]
+      : ["another user's request, "];
     this.reading.replaceChildren(
-      `Seat ${stays.seat[i]}: request `,
-      make("code", {}, short(stays.request[i], 60)),
-      `${choice}, ${stays.n_prompt[i]} prompt tokens, `,
+      `Seat ${stays.seat[i]}: `,
+      ...who,
       `on board for ${seconds(stayed)}, of which ${seconds(reading)} until its first token`,
       stays.end[i] ? `; ended: ${stays.end[i]}.` : ".",
     );
@@ -162,7 +165,7 @@ export class Timeline {
 
   pick(event) {
     const i = this.at(event.offsetX, event.offsetY);
-    if (i >= 0) {
+    if (i >= 0 && this.stays.request[i]) {
       this.onPick?.(this.stays.request[i], this.stays.index[i]);
     }
   }
@@ -182,7 +185,7 @@ export class Timeline {
     const first = stays.first[i];
     const to = stays.to[i];
     return [
-      stays.request[i],
+      stays.request[i] || "another user's",
       stays.index[i],
       stays.seat[i],
       `${seconds(right - from)} ago`,

@@ -12,13 +12,15 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Scope
 
+from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, Role, RoleOf, bearer
 from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
-from jitney.engine.api.errors import error_response
-from jitney.engine.api.middleware import BearerAuth, BodyLimit, ErrorMiddleware, HeaderLimits
+from jitney.engine.api.errors import HttpError, error_response
+from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits
 from jitney.engine.api.routes import ROUTES
-from jitney.engine.api.routing import HttpRoute, RouteTable
+from jitney.engine.api.routing import HttpRoute, RouteTable, route_path
 from jitney.engine.api.service import Service, context_of
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.process.client import EngineClient
@@ -58,7 +60,12 @@ def create_app(
             Middleware(ErrorMiddleware, service=service, table=table),
             Middleware(HeaderLimits, settings=settings),
             Middleware(SiteGuard, settings=settings),
-            Middleware(BearerAuth, settings=settings),
+            Middleware(
+                AccessControl,
+                role_of=_role_of(settings),
+                identify=_identify(Keys(settings)),
+                missing=_no_key,
+            ),
             Middleware(BodyLimit, settings=settings),
         ],
         exception_handlers={HTTPException: _router_error(table)},
@@ -74,11 +81,49 @@ def _starlette_route(route: HttpRoute, service: Service) -> Route:
     return Route(route.path, kind(service, route.handler), methods=route.methods)
 
 
+def _role_of(settings: ServerSettings) -> RoleOf:
+    """By the request's line in the table. Decides on the path alone: one rebuilt from the Host
+    header can be made to look public.
+    """
+
+    def role_of(scope: Scope) -> Role:
+        route = context_of(scope).route
+        if route is not None:
+            return route.role
+        path = route_path(scope)
+        if path in settings.public_paths or path.startswith(settings.public_prefixes):
+            return Role.ANYBODY
+        return Role.USER
+
+    return role_of
+
+
+def _identify(keys: Keys) -> Identify:
+    by_header = bearer(keys)
+
+    def identify(scope: Scope) -> Identity:
+        identity = by_header(scope)
+        context_of(scope).tenant = identity.tenant
+        return identity
+
+    return identify
+
+
+def _no_key() -> HttpError:
+    return HttpError(
+        401,
+        "give a valid API key as 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+        close=True,
+    )
+
+
 def _router_error(table: RouteTable) -> Callable[[Request, Exception], Awaitable[Response]]:
     """Answers to a path or method that no route takes."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        allowed = table.allowed(request.scope["path"])
+        allowed = table.allowed(route_path(request.scope))
         if allowed:  # else the path is one of the extra routes', or nobody's
             error = HTTPException(405, headers={"allow": ", ".join(allowed)})
         return error_response(error, context_of(request.scope).request_id)

@@ -1,12 +1,11 @@
 """Pure ASGI middleware, outermost first: `ErrorMiddleware` (ids, log, errors), `HeaderLimits`,
-`SiteGuard` (in `cross_site`), `BearerAuth`, `BodyLimit`.
+`SiteGuard` (in `cross_site`), `AccessControl` (in `access`), `BodyLimit`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import re
 import uuid
@@ -15,10 +14,10 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.errors import HttpError, echo, error_response
-from jitney.engine.api.routing import RouteTable
+from jitney.engine.api.routing import RouteTable, route_path
 from jitney.engine.api.schema import SAFE_ID
 from jitney.engine.api.service import Context, Service, context_of
-from jitney.engine.api.settings import ServerSettings, digest_key
+from jitney.engine.api.settings import ServerSettings
 
 _access = logging.getLogger("jitney.access")
 _log = logging.getLogger("jitney.api")
@@ -55,7 +54,7 @@ class ErrorMiddleware:
             await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self.table.find(scope["path"], scope["method"])
+        route = self.table.find(route_path(scope), scope["method"])
         context = scope["jitney"] = Context(_request_id(scope), route)
 
         async def send_marked(message: Message) -> None:
@@ -162,42 +161,6 @@ def _check_size(scope: Scope) -> None:
     size = sum(len(name) + len(value) for name, value in headers)
     if len(headers) > _MAX_HEADERS or size > _MAX_HEADER_BYTES:
         raise HttpError(431, "the request's headers are too large", close=True)
-
-
-@dataclass(frozen=True, slots=True)
-class BearerAuth:
-    """Bearer keys. Decides on scope["path"]: a path rebuilt from the Host header can be made to
-    look public.
-    """
-
-    app: ASGIApp
-    settings: ServerSettings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.settings.api_keys and not self._is_public(scope):
-            context_of(scope).tenant = self._tenant(_headers_named(scope, b"authorization"))
-        await self.app(scope, receive, send)
-
-    def _is_public(self, scope: Scope) -> bool:
-        route, path = context_of(scope).route, scope["path"]
-        if route is not None:
-            return route.public
-        return path in self.settings.public_paths or path.startswith(self.settings.public_prefixes)
-
-    def _tenant(self, headers: list[bytes]) -> str:
-        """The digest of the key; every known digest is compared in full, whichever matches."""
-        scheme, _, key = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
-        digest = digest_key(key.strip().decode("latin-1"))
-        matches = [hmac.compare_digest(digest, other) for other in self.settings.api_keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise HttpError(
-                401,
-                "give a valid API key as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-                close=True,
-            )
-        return digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from jitney.engine.api import endpoints, ops
+from jitney.engine.api.access import Role
 from jitney.engine.api.routing import HttpRoute
 
 _GET = ("GET",)
@@ -15,7 +16,7 @@ def _probe(path: str, handler, summary: str) -> HttpRoute:
     """An orchestrator's probes carry no key, say nothing about requests, and come every second or
     so, which would bury the rest of the log.
     """
-    return HttpRoute(path, _GET, handler, summary, public=True, log_level=logging.DEBUG)
+    return HttpRoute(path, _GET, handler, summary, role=Role.ANYBODY, log_level=logging.DEBUG)
 
 
 ROUTES = (
@@ -30,6 +31,12 @@ ROUTES = (
     _probe("/health", ops.readyz, "the same as /readyz"),
     _probe("/startupz", ops.startupz, "the engine has been ready once"),
     HttpRoute("/version", _GET, ops.show_version, "version, device, kernels and number formats"),
-    HttpRoute("/metrics", _GET, ops.show_metrics, "Prometheus metrics"),
-    HttpRoute("/slots", _GET, ops.list_slots, "the seats, as llama.cpp lists its slots"),
+    HttpRoute("/metrics", _GET, ops.show_metrics, "Prometheus metrics", role=Role.ADMIN),
+    HttpRoute(
+        "/slots",
+        _GET,
+        ops.list_slots,
+        "the seats, as llama.cpp lists its slots",
+        role=Role.ADMIN,
+    ),
 )

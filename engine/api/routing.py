@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.routing import compile_path
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
+
+from jitney.engine.api.access import Role
 
 if TYPE_CHECKING:
     from jitney.engine.api.service import Service
@@ -31,8 +33,8 @@ class HttpRoute:
     handler: Handler
     #: What it is for, as the documentation says it.
     summary: str
-    #: True: no API key is asked for.
-    public: bool = False
+    #: Who may use it.
+    role: Role = Role.USER
     #: True: it makes the engine work. Such a request counts against its key's limits, a drain waits
     #: for it, and the client's leaving ends it.
     generates: bool = False
@@ -40,6 +42,17 @@ class HttpRoute:
     body_limit: int = 0
     #: Level of its line in the access log.
     log_level: int = logging.INFO
+
+
+def route_path(scope: Scope) -> str:
+    """The path that routes are found by, as the router finds them: without the one that a proxy in
+    front takes away (root_path).
+    """
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if path == root:
+        return ""
+    return path.removeprefix(root) if path.startswith(root + "/") else path
 
 
 class RouteTable:

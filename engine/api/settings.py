@@ -11,8 +11,10 @@ from typing import Literal
 class ServerSettings:
     """Limits and keys of the HTTP generation endpoint. Sizes are bytes, times seconds."""
 
-    #: `digest_key` of each accepted key; empty: no key is asked for.
+    #: `digest_key` of each accepted key, of users and of administrators (`access.Role`); where both
+    #: are empty no key is asked for, and everybody is an administrator.
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     #: Of routes outside the table: exact paths that need no key, and beginnings of paths that look
     #: after keys themselves (the page has its own sign-in).
     public_paths: frozenset[str] = frozenset()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.flags import Parser
 from jitney.engine.cli.keys import add_key_flag, engine_key
-from jitney.engine.cli.listen import base_url, listen
+from jitney.engine.cli.listen import base_url, listen, read_keys
 from jitney.engine.config.layers import NOTHING, load_config
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
@@ -33,8 +33,8 @@ def run(arguments: Sequence[str]) -> int:
         "port": args.port,
         "insecure": args.insecure,
         "allowed_hosts": args.allowed_hosts,
-        # The engines' key is also what visitors sign in with: nobody sees more here than there.
-        "api_keys": (key,) if key else (),
+        # The engines' key is also what visitors sign in with, and the engines know what it may see.
+        "admin_keys": (key,) if key else (),
     }
     config = load_config(None, NOTHING, flags)
     _serve(config, args.engine or [_DEFAULT_ENGINE], key)
@@ -87,7 +87,7 @@ def _serve(config: Config, urls: Sequence[str], key: str) -> None:
 
     if len(set(urls)) < len(urls):
         raise ConfigError("--engine names one engine twice")
-    settings = limits(config, config.server.api_keys)
+    settings = limits(config, read_keys(config.server))
     engines = [RemoteEngine(url, key) for url in urls]
     make_display().close()
     server = web_server(config, settings, create_standalone(engines, settings))

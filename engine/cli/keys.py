@@ -7,8 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from jitney.engine.cli.listen import read_keys
-from jitney.engine.config.schema import ServerSection
+from jitney.engine.cli.listen import read_key_file
 
 _VARIABLE = "JITNEY_ENGINE_KEY"
 
@@ -29,5 +28,5 @@ def add_key_flag(parser: argparse.ArgumentParser) -> None:
 def engine_key(args: argparse.Namespace) -> str:
     """The key, empty if none was given. Raises ConfigError, never showing a key."""
     if args.key_file:
-        return read_keys(ServerSection(api_key_file=args.key_file))[0]
+        return read_key_file(args.key_file)
     return os.environ.get(_VARIABLE, "")

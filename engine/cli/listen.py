@@ -6,6 +6,7 @@ import errno
 import socket
 import stat
 from pathlib import Path
+from typing import NamedTuple
 
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import ConfigError
@@ -46,27 +47,42 @@ def base_url(server: ServerSection, port: int) -> str:
     return f"http://{host}:{port}"
 
 
-def read_keys(server: ServerSection) -> tuple[str, ...]:
-    """The accepted API keys from the file and the settings. Raises ConfigError, never showing a
+class AcceptedKeys(NamedTuple):
+    """API keys by the role that they give."""
+
+    users: tuple[str, ...] = ()
+    admins: tuple[str, ...] = ()
+
+
+def read_keys(server: ServerSection) -> AcceptedKeys:
+    """The accepted API keys from the files and the settings. Raises ConfigError, never showing a
     key.
     """
-    keys = list(server.api_keys)
-    if server.api_key_file:
-        keys += _keys_of(Path(server.api_key_file))
-    return tuple(keys)
+    users = [*server.api_keys, *_keys_in("api_key_file", server.api_key_file)]
+    admins = [*server.admin_keys, *_keys_in("admin_key_file", server.admin_key_file)]
+    return AcceptedKeys(tuple(users), tuple(admins))
 
 
-def _keys_of(file: Path) -> list[str]:
+def read_key_file(path: str) -> str:
+    """The first key of a file. Raises ConfigError."""
+    return _keys_in("key file", path)[0]
+
+
+def _keys_in(setting: str, path: str) -> list[str]:
+    """None if there is no such file in the settings."""
+    if not path:
+        return []
+    file = Path(path)
     try:
         if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"{file} is open to other users of this machine: chmod 600 {file}")
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"api_key_file {file} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{setting} {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"api_key_file {file} is not text") from None
+        raise ConfigError(f"{setting} {file} is not text") from None
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"api_key_file {file} holds no key")
+        raise ConfigError(f"{setting} {file} holds no key")
     return keys

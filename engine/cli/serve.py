@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.flags import Parser, add_settings, config_from
-from jitney.engine.cli.listen import base_url, listen, read_keys
+from jitney.engine.cli.listen import AcceptedKeys, base_url, listen, read_keys
 from jitney.engine.config.layers import to_toml
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection
@@ -65,6 +65,11 @@ def _start(config: Config) -> int:
     """Check what can be checked at once (platform, keys, port), then load and serve."""
     check_platform(config.engine.platform)
     keys = read_keys(config.server)
+    if keys.users and not keys.admins:
+        _log.warning(
+            "no administrator's key is set: metrics, slots, texts, traces, reports, the policy lab "
+            "and other users' requests are closed to everybody (admin_key_file opens them)"
+        )
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
         server = _Server(config, keys, bound, make_display())
         return asyncio.run(server.serve())
@@ -73,9 +78,7 @@ def _start(config: Config) -> int:
 class _Server:
     """One run of `jitney serve`: the parts, and the order in which they come and go."""
 
-    def __init__(
-        self, config: Config, keys: tuple[str, ...], bound: socket.socket, display: Display
-    ):
+    def __init__(self, config: Config, keys: AcceptedKeys, bound: socket.socket, display: Display):
         from jitney.engine.process.supervisor import ProcessClient
         from jitney.engine.process.trace_recorder import Recorder
 
@@ -162,13 +165,14 @@ class _Server:
         return 0
 
 
-def limits(config: Config, keys: tuple[str, ...]) -> ServerSettings:
+def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
     """The [server] section as the endpoint takes it."""
     from jitney.engine.api.settings import ServerSettings, digest_key
 
     server = config.server
     return ServerSettings(
-        api_keys=tuple(digest_key(key) for key in keys),
+        api_keys=tuple(map(digest_key, keys.users)),
+        admin_keys=tuple(map(digest_key, keys.admins)),
         allowed_hosts=server.answered_hosts,
         cors_origins=server.cors_origins,
         body_limit=server.body_limit,
@@ -310,9 +314,12 @@ def curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:
 
 def _key_header(server: ServerSection) -> str:
     """A flag of curl that gives the first accepted key without showing it."""
-    if server.api_key_file:
-        first_line = f"grep -m1 '^[^#]' {shlex.quote(server.api_key_file)}"
-        return f' -H "authorization: Bearer $({first_line})"'
-    if server.api_keys:
-        return ' -H "authorization: Bearer ${JITNEY_API_KEYS%%,*}"'
+    for name in ("api", "admin"):
+        file = getattr(server, f"{name}_key_file")
+        if file:
+            first_line = f"grep -m1 '^[^#]' {shlex.quote(file)}"
+            return f' -H "authorization: Bearer $({first_line})"'
+        if getattr(server, f"{name}_keys"):
+            variable = f"JITNEY_{name.upper()}_KEYS"
+            return f' -H "authorization: Bearer ${{{variable}%%,*}}"'
     return ""

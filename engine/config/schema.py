@@ -411,15 +411,32 @@ class ServerSection(Section):
         default=8000, ge=0, le=65535, description="port to listen on; 0: any free one"
     )
     api_key_file: str = Field(
-        default="", description="file with one API key per line, readable by its owner only"
+        default="",
+        description=(
+            "file with one API key of a user per line, readable by its owner only: users generate, "
+            "and see their own requests"
+        ),
     )
     api_keys: _Names = Field(
         default=(),
         json_schema_extra={"secret": True},
         description=(
-            "API keys, separated by commas; from the environment or a file, never a flag, which "
-            "other users could read"
+            "API keys of users, separated by commas; from the environment or a file, never a flag, "
+            "which other users could read"
         ),
+    )
+    admin_key_file: str = Field(
+        default="",
+        description=(
+            "like api_key_file, of administrators: they see everything (texts, everybody's "
+            "requests, metrics, traces, reports) and use the policy lab; without any key everybody "
+            "is one, with API keys alone nobody"
+        ),
+    )
+    admin_keys: _Names = Field(
+        default=(),
+        json_schema_extra={"secret": True},
+        description="like api_keys, of administrators",
     )
     insecure: bool = Field(
         default=False, description="allow listening beyond this machine without an API key"
@@ -502,6 +519,11 @@ class ServerSection(Section):
         return self.host not in _LOOPBACK
 
     @property
+    def has_keys(self) -> bool:
+        """True when nobody gets in without a key."""
+        return bool(self.api_key_file or self.api_keys or self.admin_key_file or self.admin_keys)
+
+    @property
     def answered_hosts(self) -> tuple[str, ...] | None:
         """Host names that are answered, lower case, as a Host header has them; None: any."""
         if self.open_to_others and not self.allowed_hosts:
@@ -530,7 +552,7 @@ class ServerSection(Section):
 
     @model_validator(mode="after")
     def _network_needs_a_key(self) -> ServerSection:
-        if self.open_to_others and not (self.api_key_file or self.api_keys or self.insecure):
+        if self.open_to_others and not (self.has_keys or self.insecure):
             raise ValueError(
                 f"host {self.host} is open to other machines and no API key is set: give "
                 "api_key_file or "

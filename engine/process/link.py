@@ -20,7 +20,7 @@ from jitney.engine.errors import ErrorInfo
 from jitney.engine.process.main import Start, from_core_address, to_core_address
 
 #: Settings the core has no use for, and should not be able to give away.
-NOT_FOR_THE_CORE = ("JITNEY_API_KEYS",)
+NOT_FOR_THE_CORE = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
 #: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
 #: otherwise.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

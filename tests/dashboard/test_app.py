@@ -15,17 +15,12 @@ from starlette.routing import Mount
 from jitney.dashboard import create_dashboard, dashboard_routes
 from jitney.dashboard.assets import PLOTLY
 from jitney.dashboard.auth import POLICY
-from jitney.dashboard.sessions import (
-    LIFETIME_S,
-    MAX_ADDRESSES,
-    MAX_SESSIONS,
-    MOST_ATTEMPTS,
-    Attempts,
-    Sessions,
-)
+from jitney.dashboard.sessions import COOKIE, LIFETIME_S, MAX_SESSIONS, Sessions
 from jitney.dashboard.sse import FEED_VERSION
 from jitney.dashboard.viewers import MAX_VIEWERS
+from jitney.engine.api.access import NOBODY, Identity, Role
 from jitney.engine.api.app import create_app
+from jitney.engine.api.guesses import MOST_ALIKE
 from jitney.engine.api.settings import ServerSettings, digest_key
 
 KEY = "a secret key"
@@ -228,18 +223,22 @@ def test_without_keys_nobody_signs_in(client):
 
 def test_sessions_end_and_are_bounded():
     now = [0.0]
-    sessions = Sessions((digest_key(KEY),), clock=lambda: now[0])
-    first = sessions.open(KEY)
-    assert sessions.admits(first) and not sessions.admits(None) and sessions.open("no") is None
+    sessions = Sessions(True, clock=lambda: now[0])
+    somebody = Identity(Role.USER, "digest")
+    first = sessions.open(somebody)
+    assert sessions.identify(first) == somebody
+    assert sessions.identify(None) == NOBODY == sessions.identify("made up")
     now[0] = LIFETIME_S
-    assert not sessions.admits(first)
-    opened = [sessions.open(KEY) for _ in range(MAX_SESSIONS + 1)]
+    assert sessions.identify(first) == NOBODY
+    opened = [sessions.open(somebody) for _ in range(MAX_SESSIONS + 1)]
     assert len(set(opened)) == MAX_SESSIONS + 1
-    assert [sessions.admits(one) for one in (opened[0], opened[1], opened[-1])] == [
-        False,
-        True,
-        True,
+    assert [sessions.identify(one) for one in (opened[0], opened[1], opened[-1])] == [
+        NOBODY,
+        somebody,
+        somebody,
     ]
+    sessions.close(opened[1])
+    assert sessions.identify(opened[1]) == NOBODY and sessions.identify(opened[2]) == somebody
 
 
 def test_mounted_behind_the_endpoint(client):
@@ -274,32 +273,42 @@ def test_loading_is_an_error_in_the_endpoints_form(client):
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
 
 
-def test_guessing_keys_is_slow(client):
+def test_guessing_keys_is_slow_and_locks_nobody_out(client):
     async def session() -> None:
         app = page(client, KEY)
-        for _ in range(MOST_ATTEMPTS):
+        for _ in range(MOST_ALIKE):
             assert (await call(app, "/sign-in", {"key": "guess"})).status == 401
-        reply = await call(app, "/sign-in", {"key": KEY})
+        reply = await call(app, "/sign-in", {"key": "guess"})
         assert reply.status == 429 and reply.error["code"] == "too_many_attempts"
         assert 1 <= int(reply.headers["retry-after"]) <= 60
+        assert (await call(app, "/sign-in", {"key": KEY})).status == 204
 
     run(session())
 
 
-def test_attempts_are_counted_by_address_and_forgotten():
-    now = [0.0]
-    attempts = Attempts(clock=lambda: now[0])
-    for second in range(MOST_ATTEMPTS):
-        now[0] = float(second)
-        attempts.failed("one")
-    assert attempts.wait("one") == 60 - 9 and attempts.wait("other") == 0
-    now[0] = 60.0  # the first of them is a minute old
-    assert attempts.wait("one") == 0
-    attempts.failed("one")
-    assert attempts.wait("one") > 0
-    for number in range(MAX_ADDRESSES):
-        attempts.failed(f"address {number}")
-    assert attempts.wait("one") == 0, "of too many addresses the oldest is forgotten"
+def test_signing_out_ends_the_session(client):
+    async def session() -> None:
+        async with browser(page(client, KEY)) as web:
+            await web.post("/sign-in", json={"key": KEY})
+            stolen = web.cookies[COOKIE]
+            assert (await web.get("/engines")).json()["signed_in"] is True
+            left = await web.post("/sign-out")
+            assert left.status_code == 204 and "Max-Age=0" in left.headers["set-cookie"]
+            assert COOKIE not in web.cookies
+            again = await web.get("/slots", headers={"cookie": f"{COOKIE}={stolen}"})
+            assert again.status_code == 401, "the id itself is worth nothing any more"
+
+    run(session())
+    assert get(page(client), "/engines").json()["signed_in"] is False
+
+
+@pytest.mark.parametrize(("scheme", "secure"), [("http", False), ("https", True)])
+def test_over_tls_the_cookie_travels_over_tls_alone(client, scheme: str, secure: bool):
+    async def session() -> str:
+        async with browser(page(client, KEY), f"{scheme}://localhost") as web:
+            return (await web.post("/sign-in", json={"key": KEY})).headers["set-cookie"]
+
+    assert ("Secure" in run(session()).split("; ")) is secure
 
 
 def test_a_form_of_another_site_cannot_sign_in(client):

@@ -59,7 +59,15 @@ def rebuilt(now: snapshot.Snapshot) -> Replica:
     """What a viewer knows who has just come."""
     replica = Replica()
     hello = sse.hello(
-        INFO, run="r", hz=10, key_frame_s=2, needs_key=False, shows_text=False, t=0, unix_time=0
+        INFO,
+        run="r",
+        hz=10,
+        key_frame_s=2,
+        needs_key=False,
+        shows_text=False,
+        role="admin",
+        t=0,
+        unix_time=0,
     )
     for name, data in as_events(hello, sse.encode("key_frame", snapshot.key_frame(now, 4), "r:1")):
         replica.apply(name, data)

@@ -298,6 +298,7 @@ def test_the_trace_is_a_download(client):
 def test_engines_are_one(client):
     assert get(page(client), "/engines").json() == {
         "standalone": False,
+        "signed_in": False,
         "engines": [{"name": "scripted", "url": "", "base": "", "state": "ready"}],
     }
 

@@ -31,7 +31,7 @@ KEY = "the engines' key"
 
 def engine_app(client: FakeClient, *keys: str):
     settings = ServerSettings(
-        api_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
+        admin_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
     )
     routes = dashboard_routes(client, settings, engine=EngineSection())  # type: ignore[arg-type]
     return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def engine_app(client: FakeClient, *keys: str):
 def standalone(*urls: str, key: str = "", **settings: Any):
     keys = (digest_key(key),) if key else ()
     return create_standalone(
-        [RemoteEngine(url, key) for url in urls], ServerSettings(api_keys=keys, **settings)
+        [RemoteEngine(url, key) for url in urls], ServerSettings(admin_keys=keys, **settings)
     )
 
 

@@ -11,12 +11,12 @@ from jitney.engine.api.settings import ServerSettings, digest_key
 
 
 def page(client: FakeClient, *keys: str) -> Starlette:
-    """The dashboard of an engine, for whoever has one of `keys`."""
-    return create_dashboard(client, ServerSettings(api_keys=tuple(map(digest_key, keys))))  # type: ignore[arg-type]
+    """The dashboard of an engine, for whoever has one of the administrators' `keys`."""
+    return create_dashboard(client, ServerSettings(admin_keys=tuple(map(digest_key, keys))))  # type: ignore[arg-type]
 
 
-def browser(app) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+def browser(app, url: str = "http://localhost") -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url)
 
 
 def get(app, path: str, **headers: str) -> httpx.Response:

@@ -10,6 +10,7 @@ from api_fakes import ByteTokenizer, FakeClient, call, run
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from jitney.engine.api.access import Role
 from jitney.engine.api.app import create_app
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, RouteTable
@@ -39,7 +40,7 @@ WAITING = HttpRoute("/v1/wait", ("POST",), wait, "wait", generates=True)
 
 
 def app_with(*routes: HttpRoute, **settings):
-    limits = ServerSettings(api_keys=(digest_key("sekrit"),), **settings)
+    limits = ServerSettings(admin_keys=(digest_key("sekrit"),), **settings)
     return create_app(FakeClient(), ByteTokenizer(), limits, "m", routes=(*ROUTES, *routes))  # type: ignore[arg-type]
 
 
@@ -49,10 +50,10 @@ def test_a_line_of_the_table_is_served():
     assert reply.headers["x-request-id"] and "openai-processing-ms" in reply.headers
 
 
-def test_a_line_of_the_table_is_behind_the_key_unless_it_is_public():
+def test_a_line_of_the_table_is_behind_the_key_unless_its_role_is_anybody():
     reply = run(call(app_with(MADE_UP), "/v1/made-up/x", b'"hi"'))
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
-    public = HttpRoute(MADE_UP.path, ("POST",), repeat, "repeat a body", public=True)
+    public = HttpRoute(MADE_UP.path, ("POST",), repeat, "repeat a body", role=Role.ANYBODY)
     assert run(call(app_with(public), "/v1/made-up/x", b'"hi"')).status == 200
 
 
@@ -123,8 +124,9 @@ def test_the_documentation_lists_every_route():
     lines = DOCS.read_text().splitlines()
     rows = [line for line in lines if line.startswith("| `/")]
     yes_no = {True: "yes", False: "no"}
+    keys = {Role.ANYBODY: "no", Role.USER: "user", Role.ADMIN: "admin"}
     assert rows == [
         f"| `{route.path}` | {', '.join(route.methods)} | {route.summary} "
-        f"| {yes_no[not route.public]} | {yes_no[route.generates]} |"
+        f"| {keys[route.role]} | {yes_no[route.generates]} |"
         for route in ROUTES
     ]

@@ -20,7 +20,7 @@ import pytest
 from jitney.engine.cli import COMMANDS, main
 from jitney.engine.cli.chat import converse
 from jitney.engine.cli.display import Lines
-from jitney.engine.cli.listen import base_url, listen, read_keys
+from jitney.engine.cli.listen import AcceptedKeys, base_url, listen, read_keys
 from jitney.engine.cli.serve import curl_line
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
@@ -199,11 +199,11 @@ def test_keys_come_from_a_file_that_is_ours_alone(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"chmod 600 {file}"):
         read_keys(ServerSection(api_key_file=str(file)))
     file.chmod(0o600)
-    assert read_keys(ServerSection(api_key_file=str(file), api_keys=("env",))) == (
-        "env",
-        "sk-one",
-        "sk-two",
+    assert read_keys(ServerSection(api_key_file=str(file), api_keys=("env",))) == AcceptedKeys(
+        users=("env", "sk-one", "sk-two")
     )
+    both = ServerSection(admin_key_file=str(file), admin_keys=("root",), api_keys=("env",))
+    assert read_keys(both) == AcceptedKeys(users=("env",), admins=("root", "sk-one", "sk-two"))
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="holds no key"):
         read_keys(ServerSection(api_key_file=str(file)))
@@ -221,26 +221,32 @@ def test_the_url_is_one_that_a_client_here_can_use():
         ServerSection(),
         ServerSection(api_keys=("sk-one", "sk-two")),
         ServerSection(api_key_file="{keys}"),
+        ServerSection(admin_keys=("sk-one",)),
+        ServerSection(admin_key_file="{keys}"),
     ],
-    ids=["open", "environment", "file"],
+    ids=["open", "environment", "file", "administrator's environment", "administrator's file"],
 )
 def test_the_curl_line_means_the_same_to_a_shell(server: ServerSection, tmp_path: Path):
     """Run by a shell with a curl that prints its arguments."""
     keys = tmp_path / "my keys"
     keys.write_text("# mine\nsk-one\n")
-    server = server.model_copy(update={"api_key_file": server.api_key_file.format(keys=keys)})
+    files = {
+        "api_key_file": server.api_key_file.format(keys=keys),
+        "admin_key_file": server.admin_key_file.format(keys=keys),
+    }
+    server = server.model_copy(update=files)
     line = curl_line(Config(server=server), "http://127.0.0.1:8000", 'it\'s a "model"', chat=True)
     done = subprocess.run(
         ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {line}"],
         capture_output=True,
         text=True,
-        env=os.environ | {"JITNEY_API_KEYS": "sk-one,sk-two"},
+        env=os.environ | {"JITNEY_API_KEYS": "sk-one,sk-two", "JITNEY_ADMIN_KEYS": "sk-one,sk-two"},
         check=True,
     )
     url, *flags = done.stdout.splitlines()
     assert url == "http://127.0.0.1:8000/v1/chat/completions"
     assert json.loads(flags[-1])["model"] == 'it\'s a "model"'
-    assert ("authorization: Bearer sk-one" in flags) == bool(server.api_keys or server.api_key_file)
+    assert ("authorization: Bearer sk-one" in flags) == server.has_keys
 
 
 def test_a_log_file_gets_one_line_when_a_stage_starts_and_one_when_it_ends(

@@ -51,7 +51,7 @@ def busy_client() -> FakeClient:
 
 def app_of(client: FakeClient, *keys: str):
     settings = ServerSettings(
-        api_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
+        admin_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
     )
     return create_app(client, ByteTokenizer(), settings, "m", dashboard_routes(client, settings))  # type: ignore[arg-type]
 

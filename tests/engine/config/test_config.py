@@ -153,7 +153,7 @@ def test_all_complaints_come_at_once():
 
 
 def test_an_open_host_needs_a_key_or_a_decision():
-    for extra in ({"api_key_file": "keys"}, {"insecure": True}):
+    for extra in ({"api_key_file": "keys"}, {"admin_key_file": "keys"}, {"insecure": True}):
         assert load_config(flags={"host": "0.0.0.0"} | extra).server.open_to_others
     assert load_config(environ={"JITNEY_API_KEYS": "k"}, flags={"host": "::"}).server.open_to_others
     assert not load_config(flags={"host": "localhost"}).server.open_to_others

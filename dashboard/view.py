@@ -1,0 +1,63 @@
+"""What somebody may see of requests that are not theirs: that a seat is taken, and nothing of who
+sits there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from jitney.dashboard.sse import SEAT_NUMBERS, Delta
+from jitney.engine.api.access import Identity
+from jitney.engine.messages import SequenceEvent
+from jitney.engine.telemetry.history import History
+from jitney.engine.types import Seat
+
+#: A seat's numbers where they are nobody else's business.
+_NO_NUMBERS = (0,) * len(SEAT_NUMBERS)
+
+
+class View:
+    """The history as one person may see it."""
+
+    def __init__(self, history: History, identity: Identity):
+        self.history = history
+        self.identity = identity
+
+    def shows(self, request_id: str | None, index: int) -> bool:
+        """Whether they may know of this sequence. What is not known any more may be anybody's."""
+        if self.identity.is_admin:
+            return True
+        record = self.history.find(request_id, index) if request_id is not None else None
+        return record is not None and self.identity.may_see(record.tenant)
+
+    def seat(self, seat: Seat) -> Seat:
+        if self.shows(seat.request_id, seat.index):
+            return seat
+        return Seat(seat=seat.seat, state=seat.state)
+
+    def seat_row(self, row: list[Any]) -> list[Any]:
+        """A row of a delta's seats: [seat, state, request, *SEAT_NUMBERS]."""
+        seat, state, request, index = row[:4]
+        if self.shows(request, index):
+            return row
+        return [seat, state, None, *_NO_NUMBERS]
+
+    def delta(self, changes: Delta) -> Delta:
+        if self.identity.is_admin or "seats" not in changes:
+            return changes
+        shown = changes.copy()
+        shown["seats"] = [self.seat_row(row) for row in changes["seats"]]
+        return shown
+
+    def events(self, events: list[SequenceEvent]) -> list[SequenceEvent]:
+        """As many as there are, because they are numbered; of others' only when they sat where."""
+        if self.identity.is_admin:
+            return events
+        return [self._event(event) for event in events]
+
+    def _event(self, event: SequenceEvent) -> SequenceEvent:
+        if self.shows(event.request_id, event.index):
+            return event
+        return msgspec.structs.replace(event, request_id="", index=0, n_in=0, n_out=0, reason="")
