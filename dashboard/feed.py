@@ -303,7 +303,7 @@ class _Sampler:
     def _snapshot(self, records: np.ndarray, now: float) -> Snapshot:
         client = self.client
         history = client.history
-        progress = client.progress if client.state == "loading" else None
+        progress = client.progress if client.state in ("loading", "restarting") else None
         return Snapshot(
             t=now,
             step=history.records.last_step,
@@ -315,6 +315,7 @@ class _Sampler:
             metrics=metrics(client, records, self._latency),
             n_events=history.n_life,
             histograms=self._histograms,
+            outages=msgspec.to_builtins(list(history.outages)),
         )
 
     @property

@@ -89,11 +89,7 @@ def _compiles(now: Snapshot, records: np.ndarray) -> list[Note]:
 def _accidents(before: Snapshot, now: Snapshot) -> list[Note]:
     """What should never happen."""
     notes = []
-    if now.metrics["restarts"] > before.metrics["restarts"]:
-        message = (
-            "the engine process died and is started again; open requests have ended with an error"
-        )
-        notes.append(_note(now, "error", "restart", message))
+    notes += _outages(before, now)
     nan_rows = now.metrics["nan_rows"] - before.metrics["nan_rows"]
     if nan_rows > 0:
         message = f"logits were not finite in {nan_rows} rows; their requests have ended"
@@ -108,6 +104,28 @@ def _accidents(before: Snapshot, now: Snapshot) -> list[Note]:
     if now.state == "dead" and before.state != "dead":
         message = "the engine is dead and is not started again"
         notes.append(_note(now, "error", "dead", message))
+    return notes
+
+
+def _outages(before: Snapshot, now: Snapshot) -> list[Note]:
+    """That the engine's process is gone, and that another one is ready."""
+    notes = []
+    known = {outage["began"]: outage for outage in before.outages}
+    for outage in now.outages:
+        seen = known.get(outage["began"])
+        if seen is None:
+            message = (
+                f"{outage['cause']}; requests that go on in the next one: {outage['n_resumed']}, "
+                f"that ended with an error: {outage['n_lost']}"
+            )
+            notes.append(_note(now, "error", "outage", message))
+        if outage["ready"] is not None and (seen is None or seen["ready"] is None):
+            seconds = outage["ready"] - outage["began"]
+            message = (
+                f"restart {outage['restart']}: the engine was ready again after {seconds:.1f} s; "
+                f"requests that went on: {outage['n_resumed']}"
+            )
+            notes.append(_note(now, "warn", "restarted", message))
     return notes
 
 

@@ -100,6 +100,7 @@ class Snapshot:
     n_events: int = 0
     histograms: dict[str, Any] | None = None
     notes: list[Note] = field(default_factory=list)
+    outages: list[dict[str, Any]] = field(default_factory=list)
 
 
 def shown_seats(seats: _SeatColumns, view: View) -> _SeatColumns:
@@ -236,6 +237,7 @@ def key_frame(snapshot: Snapshot, page_size: int, view: View | None = None) -> K
         "metrics": snapshot.metrics,
         "histograms": snapshot.histograms,
         "notes": snapshot.notes,
+        "outages": snapshot.outages,
         "n_events": snapshot.n_events,
     }
 
@@ -305,6 +307,8 @@ def delta(before: Snapshot, now: Snapshot) -> Delta:
         changes["last_step_age_s"] = now.last_step_age_s
     if before.progress != now.progress:
         changes["progress"] = now.progress
+    if before.outages != now.outages:
+        changes["outages"] = now.outages
     if before.seats is not None and now.seats is not None:
         expected = before.seats.after(now.step - before.step)
         seats = expected.changed(now.seats)

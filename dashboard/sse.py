@@ -135,6 +135,7 @@ class KeyFrame(TypedDict):
     metrics: Metrics
     histograms: dict[str, Any] | None  # wait, ttft, itl -> {bounds (seconds), counts}
     notes: list[Note]  # the newest, oldest first
+    outages: list[dict[str, Any]]  # `history.Outage`, oldest first
     n_events: int  # events of sequences since the server's start
 
 
@@ -149,6 +150,7 @@ class Delta(TypedDict, total=False):
     state: str
     last_step_age_s: float
     progress: dict[str, Any] | None
+    outages: list[dict[str, Any]]
     seats: list[list[Any]]  # [seat, state, request, *SEAT_NUMBERS]
     pages: PageChanges
     metrics: dict[str, Any]  # the fields of `Metrics` that have changed
@@ -165,7 +167,8 @@ class Note(TypedDict):
     """Something that a person should know of."""
 
     level: str  # "warn" or "error"
-    code: str  # "compile", "restart", "nan", "canary", "dead", "preemption_storm", "rejections"
+    # "compile", "outage", "restarted", "nan", "canary", "dead", "preemption_storm", "rejections"
+    code: str
     message: str
     t: float
 

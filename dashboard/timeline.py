@@ -87,6 +87,7 @@ def timeline(
         "bins": binned(history, start, end, bins),
         "stays": stay_columns(stays[left_out:], identity),
         "stays_left_out": left_out,
+        "outages": msgspec.to_builtins(list(history.outages)),
     }
 
 

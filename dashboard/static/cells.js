@@ -3,12 +3,13 @@
 
 import {colour} from "./dom.js";
 
-export const GLYPH = {free: "", prefill: "»", decode: "●", held: "■"};
+export const GLYPH = {free: "", prefill: "»", decode: "●", held: "■", gone: "×"};
 export const VERB = {
   free: "free",
   prefill: "reading its prompt",
   decode: "generating",
   held: "held until its batch is done",
+  gone: "gone: there is no engine",
 };
 /** Degrees of brightness: how far a sequence has come. */
 export const LEVELS = 16;
@@ -19,6 +20,7 @@ const PAINTS = {
   prefill: ["prefill-soft", "prefill-mid", "prefill", "ink", "prefill"],
   decode: ["decode-soft", "decode-mid", "decode", "ink", "decode"],
   held: ["held-soft", "held-soft", "held-soft", "ink", "held"],
+  gone: ["bad-soft", "bad-soft", "bad-soft", "bad", "bad"],
 };
 
 function paints(state) {

@@ -6,6 +6,8 @@ import {bytes} from "./dom.js";
 /** A seat's numbers, in the order in which a delta carries them. */
 const NUMBERS = ["index", "n_prompt", "n_computed", "n_output", "max_tokens"];
 const MOST_NOTES = 50;
+/** States without an engine that serves. */
+const GONE = ["loading", "restarting", "dead"];
 
 /** The seats as arrays with one entry a seat: state (its place in hello.seat_states), request, and NUMBERS. */
 export class Seats {
@@ -71,6 +73,21 @@ export class Engine {
     return this.info?.seats ?? this.seats?.count ?? 0;
   }
 
+  /** Whether one that served is gone. */
+  get gone() {
+    return this.outages.at(-1)?.ready === null;
+  }
+
+  /** The times without an engine, oldest first: {began, cause, restart, n_resumed, n_lost, ready}. */
+  get outages() {
+    return this.frame?.outages ?? [];
+  }
+
+  /** Whether there was no engine at t. */
+  goneAt(t) {
+    return this.outages.some(({began, ready}) => began <= t && t < (ready ?? Infinity));
+  }
+
   /** Whether it serves requests. */
   get serving() {
     return this.frame?.state === "ready" || this.frame?.state === "draining";
@@ -84,8 +101,9 @@ export class Engine {
     this.frame = {...frame, histograms: frame.histograms ?? this.frame?.histograms ?? null};
     if (frame.seats) {
       this.seats = Seats.from(frame.seats);
-    } else if (frame.state === "loading") {
-      this.seats = null; // whoever sat in an engine that is gone has been sent home
+    } else if (GONE.includes(frame.state)) {
+      this.seats = null; // whoever sat in an engine that is gone sits nowhere
+      this.pages = null;
     }
     if (frame.pages) {
       this.pages = {...frame.pages, cells: bytes(frame.pages.cells)};

@@ -9,7 +9,7 @@ import {showNotes} from "./notes.js";
 import {PageMap, pageLegend} from "./pages.js";
 import {drawQueue} from "./queue.js";
 import {Requests} from "./requests.js";
-import {SeatGrid, momentOf, seatLegend, seatTable} from "./seats.js";
+import {SeatGrid, goneMoment, momentOf, seatLegend, seatTable} from "./seats.js";
 import {
   curlLine,
   headline,
@@ -153,8 +153,11 @@ const counted = (name) =>
   moment.state.reduce((all, state) => all + (moment.states[state] === name), 0);
 
 /** Seats taken now. While somebody waits, a seat that was left a moment ago is as good as taken: the step's own count
- *  tells better how full the engine is. */
+ *  tells better how full the engine is. null: there is no engine. */
 function taken() {
+  if (moment.gone) {
+    return null;
+  }
   const {metrics} = watcher.engine.frame;
   const seated = moment.count - counted("free");
   return !past() && metrics.waiting ? Math.max(seated, metrics.seats_busy) : seated;
@@ -185,10 +188,19 @@ function summary() {
   };
 }
 
-function show() {
+/** Who sits where at the moment shown. */
+function shownMoment() {
   const {engine, recorder, stays} = watcher;
+  if (!past() || !recorder) {
+    return momentOf(engine);
+  }
+  return engine.goneAt(view.t) ? goneMoment(engine) : recorder.moment(view.t, stays);
+}
+
+function show() {
+  const {engine} = watcher;
   const {state, metrics} = engine.frame;
-  moment = past() && recorder ? recorder.moment(view.t, stays) : momentOf(engine);
+  moment = shownMoment();
   const now = summary();
   const untouched = state === "ready" && sum(metrics.steps) === 0 && now.taken === 0;
   say($("headline"), headline(engine.frame, now));
@@ -196,9 +208,12 @@ function show() {
   $("empty").hidden = !untouched;
   drawQueue($("queue"), $("queue-text"), now.waiting ?? 0);
   grid.show(moment);
-  $("seats").setAttribute("aria-label", `Seats: ${now.taken} of ${now.seats} taken`);
+  const seated = now.taken === null ? "no engine" : `${now.taken} of ${now.seats} taken`;
+  $("seats").setAttribute("aria-label", `Seats: ${seated}`);
   timeline.version = watcher.pastLoads;
   timeline.origin = view.origin;
+  timeline.outages = engine.outages;
+  timeline.incidents = engine.notes;
   timeline.draw(engine.seatCount, engine.frame.t);
   showBar(view);
   showPages();

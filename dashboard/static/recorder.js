@@ -29,7 +29,7 @@ export class Recorder {
   /** Keep a moment (see seats.js) if the last one lies far enough back. */
   record(t, moment, waiting) {
     const last = this.taken ? this.t[(this.taken - 1) % this.capacity] : -Infinity;
-    if (moment.count !== this.seats || t - last < this.every * 0.9) {
+    if (moment.gone || moment.count !== this.seats || t - last < this.every * 0.9) {
       return;
     }
     const place = this.taken++ % this.capacity;

@@ -18,7 +18,7 @@ const SIZES = [
 export function momentOf(engine) {
   const {seats, states} = engine;
   if (!seats) {
-    return emptyMoment(engine.seatCount, states);
+    return engine.gone ? goneMoment(engine) : emptyMoment(engine.seatCount, states);
   }
   const prefill = engine.code("prefill");
   const reading = (i) => seats.state[i] === prefill;
@@ -33,7 +33,11 @@ export function momentOf(engine) {
   };
 }
 
-/** All seats free, as far as anybody knows. */
+const GONE = ["gone"];
+/** No engine that could have seats. */
+export const goneMoment = (engine) => ({...emptyMoment(engine.seatCount, GONE), gone: true});
+
+/** All seats in the first of the states. */
 function emptyMoment(count, states) {
   const none = () => 0;
   const nobody = () => null;
@@ -141,8 +145,9 @@ export class SeatGrid {
 
   /** All that decides how a cell looks, as a number (or text, where it carries text). */
   appearance(seat, large) {
-    const rough =
-      (this.moment.state[seat] * (LEVELS + 1) + this.level(seat)) * 2 + this.marked(seat);
+    const {state, gone} = this.moment;
+    const code = gone ? -1 : state[seat];
+    const rough = (code * (LEVELS + 1) + this.level(seat)) * 2 + this.marked(seat);
     return large ? `${rough} ${this.moment.reached(seat)} ${this.moment.end(seat)}` : rough;
   }
 
@@ -165,6 +170,9 @@ export class SeatGrid {
   cellText(seat, state) {
     if (state === "free" || state === "held") {
       return state;
+    }
+    if (state === "gone") {
+      return "no engine";
     }
     const end = this.moment.end(seat);
     return end ? `${this.moment.reached(seat)} / ${end}` : "";

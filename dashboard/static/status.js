@@ -1,6 +1,6 @@
 // The top of the page: what a person wants to know in five seconds. Is it full, who waits, which policy is on?
 
-import {$, count, make, percent, say, sum} from "./dom.js";
+import {$, count, make, percent, say, seconds, sum} from "./dom.js";
 
 const STALE_MS = 3000;
 const POLICY = {
@@ -9,6 +9,8 @@ const POLICY = {
   dynamic: "dynamic batching",
 };
 const QUIET = {connecting: "Connecting to the engine", dead: "The engine is dead"};
+/** States in which programs are compiled and weights read. */
+const LOADING = ["loading", "restarting"];
 
 /** The state of the page: connecting, loading, live, paused, replay, stale, draining or dead. silent: ms without news. */
 export function stateOf(frame, mode, silent) {
@@ -37,6 +39,9 @@ export function headline(frame, now) {
   }
   if (frame.state === "dead") {
     return QUIET.dead;
+  }
+  if (frame.state === "restarting") {
+    return restarting(frame);
   }
   if (frame.state === "loading") {
     return loading(frame.progress);
@@ -81,6 +86,24 @@ function loading(progress) {
   return `Loading: ${stage} ${far}`;
 }
 
+function restarting(frame) {
+  const outage = frame.outages?.at(-1);
+  if (!outage) {
+    return "The engine died and is started again";
+  }
+  const far = frame.progress ? loading(frame.progress).toLowerCase() : "starting";
+  return `The engine died ${ago(Math.max(0, frame.t - outage.began))}. Restart ${outage.restart}: ${far}`;
+}
+
+/** An outage in one sentence. */
+export function outageInWords({began, cause, restart, n_resumed: resumed, n_lost: lost, ready}) {
+  const back =
+    ready === null
+      ? `Restart ${restart} is under way.`
+      : `Restart ${restart} was ready after ${seconds(ready - began)}.`;
+  return `No engine: ${cause}. ${back} Requests that went on: ${count(resumed)}; that were lost: ${count(lost)}.`;
+}
+
 /** The pill, the line of trouble and the progress bar. */
 export function showState(state, frame, silent, trouble) {
   if (document.body.dataset.state !== state) {
@@ -101,11 +124,14 @@ function troubleOf(frame, silent) {
   if (frame && quiet(frame)) {
     return `The engine has been silent for ${count(frame.last_step_age_s)} s.`;
   }
+  if (frame?.state === "restarting" && frame.outages?.length) {
+    return outageInWords(frame.outages.at(-1));
+  }
   return deadWhy(frame);
 }
 
 function showProgress(frame) {
-  const loads = frame?.state === "loading";
+  const loads = LOADING.includes(frame?.state);
   const bar = $("progress");
   bar.hidden = !loads;
   if (loads && frame.progress?.total) {
@@ -132,10 +158,11 @@ export function showFigures(now) {
   const used = all ? now.pages.held + now.pages.shared : 0;
   const figure = (value) => (value === null ? "–" : count(value));
   const full = now.taken === now.seats ? "full" : "";
+  const seats = now.taken === null ? `– of ${now.seats}` : `${now.taken} of ${now.seats}`;
   const values = [
     ["Output tok/s", figure(now.output)],
     ["Prompt tok/s", figure(now.prompt)],
-    ["Seats taken", `${now.taken} of ${now.seats}`, now.taken / now.seats, full],
+    ["Seats taken", seats, (now.taken ?? 0) / now.seats, full],
     ["Waiting", figure(now.waiting), undefined, now.waiting ? "waits" : ""],
     ["KV pages", percent(used, all), all ? used / all : 0],
   ];

@@ -2,6 +2,7 @@
 
 import {$, colour, make, onWidth, pen, resize, seconds, short, table} from "./dom.js";
 import {Raster} from "./raster.js";
+import {outageInWords} from "./status.js";
 
 const GUTTER = 34;
 const AXIS = 20;
@@ -9,7 +10,15 @@ const HIGH = 420;
 const HIGHEST_ROW = 18;
 /** Stays in the table twin. */
 const IN_TABLE = 40;
+/** Size of a mark, and the least width of an outage that has words on it, in CSS pixels. */
+const MARK = 10;
+const LEAST_FOR_WORDS = 60;
 const TICKS = [0.2, 0.5, 1, 2, 5, 10, 20, 60, 120];
+
+function outageTitle({cause, restart, ready, began}) {
+  const back = ready === null ? "under way" : `ready after ${seconds(ready - began)}`;
+  return `died: ${cause}; restart ${restart} ${back}`;
+}
 
 export class Timeline {
   /** describe(t): a moment as a short text. onPick(request, index): somebody wants to know more. view: a View, or null
@@ -22,6 +31,8 @@ export class Timeline {
     this.axis = "";
     this.origin = 0; // added to the stays' times, gives those that `describe` tells
     this.chosen = null;
+    this.outages = []; // see Engine.outages
+    this.incidents = []; // notes of the feed: {t, level, code, message}
     onWidth(canvas.parentElement, (width) => {
       this.width = width;
       this.restyle();
@@ -61,6 +72,8 @@ export class Timeline {
     this.raster.paint(this.stays, {right, span, row, seats, now, key: this.version});
     this.canvas.getContext("2d").putImageData(this.raster.image, Math.round(GUTTER * ratio), 0);
     this.outline();
+    this.drawOutages();
+    this.drawIncidents();
   }
 
   x(t) {
@@ -135,6 +148,66 @@ export class Timeline {
     });
   }
 
+  /** Times without an engine, in red over all seats. */
+  drawOutages() {
+    const context = pen(this.canvas);
+    for (const outage of this.outages) {
+      const [from, to] = this.extent(outage);
+      if (to <= from) {
+        continue;
+      }
+      context.fillStyle = colour("bad-soft");
+      context.fillRect(from, 0, to - from, this.seats * this.row);
+      context.fillStyle = colour("bad");
+      context.fillRect(from, 0, 2, this.seats * this.row);
+      if (to - from > LEAST_FOR_WORDS) {
+        context.textAlign = "left";
+        context.textBaseline = "top";
+        context.font = "600 12px system-ui, sans-serif";
+        context.fillText(outageTitle(outage), from + 8, 6, to - from - 12);
+      }
+    }
+  }
+
+  /** Where an outage begins and ends on the canvas. */
+  extent({began, ready}) {
+    const left = Math.max(GUTTER, this.x(began));
+    return [left, Math.min(this.width, this.x(ready ?? this.now))];
+  }
+
+  /** A mark over the time axis for each thing that a person should know of. */
+  drawIncidents() {
+    const context = pen(this.canvas);
+    const y = this.seats * this.row;
+    for (const note of this.incidents) {
+      const x = this.x(note.t);
+      if (x < GUTTER || x > this.width) {
+        continue;
+      }
+      context.fillStyle = colour(note.level === "error" ? "bad" : "waiting");
+      context.beginPath();
+      context.moveTo(x, y - MARK);
+      context.lineTo(x + MARK / 2, y);
+      context.lineTo(x - MARK / 2, y);
+      context.fill();
+    }
+  }
+
+  /** What happened at a point of the canvas besides stays, in words; "" for nothing. */
+  story(x, y) {
+    const bottom = this.seats * this.row;
+    const near = ({t}) => Math.abs(this.x(t) - x) <= MARK;
+    const note = y >= bottom - 1.5 * MARK ? this.incidents.findLast(near) : null;
+    if (note) {
+      return `${this.describe(note.t, this.right - note.t)}: ${note.message}.`;
+    }
+    const outage = this.outages.find((one) => {
+      const [from, to] = this.extent(one);
+      return x >= from && x <= to;
+    });
+    return outage ? outageInWords(outage) : "";
+  }
+
   /** Place of the stay at a point of the canvas, or -1. */
   at(x, y) {
     const seat = Math.floor(y / this.row);
@@ -143,6 +216,10 @@ export class Timeline {
   }
 
   read(x, y) {
+    const story = this.story(x, y);
+    if (story) {
+      return this.reading.replaceChildren(story);
+    }
     const i = this.at(x, y);
     const {stays} = this;
     if (i < 0) {

@@ -20,7 +20,13 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 #: Glyph and style of a seat; a decoding one shows how far it has come instead.
 _SEATS = {"free": ("·", "bright_black"), "prefill": ("»", "bold yellow"), "held": ("×", "red")}
 #: Style of the engine's state.
-_STATES = {"ready": "green", "loading": "yellow", "draining": "yellow", "dead": "bold red"}
+_STATES = {
+    "ready": "green",
+    "loading": "yellow",
+    "restarting": "bold red",
+    "draining": "yellow",
+    "dead": "bold red",
+}
 _DIM = "bright_black"
 #: What stands for a figure that is not known.
 _UNKNOWN = "–"

@@ -18,7 +18,7 @@ from jitney.engine.records import ROW_KINDS
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
 
-EngineState = Literal["loading", "ready", "draining", "dead"]
+EngineState = Literal["loading", "ready", "restarting", "draining", "dead"]
 
 _STEP_KINDS = ("decode", "mixed")
 #: Upper bounds in seconds of the step-time histograms.

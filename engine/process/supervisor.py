@@ -160,6 +160,8 @@ class ProcessClient:
         while True:
             ready, fatal = await self._run_core()
             why = fatal.message if fatal else "the engine process died"
+            if ready:
+                self.history.outage_began(why, n_resumed=0, n_lost=len(self._streams))
             self._end_requests(why)
             if self._closing:
                 return

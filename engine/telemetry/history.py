@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+import msgspec
 import numpy as np
 
 from jitney.engine.messages import PromptChunk, SequenceEvent, StepReport
@@ -30,6 +31,9 @@ _FINISHES = ("stop", "length", "abort", "deadline", "error")
 _HOLDING = ("static", "dynamic")
 #: Errors of the engine, not of a request that it refused.
 _ENGINE_ERRORS = ("engine_dead", "internal_error")
+
+#: Outages that are kept.
+_KEEP_OUTAGES = 64
 
 #: Called with a record when it has ended; must not wait.
 _Listener = Callable[[RequestRecord], None]
@@ -196,6 +200,22 @@ def _end_stay(stay: Stay, t: float) -> None:
         stay.first_token = None
 
 
+class Outage(msgspec.Struct):
+    """A time in which no core served, after one that did. Times as those of the history's clock."""
+
+    #: When the core was found gone.
+    began: float
+    #: Why, in words: "the engine process was killed by SIGKILL".
+    cause: str
+    #: Which restart since the server's start ends it: 1 for the first.
+    restart: int
+    #: Requests that were open and go on in the next core, and those that ended with an error.
+    n_resumed: int
+    n_lost: int
+    #: When another core was ready; None: not yet, or never.
+    ready: float | None = None
+
+
 class History(RequestRecords):
     """One engine's recent past as the server knows it, across the lives of its core.
 
@@ -222,6 +242,8 @@ class History(RequestRecords):
         #: Events since the start; the newest are kept.
         self.n_life = 0
         self._life: deque[SequenceEvent] = deque(maxlen=_KEEP_LIFE)
+        #: Oldest first.
+        self.outages: deque[Outage] = deque(maxlen=_KEEP_OUTAGES)
         self._clock = clock
         self._started = clock()
         self._holds = False
@@ -244,10 +266,22 @@ class History(RequestRecords):
 
     def core_ready(self, info: EngineInfo) -> None:
         """A core starts, its step numbers beginning anew: ours go on rising."""
+        if self.outages and self.outages[-1].ready is None:
+            self.outages[-1].ready = self._clock()
         self.seats = [None] * info.seats
         self.held.clear()
         self._holds = info.policy in _HOLDING
         self._first_step = self.records.last_step + 1
+
+    def outage_began(self, cause: str, *, n_resumed: int, n_lost: int) -> None:
+        """A core that served is gone. One that goes before it was ready makes its outage longer."""
+        if self.outages and self.outages[-1].ready is None:
+            last = self.outages[-1]
+            last.cause, last.restart = cause, last.restart + 1
+            last.n_lost += n_lost
+            return
+        restart = self.outages[-1].restart + 1 if self.outages else 1
+        self.outages.append(Outage(self._clock(), cause, restart, n_resumed, n_lost))
 
     def core_lost(self, code: str) -> None:
         """The core is gone: every open request ends with this error."""

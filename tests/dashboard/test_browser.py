@@ -180,6 +180,47 @@ def test_loading_stale_draining_and_dead(client, open_page):
         page.goto("about:blank")
 
 
+def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_page):
+    page, info = open_page.page, client.info
+    with visit(page, client):
+        page.click("#seat-details summary")
+        table_is(page, "seat-table", [["0", "decode", "req-a"]])
+        page.wait_for_timeout(500)
+        client.state, client.progress = "restarting", Progress("weights", 108, 182)
+        client.history.outage_began("it was killed by SIGKILL", n_resumed=4, n_lost=0)
+        state(page, "restarting")
+        tells(page, "headline", "The engine died ")
+        tells(page, "headline", "Restart 1: loading: weights 108 of 182")
+        tells(page, "trouble", "No engine: it was killed by SIGKILL. Restart 1 is under way.")
+        assert figures(page)["Seats taken"] == "– of 4"
+        table_is(page, "seat-table", [["0", "gone"], ["1", "gone"], ["2", "gone"], ["3", "gone"]])
+        assert colour_at(page, 0) == colour_at(page, 2) == [0xFD, 0xEA, 0xDD]
+        page.wait_for_timeout(1200)
+        client.history.core_ready(info)
+        client.state = "ready"
+        state(page, "live")
+        page.wait_for_timeout(700)
+        assert page.locator("#trouble").is_hidden()
+        assert colour_at(page, 0) == colour_at(page, 2) == [0xFF, 0xFF, 0xFF]
+        tells(page, "notes", "restart 1: the engine was ready again after")
+        box = page.locator("#timeline").bounding_box()
+        reds = """() => {
+            const canvas = document.getElementById("timeline"), pen = canvas.getContext("2d");
+            const {data} = pen.getImageData(0, 4, canvas.width, 1);
+            const red = (x) => data[4 * x] === 0xFD && data[4 * x + 1] === 0xEA;
+            return [...Array(canvas.width).keys()].filter(red).map((x) => x / devicePixelRatio);
+        }"""
+        columns = page.evaluate(reds)
+        assert columns
+        middle = columns[len(columns) // 2]
+        page.mouse.move(box["x"] + middle, box["y"] + 8)
+        tells(page, "time-read", "it was killed by SIGKILL. Restart 1 was ready after")
+        tells(page, "time-read", "Requests that went on: 4; that were lost: 0.")
+        page.mouse.move(box["x"] + columns[0] - 1, box["y"] + box["height"] - 23)
+        tells(page, "time-read", "it was killed by SIGKILL; requests that go on in the next one: 4")
+    assert open_page.problems == []
+
+
 def test_a_server_that_is_gone_makes_the_page_stale_until_it_is_back(client, open_page):
     page, port = open_page.page, free_port()
     with endpoint(client, port) as url:

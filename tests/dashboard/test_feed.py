@@ -370,17 +370,48 @@ def test_notes_of_refusals_and_of_the_end(client):
         with Feed(client, hz=100).viewer() as viewer:
             await take(viewer, 2)
             client.history.rejected = {"queue_full": 25}
-            client.counters.engine_restarts = 1
+            client.history.outage_began("killed by SIGKILL", n_resumed=3, n_lost=1)
             client.state = "dead"
             return await take(viewer, 5)
 
     events = asyncio.run(session())
     assert [data["code"] for name, data in events if name == "note"] == [
-        "restart",
+        "outage",
         "dead",
         "rejections",
     ]
+    told = next(data for name, data in events if name == "note")["message"]
+    assert told == (
+        "killed by SIGKILL; requests that go on in the next one: 3, that ended with an error: 1"
+    )
     assert [name for name, _ in events][-2:] == ["key_frame", "bye"]
+
+
+def test_an_outage_is_told_from_its_begin_to_its_end(client):
+    """A core that dies before it is ready makes it longer; who comes later knows it too."""
+
+    async def session() -> list[tuple[str, Any]]:
+        with Feed(client, hz=100).viewer() as viewer:
+            await take(viewer, 2)
+            client.state = "restarting"
+            client.history.outage_began("killed by SIGKILL", n_resumed=3, n_lost=0)
+            events = await take(viewer, 2)
+            client.history.outage_began("ended with status 1", n_resumed=3, n_lost=1)
+            client.history.core_ready(client.info)
+            client.state = "ready"
+            return events + await take(viewer, 2)
+
+    events = asyncio.run(session())
+    notes = [data["code"] for name, data in events if name == "note"]
+    assert notes == ["outage", "restarted"]
+    (began,) = next(data["outages"] for name, data in events if "outages" in data)
+    (ended,) = events[-1][1]["outages"]
+    assert (began["cause"], began["restart"], began["ready"]) == ("killed by SIGKILL", 1, None)
+    assert (ended["cause"], ended["restart"], ended["n_lost"]) == ("ended with status 1", 2, 1)
+    assert ended["began"] == began["began"] <= ended["ready"]
+    assert watch(Feed(client), 2)[1][1]["outages"] == [ended]
+    now = ended["ready"]
+    assert timeline.timeline(client.history, now - 9, now, 9, now)["outages"] == [ended]
 
 
 def test_a_held_seat_is_told(client):
