@@ -43,8 +43,13 @@ if TYPE_CHECKING:
     from jitney.engine.simulation.step_table import StepTimes
 
 _POLICIES = "static,dynamic,continuous"
-_CAPS = ("max_waiting_requests", "max_waiting_tokens")
 _NO_CAP = 2**31 - 1
+#: What a server refuses requests by -> the value with which it refuses none.
+_CAPS = {
+    "max_waiting_requests": _NO_CAP,
+    "max_waiting_tokens": _NO_CAP,
+    "max_predicted_wait_s": 0.0,
+}
 #: Settings that say how to run on a real machine.
 NOT_SIMULATED = (
     "revision",
@@ -312,11 +317,11 @@ def shape_for(
 ) -> EngineShape:
     """The engine of the settings. What they leave open is chosen so that it does not interfere: the
     context holds the longest request, pages suffice for every seat (or fill the device's memory),
-    and the caps on waiting requests are off unless given."""
+    and nobody is refused unless caps are given."""
     from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape
 
-    changes: dict[str, Any] = {cap: _NO_CAP for cap in _CAPS if cap not in vars(args)}
+    changes: dict[str, Any] = {name: none for name, none in _CAPS.items() if name not in vars(args)}
     if args.seats:
         changes["max_seats"] = args.seats
         changes["token_budget"] = max(config.engine.token_budget, 2 * args.seats)

@@ -219,17 +219,27 @@ class EngineSection(Section):
         ),
     )
     max_predicted_wait_s: float = Field(
-        default=0.0,
+        default=60.0,
         ge=0,
         description=(
             "seconds a request may have to wait by prediction; more is answered 429; 0: no limit"
         ),
     )
     max_waiting_requests: int = Field(
-        default=256, ge=1, description="requests that may wait; more are answered 429"
+        default=256,
+        ge=1,
+        description=(
+            "sequences that may wait beyond the free seats, of which a request has n; more are "
+            "answered 429"
+        ),
     )
     max_waiting_tokens: int = Field(
-        default=262144, ge=1, description=("prompt tokens that may wait; more are answered 429")
+        default=262144,
+        ge=1,
+        description=(
+            "tokens that may wait to be computed: prompts, and answers as long as they are "
+            "expected to get; more are answered 429"
+        ),
     )
     kernels: KernelsName = Field(
         default="auto",

@@ -41,8 +41,8 @@ class Admission:
         self.class_of, self.lengths = class_of, lengths
         self.eos_ids = frozenset(eos_ids)
 
-    def sequences(self, request: EngineRequest, number: int) -> list[Sequence]:
-        """The n sequences of a request, or RequestError; nothing is registered yet. number: in
+    def leader(self, request: EngineRequest, number: int) -> Sequence:
+        """The first sequence of a request, or RequestError; nothing is registered yet. number: in
         order of arrival.
         """
         sampling = request.sampling
@@ -55,23 +55,41 @@ class Admission:
         if sampling.stop_token_ids:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
         root = root_key(request.tenant, request.cache_salt, "" if self.pool.retain else request.id)
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        return Sequence(
+            request,
+            0,
+            secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            list(request.prompt),
+            max_tokens,
+            rank=(group, number, 0),
+            expected=expected,
+            plain=sampling.plain,
+            stop_ids=stop_ids,
+            shares=self.pool.retain or sampling.n > 1,
+            root=root,
+            own_pages=self._own_pages(request, owner_key(number, 0)),
+        )
+
+    def siblings(self, leader: Sequence) -> list[Sequence]:
+        """The other sequences of the leader's request."""
+        request = leader.request
+        group, number, _ = leader.rank
         return [
             Sequence(
                 request,
                 index,
-                sibling_seed(seed, index),
+                sibling_seed(leader.seed, index),
                 list(request.prompt),
-                max_tokens,
+                leader.max_tokens,
                 rank=(group, number, index),
-                expected=expected,
-                plain=sampling.plain,
-                stop_ids=stop_ids,
-                shares=self.pool.retain or sampling.n > 1,
-                root=root,
+                expected=leader.expected,
+                plain=leader.plain,
+                stop_ids=leader.stop_ids,
+                shares=leader.shares,
+                root=leader.root,
                 own_pages=self._own_pages(request, owner_key(number, index)),
             )
-            for index in range(sampling.n)
+            for index in range(1, request.sampling.n)
         ]
 
     def _own_pages(self, request: EngineRequest, owner: bytes) -> OwnPages | None:

@@ -14,12 +14,13 @@ of who has more (`claimant`, `crowding`; the scheduler chooses the sequence that
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 
 from jitney.engine.scheduler.queues import SLACK, WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.types import EngineRequest
 
 #: Every so many boardings the one who has waited longest goes first, whoever was served least:
 #: tenants that keep coming up new, each served nothing yet, would otherwise go before an old one
@@ -54,7 +55,7 @@ class FairQueue(WaitingQueue):
             tuple[int, int, int, _Account]
         ] = []  # a heap; its counters may be out of date, never too high
         self._last: _Account | None = None  # whose queue was the last one to become empty
-        self._boardings = self._tenants = 0  # _tenants: those that wait
+        self._boardings = 0
         self._room = SLACK
 
     def push(self, seq: Sequence) -> None:
@@ -63,7 +64,6 @@ class FairQueue(WaitingQueue):
         account = self._account(seq)
         if not account.queue:
             account.counter = max(account.counter, self._floor())
-            self._tenants += 1
         account.queue.push(seq)
         if not account.listed:
             account.listed = True
@@ -115,7 +115,6 @@ class FairQueue(WaitingQueue):
         account.queue.remove(seq)
         if not account.queue:
             self._last = account
-            self._tenants -= 1
 
     def board(self, seq: Sequence) -> None:
         """The head takes a seat; its tenant pays for the prompt tokens to be computed, once."""
@@ -129,30 +128,25 @@ class FairQueue(WaitingQueue):
         """So many tokens were computed for a sequence."""
         self._account(seq).counter += tokens
 
-    def ahead(self, seq: Sequence) -> int:
-        """About as many as wait in the newcomer's own queue, of every tenant that has so many and
+    def ahead(self, seq: Sequence, held: Collection[Sequence] = ()) -> int:
+        """About as many as wait of the newcomer's own tenant, of every tenant that has so many and
         one more.
         """
-        own = self._waiting_of(seq.request)
-        return own + sum(
-            min(len(account.queue), own + 1)
-            for name, account in self._accounts.items()
-            if name != seq.request.account
-        )
+        waiting = Counter(other.request.account for other in held)
+        for name, account in self._accounts.items():
+            waiting[name] += len(account.queue)
+        own = waiting.pop(seq.request.account, 0)
+        return own + sum(min(count, own + 1) for count in waiting.values())
 
-    def may_overflow(self, request: EngineRequest, most: int) -> bool:
+    def may_overflow(self, own: int, tenants: int, most: int) -> bool:
         """A full queue is no reason to refuse a tenant that has less than its share in it: others
         filled it.
         """
-        return (self._waiting_of(request) + 1) * (self._tenants + 1) <= most
+        return own * (tenants + 1) <= most
 
     def counters(self) -> dict[str, int]:
         """Tokens by tenant, as far as they are remembered."""
         return {tenant: account.counter for tenant, account in self._accounts.items()}
-
-    def _waiting_of(self, request: EngineRequest) -> int:
-        account = self._accounts.get(request.account)
-        return len(account.queue) if account else 0
 
     def _account(self, seq: Sequence) -> _Account:
         name = seq.request.account

@@ -8,16 +8,18 @@ from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool, shareable_keys
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.queues import advised
+from jitney.engine.scheduler.promises import SHORTEST_RETRY
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
 
 #: A deadline is given up only if it would be missed even with this share of the predicted wait.
 _HOPE = 0.5
+#: Seconds of a step before one was measured.
+_FIRST_STEP_S = 0.02
 
 
 class PredictedWait:
-    """Refuses what would wait too long; before a step was measured it refuses nothing.
+    """Foresees a newcomer's wait; before a step was measured it foresees none.
 
     Steps until a newcomer boards are counted, each taken to last as long as recent ones did, prompt
     rows and all.
@@ -40,31 +42,19 @@ class PredictedWait:
         #: Sequences per batch where seats are kept; 0 where they are refilled at once.
         self.batch = batch
 
-    def admit(self, leader: Sequence, now: float) -> None:
-        """Raise RequestError queue_full or deadline_unreachable, each with seconds after which to
-        try again.
+    def check_deadline(self, leader: Sequence, wait: float, now: float) -> None:
+        """Raise RequestError deadline_unreachable if the first token could not come in time after
+        so many seconds of waiting.
         """
-        limit, deadline = self.limits.max_predicted_wait_s, leader.request.deadline
-        if not limit and deadline is None:
+        deadline = leader.request.deadline
+        if deadline is None or now + _HOPE * wait + self._prefill(leader) <= deadline:
             return
-        wait = self.wait(leader)
-        if limit and wait > limit:
-            retry = advised(wait - limit)
-            raise RequestError(
-                f"about {wait:.1f} s of waiting are ahead, and at most {limit:g} are allowed; "
-                "retry in "
-                f"{retry:.1f} s",
-                code="queue_full",
-                retry_after=retry,
-            )
-        if deadline is not None and now + _HOPE * wait + self._prefill(leader) > deadline:
-            raise RequestError(
-                f"the first token could not come before the request's deadline; about {wait:.1f} s "
-                "of "
-                "waiting are ahead",
-                code="deadline_unreachable",
-                retry_after=advised(wait),
-            )
+        raise RequestError(
+            f"the first token could not come before the request's deadline; about {wait:.1f} s of "
+            "waiting are ahead",
+            code="deadline_unreachable",
+            retry_after=max(wait, SHORTEST_RETRY),
+        )
 
     def wait(self, newcomer: Sequence) -> float:
         """Seconds it should wait for a seat; 0 before anything was measured."""
@@ -99,8 +89,16 @@ class PredictedWait:
         return [max(1, seq.expected - seq.n_output) for seq in self.state.seated]
 
     def _mean_expected(self) -> float:
-        queue = self.state.queue
+        """Output tokens that one of those who wait is expected to generate."""
+        backlog, queue = self.state.backlog, self.state.queue
+        if backlog.sequences:
+            return backlog.expected / backlog.sequences
         return queue.expected / len(queue) if queue else 1.0
+
+    def answer_s(self, newcomer: Sequence) -> float:
+        """Seconds that a seat is taken by one answer, going by those who wait."""
+        tokens = self._mean_expected() if self.state.backlog.sequences else newcomer.expected
+        return tokens * (self.step_times.step or _FIRST_STEP_S)
 
     def _prompt_steps(self, ahead: int) -> float:
         """Steps that the prompts ahead take, at the most rows that they may have beside running

@@ -1,19 +1,18 @@
-"""Those who wait: the queue in boarding order, and the backlog that admission is refused by."""
+"""Those who wait: the queue in boarding order, and how much work they are."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
+from collections.abc import Collection
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import chain, count
+from typing import NamedTuple
 
-from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest
 
 #: Dead entries that a lazily pruned heap may hold beyond its living ones.
 SLACK = 64
-#: Bounds of the advised wait, in seconds, and the advice before anything has boarded.
-_SHORTEST_RETRY, LONGEST_RETRY, _FIRST_RETRY = 0.1, 60.0, 1.0
 
 
 class WaitingQueue:
@@ -82,13 +81,17 @@ class WaitingQueue:
         does.
         """
 
-    def ahead(self, seq: Sequence) -> int:
-        """How many of those who wait would board before a newcomer."""
-        return sum(other.rank < seq.rank for other in self._waiting)
+    def ahead(self, seq: Sequence, held: Collection[Sequence] = ()) -> int:
+        """How many would board before a newcomer: of those who wait, and of `held`, who are kept
+        out of the queue for their leader's prompt.
+        """
+        return sum(other.rank < seq.rank for other in chain(self._waiting, held))
 
-    def may_overflow(self, request: EngineRequest, most: int) -> bool:
-        """Whether a request may wait though as many wait as may (`most`). Nobody may here; see
-        `FairQueue`.
+    def may_overflow(self, own: int, tenants: int, most: int) -> bool:
+        """Whether a tenant may wait though as many sequences wait as may (`most`). Nobody may here;
+        see `FairQueue`.
+
+        own: its sequences that wait, the newcomer's included; tenants: how many have any.
         """
         return False
 
@@ -97,69 +100,62 @@ class WaitingQueue:
         return self._waiting
 
 
-class Backlog:
-    """Requests none of whose sequences has boarded yet, and how fast requests have been boarding.
+class RequestWork(NamedTuple):
+    """What one request asks for."""
 
-    max_requests, max_tokens: caps on waiting requests and on their prompt tokens.
+    #: Sequences, each of which wants a seat.
+    sequences: int
+    #: Tokens of its prompt, which is computed once for all of them.
+    prompt: int
+    #: Output tokens that they are expected to generate together.
+    expected: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.expected
+
+
+def work_of(request: EngineRequest, expected: int) -> RequestWork:
+    """The work of a request each of whose sequences is expected to generate so many tokens."""
+    n = request.sampling.n
+    return RequestWork(n, len(request.prompt), n * expected)
+
+
+class Backlog:
+    """The sequences that wait for their first seat. Who lost a seat waits too, but has been let in
+    once and for all.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int):
-        self.max_requests, self.max_tokens = max_requests, max_tokens
-        self.requests = 0
+    def __init__(self) -> None:
+        self.sequences = 0
+        #: Prompt tokens of the requests none of whose sequences has boarded.
         self.tokens = 0
-        self._boarded: deque[tuple[float, int]] = deque(maxlen=64)  # (when, prompt tokens)
+        #: Output tokens that the sequences are expected to generate.
+        self.expected = 0
+        #: Sequences by whom they are charged to (`EngineRequest.account`).
+        self.accounts: Counter[str] = Counter()
 
-    def admit(self, tokens: int, free_seats: int, now: float, *, overflow: bool = False) -> None:
-        """Count a request in, or raise RequestError queue_full with the seconds until there should
-        be room.
+    @property
+    def work(self) -> int:
+        """Tokens to compute for all that waits."""
+        return self.tokens + self.expected
 
-        Requests that find a free seat do not wait beyond the next step, so the caps count those
-        beyond the free seats; one prompt larger than max_tokens may still wait alone. overflow:
-        this one may wait up to twice the caps.
-        """
-        too_many, too_long = self.excess(tokens, free_seats, 2 if overflow else 1)
-        if too_many > 0 or too_long > 0:
-            wait = self._seconds_until(too_many, too_long, now)
-            what = "requests" if too_many > 0 else "prompt tokens"
-            raise RequestError(
-                f"too many {what} are waiting; retry in {wait:.1f} s",
-                code="queue_full",
-                retry_after=wait,
-            )
-        self.requests += 1
-        self.tokens += tokens
+    def enter(self, request: EngineRequest, work: RequestWork) -> None:
+        """A request with all its sequences begins to wait."""
+        self.sequences += work.sequences
+        self.tokens += work.prompt
+        self.expected += work.expected
+        self.accounts[request.account] += work.sequences
 
-    def excess(self, tokens: int, free_seats: int, times: int = 1) -> tuple[int, int]:
-        """By how many (requests, prompt tokens) one more would exceed `times` the caps; up to 0 it
-        may wait.
-        """
-        too_many = self.requests + 1 - free_seats - times * self.max_requests
-        too_long = self.tokens + tokens - times * self.max_tokens if self.requests else 0
-        return too_many, too_long
+    def leave(self, seq: Sequence) -> None:
+        """A sequence boards for the first time, or ends before it did."""
+        account = seq.request.account
+        self.sequences -= 1
+        self.expected -= seq.expected
+        self.accounts[account] -= 1
+        if not self.accounts[account]:
+            del self.accounts[account]
 
-    def leave(self, tokens: int) -> None:
-        """A request boarded or ended."""
-        self.requests -= 1
+    def leave_prompt(self, tokens: int) -> None:
+        """The first sequence of a request boards, or none ever will."""
         self.tokens -= tokens
-
-    def boarded(self, tokens: int, now: float) -> None:
-        """A request boarded: it leaves, and the rate of boarding is known better."""
-        self.leave(tokens)
-        self._boarded.append((now, tokens))
-
-    def _seconds_until(self, requests: int, tokens: int, now: float) -> float:
-        """Seconds until so many requests and tokens have boarded, at the rate of the last ones."""
-        if not self._boarded:
-            return _FIRST_RETRY
-        # Time since the last boarding counts too: a queue that has stopped moving advises longer
-        # and longer waits.
-        span = max(now - self._boarded[0][0], 1e-3)
-        return advised(
-            span
-            * max(requests / len(self._boarded), tokens / max(1, sum(n for _, n in self._boarded)))
-        )
-
-
-def advised(wait: float) -> float:
-    """Seconds after which to try again, within reason."""
-    return min(max(wait, _SHORTEST_RETRY), LONGEST_RETRY)

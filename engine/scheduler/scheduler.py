@@ -13,9 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from jitney.engine.errors import ConfigError, RequestError
+from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.admission import Admission
 from jitney.engine.scheduler.buckets import Buckets
+from jitney.engine.scheduler.entrance import Entrance
 from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool, publish, shareable_keys
 from jitney.engine.scheduler.limits import SchedulerLimits
@@ -25,6 +26,7 @@ from jitney.engine.scheduler.policies import Situation, make_order, make_policy
 from jitney.engine.scheduler.predicted_wait import PredictedWait
 from jitney.engine.scheduler.preemption import Preemption, too_long_stalled
 from jitney.engine.scheduler.prompt_scores import PromptScores
+from jitney.engine.scheduler.queues import work_of
 from jitney.engine.scheduler.results import Results
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
@@ -74,13 +76,14 @@ class Scheduler:
         self._prefill_budget = PrefillBudget(
             self.step_times, limits.prefill_share, limits.target_itl_ms / 1000
         )
-        self._predicted_wait = PredictedWait(
+        predicted_wait = PredictedWait(
             limits,
             self.state,
             self._prefill_budget,
             pool,
             batch=limits.batch if self._policy.holds else 0,
         )
+        self._entrance = Entrance(limits, self.state, predicted_wait)
         self._preemption = Preemption(self.state, pool, limits.max_seats)
         self._demand = PageDemand(pool, lengths)
         if window:
@@ -113,9 +116,10 @@ class Scheduler:
         """
         self.state.refuse_duplicate(request)
         self._arrivals += 1
-        sequences, now = self._admission.sequences(request, self._arrivals), self.clock()
-        self._predicted_wait.admit(sequences[0], now)
-        self.state.add(request, sequences, now)
+        leader = self._admission.leader(request, self._arrivals)
+        self._entrance.admit(leader, self.clock())
+        sequences = [leader, *self._admission.siblings(leader)]
+        self.state.add(request, sequences, work_of(request, leader.expected))
 
     def check_request(self, request: EngineRequest) -> None:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
@@ -125,12 +129,8 @@ class Scheduler:
 
     def has_room(self, request: EngineRequest) -> bool:
         """Whether a request that can run here may wait now."""
-        leader = self._admission.sequences(request, self._arrivals + 1)[0]
-        try:
-            self._predicted_wait.admit(leader, self.clock())
-        except RequestError:
-            return False
-        return max(self.state.backlog.excess(leader.n_prompt, len(self.state.free_seats))) <= 0
+        leader = self._admission.leader(request, self._arrivals + 1)
+        return self._entrance.has_room(leader, self.clock())
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
@@ -150,6 +150,7 @@ class Scheduler:
             self._plan_batch(draft, now)
         else:
             self._plan_in_flight(draft, now)
+        self.state.places.step(now, crowded=self.state.crowded)
         if not draft.chunks:
             return None
         self._share_prompts(draft)

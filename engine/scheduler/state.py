@@ -4,6 +4,7 @@ leaving.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -11,7 +12,8 @@ from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.scheduler.estimates import OutputLengths
 from jitney.engine.scheduler.kv_pages import PagePool, publish
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.queues import SLACK, Backlog, WaitingQueue
+from jitney.engine.scheduler.promises import PlaceRate
+from jitney.engine.scheduler.queues import SLACK, Backlog, RequestWork, WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
 
@@ -62,7 +64,9 @@ class SchedulerState:
         self.groups: dict[str, _Group] = {}
         #: Who waits for a seat, and the requests that are not begun.
         self.queue = queue
-        self.backlog = Backlog(limits.max_waiting_requests, limits.max_waiting_tokens)
+        self.backlog = Backlog()
+        #: How fast places come free.
+        self.places = PlaceRate()
         #: A heap: low seats first.
         self.free_seats = list(range(limits.max_seats))
         #: Seated, in boarding order.
@@ -108,10 +112,19 @@ class SchedulerState:
         return len(self.queue) + self._n_held
 
     def n_ahead(self, newcomer: Sequence) -> int:
-        """Sequences that should board before a newcomer: of the queue by its order, and all that
-        are held back.
+        """Sequences that should board before a newcomer, by the queue's order: of those who wait
+        and of those who are held back.
         """
-        return self.queue.ahead(newcomer) + self._n_held
+        held: list[Sequence] = []
+        if self._n_held:
+            for group in self.groups.values():
+                held += group.held
+        return self.queue.ahead(newcomer, held)
+
+    @property
+    def crowded(self) -> bool:
+        """True while somebody waits for a first seat and none is free."""
+        return self.backlog.sequences > 0 and not self.free_seats
 
     def most_of(self, seq: Sequence) -> int:
         """Pages that a sequence holds at once if it gets as long as it may; its last token needs no
@@ -161,10 +174,9 @@ class SchedulerState:
     def has_outputs(self) -> bool:
         return bool(self.outputs)
 
-    def add(self, request: EngineRequest, sequences: list[Sequence], now: float) -> None:
-        """Let a request wait; raises RequestError queue_full (nothing is registered then)."""
-        overflow = self.queue.may_overflow(request, self.limits.max_waiting_requests)
-        self.backlog.admit(len(request.prompt), len(self.free_seats), now, overflow=overflow)
+    def add(self, request: EngineRequest, sequences: list[Sequence], work: RequestWork) -> None:
+        """Let a request wait."""
+        self.backlog.enter(request, work)
         leader, siblings = sequences[0], sequences[1:]
         group = self.groups[request.id] = _Group(
             request, sequences, leader, [] if self.holds else siblings
@@ -229,6 +241,9 @@ class SchedulerState:
             self.queue.push(group.leader)
 
     def _leave_place(self, seq: Sequence, group: _Group) -> None:
+        if seq.boarded_at is None:
+            self.backlog.leave(seq)
+            self.places.freed(seq)
         if seq.seated:
             self._unseat(seq)
         elif seq in self.leaving:
@@ -243,7 +258,7 @@ class SchedulerState:
     def _close_group(self, group: _Group) -> None:
         del self.groups[group.request.id]
         if not group.boarded:
-            self.backlog.leave(len(group.request.prompt))
+            self.backlog.leave_prompt(len(group.request.prompt))
         if len(self._deadlines) > 2 * len(self.groups) + SLACK:
             self._deadlines = [entry for entry in self._deadlines if entry[2].open]
             heapify(self._deadlines)
@@ -255,8 +270,9 @@ class SchedulerState:
         group = self.groups[seq.request.id]
         if not group.boarded:
             group.boarded = True
-            self.backlog.boarded(seq.n_prompt, now)
+            self.backlog.leave_prompt(seq.n_prompt)
         if seq.boarded_at is None:
+            self.backlog.leave(seq)
             seq.boarded_at = now
         seq.sat_at, seq.sat_with = now, len(seq.tokens)
         seq.seat = heappop(self.free_seats)
@@ -303,6 +319,8 @@ class SchedulerState:
             publish(seq, self.pool, ended=ended)
         self.pool.release(seq.pages)
         self.most_pages -= seq.most_pages
+        if ended:
+            self.places.freed(seq)
         self.queue.left(seq)
         self.departures += 1
         self.prefilling.pop(seq, None)
@@ -402,8 +420,15 @@ class SchedulerState:
         return sorted([*self.free_seats, *self.kept, *taken]) == list(range(self.limits.max_seats))
 
     def _backlog_closes(self) -> bool:
-        waiting = [len(g.request.prompt) for g in self.groups.values() if not g.boarded]
-        return (self.backlog.requests, self.backlog.tokens) == (len(waiting), sum(waiting))
+        prompts = [len(g.request.prompt) for g in self.groups.values() if not g.boarded]
+        fresh = [seq for seq in self._unseated() if seq.boarded_at is None]
+        backlog = self.backlog
+        return (
+            backlog.sequences == len(fresh)
+            and backlog.tokens == sum(prompts)
+            and backlog.expected == sum(seq.expected for seq in fresh)
+            and backlog.accounts == Counter(seq.request.account for seq in fresh)
+        )
 
 
 def _by_context(seq: Sequence) -> int:

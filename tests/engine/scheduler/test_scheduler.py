@@ -432,45 +432,44 @@ def test_without_max_tokens_it_ends_with_the_context_or_the_pool(pages: int, tok
 
 
 def test_the_caps_on_waiting():
+    """Two sequences may wait, and 20 tokens: prompts, and answers as long as they may get."""
     clock = FakeClock()
     core = make_core(seats=1, max_requests=2, max_tokens=20, clock=clock, eos=())
     add = core.scheduler.add
     add(make_request("sits", [1], max_tokens=1))
     core.step()
-    add(make_request("waits", [1] * 15))
-    with pytest.raises(RequestError, match="prompt tokens") as refusal:
-        add(make_request("long", [1] * 6))
+    add(make_request("waits", [1] * 11, max_tokens=4))
+    with pytest.raises(RequestError, match="too many tokens") as refusal:
+        add(make_request("long", [1] * 4, max_tokens=2))
     assert refusal.value.info.code == "queue_full" and refusal.value.info.retry_after is not None
-    add(make_request("waits too", [1] * 5))
-    with pytest.raises(RequestError, match="requests"):
-        add(make_request("one more", [1] * 5))
+    with pytest.raises(RequestError, match="too many sequences"):
+        add(make_request("twins", [1], max_tokens=1, n=2))
+    # A waiting tenant's place is kept until it lapses.
+    clock.now = 100.0
+    add(make_request("waits too", [1], max_tokens=4))
     core.check()
     core.run_until_idle()
     add(make_request("later", [1] * 5))
 
 
-def test_the_advised_wait_follows_the_rate_of_boarding():
-    clock = FakeClock()
-    core = make_core(seats=1, max_requests=1, clock=clock, eos=())
-    for i in range(8):  # one boards every 2 s
-        core.add(make_request(f"r{i}", [1] * 4, max_tokens=1))
-        core.run_until_idle()
-        clock.now += 2.0
-    core.add(make_request("sits", [1], max_tokens=9))
+def test_a_request_above_the_token_cap_may_wait_alone():
+    core = make_core(seats=1, max_tokens=20)
+    core.add(make_request("sits", [1]))
     core.step()
-    core.add(make_request("waits", [1]))
-    with pytest.raises(RequestError) as refusal:
-        core.scheduler.add(make_request("refused", [1]))
-    assert refusal.value.info.retry_after == pytest.approx(16 / 9)
-
-
-def test_a_prompt_above_the_token_cap_may_wait_alone():
-    core = make_core(max_tokens=20)
     core.add(make_request("a", [1] * 30))
     core.add(make_request("b", [1]))
     ends = ends_of(core.run_until_idle())
     assert ends["a", 0].error is None
     assert code_of(ends["b", 0]) == "queue_full"
+
+
+def test_who_finds_seats_does_not_wait_and_is_not_refused():
+    core = make_core(seats=4, max_requests=1, max_tokens=2)
+    core.add(make_request("a", [1] * 30))
+    core.add(make_request("b", [1], n=3))
+    core.add(make_request("c", [1], n=2))
+    ends = ends_of(core.run_until_idle())
+    assert [code_of(ends[name, 0]) for name in "abc"] == [None, None, "queue_full"]
 
 
 @pytest.mark.usefixtures("rash")

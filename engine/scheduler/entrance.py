@@ -1,0 +1,173 @@
+"""Whether a request may begin to wait: by how much waits already, by how long it would wait, and by
+whom the next places are promised to.
+
+Whoever finds seats free for all its sequences is never refused, nor is who comes to an engine that
+does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jitney.engine.errors import RequestError
+from jitney.engine.scheduler.limits import SchedulerLimits
+from jitney.engine.scheduler.predicted_wait import PredictedWait
+from jitney.engine.scheduler.promises import Promises, name_of
+from jitney.engine.scheduler.queues import RequestWork, work_of
+from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.scheduler.state import SchedulerState
+
+#: Share of a bound that newcomers may fill while places are promised: seats never run empty for the
+#: sake of somebody who does not come.
+_NEWCOMERS = 0.5
+#: Share of a bound down to which the queue goes before the first promise falls due: what is left
+#: takes in that places do not come free evenly.
+_CALM = 0.75
+
+
+class _Bound(NamedTuple):
+    """One of the bounds on what waits."""
+
+    #: With the newcomer, and at most.
+    level: float
+    most: float
+    #: Seconds in which the level falls by one if nobody comes.
+    falls_in: float
+    #: What the client is told.
+    reason: str
+    #: How many times `most` it is for a tenant that others have left no room.
+    overflow: float = 2.0
+
+
+class Entrance:
+    """Lets requests in, or refuses them with the seconds after which to come again."""
+
+    def __init__(self, limits: SchedulerLimits, state: SchedulerState, wait: PredictedWait):
+        self.limits = limits
+        self.state = state
+        self.predicted_wait = wait
+        self.promises = Promises()
+
+    def admit(self, leader: Sequence, now: float) -> None:
+        """Raise RequestError queue_full or deadline_unreachable unless the leader's request may
+        wait.
+        """
+        work = work_of(leader.request, leader.expected)
+        wait = self._wait(leader)
+        self.predicted_wait.check_deadline(leader, wait, now)
+        if self._finds_seats(work):
+            return
+        name = name_of(leader.request)
+        bounds = self._bounds(leader, work, wait)
+        promised = self.promises.take(name, now)
+        if promised and not _first_over(bounds):
+            return
+        refusal = self._refusal(bounds, leader, now)
+        if refusal is None:
+            return
+        free_in = max((bound.level - _CALM * bound.most) * bound.falls_in for bound in bounds)
+        free_in = max(0.0, free_in)
+        if promised:
+            retry = self.promises.put_off(name, now, free_in)
+        else:
+            retry = self.promises.give(name, now, free_in, self._seconds(work, leader))
+        raise RequestError(
+            f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
+        )
+
+    def has_room(self, leader: Sequence, now: float) -> bool:
+        """Whether `admit` would let it in; nothing is promised."""
+        work = work_of(leader.request, leader.expected)
+        if self._finds_seats(work):
+            return True
+        return self._refusal(self._bounds(leader, work, self._wait(leader)), leader, now) is None
+
+    def _finds_seats(self, work: RequestWork) -> bool:
+        state = self.state
+        waiting = state.backlog.sequences + work.sequences
+        return not state.groups or waiting <= len(state.free_seats)
+
+    def _wait(self, leader: Sequence) -> float:
+        """The predicted wait, where anybody wants to know it."""
+        if self.limits.max_predicted_wait_s or leader.request.deadline is not None:
+            return self.predicted_wait.wait(leader)
+        return 0.0
+
+    def _bounds(self, leader: Sequence, work: RequestWork, wait: float) -> list[_Bound]:
+        """The bounds and where this request would take them. One of too many tokens may wait
+        alone.
+        """
+        backlog, limits = self.state.backlog, self.limits
+        foreseen = self._seconds_per_place(leader)
+        most = limits.max_waiting_requests
+        bounds = [
+            _Bound(
+                backlog.sequences + work.sequences - len(self.state.free_seats),
+                most,
+                self.state.places.per_place(foreseen),
+                f"too many sequences are waiting: {backlog.sequences}, of at most {most}",
+            )
+        ]
+        if backlog.sequences:
+            most = limits.max_waiting_tokens
+            reason = (
+                f"too many tokens are waiting to be computed: {backlog.work}, of at most {most}"
+            )
+            per_token = self._seconds_per_token(leader)
+            bounds.append(_Bound(backlog.work + work.tokens, most, per_token, reason))
+        longest = limits.max_predicted_wait_s
+        if longest:
+            reason = f"about {wait:.1f} s of waiting are ahead, and at most {longest:g} are allowed"
+            bounds.append(
+                _Bound(
+                    wait,
+                    longest,
+                    1.0,
+                    f"{reason}; sequences waiting: {backlog.sequences}",
+                    overflow=1.0,
+                )
+            )
+        return bounds
+
+    def _refusal(self, bounds: list[_Bound], leader: Sequence, now: float) -> str | None:
+        """Why who was promised nothing may not wait, or None."""
+        if self._may_overflow(leader):
+            return _first_over(
+                [bound._replace(most=bound.overflow * bound.most) for bound in bounds]
+            )
+        refusal = _first_over(bounds)
+        promised_s = self.promises.left(now)
+        if refusal is None and promised_s and _first_over(bounds, _NEWCOMERS):
+            return (
+                f"the places of the next {promised_s:.1f} s are promised to {len(self.promises)} "
+                "requests that were told to come back"
+            )
+        return refusal
+
+    def _may_overflow(self, leader: Sequence) -> bool:
+        """Whether others have filled the queue, and the leader's tenant has not."""
+        accounts, request = self.state.backlog.accounts, leader.request
+        own = accounts[request.account] + request.sampling.n
+        most = self.limits.max_waiting_requests
+        return self.state.queue.may_overflow(own, len(accounts), most)
+
+    def _seconds(self, work: RequestWork, leader: Sequence) -> float:
+        """In which as much work comes free."""
+        return work.tokens * self._seconds_per_token(leader)
+
+    def _seconds_per_token(self, leader: Sequence) -> float:
+        backlog = self.state.backlog
+        tokens = backlog.work / backlog.sequences if backlog.sequences else leader.expected
+        return self.state.places.per_token(self._seconds_per_place(leader), tokens)
+
+    def _seconds_per_place(self, leader: Sequence) -> float:
+        """By prediction: all seats go on to the end of an answer, one place each."""
+        return self.predicted_wait.answer_s(leader) / self.limits.max_seats
+
+
+def _first_over(bounds: list[_Bound], share: float = 1.0) -> str | None:
+    """The reason of the first bound of which more than a share is filled."""
+    for bound in bounds:
+        if bound.level > share * bound.most:
+            return bound.reason
+    return None

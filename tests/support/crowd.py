@@ -1,0 +1,120 @@
+"""An open loop of clients on the virtual clock, who come back when they were told to."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from jitney.engine.messages import StepReport
+from jitney.engine.simulation.drive import Offer, drive
+from jitney.engine.simulation.simulator import EngineShape, VirtualDevice
+from jitney.engine.simulation.step_table import StepTimes
+from jitney.engine.simulation.workload import Arrival, request_of
+from jitney.engine.telemetry.history import RequestRecords
+from jitney.engine.telemetry.request_record import RequestRecord
+from jitney.engine.types import EngineRequest
+
+
+@dataclass(slots=True)
+class _Visit:
+    """One attempt of a client."""
+
+    client: int
+    number: int = 0
+
+
+@dataclass(slots=True)
+class CrowdRun:
+    """What became of a crowd."""
+
+    #: Every attempt that was let in, in order of its end.
+    served: list[RequestRecord] = field(default_factory=list)
+    #: First attempts that were refused.
+    turned_away: int = 0
+    #: Later attempts, and those of them that were let in.
+    returns: int = 0
+    taken: int = 0
+    #: Seconds told, each time.
+    told: list[float] = field(default_factory=list)
+
+    @property
+    def share_taken(self) -> float:
+        return self.taken / max(1, self.returns)
+
+    def first_token_s(self, quantile: float) -> float:
+        """Of those let in, from the attempt that succeeded to its first token."""
+        waits = sorted(r.first_token - r.arrival for r in self.served if r.first_token is not None)
+        return waits[min(len(waits) - 1, int(quantile * len(waits)))]
+
+
+class _Comings(Offer):
+    """Arrivals and returns by time. obeys: the share of clients that come back at all."""
+
+    def __init__(self, arrivals: list[Arrival], obeys: float):
+        super().__init__([], self._request, 0)
+        self.arrivals = arrivals
+        self.run = CrowdRun()
+        self._obeys = obeys
+        self._rng = random.Random(5)
+        self._heap: list[tuple[float, int, int]] = []
+        for client, arrival in enumerate(arrivals):
+            heappush(self._heap, (arrival.at, client, 0))
+        self._visits: dict[str, _Visit] = {}
+
+    @property
+    def empty(self) -> bool:
+        return not self._heap
+
+    @property
+    def next_at(self) -> float:
+        return self._heap[0][0] if self._heap else math.inf
+
+    def take(self, now: float) -> EngineRequest:
+        at, client, number = heappop(self._heap)
+        name = f"{client}.{number}"
+        self._visits[name] = _Visit(client, number)
+        self.run.returns += number > 0
+        # A prompt of its own, by which the engine knows it again.
+        arrival = self.arrivals[client]
+        return request_of(name, arrival, [client + 1] * arrival.n_prompt, at)
+
+    def _request(self, number: int, at: float) -> EngineRequest:
+        raise NotImplementedError
+
+    def reported(self, report: StepReport, now: float) -> None:
+        for output in report.outputs:
+            if output.finish is None:
+                continue
+            visit = self._visits.pop(output.request_id)
+            if output.error is None:
+                self.run.taken += visit.number > 0
+                continue
+            assert output.error.code == "queue_full" and output.error.retry_after
+            self._turn_away(visit, now, output.error.retry_after)
+
+    def _turn_away(self, visit: _Visit, now: float, wait: float) -> None:
+        self.run.turned_away += visit.number == 0
+        self.run.told.append(wait)
+        if self._rng.random() < self._obeys:
+            heappush(self._heap, (now + wait, visit.client, visit.number + 1))
+
+
+def crowd(
+    arrivals: list[Arrival], shape: EngineShape, table: StepTimes, *, obeys: float = 1.0
+) -> CrowdRun:
+    """Run until all have been served, or have given up."""
+    device = VirtualDevice(table, 0)
+    core = shape.new_core(device)
+    comings = _Comings(arrivals, obeys)
+    records = RequestRecords()
+
+    def reported(report: StepReport) -> None:
+        device.reported(report)
+        comings.reported(report, device.clock.now)
+
+    drive(core, device.clock, comings, records, reported)
+    core.check()
+    comings.run.served = [r for r in records.oldest() if r.finish == "length"]
+    return comings.run
