@@ -194,8 +194,8 @@ class Generation:
         _, tokenizer = service.ready()
         self.request = request
         self.choices = _choices(request, tokenizer)
-        #: Prompts to repeat, if that is asked for.
-        self.echoes: list[PromptEcho] = []
+        #: The prompts as they are repeated, if that is asked for.
+        self.echoes = [_blank_echo(request, prompt) for prompt in request.prompts]
         #: Tokens of each prompt that came from the prefix cache.
         self.cached_tokens = [0] * len(request.prompts)
         self._tokenizer = tokenizer
@@ -228,9 +228,9 @@ class Generation:
 
     async def _make_echoes(self) -> None:
         """While the engine reads the prompts."""
-        for prompt in self.request.prompts:
-            echo = _echo(self._tokenizer, self.request, prompt)
-            self.echoes.append(await self._slices.result(echo))
+        for echo, prompt in zip(self.echoes, self.request.prompts, strict=True):
+            work = _fill_echo(echo, self._tokenizer, self.request, prompt)
+            await self._slices.result(work)
 
     async def __aexit__(self, *exc: object) -> None:
         await self._end()
@@ -299,7 +299,7 @@ class Generation:
 
     def _take_prompt_facts(self, number: int, output: SequenceOutput) -> None:
         """Keep what comes once per prompt."""
-        if output.prompt_logprobs is not None and self.echoes:
+        if output.prompt_logprobs is not None and self.request.echo:
             self.echoes[number].logprobs = output.prompt_logprobs
         if output.index == 0 and output.cached_tokens:
             self._metrics.cached_tokens.inc(output.cached_tokens - self.cached_tokens[number])
@@ -373,21 +373,23 @@ def _choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
     return choices
 
 
-def _echo(
-    tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt
-) -> Generator[None, None, PromptEcho]:
+def _blank_echo(request: GenerationRequest, prompt: EncodedPrompt) -> PromptEcho:
+    scores = None if request.top_logprobs is None else Scores(request.top_logprobs)
+    return PromptEcho("", TokenList(prompt.ids, [], scores))
+
+
+def _fill_echo(
+    echo: PromptEcho, tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt
+) -> Generator[None, None, None]:
     """The prompt's text and where each token begins in it; a character cut off at its end is left
     to the output. Work for `Slices`.
     """
     skips = request.sampling.skip_special_tokens
     stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skips))
-    scores = None if request.top_logprobs is None else Scores(request.top_logprobs)
     texts: list[str] = []
-    offsets: list[int] = []
     for start in range(0, len(prompt.ids), _ECHO_TOKENS):
         decoded = stream.push(prompt.ids[start : start + _ECHO_TOKENS])
         texts.append(decoded.text)
-        offsets += decoded.offsets
+        echo.tokens.offsets += decoded.offsets
         yield
-    text = "".join(texts) if prompt.text is None else prompt.text
-    return PromptEcho(text, TokenList(prompt.ids, offsets, scores))
+    echo.text = "".join(texts) if prompt.text is None else prompt.text
