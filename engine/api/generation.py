@@ -308,7 +308,8 @@ class Generation:
     def _observe_tokens(self, choice: Choice, output: SequenceOutput) -> None:
         """Charge new tokens to the key, and measure when they came."""
         n_new = len(output.tokens)
-        self._quotas.spend(self._context.tenant, n_new)
+        if self._context.spending is not None:
+            self._context.spending.spend(n_new)
         now = time.monotonic()
         if choice.tokens_at:
             self._metrics.itl.observe((now - choice.tokens_at) / n_new)
@@ -321,6 +322,12 @@ class Generation:
     def _observe_end(self, choice: Choice, *, by_core: bool) -> None:
         if not by_core:
             self._client.abort(choice.engine_request.id, choice.sequence, "stop")
+        self._quotas.observe(
+            choice.engine_request,
+            self._context.tenant,
+            choice.n_tokens,
+            by_itself=choice.finish == "stop",
+        )
         self._metrics.finished.labels(choice.finish).inc()
         self._metrics.output_lengths.observe(choice.n_tokens)
         self._metrics.e2e.observe(time.monotonic() - self._context.started)

@@ -1,39 +1,82 @@
 """What one API key may have at a time and in a minute, so that no client can take the whole
 server.
+
+Both are counted in work, not in requests: a request with n sequences has n of them open, and is
+charged for the output that is expected of all of them as soon as it comes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jitney.engine.errors import RequestError
+from jitney.engine.scheduler.estimates import Kind, OutputLengths, kind_of
+from jitney.engine.types import EngineRequest
 
 _MINUTE_S = 60.0
-#: Seconds to advise to who has too many requests open: nobody knows when one of them will end.
-_RETRY_S = 1.0
+#: Seconds after which one of a key's sequences ends, before one was seen to; the longest advice;
+#: and what the mean of such times keeps of itself with each new one.
+_FIRST_RETRY_S, _LONGEST_RETRY_S, _FADE = 1.0, 3600.0, 0.9
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Gives those who are turned away times one after the other, not all the same."""
+
+    #: Clock seconds: all before is given away.
+    until: float = 0.0
+
+    def next(self, now: float, first_in: float, each: float) -> float:
+        """Seconds after which to come. first_in: at the soonest; each: that this one takes."""
+        at = max(self.until, now + first_in)
+        if at - now < _LONGEST_RETRY_S:
+            self.until = at + each
+        return min(at - now, _LONGEST_RETRY_S)
 
 
 @dataclass(slots=True)
 class _Usage:
     """What one key uses."""
 
-    #: Requests under way.
-    open: int
-    #: Left to spend, below 0 after long answers; as of `at` (clock seconds).
+    #: Left to spend, below 0 after answers longer than expected; as of `at` (clock seconds).
     tokens: float
     at: float
+    places: _Turns
+    minutes: _Turns
+    #: Sequences under way.
+    open: int = 0
+    #: Seconds between two ends of sequences while none more may be open; when the last one was.
+    ends_every: float = _FIRST_RETRY_S
+    full_since: float | None = None
+
+
+@dataclass(slots=True)
+class Spending:
+    """The tokens of one request. reserved: output tokens that were charged and have not come."""
+
+    usage: _Usage | None
+    reserved: float
+
+    def spend(self, tokens: int) -> None:
+        """So many output tokens came. Those beyond what was expected are charged now, so a long
+        answer is not cut off, and the debt keeps the next request waiting.
+        """
+        if self.usage is None:
+            return
+        expected = min(self.reserved, tokens)
+        self.reserved -= expected
+        self.usage.tokens -= tokens - expected
 
 
 class Quotas:
-    """Open requests and tokens per minute of each key; 0 for no limit. clock: seconds.
+    """Open sequences and tokens per minute of each key; 0 for no limit. clock: seconds.
 
     Tokens are a bucket: it holds a minute's worth and fills at that rate. A request enters if its
-    prompt is covered (a prompt larger than the bucket: if the bucket is full); its output is
-    charged as it comes, so a long answer is not cut off, and the debt keeps the next request
-    waiting.
+    prompt and the output that is expected of it are covered (more than the bucket: if the bucket is
+    full). What did not come is given back at its end.
     """
 
     def __init__(
@@ -46,54 +89,114 @@ class Quotas:
         self.tokens_per_minute = tokens_per_minute
         self.clock = clock
         self._usage: dict[str, _Usage] = {}
+        self._lengths = OutputLengths()
 
     @contextmanager
-    def open(self, key: str) -> Iterator[None]:
-        """One request of this key is under way. Raises RequestError rate_limit if it is one too
-        many.
+    def open(self, key: str, sequences: int = 1) -> Iterator[None]:
+        """So many sequences of this key are under way. Raises RequestError rate_limit if they are
+        too many.
         """
         usage = self._of(key)
-        if self.max_concurrent and usage.open >= self.max_concurrent:
+        if self.max_concurrent and usage.open + sequences > self.max_concurrent:
+            retry = self._free_in(usage, sequences)
             raise RequestError(
-                f"at most {self.max_concurrent} requests of one client may be open at a time",
+                f"at most {self.max_concurrent} sequences of one client may be open at a time, and "
+                f"{usage.open} are; retry in {retry:.1f} s",
                 code="rate_limit",
-                retry_after=_RETRY_S,
+                retry_after=retry,
             )
-        usage.open += 1
+        self._count(usage, sequences)
         try:
             yield
         finally:
-            usage.open -= 1
+            self._count(usage, -sequences)
 
-    def enter(self, key: str, prompt_tokens: int) -> None:
-        """Spend a prompt. Raises RequestError rate_limit with the seconds after which there is
-        enough for it.
+    @contextmanager
+    def open_rest(self, key: str, sequences: int) -> Iterator[None]:
+        """As `open` for the other sequences of a request of so many, of which one is open already.
+        Raises RequestError invalid_value if the key may never have so many.
+        """
+        if self.max_concurrent and sequences > self.max_concurrent:
+            raise RequestError(
+                f"prompts times n (or best_of) is {sequences}, and one client may have at most "
+                f"{self.max_concurrent} sequences open",
+                param="n",
+            )
+        if sequences == 1:
+            yield
+            return
+        with self.open(key, sequences - 1):
+            yield
+
+    @contextmanager
+    def spending(self, key: str, requests: Sequence[EngineRequest]) -> Iterator[Spending]:
+        """Charge the prompts of a request and what is expected of their answers. Raises
+        RequestError rate_limit with the seconds after which there is enough for it.
         """
         if not self.tokens_per_minute:
+            yield Spending(None, 0.0)
             return
+        kinds = [_kind(key, request) for request in requests]
+        reserved = sum(map(self._expected, kinds, requests))
+        wanted = sum(len(request.prompt) for request in requests) + reserved
         usage = self._of(key)
-        missing = min(prompt_tokens, self.tokens_per_minute) - usage.tokens
-        if missing > 0:
-            wait = missing * _MINUTE_S / self.tokens_per_minute
-            raise RequestError(
-                f"one client may use {self.tokens_per_minute} tokens a minute; "
-                f"retry in {wait:.1f} s",
-                code="rate_limit",
-                retry_after=wait,
-            )
-        usage.tokens -= prompt_tokens
+        self._check_tokens(usage, wanted)
+        usage.tokens -= wanted
+        spending = Spending(usage, reserved)
+        try:
+            yield spending
+        finally:
+            self._of(key).tokens += spending.reserved
 
-    def spend(self, key: str, tokens: int) -> None:
-        """So many output tokens came."""
+    def observe(self, request: EngineRequest, key: str, n_output: int, *, by_itself: bool) -> None:
+        """A sequence of this request is over, after so many tokens. by_itself: not cut off."""
         if self.tokens_per_minute:
-            self._of(key).tokens -= tokens
+            self._lengths.observe(_kind(key, request), 0, n_output, by_itself=by_itself)
+
+    def _expected(self, kind: Kind, request: EngineRequest) -> int:
+        """Output tokens of all its sequences."""
+        sampling = request.sampling
+        most = sampling.max_tokens or 1
+        return sampling.n * self._lengths.expect(kind, most)
+
+    def _check_tokens(self, usage: _Usage, wanted: float) -> None:
+        missing = min(wanted, self.tokens_per_minute) - usage.tokens
+        if missing <= 0:
+            return
+        second = _MINUTE_S / self.tokens_per_minute
+        retry = usage.minutes.next(self.clock(), missing * second, wanted * second)
+        raise RequestError(
+            f"one client may use {self.tokens_per_minute} tokens a minute, and this request is "
+            f"expected to use {wanted:.0f}; retry in {retry:.1f} s",
+            code="rate_limit",
+            retry_after=retry,
+        )
+
+    def _count(self, usage: _Usage, sequences: int) -> None:
+        """So many more are open, or fewer."""
+        now = self.clock()
+        if sequences < 0 and usage.full_since is not None:
+            each = (now - usage.full_since) / -sequences
+            usage.ends_every = _FADE * usage.ends_every + (1 - _FADE) * each
+        usage.open += sequences
+        usage.full_since = now if usage.open >= self.max_concurrent else None
+
+    def _free_in(self, usage: _Usage, sequences: int) -> float:
+        """Seconds after which so many should be free, for this one and those told before it."""
+        missing = usage.open + sequences - self.max_concurrent
+        each = usage.ends_every
+        return usage.places.next(self.clock(), missing * each, sequences * each)
 
     def _of(self, key: str) -> _Usage:
         """The key's usage as of now; keys are as many as were handed out, so none is forgotten."""
         now, full = self.clock(), float(self.tokens_per_minute)
         usage = self._usage.get(key)
         if usage is None:
-            usage = self._usage[key] = _Usage(0, full, now)
+            usage = self._usage[key] = _Usage(full, now, _Turns(), _Turns())
         usage.tokens = min(full, usage.tokens + (now - usage.at) * full / _MINUTE_S)
         usage.at = now
         return usage
+
+
+def _kind(key: str, request: EngineRequest) -> Kind:
+    return kind_of(key, len(request.prompt), request.sampling.max_tokens)

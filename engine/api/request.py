@@ -66,6 +66,11 @@ class GenerationRequest:
     #: dropped.
     prompt_only: bool = False
 
+    @property
+    def sequences(self) -> int:
+        """That are generated for all prompts."""
+        return len(self.engine_requests) * self.sampling.n
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from jitney.engine.api.metrics import ServerMetrics
-from jitney.engine.api.quotas import Quotas
+from jitney.engine.api.quotas import Quotas, Spending
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
@@ -49,6 +49,8 @@ class Context:
     completion_tokens: int = 0
     #: The client went away before the answer was complete.
     left: bool = False
+    #: What it uses of its key's tokens, while it runs.
+    spending: Spending | None = None
 
     @property
     def elapsed_ms(self) -> float:

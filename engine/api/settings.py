@@ -36,7 +36,7 @@ class ServerSettings:
     keep_alive_s: float = 15.0
     #: An engine without a sign of life for so long is not ready.
     stall_s: float = 30.0
-    #: Open requests, and prompt and output tokens a minute, of one key (all who need none count as
+    #: Open sequences, and prompt and output tokens a minute, of one key (all who need none count as
     #: one); 0 for no limit.
     key_max_concurrent: int = 0
     key_tokens_per_minute: int = 0

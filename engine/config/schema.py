@@ -482,9 +482,8 @@ class ServerSection(Section):
         default=0,
         ge=0,
         description=(
-            "requests that one API key (or everybody, where no key is asked for) may have open; "
-            "more are answered 429; 0: "
-            "no limit"
+            "sequences that one API key (or everybody, where no key is asked for) may have open, "
+            "of which a request has n for each prompt; more are answered 429; 0: no limit"
         ),
     )
     key_tokens_per_minute: int = Field(
@@ -492,8 +491,8 @@ class ServerSection(Section):
         ge=0,
         description=(
             "prompt and output tokens a minute of one API key (or of everybody, where no key is "
-            "asked for); more are "
-            "answered 429; 0: no limit"
+            "asked for), the output as it is expected until it came; more are answered 429; 0: no "
+            "limit"
         ),
     )
     metrics_compat: Literal["", "vllm"] = Field(
