@@ -77,7 +77,8 @@ class CanaryCore(EngineCore):
         sampling = request.sampling
         longest = len(request.prompt) + (sampling.max_tokens or MOST_TOKENS)
         # Scoring it takes room for one token more.
-        if sampling.n != 1 or longest >= self.alone.scheduler.limits.context_length:
+        had_before = request.resumed is not None
+        if had_before or sampling.n != 1 or longest >= self.alone.scheduler.limits.context_length:
             return request
         told = sampling.logprobs is not None
         self._watched[request.id] = _Watched(request, told)

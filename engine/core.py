@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import AskSeatMap, PromptChunk, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import Ledger
+from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutput
@@ -74,6 +75,11 @@ class EngineCore:
         self.runner = runner
         self.ledger = ledger
         self.clock = clock
+        #: Called with a step's number before it runs, if it is the first of its kind: it may take
+        #: much longer than others.
+        self.on_first_step: Callable[[int], None] = _ignore
+        # Kinds of steps that have run: (bucket, plain).
+        self._kinds: set[tuple[Bucket, bool]] = set()
         # The step that the device computes.
         self._flight: _Flight | None = None
         # When the device finished the last step; None after a time without work.
@@ -150,6 +156,10 @@ class EngineCore:
 
     def _launch(self, plan: Plan, started: float) -> _Flight:
         """Pack a plan and start its step."""
+        kind = plan.bucket, plan.plain
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self.on_first_step(plan.number)
         compiles = self.runner.compiles
         planned = self.clock()
         batch = self.runner.batch(plan)
@@ -265,6 +275,10 @@ class EngineCore:
         self.scheduler.check()
         if not self.ledger.closes():
             raise RuntimeError("the ledger does not close")
+
+
+def _ignore(step: int) -> None:
+    pass
 
 
 def seat_events(plan: Plan, started: float) -> list[SequenceEvent]:

@@ -47,6 +47,7 @@ _CODES = (
     "rate_limit",
     "draining",
     "loading",
+    "restarting",
     "busy",
     "engine_dead",
     "deadline_exceeded",

@@ -116,6 +116,15 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     canary: list[CanaryFinding] = []
 
 
+class FirstStep(msgspec.Struct, tag="first_step", frozen=True):
+    """The core is about to run the first step of a bucket, which may take much longer than others:
+    programs are set up in it.
+    """
+
+    #: Its number.
+    step: int
+
+
 class Tick(msgspec.Struct, tag="tick", frozen=True):
     """The idle loop is alive (sent about once a second while there is no work)."""
 
@@ -139,7 +148,7 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
 
 
 ToCore = Add | Abort | AskSeatMap | Shutdown
-FromCore = Progress | Ready | StepReport | Tick | SeatMap | Fatal
+FromCore = Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Fatal
 
 encode = msgspec.msgpack.encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

@@ -216,6 +216,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     #: Whom the client says it asks for; in the fair order it tells apart those without a key.
     user: str = ""
+    #: Of a request that an earlier core had: the output tokens of each of its sequences so far,
+    #: None for one that has ended.
+    resumed: list[list[int] | None] | None = None
 
     @property
     def account(self) -> str:

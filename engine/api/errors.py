@@ -32,6 +32,7 @@ _CODES: dict[str, tuple[int, str | None, float | None]] = {
     "rate_limit": (429, "rate_limit", 1.0),
     "draining": (503, "draining", 5.0),
     "loading": (503, "loading", 5.0),
+    "restarting": (503, "restarting", 5.0),
     "busy": (503, "busy", 1.0),
     "engine_dead": (503, "engine_dead", 5.0),
     "deadline_exceeded": (504, "deadline_exceeded", None),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -101,9 +101,18 @@ class _EngineCollector(Collector):
         yield _gauge("engine_up", "1 while the engine serves", int(is_up))
         age = client.last_step_age()
         yield _gauge("last_step_age_seconds", "time since the engine's last sign of life", age)
-        restarts = client.counters.engine_restarts
+        states = {name: int(name == client.state) for name in get_args(engine.EngineState)}
+        yield _labelled_gauge("engine_state", "1 for the state that the engine is in", states)
+        yield _labelled(
+            "engine_restarts",
+            "engine processes started to replace one that ended",
+            "cause",
+            client.counters.restart_causes,
+        )
         yield _counter(
-            "engine_restarts", "engine processes started to replace a dead one", restarts
+            "requests_resumed",
+            "requests that went on in another engine process",
+            client.counters.resumed,
         )
         labels = {"version": version("jitney")}
         if info is not None:
@@ -271,6 +280,13 @@ def _counter(name: str, text: str, value: float) -> Metric:
 def _histogram(name: str, text: str, histogram: engine.Histogram) -> Metric:
     buckets, total = _samples(histogram)
     return HistogramMetricFamily(f"jitney_{name}", text, buckets, total)
+
+
+def _labelled_gauge(name: str, text: str, states: dict[str, int]) -> Metric:
+    family = GaugeMetricFamily(f"jitney_{name}", text, labels=["state"])
+    for key, value in states.items():
+        family.add_metric([key], value)
+    return family
 
 
 def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> Metric:

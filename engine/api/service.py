@@ -92,6 +92,11 @@ class Service:
         """Refuse new generation requests from now on; those that run go on."""
         self.draining = True
 
+    @property
+    def is_idle(self) -> bool:
+        """No generation request is open."""
+        return self._idle.is_set()
+
     async def drained(self) -> None:
         """Wait until no generation request is open."""
         await self._idle.wait()
@@ -121,11 +126,13 @@ class Service:
         is_loaded = self.client.info is not None and self.tokenizer is not None
         if self.client.state == "ready" and is_loaded:
             return None
-        message = "the model is still loading"
+        code, message = "loading", "the model is still loading"
+        if self.client.state == "restarting":
+            code, message = "restarting", "the engine died and is being started again"
         progress = self.client.progress
         if progress is not None:
             message += f": {progress.stage} {progress.done} of {progress.total}"
-        return RequestError(message, code="loading")
+        return RequestError(message, code=code)
 
     def stalled(self) -> RequestError | None:
         """An engine that is up but shows no sign of life."""

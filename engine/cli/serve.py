@@ -43,8 +43,8 @@ _DASHBOARD = "/dashboard"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until told to stop. Exit status: 0 after a drain, 128 + its number after a second
-    signal, else 1.
+    """Serve until told to stop. Exit status: 0 after a drain in which all requests finished, 128 +
+    its number after a second signal, else 1.
     """
     parser = Parser(
         "serve", "Serve a model over HTTP (OpenAI-compatible), with in-flight batching."
@@ -146,7 +146,7 @@ class _Server:
 
     async def _drain(self) -> int:
         """Let running requests finish, at most drain_s seconds; a second signal ends everything at
-        once.
+        once. Returns the exit status.
         """
         service = self.app.state.service
         limit = self.config.server.drain_s
@@ -162,7 +162,10 @@ class _Server:
             self.client.kill()
             self.web.force_exit = True
             return 128 + again.result()
-        return 0
+        if service.is_idle:
+            return 0
+        _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
+        return 1
 
 
 def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:

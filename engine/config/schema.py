@@ -411,6 +411,10 @@ class SamplingSection(Section):
         return value
 
 
+#: Least seconds of `step_timeout_s`.
+_LEAST_TIMEOUT_S = 2.0
+
+
 class ServerSection(Section):
     """[server]: the HTTP endpoint and the life of its core process. Times in seconds, sizes in
     bytes.
@@ -515,12 +519,38 @@ class ServerSection(Section):
     heartbeat_s: float = Field(
         default=30.0, gt=0, description=("not ready if no step and no idle tick came for this long")
     )
+    step_timeout_s: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "seconds without a step, or without an idle tick, after which the core process is "
+            "killed and started again; the first step of each bucket gets 120 at least; 0: ten "
+            "seconds, or eight times the longest step seen if that is more (at most 120 seconds "
+            "more than that step)"
+        ),
+    )
     restart: bool = Field(
         default=True, description="start a new core process when the old one dies"
+    )
+    on_core_death: Literal["resume", "fail"] = Field(
+        default="resume",
+        description=(
+            "what becomes of open requests when the core process dies: resume goes on with them in "
+            "the new one, from the tokens they have; fail ends them with an error"
+        ),
     )
     max_restarts: int = Field(
         default=5, ge=0, description="restarts within ten minutes before giving up"
     )
+
+    @field_validator("step_timeout_s")
+    @classmethod
+    def _longer_than_a_tick(cls, value: float) -> float:
+        if 0 < value < _LEAST_TIMEOUT_S:
+            raise ValueError(
+                f"must be 0 or at least {_LEAST_TIMEOUT_S:g}: an idle core ticks once a second"
+            )
+        return value
 
     @property
     def open_to_others(self) -> bool:

@@ -21,6 +21,9 @@ from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, Sequenc
 EngineState = Literal["loading", "ready", "restarting", "draining", "dead"]
 
 _STEP_KINDS = ("decode", "mixed")
+#: Why a core ended: by itself or killed from outside; after it said why; killed because it said
+#: nothing for too long; or it could not be started.
+_CAUSES = ("died", "failed", "hung", "not started")
 #: Upper bounds in seconds of the step-time histograms.
 _STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _GAP_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
@@ -58,7 +61,11 @@ class EngineCounters:
         self.compiles = 0
         #: Sequences that ended because a logit was not finite.
         self.nan_rows = 0
+        #: Cores started to replace one that ended, in all and by why it ended.
         self.engine_restarts = 0
+        self.restart_causes: dict[str, int] = dict.fromkeys(_CAUSES, 0)
+        #: Requests that went on in another core.
+        self.resumed = 0
         #: Sequences computed again with the reference.
         self.canary_checked = 0
         #: Of them, those that differed by more than rounding explains.
@@ -111,6 +118,16 @@ class EngineCounters:
             self.last = self.last.copy()
             self.last["seats_busy"] = self.last["pages_used"] = 0
 
+    def observe_restart(self, cause: str, resumed: int) -> None:
+        """A core is started to replace one that ended. resumed: requests that it gets."""
+        self.engine_restarts += 1
+        self.restart_causes[cause] += 1
+        self.resumed += resumed
+
+    def observe_lost(self, waiting: int) -> None:
+        """The core is gone: nobody sits, and so many sequences wait for the next one."""
+        self.observe_idle(waiting)
+
     def gauge(self, name: str) -> int:
         """A field of the newest record, 0 before the first step."""
         return 0 if self.last is None else int(self.last[name])
@@ -119,8 +136,8 @@ class EngineCounters:
 class EngineClient(Protocol):
     """One engine, reached from one asyncio event loop.
 
-    state "loading" until the first `Ready` and again while a dead core is being replaced; info is
-    None until then.
+    state "loading" until the first `Ready`, "restarting" while a dead core is being replaced; info
+    is None until that first `Ready`.
     """
 
     @property
@@ -139,8 +156,8 @@ class EngineClient(Protocol):
 
         The iterator ends after each of the n sequences had its output with `finish`. A request
         refused by the core yields finish "error" for every index; so does a core that dies (code
-        engine_dead). Closing the iterator before its end aborts the request. Raises RequestError
-        (loading, draining, engine_dead).
+        engine_dead) where another cannot go on with it. Closing the iterator before its end aborts
+        the request. Raises RequestError (loading, restarting, draining, engine_dead).
         """
         ...
 

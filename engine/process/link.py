@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ import zmq.asyncio
 from jitney.engine import messages
 from jitney.engine.config.schema import Config, platform_environment
 from jitney.engine.errors import ErrorInfo
+from jitney.engine.process.folder import private_folder
 from jitney.engine.process.main import Start, from_core_address, to_core_address
 
 #: Settings the core has no use for, and should not be able to give away.
@@ -24,6 +24,9 @@ NOT_FOR_THE_CORE = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
 #: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
 #: otherwise.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+#: Descriptors that a link takes: of two sockets, their listeners and connections, the folder's
+#: lock, the core's pipe and process, and some that starting a process needs for a moment.
+_DESCRIPTORS = 16
 
 
 @dataclass(slots=True)
@@ -39,12 +42,14 @@ class CoreLink:
     ready: bool = False
     #: Why the core ended, if it said so.
     fatal: ErrorInfo | None = None
+    #: It said nothing for too long and was killed for it.
+    hung: bool = False
     #: Who waits for which answer.
     tickets: dict[int, asyncio.Future[messages.SeatMap]] = field(default_factory=dict)
 
     def send(self, message: messages.ToCore) -> None:
-        """Queue a message; one to a dead core is dropped, since its death ends every request
-        anyway.
+        """Queue a message; one to a dead core is dropped: what it was about is seen to when the
+        death is noticed.
         """
         with contextlib.suppress(zmq.Again):
             self.to_core.send(messages.encode(message), zmq.NOBLOCK)
@@ -65,14 +70,44 @@ class CoreLink:
                 self.process.kill()
 
 
+class Workshop:
+    """What every link needs and what must be there when no descriptor is left: ZeroMQ's own
+    threads, and descriptors to give away.
+
+    libzmq ends the process if it gets no descriptor for the poller of a new context, so there is
+    one context for all links.
+    """
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.context.socket(zmq.PUSH).close()  # the first socket starts the threads
+        self._spare: list[int] = []
+        self.keep_spare()
+
+    def keep_spare(self) -> None:
+        """Take as many descriptors as the next link will need, or as there are."""
+        with contextlib.suppress(OSError):
+            while len(self._spare) < _DESCRIPTORS:
+                self._spare.append(os.open(os.devnull, os.O_RDONLY))
+
+    def free_spare(self) -> None:
+        """Give them back, for a link that is about to be opened."""
+        while self._spare:
+            os.close(self._spare.pop())
+
+    def close(self) -> None:
+        """Let go of everything; links must be closed before."""
+        self.free_spare()
+        self.context.destroy(linger=0)
+
+
 @contextlib.asynccontextmanager
-async def open_link(config: Config, builder: str) -> AsyncIterator[CoreLink]:
+async def open_link(config: Config, builder: str, context: zmq.Context) -> AsyncIterator[CoreLink]:
     """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder of
-    this user's alone.
+    this user's alone. Raises OSError or ZMQError if it cannot be started.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="jitney-", ignore_cleanup_errors=True) as folder,
-        zmq.Context() as context,
+        private_folder() as folder,
         context.socket(zmq.PUSH) as to_core,
         zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core,
     ):

@@ -134,6 +134,7 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
         refuse_open_folder(compilation_cache_dir())
     source = resolve(config.model.id, revision=config.model.revision or None)
     core, info = _builder(start.builder)(config, source, report)
+    core.on_first_step = lambda step: outbox.send(messages.encode(messages.FirstStep(step)))
     outbox.send(messages.encode(messages.Ready(info)))
     _serve(core, inbox, outbox)
 

@@ -1,5 +1,5 @@
 """Supervises the core process for the API process: start it, talk to it, notice its death, start
-the next one.
+the next one and give it what the dead one had.
 
 Single-threaded: everything here runs on one asyncio loop. Nothing here imports jax.
 """
@@ -9,18 +9,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
+import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
 
+import msgspec
 import numpy as np
+import zmq
 
 from jitney.engine import messages
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.process.client import EngineCounters, EngineState
-from jitney.engine.process.link import CoreLink, open_link
+from jitney.engine.process.folder import remove_left_folders
+from jitney.engine.process.link import CoreLink, Workshop, open_link
 from jitney.engine.process.main import BUILDER
+from jitney.engine.process.stream import Stream
+from jitney.engine.process.watchdog import Watchdog
+from jitney.engine.records import step_of
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
 
@@ -35,54 +45,43 @@ _BACKOFF_S = (0.5, 30.0)
 _SEAT_MAP_S = 2.0
 _LAST_MESSAGES_S = 0.1
 _SHUTDOWN_S = 5.0
+#: Seconds between two looks at a core's silence.
+_LOOK_S = 0.25
+#: Seconds after its deadline at which a request is ended here if the core has not done so.
+_DEADLINE_GRACE_S = 1.0
+#: A request that sat in so many cores when they died is not given to another.
+_MOST_DEATHS = 3
 _REFUSALS = {
     "loading": "the model is still loading",
+    "restarting": "the engine is being started again after it died",
     "draining": "the server is shutting down",
     "engine_dead": "the engine is gone",
 }
+_DEADLINE = ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done")
+_CUT_OFF = ErrorInfo(
+    "draining", "the server is shutting down, and this request was not done in time"
+)
+_LOST = ErrorInfo("engine_dead", "the engine stopped before this request was done")
+_LOST_AGAIN = ErrorInfo(
+    "engine_dead",
+    f"the engine stopped {_MOST_DEATHS + 1} times while it had this request, which is not tried "
+    "again",
+)
+
+#: Why a core ended: by itself or killed from outside; after saying why; killed for its silence; or
+#: it could not even be started.
+_Cause = Literal["died", "failed", "hung", "not started"]
 
 
-class Stream:
-    """The outputs of one request, in order; ends after each of its sequences had its terminal
-    output.
+@dataclass(frozen=True, slots=True)
+class _CoreEnd:
+    """How the life of a core ended."""
 
-    Closing it earlier, or cancelling a wait on it, aborts what is left of the request.
-    """
-
-    def __init__(self, client: ProcessClient, request: EngineRequest):
-        self.id = request.id
-        self.open = set(range(request.sampling.n))
-        self._client = client
-        self._outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
-
-    def __aiter__(self) -> AsyncIterator[SequenceOutput]:
-        return self
-
-    async def __anext__(self) -> SequenceOutput:
-        if self._outputs.empty() and not self.open:
-            raise StopAsyncIteration
-        try:
-            return await self._outputs.get()
-        except asyncio.CancelledError:
-            self._client.forget(self)
-            raise
-
-    async def aclose(self) -> None:
-        self._client.forget(self)
-
-    def put(self, output: SequenceOutput) -> None:
-        """Called by the client for each output of this request; what follows a sequence's end is
-        dropped.
-        """
-        if output.index in self.open:
-            if output.finish is not None:
-                self.open.discard(output.index)
-            self._outputs.put_nowait(output)
-
-    def fail(self, error: ErrorInfo) -> None:
-        """End every sequence that is still open."""
-        for index in sorted(self.open):
-            self.put(SequenceOutput(request_id=self.id, index=index, finish="error", error=error))
+    cause: _Cause
+    #: One line for the log, and for who asks why the engine is dead.
+    why: str
+    #: It had got ready.
+    ready: bool = False
 
 
 class ProcessClient:
@@ -115,11 +114,18 @@ class ProcessClient:
         self._link: CoreLink | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._closing = False
+        self._draining = False
         self._changed = asyncio.Event()
         self._alive_at = time.monotonic()
+        self._watchdog = Watchdog(config.server.step_timeout_s)
+        self._workshop: Workshop | None = None
+        #: When cores were started again, seconds; within _RESTART_WINDOW_S.
+        self._restarts: deque[float] = deque()
 
     async def start(self) -> None:
         """Start the core process and return at once; it is `loading`."""
+        remove_left_folders()
+        self._workshop = Workshop()
         self._supervision = asyncio.create_task(self._supervise())
 
     async def until(self, *states: EngineState) -> EngineState:
@@ -140,13 +146,16 @@ class ProcessClient:
     async def close(self) -> None:
         """Stop the core process and end every open request; does nothing the second time."""
         self._closing = True
-        self._end_requests("the server is stopping")
+        self._end_streams(_CUT_OFF)
         if self._supervision is not None:
             if self._link is not None and self._link.ready:
                 self._link.send(messages.Shutdown())
                 await asyncio.wait([self._supervision], timeout=_SHUTDOWN_S)
             self._supervision.cancel()
             await asyncio.gather(self._supervision, return_exceptions=True)
+        if self._workshop is not None:
+            self._workshop.close()
+            self._workshop = None
         self._set_state("dead")
 
     def kill(self) -> None:
@@ -156,60 +165,142 @@ class ProcessClient:
 
     async def _supervise(self) -> None:
         """One core process after another, until closed or past hope."""
-        restarts: deque[float] = deque()
         while True:
-            ready, fatal = await self._run_core()
-            why = fatal.message if fatal else "the engine process died"
-            if ready:
-                self.history.outage_began(why, n_resumed=0, n_lost=len(self._streams))
-            self._end_requests(why)
+            end = await self._run_core()
             if self._closing:
                 return
-            delay = self._restart_delay(ready, restarts)
+            delay = self._restart_delay(end)
             if delay is None:
-                self.failure = why
-                self._set_state("dead")
+                self._give_up(end)
                 return
-            log.error("%s; restarting in %.1f s", why, delay)
-            self.counters.engine_restarts += 1
+            went_on, ended = self._lose_core()
+            log.error(
+                "%s; starting it again in %.1f s (restart %d of at most %d in ten minutes); "
+                "%d open requests go on in the new one, %d have ended",
+                end.why,
+                delay,
+                len(self._restarts),
+                self._config.server.max_restarts,
+                went_on,
+                ended,
+            )
+            self.history.outage_began(end.why, n_resumed=went_on, n_lost=ended)
+            self.counters.observe_restart(end.cause, went_on)
             self.progress = None  # it was the dead core's
-            self._set_state("loading")
+            self._set_state("draining" if self._draining else "restarting")
             await asyncio.sleep(delay)
 
-    def _restart_delay(self, ready: bool, restarts: deque[float]) -> float | None:
+    def _restart_delay(self, end: _CoreEnd) -> float | None:
         """Seconds to wait before the next start, or None to give up.
 
         A core that never got ready would fail the same way again: a wrong model name is no reason
         to loop.
         """
-        server, now = self._config.server, time.monotonic()
+        server, now, restarts = self._config.server, time.monotonic(), self._restarts
         while restarts and now - restarts[0] > _RESTART_WINDOW_S:
             restarts.popleft()
-        never_ready = self.info is None and not ready
+        never_ready = self.info is None and not end.ready
         if (
             never_ready
             or not server.restart
-            or self.state == "draining"
+            or (self._draining and not self._streams)
             or len(restarts) >= server.max_restarts
         ):
             return None
         restarts.append(now)
         return min(_BACKOFF_S[0] * 2 ** (len(restarts) - 1), _BACKOFF_S[1])
 
-    async def _run_core(self) -> tuple[bool, ErrorInfo | None]:
-        """From the start of a core process to its end. Returns whether it got ready, and why it
-        ended, if it said so.
+    def _give_up(self, end: _CoreEnd) -> None:
+        """The engine is dead for good."""
+        self.failure = end.why
+        if self.info is not None:
+            self.history.outage_began(end.why, n_resumed=0, n_lost=len(self._streams))
+        if self._restarts:
+            self.failure += f"; given up after {len(self._restarts)} restarts in ten minutes"
+        self._end_streams(_LOST)
+        self.history.core_lost("engine_dead")
+        self.counters.observe_lost(0)
+        self._set_state("dead")
+
+    def _lose_core(self) -> tuple[int, int]:
+        """The core is gone: its requests wait for the next one, or end. Returns how many of
+        each.
         """
-        async with open_link(self._config, self._builder) as link:
+        n_open = len(self._streams)
+        resume = self._config.server.on_core_death == "resume"
+        if not resume:
+            self._end_streams(_LOST)
+        for stream in list(self._streams.values()):
+            stream.deaths += self._sat(stream)
+            self._take_outputs(stream.asked_ends())
+            if stream.deaths > _MOST_DEATHS:
+                self._take_outputs(stream.ends("error", _LOST_AGAIN))
+        self.history.seats_lost()
+        self.counters.observe_lost(sum(len(stream.open) for stream in self._streams.values()))
+        return len(self._streams), n_open - len(self._streams)
+
+    def _sat(self, stream: Stream) -> bool:
+        """Whether any sequence of a request had a seat when the core died."""
+        records = (self.history.find(stream.id, index) for index in stream.open)
+        return any(record is not None and record.seat >= 0 for record in records)
+
+    async def _run_core(self) -> _CoreEnd:
+        """From the start of a core process to its end."""
+        try:
+            return await self._run_link()
+        except (OSError, zmq.ZMQError) as error:
+            reason = error.strerror or str(error)
+            return _CoreEnd("not started", f"the engine process cannot be started: {reason}")
+
+    async def _run_link(self) -> _CoreEnd:
+        """As `_run_core`. Raises OSError or ZMQError if there is no way to start a process."""
+        workshop = self._workshop
+        assert workshop is not None  # `start` made it
+        workshop.free_spare()
+        async with open_link(self._config, self._builder, workshop.context) as link:
             self._link = link
-            reader = asyncio.create_task(self._read(link))
+            tasks = [
+                asyncio.create_task(self._read(link)),
+                asyncio.create_task(self._watch(link)),
+            ]
             try:
                 await link.process.wait()
                 await asyncio.sleep(_LAST_MESSAGES_S)
             finally:
-                reader.cancel()
+                for task in tasks:
+                    task.cancel()
                 self._link = None
-            return link.ready, link.fatal
+            return self._end_of(link)
+
+    def _end_of(self, link: CoreLink) -> _CoreEnd:
+        """How a core ended, once its process has."""
+        if link.fatal is not None:
+            return _CoreEnd("failed", link.fatal.message, link.ready)
+        if link.hung:
+            silence = f"the engine process said nothing for {self._watchdog.silence:.0f} s"
+            return _CoreEnd("hung", silence + " and was killed", link.ready)
+        how = _how_it_ended(link.process.returncode)
+        return _CoreEnd("died", f"the engine process died ({how})", link.ready)
+
+    async def _watch(self, link: CoreLink) -> None:
+        """Kill a core that has been silent for too long.
+
+        While this process itself stands still it hears nothing, so each look counts as no more
+        than two.
+        """
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            waited = min(now - before, 2 * _LOOK_S)
+            before = now
+            if not link.ready:
+                continue
+            self._watchdog.waited(waited)
+            if self._watchdog.overdue:
+                link.hung = True
+                link.kill()
+                return
 
     async def _read(self, link: CoreLink) -> None:
         try:
@@ -221,19 +312,19 @@ class ProcessClient:
 
     def _take(self, link: CoreLink, message: messages.FromCore) -> None:
         self._alive_at = time.monotonic()
+        self._watchdog.heard()
         match message:
             case messages.StepReport():
                 self._take_report(message)
                 for answer in message.answers:
                     link.answer(answer)
+            case messages.FirstStep(step=step):
+                self._watchdog.first_step(step)
             case messages.Progress():
                 self.progress = message
                 self._on_progress(message)
             case messages.Ready(info=info):
-                self.info, link.ready = info, True
-                self.history.core_ready(info)
-                if self.state == "loading":
-                    self._set_state("ready")
+                self._take_ready(link, info)
             case messages.SeatMap():
                 link.answer(message)
             case messages.Fatal(error=error):
@@ -241,26 +332,51 @@ class ProcessClient:
             case messages.Tick(waiting=waiting):
                 self.counters.observe_idle(waiting)
 
+    def _take_ready(self, link: CoreLink, info: EngineInfo) -> None:
+        """A core can serve: it gets the requests that one before it had."""
+        if self._workshop is not None:
+            self._workshop.keep_spare()
+        self.info, link.ready = info, True
+        self.history.core_ready(info)
+        self._watchdog.core_ready()
+        for stream in self._streams.values():
+            link.send(messages.Add(stream.resumed()))
+        if self.state in ("loading", "restarting"):
+            self._set_state("ready")
+
     def _take_report(self, report: messages.StepReport) -> None:
         record = self.history.take(report)
         if record is not None:
             self.counters.observe_step(record)
+            self._watchdog.step_done(step_of(report.record), record)
         self.counters.observe_outputs(report.outputs)
         self.counters.observe_canary(report.canary)
-        for output in report.outputs:
+        self._deliver(report.outputs)
+
+    def _take_outputs(self, outputs: list[SequenceOutput]) -> None:
+        """Outputs made here, because no core will make them."""
+        self.history.take(messages.StepReport(outputs))
+        self._deliver(outputs)
+
+    def _deliver(self, outputs: Iterable[SequenceOutput]) -> None:
+        """Give outputs to those who wait for them."""
+        for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.put(output)
                 if not stream.open:
-                    del self._streams[output.request_id]
+                    self._close_stream(stream)
 
-    def _end_requests(self, why: str) -> None:
-        self.history.core_lost("engine_dead")
-        for stream in self._streams.values():
-            stream.fail(
-                ErrorInfo("engine_dead", f"the engine stopped before this request was done: {why}")
-            )
-        self._streams.clear()
+    def _close_stream(self, stream: Stream) -> None:
+        """Nothing more is to come of a request."""
+        del self._streams[stream.id]
+        if stream.timer is not None:
+            stream.timer.cancel()
+
+    def _end_streams(self, error: ErrorInfo) -> None:
+        """End every open request."""
+        for stream in list(self._streams.values()):
+            self._take_outputs(stream.ends("error", error))
 
     def _set_state(self, state: EngineState) -> None:
         self.state = state
@@ -269,26 +385,37 @@ class ProcessClient:
 
     def drain(self) -> None:
         """Take no new requests; running ones go on."""
+        self._draining = True
         if self.state != "dead":
             self._set_state("draining")
 
     def submit(self, request: EngineRequest) -> Stream:
-        """Hand a request to the core; its id must be new. Raises RequestError (loading, draining,
-        engine_dead).
+        """Hand a request to the core; its id must be new. Raises RequestError (loading, restarting,
+        draining, engine_dead).
         """
         if self.state != "ready" or self._link is None:
             raise self._refusal()
-        stream = Stream(self, request)
+        request = _with_seed(request)
+        stream = Stream(request, self.forget)
         self._streams[request.id] = stream
+        if request.deadline is not None:
+            wait = max(0.0, request.deadline - time.monotonic()) + _DEADLINE_GRACE_S
+            loop = asyncio.get_running_loop()
+            stream.timer = loop.call_later(wait, self._end_late, stream)
         self.history.submit(request)
         self._link.send(messages.Add(request))
         return stream
 
     def _refusal(self) -> RequestError:
         """Why no request is taken now."""
-        if self.state in ("loading", "draining"):
+        if self.state in ("loading", "restarting", "draining"):
             return RequestError(_REFUSALS[self.state], code=self.state, retry_after=1.0)
         return RequestError(_REFUSALS["engine_dead"], code="engine_dead")
+
+    def _end_late(self, stream: Stream) -> None:
+        """A request's deadline has passed and the core has not ended it."""
+        self.abort(stream.id, reason="deadline")
+        self._take_outputs(stream.ends("deadline", _DEADLINE))
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
@@ -296,14 +423,21 @@ class ProcessClient:
         """End an open request, or one of its sequences; its stream still brings the terminal
         outputs.
         """
-        if request_id in self._streams and self._link is not None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        stream.ask_end(index, reason)
+        if self._link is not None and self._link.ready:
             self._link.send(messages.Abort(request_id, index, reason))
+        else:  # there is no core to do it
+            self._take_outputs(stream.asked_ends())
 
     def forget(self, stream: Stream) -> None:
         """Nobody listens to `stream` any more: abort what is left of its request."""
         if self._streams.get(stream.id) is stream:
             self.abort(stream.id)
-            del self._streams[stream.id]
+            if stream.id in self._streams:
+                self._close_stream(stream)
 
     async def page_states(self) -> bytes:
         """The state of every page now. Raises RequestError if no core answers in time."""
@@ -313,7 +447,7 @@ class ProcessClient:
         """Who sits where now. Raises RequestError if no core answers in time."""
         link = self._link
         if link is None or not link.ready:
-            raise RequestError(_REFUSALS["loading"], code="loading", retry_after=1.0)
+            raise self._refusal()
         ticket = next(self._tickets)
         waiter = asyncio.get_running_loop().create_future()
         link.tickets[ticket] = waiter
@@ -336,3 +470,27 @@ class ProcessClient:
     def last_step_age(self) -> float:
         """Seconds since the core last said anything: a step, a tick, progress of its start."""
         return time.monotonic() - self._alive_at
+
+
+def _with_seed(request: EngineRequest) -> EngineRequest:
+    """The request with a seed of its own, so that every core would draw the same tokens for it."""
+    sampling = request.sampling
+    if sampling.seed is not None:
+        return request
+    seeded = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+    return msgspec.structs.replace(request, sampling=seeded)
+
+
+def _how_it_ended(status: int | None) -> str:
+    """A process's exit status in words; a negative one is the number of a signal that killed
+    it.
+    """
+    if status is None:
+        return "its status is not known"
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "a signal without a name"
+    return f"killed by {name}, signal {-status}"

@@ -98,6 +98,26 @@ class Admission:
         return OwnPages(len(request.prompt), owner)
 
 
+def continued(sequences: list[Sequence], outputs: list[list[int] | None]) -> list[Sequence]:
+    """The sequences that had not ended in an earlier core, with the tokens that they have.
+
+    Those that have none come first: the first of all computes the prompt for the others, and its
+    log-probabilities, which those with tokens have told already.
+    """
+    fresh: list[Sequence] = []
+    begun: list[Sequence] = []
+    for seq, tokens in zip(sequences, outputs, strict=True):
+        if tokens:
+            seq.tokens += tokens
+            seq.computed_high = len(seq.tokens) - 1
+            seq.first_token_at = seq.request.arrival
+            seq.scored = seq.n_prompt - 1
+            begun.append(seq)
+        elif tokens is not None:
+            fresh.append(seq)
+    return fresh + begun
+
+
 def sibling_seed(seed: int, index: int) -> int:
     """int64 seed of the index-th sequence of a request; the first keeps the request's own.
 

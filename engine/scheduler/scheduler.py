@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.admission import Admission
+from jitney.engine.scheduler.admission import Admission, continued
 from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.entrance import Entrance
 from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
@@ -26,7 +26,7 @@ from jitney.engine.scheduler.policies import Situation, make_order, make_policy
 from jitney.engine.scheduler.predicted_wait import PredictedWait
 from jitney.engine.scheduler.preemption import Preemption, too_long_stalled
 from jitney.engine.scheduler.prompt_scores import PromptScores
-from jitney.engine.scheduler.queues import work_of
+from jitney.engine.scheduler.queues import RequestWork
 from jitney.engine.scheduler.results import Results
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
@@ -112,14 +112,18 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Let a request wait; raises RequestError (nothing is registered then) if it can or may
-        not.
+        not. One that an earlier core had was let in there and may wait here.
         """
         self.state.refuse_duplicate(request)
         self._arrivals += 1
         leader = self._admission.leader(request, self._arrivals)
-        self._entrance.admit(leader, self.clock())
+        if request.resumed is None:
+            self._entrance.admit(leader, self.clock())
         sequences = [leader, *self._admission.siblings(leader)]
-        self.state.add(request, sequences, work_of(request, leader.expected))
+        if request.resumed is not None:
+            sequences = continued(sequences, request.resumed)
+        work = RequestWork(len(sequences), len(request.prompt), len(sequences) * leader.expected)
+        self.state.add(request, sequences, work)
 
     def check_request(self, request: EngineRequest) -> None:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks

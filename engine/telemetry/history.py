@@ -290,6 +290,17 @@ class History(RequestRecords):
         self.seats = [None] * len(self.seats)
         self.held.clear()
 
+    def seats_lost(self) -> None:
+        """The core is gone, and open requests wait for another one."""
+        step, t = self.records.last_step, self._clock()
+        for record in list(self.open()):
+            seat = record.seat
+            if seat >= 0:
+                super()._preempt(record, step + 1, t)
+                self._add_event("preempted", record, step, t, seat, "engine_died")
+        self.seats = [None] * len(self.seats)
+        self.held.clear()
+
     def submit(self, request: EngineRequest) -> None:
         super().submit(request)
         for record in self._records[request.id]:

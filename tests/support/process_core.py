@@ -2,7 +2,7 @@
 `ProcessClient(builder="process_core:build")`.
 
 Each step gives every open sequence one token: prompt[0], prompt[0] + 1, ... Some first prompt
-tokens make it misbehave.
+tokens make it misbehave; those of _ONCE do so in the first core that has the request.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from jitney.engine.errors import ModelError
-from jitney.engine.messages import AskSeatMap, Progress, SeatMap, StepReport
+from jitney.engine.messages import AskSeatMap, Progress, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, Seat, SequenceOutput
 
-RAISE, DIE, PAUSE = 900, 901, 902
+RAISE, DIE, PAUSE, HANG_ONCE, RAISE_ONCE, DIE_ONCE = 900, 901, 902, 903, 904, 905
 INFO = EngineInfo(
     model="fake",
     context_length=64,
     vocab_size=1000,
-    seats=4,
+    seats=16,
     pages=8,
     page_size=16,
     token_budget=64,
@@ -45,6 +45,7 @@ class Row:
     request: EngineRequest
     index: int
     done: int = 0
+    seat: int = -1
 
 
 class Core:
@@ -61,7 +62,12 @@ class Core:
         return bool(self.rows or self.ended)
 
     def add(self, request: EngineRequest) -> None:
-        self.rows += [Row(request, index) for index in range(request.sampling.n)]
+        had = request.resumed or [[] for _ in range(request.sampling.n)]
+        self.rows += [
+            Row(request, index, len(tokens))
+            for index, tokens in enumerate(had)
+            if tokens is not None
+        ]
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
@@ -77,12 +83,16 @@ class Core:
     def step(self) -> StepReport:
         outputs, self.ended = self.ended, []
         self.steps += 1
+        events = [self.board(row) for row in self.rows if row.seat < 0]
         for row in self.rows:
             first = row.request.prompt[0]
-            if first == RAISE:
+            fresh = row.request.resumed is None
+            if first == RAISE or (first == RAISE_ONCE and fresh):
                 raise RuntimeError("asked to fail")
-            if first == DIE:
+            if first == DIE or (first == DIE_ONCE and fresh):
                 os.kill(os.getpid(), 9)
+            if first == HANG_ONCE and fresh:
+                time.sleep(60)
             if first == PAUSE:
                 time.sleep(0.02)
             row.done += 1
@@ -101,7 +111,16 @@ class Core:
             record[name] = value
         asked, self.asked = self.asked, []
         return StepReport(
-            outputs, record.tobytes(), answers=[self.seat_map(one.ticket) for one in asked]
+            outputs,
+            record.tobytes(),
+            events,
+            answers=[self.seat_map(one.ticket) for one in asked],
+        )
+
+    def board(self, row: Row) -> SequenceEvent:
+        row.seat = min(set(range(INFO.seats)) - {other.seat for other in self.rows})
+        return SequenceEvent(
+            "seated", row.request.id, row.index, row.seat, self.steps, 0.0, 1, row.done
         )
 
     def ask(self, question: AskSeatMap) -> None:

@@ -294,7 +294,13 @@ def test_draining_lets_the_open_ones_finish():
 
 
 @pytest.mark.parametrize(
-    ("state", "code"), [("loading", "loading"), ("dead", "engine_dead"), ("draining", "draining")]
+    ("state", "code"),
+    [
+        ("loading", "loading"),
+        ("restarting", "restarting"),
+        ("dead", "engine_dead"),
+        ("draining", "draining"),
+    ],
 )
 def test_states_of_the_engine(state, code):
     client = FakeClient()

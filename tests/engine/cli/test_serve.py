@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(cache: Path) -> Iterator[Serving]:
-    with Serving(cache) as serving:
+    with Serving(cache, "--step-timeout-s", "5") as serving:
         serving.wait_for(lambda: serving.status("/livez") == 200)
         serving.loading = {path: serving.get(path) for path in ("/livez", "/startupz", "/readyz")}  # type: ignore
         serving.refused = httpx.post(serving.url + "/v1/completions", json=BODY)  # type: ignore
@@ -236,26 +237,95 @@ def test_it_says_little_about_itself(server: Serving):
 
 def test_a_killed_core_is_replaced_and_readiness_tells(server: Serving):
     old = server.core()
-    with httpx.stream(
-        "POST",
-        server.url + "/v1/completions",
-        json=BODY | {"max_tokens": 400, "stream": True},
-        timeout=20,
-    ) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        os.kill(old, signal.SIGKILL)
-        rest = list(lines)
-    assert '"code":"engine_dead"' in rest[-4] or any(
-        '"code":"engine_dead"' in line for line in rest
-    )
-    assert [line for line in rest if line][-1] == "data: [DONE]"
+    os.kill(old, signal.SIGKILL)
     server.wait_for(lambda: server.status("/readyz") == 503)
     assert server.status("/livez") == 200
+    refused = httpx.post(server.url + "/v1/completions", json=BODY, timeout=20)
+    error = refused.json()["error"]
+    assert refused.status_code == 503 and error["code"] == "restarting", error
+    assert error["message"].startswith("the engine died and is being started again")
+    assert 'jitney_engine_state{state="restarting"} 1.0' in server.get("/metrics").text
     server.ready()
     assert server.core() != old
-    assert "jitney_engine_restarts_total 1.0" in server.get("/metrics").text
+    assert 'jitney_engine_restarts_total{cause="died"} 1.0' in server.get("/metrics").text
+    assert any("killed by SIGKILL, signal 9" in line for line in server.err)
     assert httpx.post(server.url + "/v1/completions", json=BODY, timeout=20).status_code == 200
+
+
+#: Each with all that its seat and its text half must not lose.
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "max_tokens": 300},
+    {"temperature": 1.0, "seed": 7, "max_tokens": 300, "n": 2},
+    {
+        "temperature": 0,
+        "max_tokens": 300,
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"65": 2.0},
+    },
+    {"temperature": 0.8, "seed": -3, "max_tokens": 280, "top_p": 0.9, "logprobs": 2, "echo": True},
+)
+
+
+def streamed(url: str, kind: dict[str, Any], begun: threading.Semaphore) -> list[Any]:
+    """Per choice its text, tokens, log-probabilities and end; and the usage, which is the last."""
+    body = BODY | kind | {"stream": True, "return_token_ids": True}
+    body["stream_options"] = {"include_usage": True}
+    choices: dict[int, list[Any]] = {}
+    usage = None
+    with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            assert "error" not in chunk, chunk
+            usage = chunk["usage"] or usage
+            for choice in chunk["choices"]:
+                kept = choices.setdefault(choice["index"], ["", [], [], [], None])
+                kept[0] += choice["text"]
+                kept[1] += choice.get("token_ids") or []
+                logprobs = choice["logprobs"] or {"token_logprobs": [], "text_offset": []}
+                kept[2] += logprobs["token_logprobs"]
+                kept[3] += logprobs["text_offset"]
+                kept[4] = choice["finish_reason"] or kept[4]
+                begun.release()
+    assert usage is not None
+    return [*[choices[index] for index in sorted(choices)], usage["completion_tokens"]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Serving) -> list[list[Any]]:
+    """What each kind is answered, alone."""
+    return [streamed(server.url, kind, threading.Semaphore()) for kind in KINDS]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_streams_go_on_through_the_death_of_the_core(
+    server: Serving, undisturbed: list[list[Any]], number: signal.Signals
+):
+    """Killed or stopped in the middle of several streams: every client gets each token once, those
+    of a run without a death, and no error.
+    """
+    old, begun = server.core(), threading.Semaphore(0)
+    with ThreadPoolExecutor(2 * len(KINDS)) as pool:
+        kinds = [*KINDS, *KINDS]
+        running = [pool.submit(streamed, server.url, kind, begun) for kind in kinds]
+        for _ in range(150):
+            assert begun.acquire(timeout=30)
+        os.kill(old, number)
+        answers = [each.result(timeout=90) for each in running]
+    assert server.core() != old
+    for answer, wanted in zip(answers, [*undisturbed, *undisturbed], strict=True):
+        *choices, usage = answer
+        *wanted_choices, wanted_usage = wanted
+        assert usage == wanted_usage
+        for choice, expected in zip(choices, wanted_choices, strict=True):
+            assert choice[:2] == expected[:2] and choice[3:] == expected[3:]
+            assert choice[2] == pytest.approx(expected[2], abs=1e-4)
+    metrics = server.get("/metrics").text
+    assert f"jitney_requests_resumed_total {8.0 if number == signal.SIGKILL else 16.0}" in metrics
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(cache: Path):
@@ -292,8 +362,9 @@ def test_a_drain_that_takes_too_long_ends_requests_with_an_error(cache: Path):
             os.kill(serving.core(), signal.SIGSTOP)  # a step that does not end
             serving.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and "error" in rest[-2]
-        assert serving.process.wait(10) == 0
+        assert rest[-1] == "data: [DONE]" and '"code":"draining"' in rest[-2]
+        assert serving.process.wait(10) == 1
+        assert any("cut off" in line for line in serving.err)
 
 
 def test_a_second_signal_ends_it_at_once(cache: Path):

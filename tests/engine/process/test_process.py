@@ -21,11 +21,15 @@ from places import SUPPORT
 
 from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
 from jitney.engine.errors import ConfigError, EngineDead, RequestError
+from jitney.engine.process import supervisor
+from jitney.engine.process.folder import private_folder, remove_left_folders
 from jitney.engine.process.main import TICK_S, refuse_open_folder
-from jitney.engine.process.supervisor import ProcessClient, Stream
+from jitney.engine.process.stream import Stream
+from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
-RAISE, DIE, PAUSE = 900, 901, 902  # as in process_core
+# As in process_core.
+RAISE, DIE, PAUSE, HANG_ONCE, RAISE_ONCE, DIE_ONCE = 900, 901, 902, 903, 904, 905
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +48,15 @@ def config(**server: object) -> Config:
     )
 
 
-def request(id: str, first: int = 1, *, tokens: int = 3, n: int = 1) -> EngineRequest:
+def request(
+    id: str, first: int = 1, *, tokens: int = 3, n: int = 1, deadline: float | None = None
+) -> EngineRequest:
     return EngineRequest(
-        id=id, prompt=[first], sampling=SamplingParams(max_tokens=tokens, n=n), arrival=0.0
+        id=id,
+        prompt=[first],
+        sampling=SamplingParams(max_tokens=tokens, n=n),
+        arrival=0.0,
+        deadline=deadline,
     )
 
 
@@ -193,10 +203,16 @@ def test_a_listener_that_leaves_frees_the_seat(how: str):
     run(test)
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch):
+    """Restarts without long pauses."""
+    monkeypatch.setattr(supervisor, "_BACKOFF_S", (0.02, 0.1))
+
+
 @pytest.mark.parametrize("how", ["kill -9", "exception", "dies in a step"])
-def test_a_dead_core_ends_every_request_and_is_replaced(how: str):
+def test_a_dead_core_ends_every_request_if_told_to_and_is_replaced(how: str):
     async def test() -> None:
-        async with running() as client:
+        async with running(on_core_death="fail") as client:
             await client.wait_ready()
             old = pid_of(client)
             streams = [client.submit(request(str(i), PAUSE, tokens=1000, n=2)) for i in range(3)]
@@ -211,10 +227,12 @@ def test_a_dead_core_ends_every_request_and_is_replaced(how: str):
                 for output in ends:
                     assert output.finish == "error" and output.error is not None
                     assert output.error.code == "engine_dead"
-                    assert ("asked to fail" in output.error.message) == (how == "exception")
-            await client.until("loading")
-            with pytest.raises(RequestError, match="loading"):
+                    assert "asked to fail" not in output.error.message
+            await client.until("restarting")
+            with pytest.raises(RequestError, match="started again") as early:
                 client.submit(request("early"))
+            assert early.value.info.code == "restarting"
+            assert client.counters.resumed == 0
             steps_before = client.records(-1)["step"].tolist()
             await client.until("ready")
             assert pid_of(client) != old and gone(old)
@@ -226,15 +244,194 @@ def test_a_dead_core_ends_every_request_and_is_replaced(how: str):
     run(test)
 
 
+HOWS = ["kill -9", "stopped", "exception", "dies in a step", "hangs in a step"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", HOWS)
+def test_requests_go_on_in_the_next_core(how: str, caplog: pytest.LogCaptureFixture):
+    """Those that had begun and those that had not, with each token once and no error."""
+    cause = {"exception": "failed", "stopped": "hung", "hangs in a step": "hung"}.get(how, "died")
+
+    async def test() -> None:
+        async with running(step_timeout_s=2) as client:
+            await client.wait_ready()
+            old = pid_of(client)
+            streams = [client.submit(request(str(i), PAUSE, tokens=12, n=2)) for i in range(3)]
+            first = await anext(streams[0])
+            if how in ("kill -9", "stopped"):
+                os.kill(old, signal.SIGKILL if how == "kill -9" else signal.SIGSTOP)
+            else:
+                bad = {"exception": RAISE_ONCE, "dies in a step": DIE_ONCE}.get(how, HANG_ONCE)
+                streams.append(client.submit(request("x", bad, tokens=12, n=2)))
+            await client.until("restarting")
+            assert client.counters.gauge("seats_busy") == 0
+            assert client.counters.waiting == 2 * len(streams)
+            assert client.history.n_waiting == 2 * len(streams)
+            outputs = await asyncio.gather(*map(collect, streams))
+            outputs[0].insert(0, first)
+            for stream, got in zip(streams, outputs, strict=True):
+                start = stream.request.prompt[0]
+                for index in (0, 1):
+                    tokens = [t for o in got if o.index == index for t in o.tokens]
+                    assert tokens == list(range(start, start + 12))
+                assert [o.finish for o in got if o.finish] == ["length", "length"]
+            assert gone(old) and client.state == "ready"
+            assert client.counters.engine_restarts == client.counters.restart_causes[cause] == 1
+            assert client.counters.resumed == len(streams)
+            record = client.history.find("0", 0)
+            assert record is not None and (record.n_output, record.finish) == (12, "length")
+
+    run(test)
+    (line,) = [r.getMessage() for r in caplog.records if "starting it again" in r.getMessage()]
+    words = {"died": "killed by SIGKILL, signal 9", "failed": "asked to fail", "hung": "nothing"}
+    assert words[cause] in line and "go on in the new one, 0 have ended" in line
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_request_that_kills_every_core_is_not_tried_for_ever():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            await collect(client.submit(request("first", PAUSE, tokens=5)))  # all seats are known
+            other = client.submit(request("other", PAUSE, tokens=60))
+            await anext(other)
+            bad = client.submit(request("bad", DIE))
+            assert [o.finish for o in await collect(other)][-1] in ("length", "error")
+            (end,) = await collect(bad)
+            assert end.error is not None and end.error.code == "engine_dead"
+            assert client.counters.engine_restarts <= 5
+
+    run(test)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_is_aborted_while_no_core_is_there_ends_at_once():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            kept = client.submit(request("kept", PAUSE, tokens=30, n=2))
+            left = client.submit(request("left", PAUSE, tokens=1000))
+            await anext(left)
+            os.kill(pid_of(client), signal.SIGKILL)
+            await client.until("restarting")
+            client.abort("kept", 1, "stop")
+            client.abort("left")
+            assert (await collect(left))[-1].finish == "abort"
+            ends = {o.index: o.finish for o in await collect(kept) if o.finish}
+            assert ends == {0: "length", 1: "stop"}
+            assert client.history.n_open == 0
+
+    run(test)
+
+
+def test_deadlines_end_requests_though_the_core_does_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervisor, "_DEADLINE_GRACE_S", 0.1)
+
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            deadline = time.monotonic() + 0.2
+            stream = client.submit(request("a", PAUSE, tokens=1000, n=2, deadline=deadline))
+            await anext(stream)
+            os.kill(pid_of(client), signal.SIGSTOP)
+            ends = [output for output in await collect(stream) if output.finish]
+            assert [output.finish for output in ends] == ["deadline", "deadline"]
+            assert ends[0].error is not None and ends[0].error.code == "deadline_exceeded"
+            assert client.history.n_open == 0
+            client.kill()
+
+    run(test)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_core_that_cannot_be_started_again_is_tried_again(
+    comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With the temporary directory gone for a while, or for good."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=20))
+            await anext(stream)
+            place.rename(tmp_path / "away")
+            os.kill(pid_of(client), signal.SIGKILL)
+            await wait_for(lambda: client.counters.restart_causes["not started"] >= 2)
+            if comes_back:
+                (tmp_path / "away").rename(place)
+                assert (await collect(stream))[-1].finish == "length"
+                assert client.state == "ready"
+                return
+            assert (await collect(stream))[-1].finish == "error"
+            with pytest.raises(EngineDead, match=r"cannot be started: No such file.*5 restarts"):
+                await client.wait_ready()
+
+    run(test)
+
+
+def test_a_core_is_replaced_when_no_descriptor_is_left():
+    """In a process of its own, which libzmq would end."""
+    code = (
+        "import asyncio, os, resource, signal, sys\n"
+        "sys.path[:0] = sys.argv[1:]\n"
+        "from test_process import PAUSE, ProcessClient, collect, config, pid_of, request\n"
+        "async def main():\n"
+        "    client = ProcessClient(config(), builder='process_core:build')\n"
+        "    await client.start()\n"
+        "    await client.wait_ready()\n"
+        "    stream = client.submit(request('a', PAUSE, tokens=30))\n"
+        "    await anext(stream)\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"
+        "    held = []\n"
+        "    try:\n"
+        "        while True: held.append(os.open('/dev/null', 0))\n"
+        "    except OSError: pass\n"
+        "    os.kill(pid_of(client), signal.SIGKILL)\n"
+        "    print((await collect(stream))[-1].finish, client.counters.engine_restarts)\n"
+        "    await client.close()\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(SUPPORT), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()[0]) == (0, "length"), done.stderr
+
+
+def test_folders_of_killed_servers_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "jitney-core-left"
+    left.mkdir()
+    (left / "to").touch()
+    (tmp_path / "jitney-core-mine").mkdir()
+    (tmp_path / "jitney-core-mine" / "data").touch()
+    (tmp_path / "jitney-core-link").symlink_to(tmp_path / "jitney-core-mine")
+    with private_folder() as used:
+        remove_left_folders()
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"jitney-core-mine", "jitney-core-link", Path(used).name}
+    assert not Path(used).exists()
+
+
 def test_a_core_that_keeps_dying_is_given_up():
     async def test() -> None:
         async with running(max_restarts=1) as client:
             for _ in range(2):
                 await client.wait_ready()
-                await collect(client.submit(request("x", DIE)))
-                await client.until("loading", "dead")
+                client.submit(request("x", DIE_ONCE))
+                await client.until("restarting", "dead")
             assert client.state == "dead"
-            with pytest.raises(EngineDead, match="the engine process died"):
+            with pytest.raises(EngineDead, match=r"died \(killed by SIGKILL.*after 1 restarts"):
                 await client.wait_ready()
             assert client.counters.engine_restarts == 1
 
@@ -245,8 +442,9 @@ def test_no_restart_means_none():
     async def test() -> None:
         async with running(restart=False) as client:
             await client.wait_ready()
-            await collect(client.submit(request("x", DIE)))
-            assert await client.until("dead", "loading") == "dead"
+            (end,) = await collect(client.submit(request("x", DIE)))
+            assert end.error is not None and end.error.code == "engine_dead"
+            assert await client.until("dead", "restarting") == "dead"
 
     run(test)
 

@@ -1,0 +1,95 @@
+"""One request as the API process has it: its outputs for whoever listens, and what another core
+would need to go on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from jitney.engine.errors import ErrorInfo
+from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput
+
+
+class Stream:
+    """The outputs of one request, in order; ends after each of its sequences had its terminal
+    output.
+
+    Closing it earlier, or cancelling a wait on it, aborts what is left of the request.
+    """
+
+    def __init__(self, request: EngineRequest, forget: Callable[[Stream], None]):
+        """request: with a seed, so that another core would draw the same tokens. forget: called
+        when nobody listens any more.
+        """
+        self.request = request
+        #: Sequences without a terminal output.
+        self.open = set(range(request.sampling.n))
+        #: Output tokens of each sequence so far, whether somebody has read them or not.
+        self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        #: Ends that were asked of the core.
+        self.asked: dict[int, FinishReason] = {}
+        #: Cores that died while one of its sequences sat in them.
+        self.deaths = 0
+        #: Ends it when the core should have done so.
+        self.timer: asyncio.TimerHandle | None = None
+        self._forget = forget
+        self._outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    def __aiter__(self) -> AsyncIterator[SequenceOutput]:
+        return self
+
+    async def __anext__(self) -> SequenceOutput:
+        if self._outputs.empty() and not self.open:
+            raise StopAsyncIteration
+        try:
+            return await self._outputs.get()
+        except asyncio.CancelledError:
+            self._forget(self)
+            raise
+
+    async def aclose(self) -> None:
+        self._forget(self)
+
+    def put(self, output: SequenceOutput) -> None:
+        """Called by the client for each output of this request; what follows a sequence's end is
+        dropped.
+        """
+        if output.index in self.open:
+            self.tokens[output.index] += output.tokens
+            if output.finish is not None:
+                self.open.discard(output.index)
+            self._outputs.put_nowait(output)
+
+    def ask_end(self, index: int | None, reason: FinishReason) -> None:
+        """Note that the core was asked to end a sequence (None: all of them)."""
+        for number in self.open if index is None else self.open & {index}:
+            self.asked.setdefault(number, reason)
+
+    def asked_ends(self) -> list[SequenceOutput]:
+        """The terminal outputs that were asked for and have not come."""
+        return [
+            self._end(index, self.asked[index]) for index in sorted(self.open & set(self.asked))
+        ]
+
+    def ends(self, reason: FinishReason, error: ErrorInfo) -> list[SequenceOutput]:
+        """Terminal outputs for every sequence that is still open."""
+        return [self._end(index, reason, error) for index in sorted(self.open)]
+
+    def _end(
+        self, index: int, reason: FinishReason, error: ErrorInfo | None = None
+    ) -> SequenceOutput:
+        return SequenceOutput(request_id=self.id, index=index, finish=reason, error=error)
+
+    def resumed(self) -> EngineRequest:
+        """The request for another core, with what its open sequences have so far."""
+        outputs = [
+            tokens if index in self.open else None for index, tokens in enumerate(self.tokens)
+        ]
+        return msgspec.structs.replace(self.request, resumed=outputs)

@@ -1,0 +1,61 @@
+"""How much silence of a core is too much."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jitney.engine.process.watchdog import Watchdog
+from jitney.engine.records import STEP_DTYPE
+
+
+def record(seconds: float, *, compiled: bool = False) -> np.void:
+    made = np.zeros(1, STEP_DTYPE)[0]
+    made["device_s"], made["compiled"] = seconds, compiled
+    return made
+
+
+def test_the_limit_learns_from_the_longest_step():
+    watchdog = Watchdog(0.0)
+    limits = [watchdog.limit]
+    for step, seconds in enumerate((0.1, 2.0, 0.5, 30.0, 0.1), start=1):
+        watchdog.step_done(step, record(seconds))
+        limits.append(watchdog.limit)
+    assert limits == pytest.approx([10, 10, 16, 16, 150, 150])
+
+
+def test_a_named_limit_does_not_learn():
+    watchdog = Watchdog(3.0)
+    watchdog.step_done(1, record(5.0))
+    assert watchdog.limit == 3.0
+
+
+def test_a_step_that_compiled_teaches_nothing():
+    watchdog = Watchdog(0.0)
+    watchdog.step_done(1, record(60.0, compiled=True))
+    assert watchdog.limit == 10.0
+
+
+def test_the_first_step_of_a_bucket_has_time_until_it_is_done():
+    watchdog = Watchdog(1.0)
+    watchdog.first_step(7)
+    watchdog.waited(100.0)
+    assert not watchdog.overdue
+    watchdog.heard()
+    watchdog.step_done(6, record(0.1))  # it came while step 7 ran
+    watchdog.waited(100.0)
+    assert not watchdog.overdue
+    watchdog.step_done(7, record(0.1))
+    assert watchdog.overdue
+
+
+def test_silence_adds_up_until_something_is_heard():
+    watchdog = Watchdog(1.0)
+    for _ in range(3):
+        watchdog.waited(0.5)
+    assert watchdog.overdue
+    watchdog.heard()
+    assert not watchdog.overdue
+    watchdog.waited(2.0)
+    watchdog.core_ready()
+    assert not watchdog.overdue
