@@ -6,20 +6,21 @@ write to; it is never handed out. Every other page is in exactly one state:
 
     free --allocate--> held --match--> shared --release--> held --release--> cached (published) or
     free
-    cached --match--> held          cached --allocate (evicts the oldest)--> held
+    cached --match--> held          cached --allocate (evicts it)--> held
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import takewhile
 
 import numpy as np
 
+from jitney.engine.scheduler.cached_pages import CachedPages
 from jitney.engine.scheduler.sequence import OwnPages, Sequence
 
 FREE, HELD, SHARED, CACHED = range(4)
@@ -27,7 +28,7 @@ FREE, HELD, SHARED, CACHED = range(4)
 
 class PagePool:
     """Reference counts and the prefix index of n_pages pages; every operation is O(1) per page it
-    touches.
+    touches, amortised.
 
     retain: keep published pages that nobody holds until their room is needed (the prefix cache).
     Without it they become free at once, and only sequences alive at the same time can share.
@@ -53,8 +54,10 @@ class PagePool:
         # The key that each page is published under, and the other way round.
         self._keys: list[bytes | None] = [None] * n_pages
         self._index: dict[bytes, int] = {}
-        # Published and not referenced, oldest first.
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        # Whose published pages are.
+        self._tenants = [""] * n_pages
+        # Published and not referenced.
+        self._cached = CachedPages(n_pages)
         # What `states` returns, written as it changes: it is asked for often.
         self._states = bytearray(n_pages)
 
@@ -89,15 +92,18 @@ class PagePool:
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Take a reference to the page of each key, in order, up to the first that is not here."""
         pages: list[int] = []
+        cached: list[int] = []
         for key in keys:
             page = self._index.get(key)
             if page is None:
                 break
             if not self._owners[page]:
-                del self._cached[page]
+                cached.append(page)
             self._owners[page] += 1
             self._states[page] = HELD if self._owners[page] == 1 else SHARED
             pages.append(page)
+        if cached:
+            self._cached.take(cached)
         return pages
 
     def count(self, keys: Iterable[bytes]) -> int:
@@ -108,7 +114,7 @@ class PagePool:
         """`count` pages with one reference each, or None (and nothing changed) if there are not
         that many.
 
-        Evicts cached pages, the longest unused first, once the free ones are gone.
+        Evicts cached pages once the free ones are gone: see `CachedPages`.
         """
         if count > self.available:
             return None
@@ -120,9 +126,9 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def publish(self, page: int, key: bytes) -> None:
+    def publish(self, page: int, key: bytes, tenant: str = "") -> None:
         """Let later prompts find a held page whose rows are all computed (or launched: the device
-        runs in order).
+        runs in order). tenant: whose it is.
 
         If the key is here already the older page keeps it, and this one stays private; nothing is
         copied.
@@ -130,6 +136,7 @@ class PagePool:
         if key not in self._index and self._keys[page] is None:
             self._index[key] = page
             self._keys[page] = key
+            self._tenants[page] = tenant
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """Let no later prompt find the pages of these names, held or cached: what they contain is
@@ -141,7 +148,7 @@ class PagePool:
                 continue
             self._unpublish(page)
             if page in self._cached:
-                del self._cached[page]
+                self._cached.take([page])
                 self._free.append(page)
                 self._states[page] = FREE
 
@@ -152,6 +159,7 @@ class PagePool:
         The last page goes first, so that a chain is evicted from its tail: its head serves more
         prompts.
         """
+        cached: list[int] = []
         for page in reversed(pages):
             if not page:
                 continue
@@ -160,15 +168,17 @@ class PagePool:
                 self._states[page] = HELD if self._owners[page] == 1 else SHARED
                 continue
             if self._keys[page] is not None and self.retain:
-                self._cached[page] = None
+                cached.append(page)
                 self._states[page] = CACHED
             else:
                 self._unpublish(page)
                 self._free.append(page)
                 self._states[page] = FREE
+        if cached:
+            self._cached.add(cached, self._tenants)
 
     def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
+        page = self._cached.evict()
         self._unpublish(page)
         return page
 
@@ -204,6 +214,7 @@ class PagePool:
         pages = set(named.values())
         if named != self._index or not cached <= pages or free & pages:
             raise RuntimeError("the prefix index and the pages disagree")
+        self._cached.check()
         if tables is not None:
             self._check_owners(tables)
 
@@ -287,6 +298,7 @@ def publish(seq: Sequence, pool: PagePool, *, ended: bool = False) -> None:
     if full <= seq.published:
         return
     extend_keys(seq.keys, seq.root, seq.tokens, pool.page_size, full, seq.own_pages)
+    tenant = seq.request.tenant
     for i in range(max(seq.published, seq.dropped), full):
-        pool.publish(seq.pages[i], seq.keys[i])
+        pool.publish(seq.pages[i], seq.keys[i], tenant)
     seq.published = full
