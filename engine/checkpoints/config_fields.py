@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -58,14 +59,13 @@ class Fields:
         """A token id or a list of them, as a tuple; empty when left out."""
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
-        if any(type(token) is not int for token in ids):
+        if not set(map(type, ids)) <= {int}:
             self.reject(key, value, "a token id or a list of them")
         return tuple(ids)
 
     def token_id(self, key: str) -> int | None:
         """The first of them."""
-        ids = self.token_ids(key)
-        return ids[0] if ids else None
+        return next(iter(self.token_ids(key)), None)
 
     def reject(self, key: str, value: Any, wanted: str) -> None:
         """Raise ModelError for a value."""
@@ -74,5 +74,4 @@ class Fields:
 
 def unique(*groups: tuple[int, ...]) -> tuple[int, ...]:
     """All ids of the groups once, in the order first seen."""
-    joined = [token for group in groups for token in group]
-    return tuple(dict.fromkeys(joined))
+    return tuple(dict.fromkeys(itertools.chain(*groups)))

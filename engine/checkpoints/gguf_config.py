@@ -78,14 +78,13 @@ def read_gguf_config(
 
 def _family_named(name: Any) -> tuple[str, Family]:
     """The class name and family that GGUF calls `name`; Mistral's files say llama."""
-    read = {
-        family.name: (architecture, family)
-        for architecture, family in FAMILIES.items()
-        if family.from_gguf is not None
-    }
-    if not isinstance(name, str) or name not in read:
-        raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {', '.join(read)}")
-    return read[name]
+    known = []
+    for architecture, family in FAMILIES.items():
+        if family.from_gguf is not None:
+            if family.name == name:
+                return architecture, family
+            known.append(family.name)
+    raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {', '.join(known)}")
 
 
 def _fields_of(metadata: Mapping[str, Any], name: str) -> Fields:

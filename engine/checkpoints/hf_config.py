@@ -38,9 +38,10 @@ def read_hf_config(
 
 def _known_architecture(names: Any) -> str:
     """The first class name in `architectures` that is served; ModelError lists those that are."""
-    for name in names if isinstance(names, list) else []:
-        if isinstance(name, str) and name in FAMILIES:
-            return name
+    if isinstance(names, list):
+        for name in names:
+            if isinstance(name, str) and name in FAMILIES:
+                return name
     raise ModelError(
         f"config.json: unknown architecture {repr(names)[:100]}; known: {', '.join(FAMILIES)}"
     )

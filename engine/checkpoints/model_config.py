@@ -88,9 +88,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, found {self.head_dim}")
-        bos_ids = () if self.bos_id is None else (self.bos_id,)
-        for token in (*self.eos_ids, *bos_ids):
-            if not 0 <= token < self.vocab_size:
+        for token in (self.bos_id, *self.eos_ids):
+            if token is not None and not 0 <= token < self.vocab_size:
                 raise ModelError(
                     f"special token id {token} lies outside the vocabulary of {self.vocab_size}"
                 )
@@ -98,7 +97,9 @@ class ModelConfig:
     @property
     def window(self) -> int:
         """Positions that any layer sees at most, its own included; 0 where some layer sees all."""
-        return max(self.windows) if all(self.windows) else 0
+        if 0 in self.windows:
+            return 0
+        return max(self.windows)
 
     @property
     def attention_scale(self) -> float:

@@ -205,19 +205,16 @@ def check(weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
     checkpoint; shapes: of all tensors that it holds.
     """
     pieces = weights.pieces
-    unexpected = [
-        name for name in shapes if name not in pieces and not name.endswith(weights.ignored)
-    ]
-    misshapen = [
-        f"{name} {list(shapes[name])} instead of {list(piece.shape)}"
-        for name, piece in pieces.items()
-        if name in shapes and tuple(shapes[name]) != piece.shape
-    ]
-    faults = {
-        "missing": [name for name in pieces if name not in shapes],
-        "unexpected": unexpected,
-        "misshapen": misshapen,
-    }
+    faults: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
+    for name, piece in pieces.items():
+        if name not in shapes:
+            faults["missing"].append(name)
+        elif tuple(shapes[name]) != piece.shape:
+            shape = f"{name} {list(shapes[name])} instead of {list(piece.shape)}"
+            faults["misshapen"].append(shape)
+    for name in shapes:
+        if name not in pieces and not name.endswith(weights.ignored):
+            faults["unexpected"].append(name)
     found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names]
     if found:
         raise ModelError("the tensors do not fit the model's configuration; " + "; ".join(found))
@@ -227,4 +224,6 @@ def _listed(names: list[str]) -> str:
     """The first few, and how many more."""
     text = ", ".join(name[:100] for name in names[:_NAMED_AT_MOST])
     more = len(names) - _NAMED_AT_MOST
-    return f"{text} and {more} more" if more > 0 else text
+    if more > 0:
+        text += f" and {more} more"
+    return text

@@ -19,6 +19,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -55,21 +56,22 @@ class _IndexProblem(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A file that an index or folder offers. sha256: hexadecimal, "" where it is not told."""
+    """A file that an index or folder offers."""
 
     name: str
     url: str
+    #: Hexadecimal, "" where it is not told.
     sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
-    """Where packages come from. find_links: folders, or pages with links; cert: file of trusted
-    certificates or "".
-    """
+    """Where packages come from."""
 
     indexes: tuple[str, ...]
+    #: Folders, or pages with links.
     find_links: tuple[str, ...]
+    #: File of trusted certificates, or "".
     cert: str
 
 
@@ -81,10 +83,8 @@ def download(project: str, filename: str, folder: Path, watch: _Watch) -> Path:
     not taken. Raises ModelError, in one line, with the reason of each place.
     """
     settings = read_settings(os.environ)
-    places = [
-        *settings.find_links,
-        *(f"{index.rstrip('/')}/{project}/" for index in settings.indexes),
-    ]
+    places = list(settings.find_links)
+    places += [f"{index.rstrip('/')}/{project}/" for index in settings.indexes]
     reasons = []
     with _make_client(settings) as client:
         for place in places:
@@ -102,6 +102,18 @@ def download(project: str, filename: str, folder: Path, watch: _Watch) -> Path:
 def read_settings(environ: Mapping[str, str]) -> IndexSettings:
     """What pip, else uv, is told, see the module; the public index where nobody says otherwise."""
     pip = _read_pip_files(environ)
+    links = (environ.get("PIP_FIND_LINKS") or pip.get("find-links", "")).split()
+    links += environ.get("UV_FIND_LINKS", "").replace(",", " ").split()
+    indexes = _indexes(environ, pip)
+    without = environ.get("PIP_NO_INDEX") or pip.get("no-index", "")
+    if without.lower() in ("1", "true", "yes", "on"):
+        indexes = []
+    cert = environ.get("PIP_CERT") or pip.get("cert", "")
+    return IndexSettings(_once(indexes), _once(links), cert)
+
+
+def _indexes(environ: Mapping[str, str], pip: Mapping[str, str]) -> list[str]:
+    """The index, then the extra ones."""
     index = (
         environ.get("PIP_INDEX_URL")
         or _named(environ.get("UV_DEFAULT_INDEX", ""))
@@ -109,32 +121,26 @@ def read_settings(environ: Mapping[str, str]) -> IndexSettings:
         or pip.get("index-url")
         or _PUBLIC_INDEX
     )
-    extra = (environ.get("PIP_EXTRA_INDEX_URL") or pip.get("extra-index-url", "")).split()
-    extra += [_named(word) for word in environ.get("UV_INDEX", "").split()]
-    extra += environ.get("UV_EXTRA_INDEX_URL", "").split()
-    links = (environ.get("PIP_FIND_LINKS") or pip.get("find-links", "")).split()
-    links += environ.get("UV_FIND_LINKS", "").replace(",", " ").split()
-    without = (environ.get("PIP_NO_INDEX") or pip.get("no-index", "")).lower() in (
-        "1",
-        "true",
-        "yes",
-        "on",
-    )
-    indexes = () if without else tuple(dict.fromkeys((index, *extra)))
-    return IndexSettings(
-        indexes, tuple(dict.fromkeys(links)), environ.get("PIP_CERT") or pip.get("cert", "")
-    )
+    extra = environ.get("PIP_EXTRA_INDEX_URL") or pip.get("extra-index-url", "")
+    named = map(_named, environ.get("UV_INDEX", "").split())
+    return [index, *extra.split(), *named, *environ.get("UV_EXTRA_INDEX_URL", "").split()]
+
+
+def _once(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(words))
 
 
 def _named(index: str) -> str:
     """uv writes an index as URL or as name=URL."""
     name, equals, url = index.partition("=")
-    return url if equals and name.replace("-", "").replace("_", "").isalnum() else index
+    if equals and name.replace("-", "").replace("_", "").isalnum():
+        return url
+    return index
 
 
 def _read_pip_files(environ: Mapping[str, str]) -> dict[str, str]:
     """Settings of the files that pip reads, in pip's order, later ones over earlier ones."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for file in _pip_files(environ):
         parser = configparser.RawConfigParser()
         try:
@@ -144,10 +150,9 @@ def _read_pip_files(environ: Mapping[str, str]) -> dict[str, str]:
             raise ModelError(f"pip's configuration cannot be read: {reason[:200]}") from None
         for section in ("global", "download"):
             if parser.has_section(section):
-                found |= {
-                    key.replace("_", "-"): value.strip() for key, value in parser.items(section)
-                }
-    return found
+                for key, value in parser.items(section):
+                    settings[key.replace("_", "-")] = value.strip()
+    return settings
 
 
 def _pip_files(environ: Mapping[str, str]) -> list[Path]:
@@ -165,7 +170,9 @@ def _pip_files(environ: Mapping[str, str]) -> list[Path]:
     if sys.platform == "darwin":
         files.append(home / "Library" / "Application Support" / "pip" / "pip.conf")
     files += [user / "pip" / "pip.conf", Path(sys.prefix) / "pip.conf"]
-    return [*files, Path(chosen)] if chosen else files
+    if chosen:
+        files.append(Path(chosen))
+    return files
 
 
 # Talking to a place
@@ -173,22 +180,25 @@ def _pip_files(environ: Mapping[str, str]) -> list[Path]:
 
 def _make_client(settings: IndexSettings) -> httpx.Client:
     """A client that trusts the system's certificates and httpx's, or those of `cert` alone."""
-    import certifi
     import httpx
 
-    if settings.cert:
-        try:
-            trust = ssl.create_default_context(cafile=settings.cert)
-        except OSError as error:
-            raise ModelError(
-                f"pip's setting cert: the file of certificates cannot be read: {error.strerror}"
-            ) from None
-    else:
+    timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
+    return httpx.Client(verify=_trust(settings.cert), follow_redirects=True, timeout=timeout)
+
+
+def _trust(cert: str) -> ssl.SSLContext:
+    import certifi
+
+    if not cert:
         trust = ssl.create_default_context()
         trust.load_verify_locations(certifi.where())
-    return httpx.Client(
-        verify=trust, follow_redirects=True, timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S)
-    )
+        return trust
+    try:
+        return ssl.create_default_context(cafile=cert)
+    except OSError as error:
+        raise ModelError(
+            f"pip's setting cert: the file of certificates cannot be read: {error.strerror}"
+        ) from None
 
 
 def _find(client: httpx.Client, place: str, filename: str) -> _Link:
@@ -200,18 +210,20 @@ def _find(client: httpx.Client, place: str, filename: str) -> _Link:
 
 
 def _links_at(client: httpx.Client, place: str) -> Iterable[_Link]:
-    """All links of a place."""
     if _is_web(place):
         return _web_links(client, place)
     path = _local_path(place)
-    page = path / "index.html" if path.is_dir() else path
+    page = path
+    if path.is_dir():
+        page = path / "index.html"
     try:
         if page.is_file():
             return _html_links(page.read_text(encoding="utf-8"), page.absolute().as_uri())
         return [_Link(file.name, file.absolute().as_uri(), "") for file in sorted(path.iterdir())]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise _IndexProblem(f"cannot be read: {reason}") from None
+    except OSError as error:
+        raise _IndexProblem(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise _IndexProblem("cannot be read: not text") from None
 
 
 def _web_links(client: httpx.Client, place: str) -> Iterable[_Link]:
@@ -222,12 +234,11 @@ def _web_links(client: httpx.Client, place: str) -> Iterable[_Link]:
     try:
         with client.stream("GET", url, headers={"accept": _ACCEPT}, auth=auth) as response:
             _check_status(response)
-            body = _read_page(response)
+            text = _read_page(response).decode("utf-8")
             kind = response.headers.get("content-type", "")
             base = str(response.url)
-        text = body.decode("utf-8")
-        found = _json_links(text, base) if "json" in kind else _html_links(text, base)
-        return [_with_password(link, place) for link in found]
+        read = _json_links if "json" in kind else _html_links
+        return [_with_password(link, place) for link in read(text, base)]
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise _IndexProblem(_reason_of(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -245,7 +256,6 @@ def _read_page(response: httpx.Response) -> bytes:
 
 
 def _check_status(response: httpx.Response) -> None:
-    """Raise IndexProblem for anything but success."""
     if not response.is_success:
         raise _IndexProblem(f"answers {response.status_code} {response.reason_phrase}".rstrip())
 
@@ -254,14 +264,11 @@ def _json_links(text: str, base: str) -> list[_Link]:
     """PEP 691: {"files": [{"filename", "url", "hashes": {"sha256"}}]}; URLs may be relative to the
     page.
     """
-    return [
-        _Link(
-            file["filename"],
-            urljoin(base, file["url"]),
-            str(file.get("hashes", {}).get("sha256", "")),
-        )
-        for file in json.loads(text)["files"]
-    ]
+    links = []
+    for file in json.loads(text)["files"]:
+        sha256 = file.get("hashes", {}).get("sha256", "")
+        links.append(_Link(file["filename"], urljoin(base, file["url"]), str(sha256)))
+    return links
 
 
 def _html_links(text: str, base: str) -> list[_Link]:
@@ -269,20 +276,24 @@ def _html_links(text: str, base: str) -> list[_Link]:
     page = _Anchors()
     page.feed(text)
     base = urljoin(base, page.base)
-    found = []
-    for reference in page.references:
-        url, fragment = urldefrag(urljoin(base, reference))
-        kind, _, digest = fragment.partition("=")
-        name = unquote(urlsplit(url).path.rpartition("/")[2])
-        found.append(_Link(name, url, digest if kind == "sha256" else ""))
-    return found
+    return [_html_link(urljoin(base, reference)) for reference in page.references]
+
+
+def _html_link(reference: str) -> _Link:
+    url, fragment = urldefrag(reference)
+    kind, _, digest = fragment.partition("=")
+    if kind != "sha256":
+        digest = ""
+    name = unquote(urlsplit(url).path.rpartition("/")[2])
+    return _Link(name, url, digest)
 
 
 class _Anchors(HTMLParser):
-    """The links of a page. base: of <base>, "" where there is none."""
+    """The links of a page."""
 
     def __init__(self) -> None:
         super().__init__()
+        #: Of <base>, "" where there is none.
         self.base = ""
         self.references: list[str] = []
 
@@ -307,14 +318,22 @@ def _credentials(url: str) -> tuple[str, httpx.Auth | None]:
     bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     if parts.username is not None:
         return bare, httpx.BasicAuth(unquote(parts.username), unquote(parts.password or ""))
+    entry = _netrc_entry(parts.hostname)
+    if entry is None:
+        return bare, None
+    return bare, httpx.BasicAuth(entry[0], entry[2] or "")
+
+
+def _netrc_entry(host: str | None) -> tuple[str, str | None, str | None] | None:
+    """(login, account, password) of a host in ~/.netrc; a file that cannot be read has none, as
+    for pip.
+    """
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    if not parts.hostname or not file.is_file():
-        return bare, None
-    try:
-        entry = netrc.netrc(file).authenticators(parts.hostname)
-    except (netrc.NetrcParseError, OSError):  # pip, too, goes on without
-        return bare, None
-    return bare, httpx.BasicAuth(entry[0], entry[2] or "") if entry else None
+    if not host or not file.is_file():
+        return None
+    with suppress(netrc.NetrcParseError, OSError):
+        return netrc.netrc(file).authenticators(host)
+    return None
 
 
 def _with_password(link: _Link, page: str) -> _Link:
@@ -367,7 +386,6 @@ def _read_link(client: httpx.Client, link: _Link, place: str, watch: _Watch) -> 
 
 
 def _local_bytes(path: Path, watch: _Watch) -> Iterator[bytes]:
-    """Of a file here."""
     try:
         with open(path, "rb") as file:
             total = os.fstat(file.fileno()).st_size

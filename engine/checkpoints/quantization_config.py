@@ -68,24 +68,31 @@ def _compressed(settings: Mapping[str, Any]) -> Packing:
             f"names the compressed-tensors format {str(layout)[:40]!r}; known: "
             f"{', '.join((*_WHOLE_NUMBERS, _PACKED))}"
         )
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else []:
-        weights = group.get("weights") if isinstance(group, Mapping) else None
+    bits = 4 if layout == _PACKED else 8
+    for group in _table(settings.get("config_groups")).values():
+        weights = _table(group).get("weights")
         if isinstance(weights, Mapping):
-            _demand(weights, "num_bits", 4 if layout == _PACKED else 8)
+            _demand(weights, "num_bits", bits)
             if weights.get("actorder") not in (None, "weight", "static"):
                 raise _refusal("reorders inputs by activation (actorder group), which is not read")
     return Packing("compressed-tensors")
 
 
+def _table(value: Any) -> Mapping[str, Any]:
+    """The value, if it is a table; else an empty one."""
+    if isinstance(value, Mapping):
+        return value
+    return {}
+
+
 def _demand(settings: Mapping[str, Any], key: str, wanted: Any, default: Any = None) -> None:
     """ModelError unless the setting has the one value that is read."""
     value = settings.get(key, default)
-    if (value.lower() if isinstance(value, str) else value) != wanted:
-        raise _refusal(
-            f"has {key} {str(value)[:40]}; only {wanted} is read (method "
-            f"{str(settings.get('quant_method', 'compressed-tensors'))[:40]})"
-        )
+    if isinstance(value, str):
+        value = value.lower()
+    if value != wanted:
+        method = str(settings.get("quant_method", "compressed-tensors"))[:40]
+        raise _refusal(f"has {key} {str(value)[:40]}; only {wanted} is read (method {method})")
 
 
 def _refusal(reason: str) -> ModelError:

@@ -14,12 +14,10 @@ def hf_rope(fields: Fields, context: int) -> tuple[float, RopeScaling | None]:
     (before).
     """
     settings = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    nested = isinstance(settings, dict) and any(isinstance(v, dict) for v in settings.values())
-    if nested or not isinstance(settings, dict):
+    if not isinstance(settings, dict) or any(isinstance(v, dict) for v in settings.values()):
         fields.reject("rope_parameters", settings, "one flat table for all layers")
-    rope = Fields(
-        {"rope_theta": fields.get("rope_theta"), **settings}, "config.json: rope_parameters"
-    )
+    settings = {"rope_theta": fields.get("rope_theta"), **settings}
+    rope = Fields(settings, "config.json: rope_parameters")
     theta = rope.number("rope_theta", 10000.0)
     original = rope.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=context)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -70,7 +68,9 @@ def _hf_yarn(rope: Fields, original: int) -> RopeScaling:
 
 
 def _yarn_temperature(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * scale * math.log(factor) + 1.0
 
 
 def gguf_rope(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jitney.engine.checkpoints.files import read_json, safe_file
@@ -52,32 +53,39 @@ class SafetensorsFolder:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 if name in self.files:
                     raise ModelError(f"{name[:100]} is stored in two files, the second is {shard}")
-                piece = file.get_slice(name)
-                if (dtype := piece.get_dtype()) not in self.types:
-                    raise ModelError(
-                        f"{shard}: {name[:100]} has type {dtype}, not one of "
-                        f"{', '.join(self.types)}"
-                    )
-                self.shapes[name] = tuple(piece.get_shape())
-                self.kinds[name], self.paths[name], self.files[name] = dtype, path, file
+                self.files[name], self.paths[name] = file, path
+                self._note(shard, name, file.get_slice(name))
         except (SafetensorError, OSError) as error:
             raise ModelError(
                 f"{shard}: not a sound safetensors file: {str(error)[:200]}"
             ) from error
 
+    def _note(self, shard: str, name: str, piece: Any) -> None:
+        """Its shape and dtype, which must be one that is read."""
+        dtype = piece.get_dtype()
+        if dtype not in self.types:
+            raise ModelError(
+                f"{shard}: {name[:100]} has type {dtype}, not one of {', '.join(self.types)}"
+            )
+        self.shapes[name] = tuple(piece.get_shape())
+        self.kinds[name] = dtype
+
     def read(self, name: str) -> np.ndarray:
         """One tensor in its stored dtype (bfloat16 and fp8 as ml_dtypes' types) and row-major
         shape.
         """
-        if (
-            self.kinds[name] == "F8_E4M3"
-        ):  # safetensors 0.8 looks for numpy's own type of that name, which is not there
-            return (
-                _stored_bytes(self.paths[name], name)
-                .view(ml_dtypes.float8_e4m3fn)
-                .reshape(self.shapes[name])
-            )
-        return self.files[name].get_tensor(name)
+        if self.kinds[name] != "F8_E4M3":
+            return self.files[name].get_tensor(name)
+        # safetensors 0.8 looks for numpy's own type of that name, which is not there.
+        stored = _stored_bytes(self.paths[name], name)
+        return stored.view(ml_dtypes.float8_e4m3fn).reshape(self.shapes[name])
+
+
+class _ShardIndex(msgspec.Struct):
+    """What is read of model.safetensors.index.json."""
+
+    #: Name of a tensor -> file that holds it.
+    weight_map: dict[str, str]
 
 
 def _stored_bytes(path: Path, name: str) -> np.ndarray:
@@ -90,15 +98,15 @@ def _stored_bytes(path: Path, name: str) -> np.ndarray:
 
 def _shard_names(folder: Path) -> list[str]:
     """Names of the safetensors files that make up the model."""
-    if safe_file(folder, _INDEX, missing_ok=True) is not None:
-        weight_map = read_json(folder, _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
-            raise ModelError(f"{_INDEX}: weight_map must name a file for each tensor")
-        return sorted(set(weight_map.values()))
-    if safe_file(folder, _SINGLE, missing_ok=True) is not None:
+    if safe_file(folder, _INDEX, missing_ok=True) is None:
+        if safe_file(folder, _SINGLE, missing_ok=True) is None:
+            raise ModelError(
+                f"the model folder has neither {_SINGLE} nor {_INDEX}; other weight formats are "
+                "not read"
+            )
         return [_SINGLE]
-    raise ModelError(
-        f"the model folder has neither {_SINGLE} nor {_INDEX}; other weight formats are not read"
-    )
+    try:
+        shards = msgspec.convert(read_json(folder, _INDEX), _ShardIndex).weight_map.values()
+    except msgspec.ValidationError:
+        raise ModelError(f"{_INDEX}: weight_map must name a file for each tensor") from None
+    return sorted(set(shards))

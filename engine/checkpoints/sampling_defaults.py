@@ -85,12 +85,15 @@ def sampling_defaults(settings: SamplingSection, source: ModelSource) -> dict[st
 
     Raises ConfigError naming the file and the field.
     """
-    found = _recommended(settings.generation_config, source)
-    found |= {name: value for name in SAMPLING_DEFAULTS if (value := getattr(settings, name)) != -1}
-    if found:
-        told = ", ".join(f"{name} {value:g}" for name, value in found.items())
-        log.info("a request that does not say otherwise is sampled with %s", told)
-    return found
+    defaults = _recommended(settings.generation_config, source)
+    for name in SAMPLING_DEFAULTS:
+        value = getattr(settings, name)
+        if value != -1:
+            defaults[name] = value
+    if defaults:
+        shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        log.info("a request that does not say otherwise is sampled with %s", shown)
+    return defaults
 
 
 def _recommended(generation_config: str, source: ModelSource) -> dict[str, int | float]:
@@ -102,30 +105,30 @@ def _recommended(generation_config: str, source: ModelSource) -> dict[str, int |
     if source.name in _BUILT_IN:
         return dict(_BUILT_IN[source.name])
     if source.kind == "hf":
-        return _from_values(
-            read_json(Path(source.path), _HF_FILE, missing_ok=True), _HF_FILE, _HF_NAMES, _HF_OTHERS
-        )
+        values = read_json(Path(source.path), _HF_FILE, missing_ok=True)
+        return _from_values(values, _HF_FILE, _HF_NAMES, _HF_OTHERS)
     if source.kind == "gguf":
-        metadata = GGUFFile(source.path).metadata
-        own = {
-            key.removeprefix(_GGUF_PREFIX): value
-            for key, value in metadata.items()
-            if key.startswith(_GGUF_PREFIX)
-        }
-        return _from_values(
-            own, f"{Path(source.path).name} ({_GGUF_PREFIX}*)", _GGUF_NAMES, _GGUF_OTHERS
-        )
+        return _from_gguf(Path(source.path))
     return {}
+
+
+def _from_gguf(path: Path) -> dict[str, int | float]:
+    own = {}
+    for key, value in GGUFFile(path).metadata.items():
+        if key.startswith(_GGUF_PREFIX):
+            own[key.removeprefix(_GGUF_PREFIX)] = value
+    return _from_values(own, f"{path.name} ({_GGUF_PREFIX}*)", _GGUF_NAMES, _GGUF_OTHERS)
 
 
 def _from_path(path: Path) -> dict[str, int | float]:
     """Of a file in the form of `generation_config.json`, or of a folder with one."""
-    file = path / _HF_FILE if path.is_dir() else path
+    if path.is_dir():
+        path /= _HF_FILE
     try:
-        values = read_json(file.parent, file.name)
+        values = read_json(path.parent, path.name)
     except ModelError as error:
         raise ConfigError(f"generation_config: {error}") from error
-    return _from_values(values, str(file), _HF_NAMES, _HF_OTHERS)
+    return _from_values(values, str(path), _HF_NAMES, _HF_OTHERS)
 
 
 def _from_values(
@@ -135,19 +138,14 @@ def _from_values(
     others: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, int | float]:
     """The defaults among a file's values; what else they ask for goes to the log, once."""
-    ignored = [
-        name
-        for name, neutral in others.items()
-        if values.get(name) is not None and values[name] not in neutral
-    ]
+    ignored = [name for name, neutral in others.items() if values.get(name) not in (None, *neutral)]
     if ignored:
         log.warning("%s also asks for %s, which is not done here", file, ", ".join(ignored))
-    found = {
-        name: _checked(name, values[key], file, key)
-        for name, key in names.items()
-        if values.get(key) is not None
-    }
-    return found
+    defaults = {}
+    for name, key in names.items():
+        if values.get(key) is not None:
+            defaults[name] = _checked(name, values[key], file, key)
+    return defaults
 
 
 def _checked(name: str, value: object, file: str, key: str) -> int | float:

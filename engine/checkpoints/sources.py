@@ -42,7 +42,7 @@ def resolve(
     *,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> ModelSource:
     """Find `model`, fetching it if need be, and read its configuration (not its weights).
 
@@ -51,22 +51,22 @@ def resolve(
     ModelError in one line.
     """
     folder = None if cache_dir is None else Path(cache_dir)
-    report = progress or no_progress
     if revision is not None and not is_repository(model):
         raise ModelError(
             f"a revision is only meaningful with a Hugging Face repository id, not with {model!r}"
         )
     if model == DEFAULT_MODEL:
-        return _gguf_source(fetch_smollm2(folder, report), DEFAULT_MODEL)
-    if model.partition(":")[0] == "tiny-random":
-        return ModelSource("tiny", "", model, tiny_config(model.partition(":")[2] or "llama"))
+        return _gguf_source(fetch_smollm2(folder, progress), DEFAULT_MODEL)
+    kind, _, family = model.partition(":")
+    if kind == "tiny-random":
+        return ModelSource("tiny", "", model, tiny_config(family or "llama"))
     path = Path(model).expanduser()
     if model and path.is_dir():  # Path("") is the current folder
         return _hf_source(path, path.resolve().name)
     if path.is_file():
         return _gguf_source(path, path.stem)
     if is_repository(model):
-        return _hf_source(fetch_hub(model, revision, folder, report), model)
+        return _hf_source(fetch_hub(model, revision, folder, progress), model)
     raise ModelError(
         f"no model {model!r}: give {DEFAULT_MODEL}, a model folder, a .gguf file, "
         "a Hugging Face repository id (owner/name) or tiny-random"
@@ -101,20 +101,18 @@ def _tokenizer_end_id(folder: Path) -> int | None:
     Chat models are often tuned to end with it while config.json still names the end token of their
     base model.
     """
-    token = read_json(folder, "tokenizer_config.json", missing_ok=True).get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
+    text = read_json(folder, "tokenizer_config.json", missing_ok=True).get("eos_token")
+    if isinstance(text, dict):
+        text = text.get("content")
+    tokenizer = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES)
+    added = tokenizer.get("added_tokens")
+    if not isinstance(text, str) or not isinstance(added, list):
         return None
-    added = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES).get(
-        "added_tokens"
-    )
-    for entry in added if isinstance(added, list) else []:
-        if (
-            isinstance(entry, dict)
-            and entry.get("content") == text
-            and type(entry.get("id")) is int
-        ):
-            return entry["id"]
+    for entry in added:
+        if isinstance(entry, dict) and entry.get("content") == text:
+            id = entry.get("id")
+            if type(id) is int:
+                return id
     return None
 
 

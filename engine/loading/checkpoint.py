@@ -58,7 +58,9 @@ class BlockGGUF(GGUFFile):
         from gguf import GGMLQuantizationType
 
         convert = _GGUF_FORMATS.get(GGMLQuantizationType(self.tensors[name].kind).name)
-        return None if convert is None else convert(jnp.asarray(self.rows(name)))
+        if convert is None:
+            return None
+        return convert(jnp.asarray(self.rows(name)))
 
 
 def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:

@@ -17,8 +17,8 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
     kinds = Counter(map(_kind, model.linears()))
     if len(kinds) > 1:
         return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())
-    kind = next(iter(kinds))
-    stored = "" if source is None else _stored_blocks(source)
+    (kind,) = kinds
+    stored = _stored_blocks(source)
     if stored and kind == "float32":
         return f"float32, not rounded, from {stored}"
     if stored and kind == "bfloat16":
@@ -28,14 +28,16 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
 
 def _kind(linear: Linear) -> str:
     packed = linear.packed
-    return str(packed.kernel.dtype) if packed.scale is None else packed.scheme
+    if packed.scale is None:
+        return str(packed.kernel.dtype)
+    return packed.scheme
 
 
-def _stored_blocks(source: ModelSource) -> str:
+def _stored_blocks(source: ModelSource | None) -> str:
     """The commonest block format of a GGUF file's matrices, such as Q4_1; empty where they are
     floats.
     """
-    if source.kind != "gguf":
+    if source is None or source.kind != "gguf":
         return ""
     from gguf import GGMLQuantizationType
 
@@ -44,4 +46,6 @@ def _stored_blocks(source: ModelSource) -> str:
     if not kinds:
         return ""
     name = GGMLQuantizationType(kinds.most_common(1)[0][0]).name
-    return "" if name in ("F32", "F16", "BF16", "F64") else name
+    if name in ("F32", "F16", "BF16", "F64"):
+        return ""
+    return name

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def load_model(
     source: ModelSource,
     config: ModelConfig,
     dtype: DType = jnp.float32,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     *,
     storage: WeightStorage = WeightStorage(),
     mesh: Mesh | None = None,
@@ -59,19 +59,18 @@ def load_model(
     does not fit the model. Host memory: one tensor; device: the weights and one tensor more.
     """
     shares = None if mesh is None else Shares(config, mesh)
+    own = config if shares is None else shares.own
     if source.kind == "tiny":
-        return _random_tiny(config, dtype, storage, shares)
+        return _assemble(own, dtype, _random_arrays(config, dtype, storage, shares))
     weights = model_class(config.architecture).weight_map(config, source.kind)
     checkpoint = open_checkpoint(source, weights)
     check(weights, checkpoint.shapes)
-    report = progress or no_progress
     loader = _Loader(checkpoint, storage, shares)
-    own = config if shares is None else shares.own
     dtypes = _declared_dtypes(own, dtype)
     arrays: dict[Path, jax.Array] = {}
     for done, target in enumerate(weights.targets, 1):
         arrays |= loader.arrays(target, dtypes[target.path])
-        report("weights", done, len(weights.targets), "")
+        progress("weights", done, len(weights.targets), "")
     model = _assemble(own, dtype, arrays)
     log.info("weights: %s", describe_weights(model))
     return model
@@ -117,8 +116,10 @@ class _Loader:
             _fuse, dtype=jnp.dtype(dtype), transpose=target.transpose, offset=target.offset
         )
         if shares is None:
-            return finish([jnp.asarray(part) for part in parts])
-        stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            return finish(list(map(jnp.asarray, parts)))
+        stored = parts[0]
+        if len(parts) > 1:
+            stored = np.concatenate(parts)
         return shares.send(
             target.path, stored, lambda part: finish([part]), transposed=target.transpose
         )
@@ -126,7 +127,9 @@ class _Loader:
     def _read(self, piece: Piece) -> np.ndarray:
         """A tensor as floats, its rows in our order."""
         rows = self.checkpoint.read(piece.name)
-        return rows[half_split(len(rows), piece.paired_heads)] if piece.paired_heads else rows
+        if not piece.paired_heads:
+            return rows
+        return rows[half_split(len(rows), piece.paired_heads)]
 
 
 def _reordered(packed: Packed, piece: Piece) -> Packed:
@@ -146,7 +149,9 @@ def _fuse(parts: list[jax.Array], *, dtype: np.dtype, transpose: bool, offset: f
     if offset:
         whole = whole.astype(jnp.float32) + offset
     whole = whole.astype(dtype)
-    return whole.T if transpose else whole
+    if transpose:
+        whole = whole.T
+    return whole
 
 
 def _rounded(
@@ -188,13 +193,20 @@ def _assemble(config: ModelConfig, dtype: DType, arrays: dict[Path, jax.Array]) 
     model = abstract_model(config, dtype=dtype)
     for path in arrays:
         if path[-1] == "kernel":
-            linear: Linear = reduce(_member, path[:-1], model)
             packed = [arrays.get((*path[:-1], name)) for name in Packed._fields]
-            linear.set_matrix(Packed(*packed))
+            _linear_at(model, path).set_matrix(Packed(*packed))
     graph, state = nnx.split(model)
     leaves = [(path, leaf.replace(arrays.pop(path))) for path, leaf in _flat_leaves(state)]
     assert not arrays, sorted(arrays)
     return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def _linear_at(model: Model, path: Path) -> Linear:
+    """The layer whose kernel has that path."""
+    module: Any = model
+    for name in path[:-1]:
+        module = module[name] if isinstance(name, int) else getattr(module, name)
+    return module
 
 
 def _flat_leaves(state: Any) -> list[tuple[Path, Any]]:
@@ -203,19 +215,14 @@ def _flat_leaves(state: Any) -> list[tuple[Path, Any]]:
     return list(leaves)
 
 
-def _member(module: Any, name: str | int) -> Any:
-    """What a path's next step leads to."""
-    return module[name] if isinstance(name, int) else getattr(module, name)
-
-
-def _random_tiny(
+def _random_arrays(
     config: ModelConfig, dtype: DType, storage: WeightStorage, shares: Shares | None
-) -> Model:
-    """The random model, packed and shared as a loaded one would be."""
+) -> dict[Path, jax.Array]:
+    """Those of the random model, packed and shared as loaded ones would be."""
     arrays: dict[Path, jax.Array] = {}
     for path, leaf in _flat_leaves(nnx.state(random_model(config, dtype=dtype))):
         parts = {path: leaf[...]}
         if path[-1] == "kernel":
             parts = _by_path(path, _rounded(path, leaf[...], dtype, storage, shares))
         arrays |= _shared(parts, shares)
-    return _assemble(config if shares is None else shares.own, dtype, arrays)
+    return arrays

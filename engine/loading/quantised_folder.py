@@ -82,22 +82,24 @@ class QuantisedFolder(SafetensorsFolder):
         return name.endswith(".bias") and not super().read(name).any()
 
     def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """(name, shape [O, I]) of each matrix in words; a word has eight numbers of one axis."""
+        """(name, shape [O, I]) of each matrix in words."""
         ending = _CODES.get(self.packing.method)
+        if ending is None:
+            return
         for name, shape in self.stored.items():
-            if ending is None or not name.endswith(ending):
-                continue
-            if len(shape) != 2:
-                raise ModelError(f"{name[:100]} has {len(shape)} axes instead of 2")
-            a, b = shape
-            match self.packing.method:
-                case "gptq":
-                    sizes = b, 8 * a
-                case "awq":
-                    sizes = 8 * b, a
-                case _:
-                    sizes = a, 8 * b
-            yield f"{name.removesuffix(ending)}.weight", sizes
+            if name.endswith(ending):
+                if len(shape) != 2:
+                    raise ModelError(f"{name[:100]} has {len(shape)} axes instead of 2")
+                yield f"{name.removesuffix(ending)}.weight", self._sizes(*shape)
+
+    def _sizes(self, rows: int, columns: int) -> tuple[int, int]:
+        """(O, I) of a matrix in words; a word has eight numbers of one axis."""
+        match self.packing.method:
+            case "gptq":
+                return columns, 8 * rows
+            case "awq":
+                return 8 * columns, rows
+        return rows, 8 * columns
 
     def packed(self, name: str) -> Packed | None:
         """A matrix as it is stored, on the default device; None for floats and for scales of
@@ -105,19 +107,19 @@ class QuantisedFolder(SafetensorsFolder):
         """
         base = name.removesuffix(".weight")
         if self.kinds.get(name) in _EIGHT_BITS:
-            return None if f"{base}.weight_scale_inv" in self.stored else self._eight_bits(base)
+            if f"{base}.weight_scale_inv" in self.stored:
+                return None
+            return self._eight_bits(base)
         if name in self.stored or not name.endswith(".weight"):
             return None
         match self.packing.method:
             case "gptq":
                 parts = self._parts(base, ".qweight", ".qzeros", ".scales")
                 self._check_order(f"{base}.g_idx", len(parts[-1]))
-                packed = repack.gptq(*parts, self.packing.zero_offset)
+                return repack.gptq(*parts, self.packing.zero_offset)
             case "awq":
-                packed = repack.awq(*self._parts(base, ".qweight", ".qzeros", ".scales"))
-            case _:
-                packed = self._packed_rows(base)
-        return packed
+                return repack.awq(*self._parts(base, ".qweight", ".qzeros", ".scales"))
+        return self._packed_rows(base)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as floats, row-major; see `SafetensorsFolder.read`."""
@@ -145,12 +147,7 @@ class QuantisedFolder(SafetensorsFolder):
         scale = super().read(f"{name}_scale_inv")
         if scale.ndim != 2 or 0 in scale.shape:
             raise ModelError(f"{name[:100]}_scale_inv has {scale.ndim} axes instead of 2")
-        wide = scale.astype(np.float32)
-        for axis, (size, count) in enumerate(zip(weights.shape, scale.shape, strict=True)):
-            block = -(-size // count)
-            block = 1 << (block - 1).bit_length()  # the last block of an axis may be cut short
-            wide = wide.repeat(block, axis)
-        wide = wide[: weights.shape[0], : weights.shape[1]]
+        wide = _widened_blocks(scale.astype(np.float32), weights.shape)
         if wide.shape != weights.shape:
             raise ModelError(
                 f"{name[:100]}_scale_inv {list(scale.shape)} does not fit {list(weights.shape)}"
@@ -159,13 +156,11 @@ class QuantisedFolder(SafetensorsFolder):
 
     def _packed_rows(self, base: str) -> Packed:
         """compressed-tensors' words."""
-        if f"{base}.weight_zero_point" not in self.stored:
-            words, scales = self._parts(base, ".weight_packed", ".weight_scale")
-            return repack.packed_rows(words, None, scales)
-        words, scales, zeros = self._parts(
-            base, ".weight_packed", ".weight_scale", ".weight_zero_point"
-        )
-        return repack.packed_rows(words, zeros, scales)
+        endings = [".weight_packed", ".weight_scale"]
+        if f"{base}.weight_zero_point" in self.stored:
+            endings.append(".weight_zero_point")
+        words, scales, *zeros = self._parts(base, *endings)
+        return repack.packed_rows(words, zeros[0] if zeros else None, scales)
 
     def _parts(self, base: str, *endings: str) -> list[jax.Array]:
         """The tensors of a matrix in words, checked against each other."""
@@ -186,16 +181,13 @@ class QuantisedFolder(SafetensorsFolder):
         if len(scales) != 2:
             return False
         groups = scales[1] if by_rows else scales[0]
-        if not groups or ins % groups or outs % 8:
+        if not groups or ins % groups or outs % 8 or not _groups_fit(ins, groups):
             return False
-        if groups == 1:
-            fits = ins in GROUP_SIZES or ins % repack.WHOLE_GROUP == 0
+        if by_rows:
+            wanted = {"weight_scale": (outs, groups), "weight_zero_point": (outs // 8, groups)}
         else:
-            fits = ins // groups in GROUP_SIZES
-        zeros = (outs // 8, groups) if by_rows else (groups, outs // 8)
-        for name in ("qzeros", "weight_zero_point"):
-            fits = fits and shapes.get(name, zeros) == zeros
-        return fits and scales == ((outs, groups) if by_rows else (groups, outs))
+            wanted = {"scales": (groups, outs), "qzeros": (groups, outs // 8)}
+        return all(shapes.get(name, shape) == shape for name, shape in wanted.items())
 
     def _present(self, base: str, *endings: str) -> list[str]:
         """Names of a matrix's tensors; ModelError for one that is missing."""
@@ -227,7 +219,9 @@ class QuantisedFolder(SafetensorsFolder):
         if name not in self.stored:
             return 0.0
         value = super().read(name)
-        return float(value.ravel()[0]) if value.size == 1 else 0.0
+        if value.size != 1:
+            return 0.0
+        return float(value.ravel()[0])
 
     def _check_order(self, name: str, groups: int) -> None:
         """ModelError for GPTQ's activation order, unless it is the order of the inputs."""
@@ -242,3 +236,19 @@ class QuantisedFolder(SafetensorsFolder):
                 f"{name[:100]} reorders inputs by activation (desc_act), which is not read: use a "
                 "version of the model quantised without it"
             )
+
+
+def _widened_blocks(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Scales of blocks [blocks of O, blocks of I] as one for each weight, as far as they reach."""
+    for axis, (size, count) in enumerate(zip(shape, scale.shape, strict=True)):
+        block = -(-size // count)
+        block = 1 << (block - 1).bit_length()  # the last block of an axis may be cut short
+        scale = scale.repeat(block, axis)
+    return scale[: shape[0], : shape[1]]
+
+
+def _groups_fit(ins: int, groups: int) -> bool:
+    """Whether so many inputs come in `groups` groups of a size that products take."""
+    if groups == 1 and ins % repack.WHOLE_GROUP == 0:
+        return True
+    return ins // groups in GROUP_SIZES

@@ -73,16 +73,11 @@ def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
     if name == "auto":
         return dtype
     capability = str(getattr(device, "compute_capability", ""))
-    if (
-        name == "fp8"
-        and device.platform in ("gpu", "cuda")
-        and capability
-        and float(capability) < _FP8_CAPABILITY
-    ):
+    is_gpu = device.platform in ("gpu", "cuda") and capability
+    if name == "fp8" and is_gpu and float(capability) < _FP8_CAPABILITY:
         raise ConfigError(
             f"kv_dtype fp8 needs compute capability {_FP8_CAPABILITY}; this {device.device_kind} "
-            "has "
-            f"{capability}: use int8"
+            f"has {capability}: use int8"
         )
     return KV_TYPES[name]
 
@@ -95,10 +90,7 @@ def load_kv_scales(
     """
     limits = _stored_limits(source)
     if limits is None:
-        tokens = load_tokenizer(source).encode(_TEXT)
-        tokens = [token for token in tokens if token < source.config.vocab_size]
-        calibrate(model, tokens, kv_dtype, mesh)
-        log.info("KV factors: from %d tokens of the built-in text", len(tokens))
+        _calibrate_on_text(model, source, kv_dtype, mesh)
         return
     scales = [factors(most, kv_dtype) for most in limits]
     if mesh is not None:
@@ -106,6 +98,13 @@ def load_kv_scales(
         scales = [shares.place(("attention", "kv_scales"), layer) for layer in scales]
     model.set_kv_scales(scales)
     log.info("KV factors: as the checkpoint has them")
+
+
+def _calibrate_on_text(model: Model, source: ModelSource, kv_dtype: Any, mesh: Mesh | None) -> None:
+    ids = load_tokenizer(source).encode(_TEXT)
+    tokens = [token for token in ids if token < source.config.vocab_size]
+    calibrate(model, tokens, kv_dtype, mesh)
+    log.info("KV factors: from %d tokens of the built-in text", len(tokens))
 
 
 def _stored_limits(source: ModelSource) -> list[Any] | None:

@@ -49,12 +49,11 @@ def q4_k(rows: jax.Array) -> Packed:
     their 6-bit steps and lows; the products of those do not fit float16, so they are packed in
     float32."""
     blocks = rows.reshape(len(rows), -1, 144)
-    factors = jax.lax.bitcast_convert_type(
-        blocks[..., :4].reshape(*blocks.shape[:2], 2, 2), jnp.float16
-    )
+    factors = blocks[..., :4].reshape(*blocks.shape[:2], 2, 2)
+    factors = jax.lax.bitcast_convert_type(factors, jnp.float16).astype(jnp.float32)
     steps, lows = _six_bits(blocks[..., 4:16])
-    scale = factors[..., :1].astype(jnp.float32) * steps
-    low = -factors[..., 1:].astype(jnp.float32) * lows
+    scale = factors[..., :1] * steps
+    low = -factors[..., 1:] * lows
     pairs = blocks[..., 16:].reshape(*blocks.shape[:2], _SUPER // _GROUP // 2, 1, _GROUP)
     codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(len(rows), -1, 2, _GROUP // 2)
     return Packed(
@@ -104,11 +103,13 @@ def awq(words: jax.Array, zero_words: jax.Array, scales: jax.Array) -> Packed:
     """AWQ (gemm): words int32 [I, O / 8] and zero_words int32 [G, O / 8], eight outputs each;
     scales [G, O].
     """
+    return _grouped(_awq_numbers(words), scales, _awq_numbers(zero_words))
+
+
+def _awq_numbers(words: jax.Array) -> jax.Array:
+    """int32 [N, O / 8] -> uint8 [N, O]."""
     back = jnp.argsort(jnp.array(_AWQ_ORDER))
-    codes, zeros = (
-        _nibbles(array)[..., back].reshape(len(array), -1) for array in (words, zero_words)
-    )
-    return _grouped(codes, scales, zeros)
+    return _nibbles(words)[..., back].reshape(len(words), -1)
 
 
 @jax.jit
@@ -152,7 +153,7 @@ def stack(parts: list[Packed]) -> Packed | None:
     """Matrices of the same inputs side by side, or None where they are not packed alike."""
     if any(part.lows is not None for part in parts):
         parts = [_with_lows(part) for part in parts]
-    if len({_describe(part) for part in parts}) > 1:
+    if len(set(map(_describe, parts))) > 1:
         return None
     return _join(parts)
 

@@ -4,6 +4,7 @@ jax-free.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,10 +60,9 @@ def byte_characters() -> dict[int, str]:
     following.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    spelling = {byte: chr(byte) for byte in printable}
-    for byte in range(256):
-        if byte not in printable:
-            spelling[byte] = chr(256 + len(spelling) - len(printable))
+    others = sorted(set(range(256)) - set(printable))
+    spelling = dict(zip(printable, map(chr, printable), strict=True))
+    spelling |= dict(zip(others, map(chr, range(256, 512)), strict=False))
     return spelling
 
 
@@ -85,32 +85,26 @@ def fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
     safe_file(folder, "chat_template.jinja", missing_ok=True)
     try:
         return _fast_class().from_pretrained(str(folder), local_files_only=True)
-    except (
-        Exception
-    ) as error:  # the readers raise anything from OSError to the Rust parser's bare Exception
-        raise ModelError(
-            f"the model's tokenizer cannot be read: {' '.join(str(error).split())[:200]}"
-        ) from error
+    except Exception as error:  # from OSError to the Rust parser's bare Exception
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"the model's tokenizer cannot be read: {reason}") from error
 
 
 def tiny_fast() -> PreTrainedTokenizerFast:
     """256 bytes, 4 special tokens and 252 pairs of letters: 512 tokens, every text encodable, every
     id decodable.
     """
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as RustTokenizer
-    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
 
-    pairs = [(first, second) for first in "etaoinshrdlucm" for second in "etaoinshrdlucmgpyk"]
+    pairs = list(itertools.product("etaoinshrdlucm", "etaoinshrdlucmgpyk"))
     spelling = byte_characters()
     tokens = [spelling[byte] for byte in range(256)]
     tokens += _TINY_SPECIALS
-    tokens += ["".join(pair) for pair in pairs]
-    rust = RustTokenizer(BPE(vocab=_ids(tokens), merges=pairs))
-    rust.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    rust.decoder = ByteLevelDecoder()
+    tokens += map("".join, pairs)
+    rust = RustTokenizer(models.BPE(vocab=_ids(tokens), merges=pairs))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
     specials = [AddedToken(token, special=True, normalized=False) for token in _TINY_SPECIALS]
     rust.add_special_tokens(specials)
     return _fast_class()(
@@ -124,7 +118,7 @@ def tiny_fast() -> PreTrainedTokenizerFast:
 
 def _ids(tokens: list[str]) -> dict[str, int]:
     """Token -> id."""
-    return {token: id for id, token in enumerate(tokens)}
+    return dict(zip(tokens, range(len(tokens)), strict=True))
 
 
 def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
@@ -144,18 +138,15 @@ def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         raise ModelError(f"GGUF: the tokenizer cannot be built: {reason}") from error
     named = {f"{name}_token": tokens[id] for name, id in ids.items()}
     template = metadata.get("tokenizer.chat_template")
-    return _fast_class()(
-        tokenizer_object=rust,
-        chat_template=template if isinstance(template, str) else None,
-        **named,
-    )
+    if not isinstance(template, str):
+        template = None
+    return _fast_class()(tokenizer_object=rust, chat_template=template, **named)
 
 
 def _tokens_of(metadata: Mapping[str, Any]) -> list[str]:
     """The vocabulary, by id."""
     tokens = metadata.get("tokenizer.ggml.tokens")
-    right = isinstance(tokens, list) and all([isinstance(token, str) for token in tokens])
-    if not right or not tokens:
+    if not tokens or not isinstance(tokens, list) or set(map(type, tokens)) != {str}:
         raise ModelError("GGUF: tokenizer.ggml.tokens must be a list of strings")
     if len(set(tokens)) != len(tokens):
         raise ModelError("GGUF: tokenizer.ggml.tokens holds a token twice")
@@ -190,14 +181,10 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustToken
         )
     pattern, digits, compose, whole_words = PRE_TOKENIZERS[pre]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    rust = RustTokenizer(
-        models.BPE(
-            vocab=_ids(tokens),
-            merges=merges,
-            ignore_merges=whole_words,
-        )
-    )
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    rust = RustTokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=whole_words))
+    steps: list[Any] = []
+    if digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
     if pattern:
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern))
@@ -220,26 +207,21 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTo
         raise ModelError("GGUF: tokenizer.ggml.scores must give each token a score")
     vocab = _ids(tokens)
     unknown = _named_tokens(metadata, len(tokens)).get("unk", 0)
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    rust = RustTokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=_merges_by_score(tokens, scores, vocab),
-            fuse_unk=True,
-            unk_token=tokens[unknown],
-            byte_fallback=True,
-        )
+    model = models.BPE(
+        vocab=vocab,
+        merges=_merges_by_score(tokens, scores, vocab),
+        fuse_unk=True,
+        unk_token=tokens[unknown],
+        byte_fallback=True,
     )
-    spaces = normalizers.Replace(" ", "▁")
-    rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
-    rust.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if prefix else []),
-        ]
-    )
+    before: list[Any] = [normalizers.Replace(" ", "▁")]
+    after: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        before.insert(0, normalizers.Prepend("▁"))
+        after.append(decoders.Strip(" ", 1, 0))
+    rust = RustTokenizer(model)
+    rust.normalizer = normalizers.Sequence(before)
+    rust.decoder = decoders.Sequence(after)
     return rust
 
 
