@@ -76,7 +76,9 @@ def simulated_capacity(arrivals: Sequence[Arrival], shape: EngineShape, table: S
     seats run empty.
     """
     limits = shape.limits
-    a_round = limits.max_seats if limits.policy == "continuous" else limits.batch
+    a_round = limits.batch
+    if limits.policy == "continuous":
+        a_round = limits.max_seats
     coming = []
     for number in range(_CAPACITY_ROUNDS * a_round):
         coming.append(msgspec.structs.replace(arrivals[number % len(arrivals)], at=0.0))
@@ -114,10 +116,11 @@ def load_curve(
     the load is: from 1 on its queue grows without bound, and its waits are those of a run of this
     length.
     """
-    shapes = {policy: shape.under(policy, 0.0) for policy in {*policies, "continuous"}}
+    shapes = {}
     capacities = {}
-    for policy, under in shapes.items():
-        capacities[policy] = simulated_capacity(arrivals, under, table)
+    for policy in {*policies, "continuous"}:
+        shapes[policy] = shape.under(policy, 0.0)
+        capacities[policy] = simulated_capacity(arrivals, shapes[policy], table)
     points = []
     for load in loads:
         rate = load * capacities["continuous"]

@@ -45,13 +45,15 @@ class RemoteEndpoint:
     @property
     def generation(self) -> str:
         """The URL that generates text."""
-        route = "chat/completions" if self.chat else "completions"
-        return f"{self.base}/v1/{route}"
+        if self.chat:
+            return f"{self.base}/v1/chat/completions"
+        return f"{self.base}/v1/completions"
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request."""
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        if not self.api_key:
+            return {}
+        return {"authorization": f"Bearer {self.api_key}"}
 
     def body(self, text: str, max_tokens: int, user: str = "") -> dict[str, Any]:
         """A greedy streaming request for exactly max_tokens tokens, as far as the endpoint lets one
@@ -100,6 +102,10 @@ class Answer:
         """True if it ended as it should."""
         return self.finish in ("stop", "length")
 
+    def fail(self, kind: str, detail: str) -> None:
+        self.finish = kind
+        self.detail = detail
+
 
 async def ask(client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: dict[str, Any]) -> Answer:
     """Send one request and read its stream to the end. Raises nothing but cancellation."""
@@ -108,11 +114,11 @@ async def ask(client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: dict[st
         async with asyncio.timeout(endpoint.timeout_s):
             await _exchange(client, endpoint, body, answer)
     except (TimeoutError, httpx.TimeoutException) as error:
-        answer.finish, answer.detail = "timeout", type(error).__name__
+        answer.fail("timeout", type(error).__name__)
     except httpx.ConnectError as error:
-        answer.finish, answer.detail = "connect", str(error)
+        answer.fail("connect", str(error))
     except (httpx.HTTPError, orjson.JSONDecodeError, KeyError, TypeError, IndexError) as error:
-        answer.finish, answer.detail = "broken_stream", f"{type(error).__name__}: {error}"
+        answer.fail("broken_stream", f"{type(error).__name__}: {error}")
     answer.finished = time.monotonic()
     return answer
 
@@ -130,8 +136,7 @@ async def _exchange(
             await _read(answer, events(response.aiter_bytes()))
             return
         detail = (await response.aread())[:_DETAIL]
-        answer.finish = f"http_{response.status_code}"
-        answer.detail = detail.decode(errors="replace")
+        answer.fail(f"http_{response.status_code}", detail.decode(errors="replace"))
 
 
 async def _read(answer: Answer, stream: AsyncIterator[bytes]) -> None:
@@ -140,11 +145,11 @@ async def _read(answer: Answer, stream: AsyncIterator[bytes]) -> None:
             break
         chunk = orjson.loads(data)
         if "error" in chunk:
-            answer.finish, answer.detail = "error_in_stream", str(chunk["error"])[:_DETAIL]
+            answer.fail("error_in_stream", str(chunk["error"])[:_DETAIL])
             return
         _take(answer, chunk)
     if not answer.finish:
-        answer.finish, answer.detail = "broken_stream", "it ended without a finish_reason"
+        answer.fail("broken_stream", "it ended without a finish_reason")
 
 
 def _take(answer: Answer, chunk: dict[str, Any]) -> None:
@@ -155,16 +160,21 @@ def _take(answer: Answer, chunk: dict[str, Any]) -> None:
         answer.finish = choice.get("finish_reason") or answer.finish
     usage = chunk.get("usage")
     if usage:
-        details = usage.get("prompt_tokens_details") or {}
-        answer.n_prompt = usage["prompt_tokens"]
-        answer.n_output = usage["completion_tokens"]
-        answer.n_cached = details.get("cached_tokens") or 0
+        _take_usage(answer, usage)
+
+
+def _take_usage(answer: Answer, usage: dict[str, Any]) -> None:
+    details = usage.get("prompt_tokens_details") or {}
+    answer.n_prompt = usage["prompt_tokens"]
+    answer.n_output = usage["completion_tokens"]
+    answer.n_cached = details.get("cached_tokens") or 0
 
 
 def _text_of(choice: dict[str, Any]) -> str | None:
     """New text of a completion or of a chat."""
-    delta = choice.get("delta")
-    return choice.get("text") if delta is None else delta.get("content")
+    if choice.get("delta") is None:
+        return choice.get("text")
+    return choice["delta"].get("content")
 
 
 async def events(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -227,7 +237,9 @@ async def count_tokens(
 
 def _check_counted(answer: Answer) -> None:
     if not answer.served:
-        hint = "; --no-ignore-eos leaves that field out" if "ignore_eos" in answer.detail else ""
+        hint = ""
+        if "ignore_eos" in answer.detail:
+            hint = "; --no-ignore-eos leaves that field out"
         raise JitneyError(
             f"the endpoint refuses a trial request: {answer.finish} {answer.detail}{hint}"
         )

@@ -4,7 +4,7 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,10 +59,16 @@ def differences(runs: Mapping[str, OfflineRun]) -> list[_Difference]:
     (first, reference), *others = runs.items()
     differences = []
     for policy, run in others:
-        for number, (ours, theirs) in enumerate(zip(reference.tokens, run.tokens, strict=True)):
-            if ours != theirs:
-                differences.append(_Difference(number, (first, policy), _parting(ours, theirs)))
+        for number, at in _partings(reference, run):
+            differences.append(_Difference(number, (first, policy), at))
     return differences
+
+
+def _partings(reference: OfflineRun, run: OfflineRun) -> Iterator[tuple[int, int]]:
+    """(request, output position at which it parts) of those with other tokens in the two runs."""
+    for number, (ours, theirs) in enumerate(zip(reference.tokens, run.tokens, strict=True)):
+        if ours != theirs:
+            yield number, _parting(ours, theirs)
 
 
 def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int:
@@ -97,18 +103,22 @@ def _gains(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
         gains[rate] = _ratio(ours[rate], theirs[rate])
     for wait in ("ttft_s", "e2e_s"):
         for quantile in ("p50", "p99"):
-            longer, shorter = (_percentile(figures, wait, quantile) for figures in (theirs, ours))
+            shorter = _percentile(ours, wait, quantile)
+            longer = _percentile(theirs, wait, quantile)
             gains[f"{wait}_{quantile}"] = _ratio(longer, shorter)
     return gains
 
 
 def _percentile(figures: Mapping[str, Any], name: str, quantile: str) -> float | None:
     """One percentile of a distribution among the figures; None if it is not known."""
-    return figures[name][quantile] if figures.get(name) else None
+    distribution = figures.get(name) or {}
+    return distribution.get(quantile)
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
+    if above is None or not below:
+        return None
+    return above / below
 
 
 def capacity(

@@ -57,10 +57,11 @@ class Sender:
             reasons.append(f"its event loop woke up {1e3 * lag:.0f} ms late (p99)")
         if late > _MOST_LAG_S:
             reasons.append(f"requests left {1e3 * late:.0f} ms late (p99)")
-        return f"the client may be the bottleneck: {', '.join(reasons)}" if reasons else ""
+        if not reasons:
+            return ""
+        return f"the client may be the bottleneck: {', '.join(reasons)}"
 
     def as_json(self) -> dict[str, Any]:
-        """For a report."""
         return {
             "cpu_share": self.cpu_share,
             "lag_s": spread(self.lag_s),
@@ -70,7 +71,9 @@ class Sender:
 
 
 def _p99(values: Sequence[float]) -> float:
-    return float(np.percentile(values, 99)) if values else 0.0
+    if not values:
+        return 0.0
+    return float(np.percentile(values, 99))
 
 
 @dataclass(slots=True)
@@ -114,22 +117,11 @@ async def run_load(
     those ends, so that its time counts from then; else whoever has to wait for a place among the
     `concurrency` waits on its own time.
     """
-    ended: dict[int, tuple[RequestRecord, Answer]] = {}
+    open_loop = not (concurrency or closed)
     places = asyncio.Semaphore(concurrency or len(arrivals))
-    sender = Sender()
+    exchange = _Exchange(send, arrivals, places, watch, open_loop)
     started = time.monotonic()
-
-    async def one(number: int, intended: float) -> None:
-        if not (concurrency or closed):
-            sender.late_s.append(time.monotonic() - intended)
-        try:
-            answer = await send(number)
-        finally:
-            places.release()
-        ended[number] = record_of(number, arrivals[number], intended, answer), answer
-        watch(len(ended), len(arrivals))
-
-    async with _watched(sender), asyncio.TaskGroup() as group:
+    async with _watched(exchange.sender), asyncio.TaskGroup() as group:
         for number, arrival in enumerate(arrivals):
             intended = started + arrival.at
             if not closed:
@@ -137,32 +129,64 @@ async def run_load(
             await places.acquire()
             if closed:
                 intended = time.monotonic()
-            group.create_task(one(number, intended))
-    requests = [ended[number][0] for number in range(len(arrivals))]
-    answers = [ended[number][1] for number in range(len(arrivals))]
-    seconds = span(requests)
-    return LoadResult(requests, answers, started, seconds, sender)
+            group.create_task(exchange.serve(number, intended))
+    numbers = range(len(arrivals))
+    requests = [exchange.requests[number] for number in numbers]
+    answers = [exchange.answers[number] for number in numbers]
+    return LoadResult(requests, answers, started, span(requests), exchange.sender)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """Sends requests and keeps what comes back, each by its number."""
+
+    send: _Send
+    arrivals: Sequence[Arrival]
+    #: A request has one, and gives it back when it ends.
+    places: asyncio.Semaphore
+    watch: Watch
+    #: No request ever waits for another.
+    open_loop: bool
+    sender: Sender = field(default_factory=Sender)
+    requests: dict[int, RequestRecord] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    async def serve(self, number: int, intended: float) -> None:
+        if self.open_loop:
+            self.sender.late_s.append(time.monotonic() - intended)
+        try:
+            answer = await self.send(number)
+        finally:
+            self.places.release()
+        self.answers[number] = answer
+        self.requests[number] = record_of(number, self.arrivals[number], intended, answer)
+        self.watch(len(self.answers), len(self.arrivals))
 
 
 def record_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestRecord:
     """A request as its client saw it, with the endpoint's token counts where it tells them."""
-    first = answer.chunks[0] if answer.chunks else None
     n_output = 0
     if answer.served:
         n_output = answer.n_output or len(answer.chunks)
-        if first is None and answer.n_output:
-            first = answer.finished  # its only tokens are no text: they came with the end
     return RequestRecord(
         number=number,
         tenant=arrival.tenant,
         n_prompt=answer.n_prompt or arrival.n_prompt,
         n_output=n_output,
         arrival=intended,
-        first_token=first,
+        first_token=_first_token(answer),
         finished=answer.finished,
         finish=answer.finish,
         token_times=answer.chunks or None,
     )
+
+
+def _first_token(answer: Answer) -> float | None:
+    if answer.chunks:
+        return answer.chunks[0]
+    if answer.served and answer.n_output:
+        return answer.finished  # its only tokens are no text: they came with the end
+    return None
 
 
 @asynccontextmanager

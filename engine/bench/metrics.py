@@ -5,12 +5,12 @@ as differences.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import httpx
 
-from jitney.engine.records import ROW_KINDS
-from jitney.engine.telemetry.cost import IDLE, NANO, SPLIT_ORDER, Line
+from jitney.engine.telemetry.cost import NANO, SPLIT_ORDER, Line, with_idle
 
 _SAMPLE = re.compile(r"^(jitney_\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|\+Inf)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -39,7 +39,9 @@ async def read_metrics(client: httpx.AsyncClient, base: str) -> Samples | None:
     if response.status_code != 200:
         return None
     samples = parse_metrics(response.text)
-    return samples if _rows(samples, "prefill") is not None else None
+    if _rows(samples, "prefill") is None:
+        return None
+    return samples
 
 
 def _rows(samples: Samples, kind: str) -> float | None:
@@ -56,13 +58,17 @@ def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, L
     for kind in SPLIT_ORDER:
         counts.append(round((_rows(after, kind) or 0) - (_rows(before, kind) or 0)))
     busy = round((_step_seconds(after) - _step_seconds(before)) * NANO)
-    total = max(1, sum(counts))
-    edges = [busy * passed // total for passed in accumulate(counts, initial=0)]
     lines = {}
-    for kind, count, (low, high) in zip(SPLIT_ORDER, counts, pairwise(edges), strict=True):
-        lines[kind] = Line(count, high - low)
-    idle = Line(0, max(0, round(seconds * NANO) - busy))
-    return {kind: lines[kind] for kind in ROW_KINDS} | {IDLE: idle}
+    for kind, count, time in zip(SPLIT_ORDER, counts, _shares(busy, counts), strict=True):
+        lines[kind] = Line(count, time)
+    return with_idle(lines, busy, seconds)
+
+
+def _shares(total: int, counts: Sequence[int]) -> list[int]:
+    """`total` in proportion to the counts; Python's integers, which no long run overflows."""
+    whole = max(1, sum(counts))
+    edges = [total * passed // whole for passed in accumulate(counts, initial=0)]
+    return [high - low for low, high in pairwise(edges)]
 
 
 def _step_seconds(samples: Samples) -> float:
@@ -75,7 +81,9 @@ def queue_mean(before: Samples, after: Samples) -> float | None:
     did.
     """
     count = _growth("jitney_queue_seconds_count", before, after)
-    return _growth("jitney_queue_seconds_sum", before, after) / count if count > 0 else None
+    if count <= 0:
+        return None
+    return _growth("jitney_queue_seconds_sum", before, after) / count
 
 
 def _growth(name: str, before: Samples, after: Samples) -> float:

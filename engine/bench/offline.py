@@ -89,7 +89,7 @@ class OfflineRun:
             records=self.records,
             seats=self.limits.max_seats,
             seconds=self.seconds,
-            seated_s=seated(stay for request in self.requests for stay in request.stays),
+            seated_s=seated(stay for _, stay in self.stays),
             slo=slo,
             price_per_hour=price_per_hour,
         )
@@ -142,27 +142,20 @@ class OfflineBench:
         """
         pool = self._core.scheduler.pool
         most = min(self.limits.context_length, pool.capacity * pool.page_size + 1)
+        prompted = []
         for number, arrival in enumerate(arrivals):
-            if arrival.n_prompt + arrival.n_output > most:
-                raise ConfigError(
-                    f"request {number} has {arrival.n_prompt} prompt and {arrival.n_output} output "
-                    f"tokens, a sequence here {most} at most: lower the lengths or give more pages"
-                )
-        return [
-            PromptedArrival(arrival, arrival_ids(self._encode, arrival, number, seed))
-            for number, arrival in enumerate(arrivals)
-        ]
+            _check_length(number, arrival, most)
+            prompt = arrival_ids(self._encode, arrival, number, seed)
+            prompted.append(PromptedArrival(arrival, prompt))
+        return prompted
 
     def warm_up(self, requests: Sequence[PromptedArrival], seconds: float = 2.0) -> None:
         """Run some of the requests for about so long, for caches and clock frequencies; nothing of
         it is kept.
         """
+        short = [_shortened(request) for request in requests[: self.limits.max_seats]]
         until = self.clock() + seconds
         while self.clock() < until:
-            short = [
-                replace(r, arrival=Arrival(0.0, r.arrival.n_prompt, min(8, r.arrival.n_output)))
-                for r in requests[: self.limits.max_seats]
-            ]
             self.run(short)
 
     def run(
@@ -180,25 +173,20 @@ class OfflineBench:
         ConfigError for impossible limits.
         """
         owners = RowOwners()
-        core = self._fresh(_NotingRunner(self._core.runner, owners), requests, limits)
+        runner = _NotingRunner(self._core.runner, owners)
+        core = self._fresh(runner, requests, limits)
         records = RequestRecords(keep_tokens=True, keep_times=True)
         ended = itertools.count(1)
         records.listeners.append(lambda record: watch(next(ended), len(requests)))
         gc.collect()
         started = self.clock()
-
-        def request_at(number: int, at: float) -> EngineRequest:
-            request = requests[number]
-            return request_of(str(number), request.arrival, request.prompt, at)
-
-        times = [started + request.arrival.at for request in requests]
-        offer = Offer(times, request_at, concurrency)
+        offer = _offer_of(requests, started, concurrency)
         log = drive(core, RealClock(self.clock, self._sleep), offer, records)
         core.check()
         served = list(records.oldest())
         return OfflineRun(
             requests=served,
-            tokens=[(request.tokens or [])[request.n_prompt :] for request in served],
+            tokens=[_output_of(request) for request in served],
             records=log.records,
             owners=owners,
             started=started,
@@ -213,21 +201,45 @@ class OfflineBench:
         """A core as the engine's own, with other limits; nobody is refused for the length of the
         queue.
         """
-        own, old = self._core.scheduler, self._core.scheduler.pool
+        own = self._core.scheduler
         open_door = {
             "max_waiting_requests": len(requests) + 1,
             "max_predicted_wait_s": 0.0,
             "max_waiting_tokens": _NO_CAP,
         }
-        scheduler = Scheduler(
-            replace(own.limits, **open_door, **limits),
-            own.buckets,
-            PagePool(
-                old.n_pages,
-                old.page_size,
-                retain=old.retain,
-                share_outputs=old.share_outputs,
-            ),
-            self.clock,
+        pool = PagePool(
+            own.pool.n_pages,
+            own.pool.page_size,
+            retain=own.pool.retain,
+            share_outputs=own.pool.share_outputs,
         )
+        changed = replace(own.limits, **open_door, **limits)
+        scheduler = Scheduler(changed, own.buckets, pool, self.clock)
         return EngineCore(scheduler, runner, Ledger(capacity=1), self.clock)
+
+
+def _check_length(number: int, arrival: Arrival, most: int) -> None:
+    if arrival.n_prompt + arrival.n_output > most:
+        raise ConfigError(
+            f"request {number} has {arrival.n_prompt} prompt and {arrival.n_output} output "
+            f"tokens, a sequence here {most} at most: lower the lengths or give more pages"
+        )
+
+
+def _shortened(request: PromptedArrival) -> PromptedArrival:
+    """The same prompt at once, with a few output tokens."""
+    arrival = request.arrival
+    return PromptedArrival(Arrival(0.0, arrival.n_prompt, min(8, arrival.n_output)), request.prompt)
+
+
+def _offer_of(requests: Sequence[PromptedArrival], started: float, concurrency: int) -> Offer:
+    def request_at(number: int, at: float) -> EngineRequest:
+        request = requests[number]
+        return request_of(str(number), request.arrival, request.prompt, at)
+
+    times = [started + request.arrival.at for request in requests]
+    return Offer(times, request_at, concurrency)
+
+
+def _output_of(request: RequestRecord) -> list[int]:
+    return (request.tokens or [])[request.n_prompt :]

@@ -125,7 +125,9 @@ async def _read_json(client: httpx.AsyncClient, url: str) -> Any:
     """The page's content; None where there is no such page."""
     try:
         response = await client.get(url)
-        return response.json() if response.status_code == 200 else None
+        if response.status_code != 200:
+            return None
+        return response.json()
     except (httpx.HTTPError, ValueError):
         return None
 
@@ -146,8 +148,7 @@ class _Session:
         """Find the model, and learn how long texts of up to `longest` tokens are."""
         if not endpoint.model:
             endpoint = replace(endpoint, model=await first_model(client, endpoint))
-        texts = [prose(words, seed=words) for words in (1, _FEW_WORDS)]
-        one, few = await count_tokens(client, endpoint, texts)
+        one, few = await _lengths(client, endpoint, 1, _FEW_WORDS)
         if few <= one:
             raise JitneyError(
                 f"the endpoint counts {one} and {few} tokens for texts of 1 and {_FEW_WORDS} words"
@@ -155,7 +156,7 @@ class _Session:
         ruler = Ruler.of(one, few, _FEW_WORDS)
         words = min(_MANY_WORDS, ruler.words(longest))
         if words > _FEW_WORDS:
-            (many,) = await count_tokens(client, endpoint, [prose(words, seed=words)])
+            (many,) = await _lengths(client, endpoint, words)
             ruler = Ruler.of(one, many, words)
         return cls(client, endpoint, ruler)
 
@@ -220,6 +221,12 @@ class _Session:
         await run_load(send, at_once, concurrency=concurrency or len(arrivals), closed=True)
 
 
+async def _lengths(client: httpx.AsyncClient, endpoint: RemoteEndpoint, *words: int) -> list[int]:
+    """Tokens of texts of so many words."""
+    texts = [prose(count, seed=count) for count in words]
+    return await count_tokens(client, endpoint, texts)
+
+
 async def capacity_at(
     endpoint: RemoteEndpoint,
     arrivals: Sequence[Arrival],
@@ -243,13 +250,19 @@ async def capacity_at(
         run = await session.measure(
             some, concurrency=streams, closed=True, warmup=warmup, watch=watch
         )
-    ends = sorted(request.end for request in run.load.requests if request.served)
+    return _served_per_second(run.load, streams)
+
+
+def _served_per_second(load: LoadResult, streams: int) -> float:
+    """While so many requests were open."""
+    ends = sorted(request.end for request in load.requests if request.served)
     full = len(ends) - streams
     if full < 1:
         raise JitneyError(
-            f"the endpoint's capacity is unknown: it served {len(ends)} of {len(some)} requests"
+            f"the endpoint's capacity is unknown: it served {len(ends)} of {len(load.requests)} "
+            "requests"
         )
-    return full / (ends[full - 1] - run.load.started)
+    return full / (ends[full - 1] - load.started)
 
 
 async def _likely_streams(client: httpx.AsyncClient, base: str) -> int:

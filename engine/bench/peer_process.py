@@ -27,6 +27,22 @@ _LOOK_EVERY_S = 0.5
 _TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
 #: Last bytes of an engine's output that are shown when it fails.
 _LOG_TAIL = 1500
+_VLLM_FLAGS = (
+    *("--served-model-name", "m"),
+    *("--max-model-len", "2048"),
+    *("--max-num-seqs", "32"),
+    "--no-enable-prefix-caching",
+    "--disable-uvicorn-access-log",
+)
+_VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "PYTHONPATH": "",
+}
 
 
 class Peer(NamedTuple):
@@ -56,24 +72,9 @@ def ours(model: str, kernels: str, dtype: str) -> Peer:
 
 def vllm(executable: str, folder: str, dtype: str) -> Peer:
     """vLLM's CPU build on a Hugging Face folder of the same model."""
-    flags = (
-        *("--served-model-name", "m"),
-        *("--dtype", dtype),
-        *("--max-model-len", "2048"),
-        *("--max-num-seqs", "32"),
-        "--no-enable-prefix-caching",
-        "--disable-uvicorn-access-log",
-    )
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "4",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "PYTHONPATH": "",
-    }
+    flags = (*_VLLM_FLAGS, "--dtype", dtype)
     preload = _preload(executable)
+    environment = dict(_VLLM_ENVIRONMENT)
     if preload:
         environment["LD_PRELOAD"] = ":".join(preload)
     names = ", ".join(Path(library).name for library in preload) or "nothing"
@@ -157,7 +158,6 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> N
 
 
 def _tail(log: IO[bytes]) -> str:
-    """The end of an engine's output, on one line."""
     log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL))
     return " ".join(log.read().decode(errors="replace").split())
 

@@ -65,11 +65,12 @@ class _Measurement(NamedTuple):
     def describe(self) -> dict[str, Any]:
         """What it sends, for the report."""
         prompts = LengthSummary.of(len(prompt) for prompt in self.prompts)
+        outputs = LengthSummary.of(self.outputs)
         return {
             "streams": self.streams,
             "requests": len(self.outputs),
             "prompt_lengths": msgspec.to_builtins(prompts),
-            "output_lengths": msgspec.to_builtins(LengthSummary.of(self.outputs)),
+            "output_lengths": msgspec.to_builtins(outputs),
         }
 
     def warm_up(self) -> _Measurement:
@@ -81,7 +82,9 @@ class _Measurement(NamedTuple):
 
 def _figure_of(name: str) -> str:
     """The figure that a measurement is for."""
-    return "prompt_tok_s" if name.startswith("prompts_") else "output_tok_s"
+    if name.startswith("prompts_"):
+        return "prompt_tok_s"
+    return "output_tok_s"
 
 
 @dataclass(slots=True)
@@ -118,7 +121,7 @@ def make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> 
     """Closed loops of so many streams, and long prompts with one output token each."""
     measurements = []
     for count in streams:
-        n = requests if count > 1 else min(requests, _SINGLE_REQUESTS)
+        n = min(requests, _SINGLE_REQUESTS) if count == 1 else requests
         arrivals = synthesise(n, PROMPTS, OUTPUTS, Closed(), _SEED)
         measurements.append(_measurement(f"streams_{count}", count, arrivals, encode))
     n = min(_LONG_REQUESTS, requests)
@@ -130,10 +133,11 @@ def make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> 
 def _measurement(
     name: str, streams: int, arrivals: Sequence[Arrival], encode: Encode
 ) -> _Measurement:
-    prompts = []
+    prompts, outputs = [], []
     for number, arrival in enumerate(arrivals):
         prompts.append(prompt_ids(encode, arrival.n_prompt, [_SEED, number]))
-    return _Measurement(name, streams, prompts, [arrival.n_output for arrival in arrivals])
+        outputs.append(arrival.n_output)
+    return _Measurement(name, streams, prompts, outputs)
 
 
 @dataclass(slots=True)
@@ -156,8 +160,8 @@ class PeerBench:
         for repetition in range(repetitions):
             for result in self.results:
                 if not result.failed:
-                    name = result.peer.name
-                    self.say(f"{name}: repetition {repetition + 1} of {repetitions}")
+                    turn = f"repetition {repetition + 1} of {repetitions}"
+                    self.say(f"{result.peer.name}: {turn}")
                     self._measure_once(result)
                     self.save(self.report())
         return self.report()
@@ -268,11 +272,8 @@ _MEDIANS = {
 
 def medians_of(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """For each measurement the median, least and most of its figures over the repetitions."""
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for run in runs:
-        for name, figures in run.items():
-            by_name.setdefault(name, []).append(figures)
-    return {name: _medians(repetitions) for name, repetitions in by_name.items()}
+    names = dict.fromkeys(name for run in runs for name in run)  # in order, each once
+    return {name: _medians([run[name] for run in runs if name in run]) for name in names}
 
 
 def _medians(repetitions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -293,24 +294,26 @@ def kernel_ratios(report: Mapping[str, Any], engines: tuple[str, str]) -> dict[s
     """For each measurement, the first engine's median over the second's: prompt tokens where
     outputs are one token long, else output tokens. Empty if one of them was not measured.
     """
-    if any(engine not in report["engines"] for engine in engines):
+    if not report["engines"].keys() >= set(engines):
         return {}
     first, second = (report["engines"][engine]["medians"] for engine in engines)
     ratios = {}
     for name in first:
         if name in second:
-            figure = _figure_of(name)
-            ratios[name] = first[name][figure]["median"] / second[name][figure]["median"]
+            ratios[name] = _speed(first, name) / _speed(second, name)
     return ratios
+
+
+def _speed(medians: Mapping[str, Any], name: str) -> float:
+    return medians[name][_figure_of(name)]["median"]
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The table for a page, with what it was taken on above it."""
     work = report["work"]
-    loops = {name: sent["streams"] for name, sent in work.items() if name.startswith("streams_")}
-    busiest = max(loops, key=loops.__getitem__)
+    busiest = _busiest(work)
     heads = [_head(name, sent) for name, sent in work.items()]
-    heads.append(f"first token at {loops[busiest]} streams, p50 / p99")
+    heads.append(f"first token at {work[busiest]['streams']} streams, p50 / p99")
     lines = [
         f"{report['machine']}; over HTTP with streaming, the client on the same machine; medians "
         "(least - most).",
@@ -319,21 +322,23 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"|---|{'---|' * len(heads)}",
     ]
     for name, engine in report["engines"].items():
-        medians = engine["medians"]
-        if medians:
+        if engine["medians"]:
             title = f"{name} {engine['version']}".strip()
-            lines.append(_engine_row(title, medians, work, busiest))
+            lines.append(_engine_row(title, engine["medians"], work, busiest))
     return "\n".join(lines) + "\n"
+
+
+def _busiest(work: Mapping[str, Any]) -> str:
+    """The closed loop of most streams."""
+    loops = [name for name in work if name.startswith("streams_")]
+    return max(loops, key=lambda name: work[name]["streams"])
 
 
 def _engine_row(
     title: str, medians: Mapping[str, Any], work: Mapping[str, Any], busiest: str
 ) -> str:
-    cells = [title]
-    for name in work:
-        cells.append(_speed_cell(name, medians))
-    cells.append(_wait_cell(busiest, medians))
-    return f"| {' | '.join(cells)} |"
+    speeds = [_speed_cell(name, medians) for name in work]
+    return f"| {' | '.join([title, *speeds, _wait_cell(busiest, medians)])} |"
 
 
 def _head(name: str, sent: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from jitney.engine.bench.offline import OfflineRun
 from jitney.engine.report import figures, tables
 from jitney.engine.report.page import PageSection, write_page
-from jitney.engine.telemetry.backlog import Backlog
+from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.telemetry.cost import bill
 
 
@@ -44,12 +44,15 @@ def case_lines(case: Mapping[str, Any]) -> list[str]:
     for policy, figures_of in case["policies"].items():
         backlog = figures_of["backlog"]
         if backlog is not None and backlog["grew"]:
-            line = f"{policy}: {Backlog(**backlog)}"
             share = case["share_of_capacity"].get(policy)
-            if share is not None:
-                line += f"; it was offered {share:.2f} times what it can serve"
-            lines.append(line)
+            lines.append(f"{policy}: {QueueGrowth(**backlog)}{_offered(share)}")
     return lines
+
+
+def _offered(share: float | None) -> str:
+    if share is None:
+        return ""
+    return f"; it was offered {share:.2f} times what it can serve"
 
 
 def _agreement(unlike: Sequence[Mapping[str, Any]]) -> str:
@@ -83,20 +86,20 @@ def _seats(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
     for policy, run in runs.items():
         held = policy != "continuous"
         seats = run.limits.max_seats
-        charts.append(
-            figures.seat_timeline(policy, run.stays, run.started, seats, until, held=held)
-        )
+        chart = figures.seat_timeline(policy, run.stays, run.started, seats, until, held=held)
+        charts.append(chart)
     notes = ["All runs share one time scale. White: the seat is empty."]
     return PageSection(f"Seats: {name}", notes, charts=charts)
 
 
 def _over_time(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
-    ends = {}
+    ends, requests = {}, {}
     for policy, run in runs.items():
-        finished = np.array([(request.end, request.n_output) for request in run.requests])
-        ends[policy] = finished, run.started
-    latencies = figures.latency_charts({policy: run.requests for policy, run in runs.items()})
-    return PageSection(f"Over time: {name}", charts=[figures.tokens_over_time(ends), *latencies])
+        requests[policy] = run.requests
+        finished = [(request.end, request.n_output) for request in run.requests]
+        ends[policy] = np.array(finished), run.started
+    charts = [figures.tokens_over_time(ends), *figures.latency_charts(requests)]
+    return PageSection(f"Over time: {name}", charts=charts)
 
 
 def _ledger(name: str, runs: Mapping[str, OfflineRun], price_per_hour: float | None) -> PageSection:
@@ -113,7 +116,9 @@ def _request_shares(
     name: str, runs: Mapping[str, OfflineRun], price_per_hour: float | None
 ) -> PageSection:
     """The costliest requests of continuous batching, or of the first policy that ran."""
-    policy = "continuous" if "continuous" in runs else next(iter(runs))
+    policy = "continuous"
+    if policy not in runs:
+        policy = next(iter(runs))
     shares, _ = runs[policy].owners.bill(runs[policy].records)
     note = (
         "Its rows' share of the steps they were computed in; padding is nobody's and stands in the "

@@ -4,8 +4,10 @@ in one .npz.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,8 +39,14 @@ def write_recording(path: str | Path, requests: Iterable[RequestRecord], started
     since `started`. ConfigError if the file cannot be written.
     """
     lines = [_trace_line(request, started) for request in requests]
-    try:
+    with _config_errors(path):
         Path(path).write_bytes(msgspec.json.Encoder().encode_lines(lines))
+
+
+@contextmanager
+def _config_errors(path: str | Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
 
@@ -69,35 +77,37 @@ def write_records(path: str | Path, runs: Mapping[str, OfflineRun]) -> None:
         arrays[f"times_{name}"] = _times_array(run)
         arrays[f"rides_{name}"] = _rides_array(run)
         arrays[f"note_{name}"] = np.array(msgspec.json.encode(note).decode())
-    try:
-        with open(path, "wb") as file:  # a name without .npz stays as it is
-            np.savez_compressed(file, **arrays)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    with _config_errors(path), open(path, "wb") as file:  # a name without .npz stays as it is
+        np.savez_compressed(file, **arrays)
 
 
 def _times_array(run: OfflineRun) -> np.ndarray:
     """[requests] TIMES_DTYPE, seconds since the run's start."""
     array = np.empty(len(run.requests), TIMES_DTYPE)
-    array["request"] = [request.number for request in run.requests]
+    array["request"] = _column(run.requests, "number")
     for name in ("n_prompt", "n_output"):
-        array[name] = [getattr(request, name) for request in run.requests]
+        array[name] = _column(run.requests, name)
     for name in ("arrival", "boarded", "first_token", "finished"):
-        array[name] = _since(run.started, [getattr(request, name) for request in run.requests])
+        array[name] = _since(run.started, run.requests, name)
     return array
 
 
 def _rides_array(run: OfflineRun) -> np.ndarray:
     """[stays] RIDES_DTYPE, seconds since the run's start."""
-    stays = run.stays
+    requests = [request for request, _ in run.stays]
+    stays = [stay for _, stay in run.stays]
     array = np.empty(len(stays), RIDES_DTYPE)
-    array["request"] = [request.number for request, _ in stays]
-    array["seat"] = [stay.seat for _, stay in stays]
+    array["request"] = _column(requests, "number")
+    array["seat"] = _column(stays, "seat")
     for name in ("start", "first_token", "end"):
-        array[name] = _since(run.started, [getattr(stay, name) for _, stay in stays])
+        array[name] = _since(run.started, stays, name)
     return array
 
 
-def _since(started: float, times: list[float | None]) -> np.ndarray:
-    """Seconds since `started` [n] f8; NaN for None."""
-    return np.array(times, np.float64) - started
+def _column(items: Sequence[object], name: str) -> list[Any]:
+    return [getattr(item, name) for item in items]
+
+
+def _since(started: float, items: Sequence[object], name: str) -> np.ndarray:
+    """Seconds since `started` [n] f8 of that field; NaN for None."""
+    return np.array(_column(items, name), np.float64) - started

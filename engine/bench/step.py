@@ -129,11 +129,12 @@ def _mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Itera
     rows, seats = bucket.tokens, bucket.seats
     whole = min(rows, context - 1)
     late = max(0, min(_LATE, context - 1 - whole))
-    yield StepCase(bucket, (), ((0, whole),))
-    yield StepCase(bucket, (), ((0, max(1, whole // 2)),))
+    prompts: list[tuple[tuple[int, int], ...]] = [((0, whole),), ((0, max(1, whole // 2)),)]
     if seats >= 4:
-        yield StepCase(bucket, (), ((0, rows // 4),) * 4)
-    yield StepCase(bucket, (), ((late, whole),))
+        prompts.append(((0, rows // 4),) * 4)
+    prompts.append(((late, whole),))
+    for chunks in prompts:
+        yield StepCase(bucket, (), chunks)
     if seats > 1:
         beside = min(seats - 1, rows - 1)
         chunk = (0, min(rows - beside, context - 1))
@@ -144,9 +145,7 @@ def _mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Itera
 def plan_of(case: StepCase, number: int, page_size: int) -> Plan:
     """The case as a plan whose sequences have just boarded, each with pages of its own."""
     maker = _ChunkMaker(number, page_size)
-    chunks = []
-    for length in case.decode:
-        chunks.append(maker.chunk(length, 1, decode=True))
+    chunks = [maker.chunk(length, 1, decode=True) for length in case.decode]
     for start, count in case.prompts:
         chunks.append(maker.chunk(start, count, decode=False))
     boarded = [chunk.seq for chunk in chunks]
@@ -168,9 +167,13 @@ class _ChunkMaker:
         """Rows of a sequence that has computed `start` positions."""
         n_pages = -(-(start + count) // self.page_size)
         pages = list(range(self.page, self.page + n_pages))
-        # A decode row's token is still on the device, as it is when the engine runs.
-        tokens = [1] * (start if decode else start + count)
+        n_tokens = start + count
+        if decode:
+            n_tokens = (
+                start  # the row's token is still on the device, as it is when the engine runs
+            )
         name = f"{self.number}-{self.seat}"
+        tokens = [1] * n_tokens
         request = EngineRequest(id=name, prompt=tokens, sampling=_GREEDY, arrival=0.0)
         seq = Seq(request, 0, 0, tokens, 1, seat=self.seat, pages=pages)
         self.page += n_pages
@@ -189,9 +192,11 @@ def _time_cases(
     """Each case `repeats` times in shuffled rounds after one that does not count; at least one
     round counts, and no new one begins after `seconds`.
     """
-    plans = [plan_of(case, number, page_size) for number, case in enumerate(wanted)]
-    timings = [StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
-    pairs = list(zip(plans, timings, strict=True))
+    pairs = []
+    for number, case in enumerate(wanted):
+        plan = plan_of(case, number, page_size)
+        pairs.append((plan, StepTiming(case, plan.work, [])))
+    timings = [timing for _, timing in pairs]
     rng = random.Random(0)
     started = time.perf_counter()
     for turn in range(repeats + 1):
@@ -270,9 +275,8 @@ def _product_rate(dtype: str) -> float:
 def measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: float) -> Roofline:
     """The least time that the measured bandwidth and rate allow."""
     number = "f32" if dtype == "float32" else "bf16"
-    chip = Accelerator(
-        "measured", 0.0, bandwidth, MappingProxyType({"bf16": rate, "f32": rate}), 1.0
-    )
+    rates = MappingProxyType({"bf16": rate, "f32": rate})
+    chip = Accelerator("measured", 0.0, bandwidth, rates, 1.0)
     return Roofline(ModelCost(config, number, number), chip, assumed=_IDEAL)
 
 
@@ -280,16 +284,19 @@ def _host_of(core: EngineCore, seats: int) -> HostTimes:
     """What the host needs for a step, from a short run of the engine itself with full seats."""
     pool, limits = core.scheduler.pool, core.scheduler.limits
     longest = min(limits.context_length, pool.capacity * pool.page_size // max(1, seats))
-    prompt = [1] * max(1, min(32, longest // 2 - 1))
-    n_output = max(2, min(24, longest // 2))
     first = core.ledger.steps
     for number in range(2 * seats):
-        sampling = msgspec.structs.replace(_GREEDY, max_tokens=n_output - number % 2)
-        name = f"host-{first}-{number}"
-        request = EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=core.clock())
-        core.add(request)
+        core.add(_host_request(f"host-{first}-{number}", longest, number % 2, core.clock()))
     core.run_until_idle()
     return host_times(core.ledger.since(first))
+
+
+def _host_request(name: str, longest: int, shorter: int, now: float) -> EngineRequest:
+    """A request of at most `longest` tokens, `shorter` of them less."""
+    prompt = [1] * max(1, min(32, longest // 2 - 1))
+    n_output = max(2, min(24, longest // 2)) - shorter
+    sampling = msgspec.structs.replace(_GREEDY, max_tokens=n_output)
+    return EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=now)
 
 
 def measure(
@@ -315,13 +322,12 @@ def measure(
     source = f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}"
     table = table_of(timings, host, source)
     floor = measured_floor(config, info.dtype, bandwidth, rate)
-    facts = {name: getattr(info, name) for name in _FACTS}
-    return facts | {
-        "copy_bytes_s": bandwidth,
-        "product_flops_s": rate,
-        "cases": [_row_of(timing, table, floor) for timing in timings],
-        "table": table.contents(),
-    }
+    report = {name: getattr(info, name) for name in _FACTS}
+    report["copy_bytes_s"] = bandwidth
+    report["product_flops_s"] = rate
+    report["cases"] = [_row_of(timing, table, floor) for timing in timings]
+    report["table"] = table.contents()
+    return report
 
 
 def table_of(timings: Sequence[StepTiming], host: HostTimes, source: str) -> StepTable:
@@ -332,7 +338,7 @@ def table_of(timings: Sequence[StepTiming], host: HostTimes, source: str) -> Ste
         bucket, middle = timing.case.bucket, timing.median
         points.append(Point(bucket, timing.work, middle))
         of_kind = ratios.setdefault(kind_of(bucket), [])
-        of_kind += [spent / middle for spent in timing.seconds]
+        of_kind.extend(np.divide(timing.seconds, middle))
     noise = {kind: noise_factors(np.array(values)) for kind, values in ratios.items()}
     return StepTable.from_points(points, host, source, noise)
 

@@ -34,26 +34,29 @@ def knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int
     """
     if len(x) < 3:
         return None
-    xs = _unit(np.asarray(x, np.float64))
-    ys = _unit(np.maximum.accumulate(np.asarray(y, np.float64)))
-    distance = xs - ys if convex else ys - xs
-    best = int(np.argmax(distance))
-    return best if distance[best] > 1e-9 else None
+    above = _unit(np.maximum.accumulate(np.asarray(y, np.float64)))
+    above -= _unit(np.asarray(x, np.float64))
+    if convex:
+        above = -above
+    best = int(np.argmax(above))
+    if above[best] <= 1e-9:
+        return None
+    return best
 
 
 def _unit(values: np.ndarray) -> np.ndarray:
     """Values [n] f8 scaled to [0, 1]; all 0 if they are all alike."""
-    span = values.max() - values.min()
-    return (values - values.min()) / span if span > 0 else np.zeros_like(values)
+    above = values - values.min()
+    return above / (above.max() or 1.0)
 
 
 def knee_of(axis: str, points: Sequence[Mapping[str, Any]]) -> int | None:
     """The knee of a sweep: where throughput flattens over concurrency, where p99 end-to-end time
     steepens over rate or load.
     """
-    over_concurrency = axis == "concurrency"
-    figure = "output_tok_s" if over_concurrency else "e2e_p99_s"
+    convex = axis != "concurrency"
+    figure = "e2e_p99_s" if convex else "output_tok_s"
     values = [point[figure] for point in points]
     if None in values:
         return None
-    return knee([point[axis] for point in points], values, convex=not over_concurrency)
+    return knee([point[axis] for point in points], values, convex=convex)

@@ -165,7 +165,6 @@ def arrival_prose(arrival: Arrival, n_words: Callable[[int], int], number: int, 
 def arrival_ids(
     encode: Callable[[str], list[int]], arrival: Arrival, number: int, seed: int
 ) -> list[int]:
-    """The same as ids [n_prompt], exactly as long as wanted."""
     if not arrival.conversation:
         return prompt_ids(encode, arrival.n_prompt, [seed, number])
     shared = prompt_ids(encode, arrival.n_shared, [seed, 0, _SYSTEM])

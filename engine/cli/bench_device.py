@@ -4,7 +4,6 @@ limits.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -13,7 +12,7 @@ from jitney.engine.bench.device.report import goal_table, write
 from jitney.engine.bench.device.rows import NAMES
 from jitney.engine.bench.device.run import PARTS, DevicePlan, DeviceResults, check_parts, measure
 from jitney.engine.cli.bench_flags import check_numbers
-from jitney.engine.cli.flags import Parser
+from jitney.engine.cli.flags import Flags, Parser, say
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import EngineSection, KernelsName, platform_environment
 from jitney.engine.errors import ConfigError
@@ -48,12 +47,12 @@ def run(arguments: Sequence[str]) -> int:
         if results.floors is not None:
             write(results, folder)
 
-    results = measure(plan, save, _say)
+    results = measure(plan, save, say)
     for line in goal_table(results):
         print(line)
     print("written:", *write(results, folder))
-    wrong = any(row.note.startswith("WRONG") for row in results.rows)
-    return int(wrong)
+    notes = " ".join(row.note for row in results.rows)
+    return int("WRONG" in notes)
 
 
 def _folder(named: str | None) -> Path:
@@ -72,57 +71,26 @@ def make_parser() -> Parser:
         "Measure copy bandwidth and product rate, then kernels, whole steps and the engine "
         "against the floors that follow from them; every figure is checked on the way.",
     )
-    add = parser.add_argument
-    add(
-        "--shape",
-        choices=NAMES,
-        default="",
-        help="model shape, with random weights [llama-3.1-8b; on a CPU tiny]",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "bfloat16", "float32"),
-        default="auto",
-        help="of weights and activations [auto]",
-    )
-    add("--kernels", choices=_KERNELS, default="auto", help="kernel set [auto]")
-    add("--against", choices=_KERNELS, default="", help="a second kernel set to time beside it")
-    add(
-        "--page-size",
-        type=int,
-        metavar="N",
-        help="KV positions per page [64; of the tiny shape 16]",
-    )
-    add(
-        "--platform",
-        choices=("auto", "cpu", "cuda", "tpu"),
-        default="auto",
-        help="where to run [auto]",
-    )
+    flags = Flags(parser)
+    shape = "model shape, with random weights [llama-3.1-8b; on a CPU tiny]"
+    flags.add("--shape", shape, "", choices=NAMES)
+    dtypes = ("auto", "bfloat16", "float32")
+    flags.add("--dtype", "of weights and activations", "auto", choices=dtypes)
+    flags.add("--kernels", "kernel set", "auto", choices=_KERNELS)
+    flags.add("--against", "a second kernel set to time beside it", "", choices=_KERNELS)
+    flags.whole("--page-size", "KV positions per page [64; of the tiny shape 16]")
+    flags.add("--platform", "where to run", "auto", choices=("auto", "cpu", "cuda", "tpu"))
     parts = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
-    add(
-        "--only",
-        default="",
-        metavar="A,B",
-        help=f"parts to run, in this order; floors always are. {parts}",
-    )
-    add(
+    only = f"parts to run, in this order; floors always are. {parts}"
+    flags.add("--only", only, "", metavar="A,B")
+    flags.number(
         "--budget-s",
-        type=float,
-        default=1800.0,
-        metavar="X",
-        help="seconds for everything; what matters most comes "
-        "first, and nothing new begins after that [1800]",
+        "seconds for everything; what matters most comes first, and nothing new begins after that",
+        1800.0,
     )
-    add(
+    flags.add(
         "--out-dir",
+        "where the JSON file and the Markdown page go [docs/benchmarks where that is, else here]",
         metavar="FOLDER",
-        help="where the JSON file and the Markdown page go [docs/benchmarks where that "
-        "is, else here]",
     )
     return parser
-
-
-def _say(message: str) -> None:
-    """A line of progress, at once."""
-    print(message, file=sys.stderr, flush=True)

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jitney.engine.cli.flags import Parser
+from jitney.engine.cli.flags import Flags, Parser
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.workload import (
     PATTERNS,
@@ -28,6 +28,8 @@ from jitney.engine.simulation.workload import (
     read_trace,
     repeated_tokens,
 )
+from jitney.engine.telemetry.backlog import backlog_of
+from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.telemetry.summary import Slo
 
 if TYPE_CHECKING:
@@ -38,76 +40,52 @@ def add_traffic(parser: Parser, *, requests: int, arrivals: str, requests_help: 
     """The flags that say what traffic comes.
 
     requests, arrivals: the command's own defaults. requests_help: how many requests come, in words,
-    where that is not one number.
+    where that is not one number; then --requests has no default.
     """
-    add = parser.add_argument_group("traffic").add_argument
+    flags = Flags(parser, "traffic")
     presets = "; ".join(f"{name}: {workload.about}" for name, workload in WORKLOADS.items())
-    add("--preset", choices=WORKLOADS, default="mixed", help=f"what comes; {presets} [mixed]")
-    add(
+    flags.add("--preset", f"what comes; {presets}", "mixed", choices=WORKLOADS)
+    flags.add(
         "--prompt",
-        metavar="LENGTH",
-        help="prompt tokens: 128, 50..800, lognormal:mean=200,sigma=0.8,min=1,max=800 or "
+        "prompt tokens: 128, 50..800, lognormal:mean=200,sigma=0.8,min=1,max=800 or "
         "trace:FILE; for chat, of each turn's message [the preset's]",
+        metavar="LENGTH",
     )
-    add("--output", metavar="LENGTH", help="output tokens, likewise [the preset's]")
-    add(
-        "--scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="multiply all output lengths, for a quicker run [1]",
-    )
-    shown = requests_help or requests
-    add(
-        "--requests",
-        type=int,
-        default=requests,
-        metavar="N",
-        help=f"how many requests come [{shown}]",
-    )
-    add("--arrivals", choices=PATTERNS, default=arrivals, help=f"when they come [{arrivals}]")
-    add(
-        "--burst-shape",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="gamma: below 1 comes in bursts [1]",
-    )
-    add(
+    flags.add("--output", "output tokens, likewise [the preset's]", metavar="LENGTH")
+    flags.number("--scale", "multiply all output lengths, for a quicker run", 1.0)
+    if requests_help:
+        flags.whole("--requests", f"how many requests come [{requests_help}]")
+    else:
+        flags.whole("--requests", "how many requests come", requests)
+    flags.add("--arrivals", "when they come", arrivals, choices=PATTERNS)
+    flags.number("--burst-shape", "gamma: below 1 comes in bursts", 1.0)
+    flags.add(
         "--trace",
-        metavar="FILE",
-        help="times and lengths from a file of JSON lines instead; with --rate, its times "
+        "times and lengths from a file of JSON lines instead; with --rate, its times "
         "are stretched to that mean rate",
+        metavar="FILE",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of lengths and times [0]")
+    flags.whole("--seed", "of lengths and times", 0)
 
 
 def add_report(parser: Parser, *, html: bool = True) -> None:
     """The flags that say what is made of the measurement; html: whether the command can write a
     page.
     """
-    add = parser.add_argument_group("report").add_argument
-    add(
-        "--slo-ttft-ms",
-        type=float,
-        metavar="MS",
-        help="goodput counts requests whose first token came in time",
-    )
-    add(
-        "--slo-itl-ms",
-        type=float,
-        metavar="MS",
-        help="and whose later tokens came this fast on average",
-    )
-    add(
-        "--price-per-hour",
-        type=float,
-        metavar="X",
-        help="of the device, for the cost of tokens and rows",
-    )
-    add("--json", metavar="FILE", help="write all figures to a file; - is standard output")
+    flags = Flags(parser, "report")
+    add_limits(flags)
+    flags.number("--price-per-hour", "of the device, for the cost of tokens and rows")
+    flags.add("--json", "write all figures to a file; - is standard output", metavar="FILE")
     if html:
-        add("--html", metavar="FILE", help="write one page with charts that needs no network")
+        flags.add("--html", "write one page with charts that needs no network", metavar="FILE")
+
+
+def add_limits(flags: Flags) -> None:
+    """The service level."""
+    first = "goodput counts requests whose first token came in time"
+    flags.add("--slo-ttft-ms", first, type=float, metavar="MS")
+    later = "and whose later tokens came this fast on average"
+    flags.add("--slo-itl-ms", later, type=float, metavar="MS")
 
 
 def check_numbers(args: argparse.Namespace, **least: float) -> None:
@@ -125,29 +103,31 @@ def flag_of(name: str) -> str:
 
 def names_from(flag: str, text: str, known: Collection[str]) -> list[str]:
     """Words between commas, each once. ConfigError if one is not known, or if there is none."""
-    names = _words(text)
+    names = words_of(text)
+    if not names:
+        raise ConfigError(f"{flag}: nothing is none of {', '.join(known)}")
     unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        wrong = ", ".join(unknown) or "nothing"
-        raise ConfigError(f"{flag}: {wrong} is none of {', '.join(known)}")
+    if unknown:
+        raise ConfigError(f"{flag}: {', '.join(unknown)} is none of {', '.join(known)}")
     return names
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """Words between commas, each once."""
-    words = [word.strip() for word in text.split(",")]
-    return list(dict.fromkeys(filter(None, words)))
+    words = dict.fromkeys(map(str.strip, text.split(",")))
+    words.pop("", None)
+    return list(words)
 
 
 def numbers_from[N: (int, float)](flag: str, text: str, kind: type[N]) -> list[N]:
     """Positive numbers between commas, each once. ConfigError for anything else."""
     try:
-        numbers = list(dict.fromkeys(map(kind, _words(text))))
+        numbers = list(dict.fromkeys(map(kind, words_of(text))))
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number < float("inf") for number in numbers):
-        whole = "whole " if kind is int else ""
-        raise ConfigError(f"{flag}: must be positive {whole}numbers separated by commas")
+        what = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(f"{flag}: must be positive {what} separated by commas")
     return numbers
 
 
@@ -156,19 +136,31 @@ def is_closed(args: argparse.Namespace) -> bool:
     return not args.trace and args.arrivals == "closed"
 
 
+def is_drawn(args: argparse.Namespace) -> bool:
+    """True where requests come at times that are drawn for a rate."""
+    return not args.trace and args.arrivals != "closed"
+
+
+def backlog_json(requests: Sequence[RequestRecord], closed: bool) -> dict[str, Any] | None:
+    """How the queue went, None for a closed loop: there it cannot grow."""
+    if closed:
+        return None
+    return msgspec.to_builtins(backlog_of(requests))
+
+
 def traffic_from(args: argparse.Namespace, rate: float) -> list[Arrival]:
     """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
     check_numbers(args, requests=1, scale=0.001, burst_shape=0.001, seed=0)
-    arrivals = _recorded(args.trace, rate) if args.trace else _made_up(args, rate)
+    if args.trace:
+        arrivals = read_trace(args.trace)
+        if rate:
+            arrivals = at_rate(arrivals, rate)
+    else:
+        arrivals = _made_up(args, rate)
     for number, arrival in enumerate(arrivals):
         n_output = max(1, round(arrival.n_output * args.scale))
         arrivals[number] = msgspec.structs.replace(arrival, n_output=n_output)
     return arrivals
-
-
-def _recorded(trace: str, rate: float) -> list[Arrival]:
-    arrivals = read_trace(trace)
-    return at_rate(arrivals, rate) if rate else arrivals
 
 
 def _made_up(args: argparse.Namespace, rate: float) -> list[Arrival]:
@@ -183,7 +175,9 @@ def _made_up(args: argparse.Namespace, rate: float) -> list[Arrival]:
 
 
 def _lengths(text: str | None, flag: str) -> Lengths | None:
-    return parse_lengths(text, flag) if text else None
+    if not text:
+        return None
+    return parse_lengths(text, flag)
 
 
 def describe_traffic(
@@ -192,7 +186,7 @@ def describe_traffic(
     """The traffic for the report: what was asked for, and what it came to."""
     prompts = [arrival.n_prompt for arrival in arrivals]
     outputs = [arrival.n_output for arrival in arrivals]
-    conversations = {arrival.conversation for arrival in arrivals if arrival.conversation}
+    conversations = {arrival.conversation for arrival in arrivals}
     return {
         "requests": len(arrivals),
         "prompt_tokens": sum(prompts),
@@ -201,7 +195,7 @@ def describe_traffic(
         **_source(args),
         "prompt_lengths": msgspec.to_builtins(LengthSummary.of(prompts)),
         "output_lengths": msgspec.to_builtins(LengthSummary.of(outputs)),
-        "conversations": len(conversations),
+        "conversations": len(conversations - {0}),
         "repeated_prompt_tokens": repeated_tokens(arrivals),
         "scale": args.scale,
         "rate": rate or None,
@@ -211,20 +205,17 @@ def describe_traffic(
 
 def _source(args: argparse.Namespace) -> dict[str, str | None]:
     """What was asked for; a preset is "custom" where a flag says other lengths than it has."""
+    source = dict.fromkeys(("preset", "about", "prompt", "output"))
     if args.trace:
-        unknown = dict.fromkeys(("preset", "about", "prompt", "output"))
-        return unknown | {"arrivals": "trace"}
+        return source | {"arrivals": "trace"}
     workload = WORKLOADS[args.preset]
-    preset, about = args.preset, workload.about
     if args.prompt or args.output:
-        preset, about = "custom", None
-    return {
-        "preset": preset,
-        "about": about,
-        "prompt": args.prompt or workload.prompt,
-        "output": args.output or workload.output,
-        "arrivals": args.arrivals,
-    }
+        source["preset"] = "custom"
+    else:
+        source["preset"], source["about"] = args.preset, workload.about
+    source["prompt"] = args.prompt or workload.prompt
+    source["output"] = args.output or workload.output
+    return source | {"arrivals": args.arrivals}
 
 
 def traffic_line(traffic: Mapping[str, Any]) -> str:
@@ -258,7 +249,9 @@ def slo_from(args: argparse.Namespace) -> Slo | None:
 
 
 def _as_seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
+    if milliseconds is None:
+        return None
+    return milliseconds / 1e3
 
 
 def write_json(file: str, report: Mapping[str, Any]) -> None:

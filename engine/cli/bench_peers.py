@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from jitney.engine.cli.bench_flags import (
     numbers_from,
     write_json,
 )
-from jitney.engine.cli.flags import Parser
+from jitney.engine.cli.flags import Flags, Parser, say
 from jitney.engine.errors import ConfigError
 
 _ENGINES = {
@@ -43,15 +42,15 @@ def run(arguments: Sequence[str]) -> int:
         if args.json and args.json != "-":
             write_json(args.json, report)
 
-    report = PeerBench(measurements, args.port, save, _say).compare(peers, args.repetitions)
-    kernels = [ours(args.model, name, args.dtype).name for name in ("auto", "reference")]
-    report["auto_over_reference"] = kernel_ratios(report, (kernels[0], kernels[1]))
+    report = PeerBench(measurements, args.port, save, say).compare(peers, args.repetitions)
+    auto, reference = (ours(args.model, name, args.dtype).name for name in ("auto", "reference"))
+    report["auto_over_reference"] = kernel_ratios(report, (auto, reference))
     _deliver(args, report)
-    return int(any(engine["failed"] for engine in report["engines"].values()))
+    failed = [name for name, engine in report["engines"].items() if engine["failed"]]
+    return int(bool(failed))
 
 
 def _make_parser() -> Parser:
-    engines = "; ".join(f"{name}: {about}" for name, about in _ENGINES.items())
     parser = Parser(
         "bench peers",
         "Serve this engine and others in turn on this machine and drive each over HTTP with the "
@@ -59,62 +58,22 @@ def _make_parser() -> Parser:
         "token ids, outputs have fixed lengths, no engine has a prefix cache. About 20 minutes "
         "with three engines on two cores.",
     )
-    add = parser.add_argument
-    add(
-        "--engines",
-        default=",".join(_ENGINES),
-        metavar="A,B",
-        help=f"{engines} [{','.join(_ENGINES)}]",
-    )
-    add(
-        "--model", default="smollm2-135m", metavar="NAME", help="this engine's model [smollm2-135m]"
-    )
-    add(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="of every engine [bfloat16]",
-    )
-    add("--vllm", default="", metavar="FILE", help="the vllm program [the one on the path]")
-    add(
-        "--vllm-model",
-        default="",
-        metavar="FOLDER",
-        help="the same model as a Hugging Face folder, for vLLM",
-    )
-    add(
-        "--streams",
-        default="32,8,1",
-        metavar="A,B,...",
-        help="requests open at a time, one closed loop each [32,8,1]",
-    )
-    add(
-        "--requests",
-        type=int,
-        default=96,
-        metavar="N",
-        help="of each closed loop; a single stream has 16 at most [96]",
-    )
-    add(
-        "--repetitions",
-        type=int,
-        default=3,
-        metavar="N",
-        help="times that every engine is started and measured [3]",
-    )
-    add(
-        "--port",
-        type=int,
-        default=0,
-        metavar="N",
-        help="where the engines listen; 0: any free port [0]",
-    )
-    add(
-        "--json",
-        metavar="FILE",
-        help="write all figures, again after every measurement; - is standard output",
-    )
-    add("--markdown", metavar="FILE", help="write the table")
+    flags = Flags(parser)
+    engines = "; ".join(f"{name}: {about}" for name, about in _ENGINES.items())
+    flags.add("--engines", engines, ",".join(_ENGINES), metavar="A,B")
+    flags.add("--model", "this engine's model", "smollm2-135m", metavar="NAME")
+    flags.add("--dtype", "of every engine", "bfloat16", choices=("bfloat16", "float32"))
+    flags.add("--vllm", "the vllm program [the one on the path]", "", metavar="FILE")
+    folder = "the same model as a Hugging Face folder, for vLLM"
+    flags.add("--vllm-model", folder, "", metavar="FOLDER")
+    streams = "requests open at a time, one closed loop each"
+    flags.add("--streams", streams, "32,8,1", metavar="A,B,...")
+    flags.whole("--requests", "of each closed loop; a single stream has 16 at most", 96)
+    flags.whole("--repetitions", "times that every engine is started and measured", 3)
+    flags.whole("--port", "where the engines listen; 0: any free port", 0)
+    report = "write all figures, again after every measurement; - is standard output"
+    flags.add("--json", report, metavar="FILE")
+    flags.add("--markdown", "write the table", metavar="FILE")
     return parser
 
 
@@ -133,7 +92,7 @@ def _peers_from(args: argparse.Namespace) -> list[Peer]:
 def _vllm_from(args: argparse.Namespace) -> Peer | None:
     program = shutil.which(args.vllm or "vllm")
     if program is None:
-        _say("vLLM is not installed here and is left out; --vllm FILE names its program")
+        say("vLLM is not installed here and is left out; --vllm FILE names its program")
         return None
     if not Path(args.vllm_model, "config.json").is_file():
         raise ConfigError(
@@ -183,19 +142,17 @@ def _engine_remarks(name: str, engine: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} failed: {engine['failed']}"
     shares = [figures["client_cpu_share"]["median"] for figures in engine["medians"].values()]
     if shares:
-        yield (
-            f"{name}: the client used {min(shares):.0%} to {max(shares):.0%} of a core; "
-            f"{engine['settings']}"
-        )
+        used = f"{min(shares):.0%} to {max(shares):.0%} of a core"
+        yield f"{name}: the client used {used}; {engine['settings']}"
 
 
 def _ratio_line(ratios: Mapping[str, float]) -> str:
-    each = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
-    below = ", ".join(name for name, ratio in ratios.items() if ratio < 1)
-    verdict = f"BELOW the reference: {below}" if below else "none below the reference"
-    return f"auto over reference kernels: {each}; {verdict}"
-
-
-def _say(message: str) -> None:
-    """A line of progress, at once."""
-    print(message, file=sys.stderr, flush=True)
+    each, below = [], []
+    for name, ratio in ratios.items():
+        each.append(f"{name} {ratio:.2f}x")
+        if ratio < 1:
+            below.append(name)
+    verdict = "none below the reference"
+    if below:
+        verdict = f"BELOW the reference: {', '.join(below)}"
+    return f"auto over reference kernels: {', '.join(each)}; {verdict}"

@@ -8,7 +8,6 @@ comes make it one.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,11 +37,13 @@ from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArriva
 from jitney.engine.cli.bench_flags import (
     add_report,
     add_traffic,
+    backlog_json,
     check_numbers,
     check_writable,
     describe_traffic,
     flag_of,
     is_closed,
+    is_drawn,
     names_from,
     numbers_from,
     progress,
@@ -52,14 +53,13 @@ from jitney.engine.cli.bench_flags import (
     write_json,
 )
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from, say
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import cross_errors
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.backlog import backlog_of
 from jitney.engine.telemetry.cost import as_json, bill
 
 if TYPE_CHECKING:
@@ -106,16 +106,20 @@ class _Traffic:
     @property
     def open_loop(self) -> bool:
         """True when they come at times that were drawn for a rate."""
-        return not self.args.trace and self.args.arrivals != "closed"
+        return is_drawn(self.args)
 
     def paced(self, rate: float) -> list[PromptedArrival]:
         """The requests at so many a second."""
-        pairs = zip(at_load(self.arrivals, rate), self.requests, strict=True)
-        return [PromptedArrival(arrival, request.prompt) for arrival, request in pairs]
+        paced = []
+        for arrival, request in zip(at_load(self.arrivals, rate), self.requests, strict=True):
+            paced.append(PromptedArrival(arrival, request.prompt))
+        return paced
 
     def due(self) -> list[PromptedArrival]:
         """The requests as they come."""
-        return self.paced(self.rate) if self.open_loop else self.requests
+        if self.open_loop:
+            return self.paced(self.rate)
+        return self.requests
 
 
 @dataclass(slots=True)
@@ -139,9 +143,7 @@ class _Comparison:
     def run_all(self) -> tuple[dict[str, dict[str, OfflineRun]], list[dict[str, Any]]]:
         """(the runs by case and policy, the measured points of the curve)."""
         rate = self._pace()
-        runs = {}
-        for name, traffic in self.traffics.items():
-            runs[name] = self._run("" if name == _GIVEN else name, traffic)
+        runs = {name: self._run(name, traffic) for name, traffic in self.traffics.items()}
         return runs, [self._measure_load(load, rate) for load in self.loads]
 
     def _pace(self) -> float:
@@ -169,7 +171,7 @@ class _Comparison:
         line += f"about {seconds / 60:.1f} minutes by simulation"
         if self.loads:
             line += f"; beside them {len(self.loads) * len(self.policies)} at other loads"
-        print(line, file=sys.stderr, flush=True)
+        say(line)
 
     def _simulated_seconds(self, traffic: _Traffic, policy: str, table: StepTable) -> float:
         arrivals = traffic.arrivals
@@ -180,7 +182,7 @@ class _Comparison:
         return simulate(arrivals, shape, table, concurrency=concurrency).seconds
 
     def _run(self, case: str, traffic: _Traffic) -> dict[str, OfflineRun]:
-        """The case under each policy; case: its name, "" where there is but one."""
+        """The case under each policy."""
         return run_policies(
             self.bench,
             traffic.due(),
@@ -206,8 +208,8 @@ class _Comparison:
 
 
 def _named(watch: NamedWatch, case: str) -> NamedWatch:
-    """The same, with the case before the policy's name."""
-    if not case:
+    """The same, with the case before the policy's name where there are several."""
+    if case == _GIVEN:
         return watch
     return lambda policy, done, total: watch(f"{case}, {policy}", done, total)
 
@@ -238,7 +240,9 @@ def run(arguments: Sequence[str]) -> int:
     cases = cases_from(args)
     _check(args, cases)
     config = _config_from(args)
-    timeout_ms = config.engine.static_timeout_ms if "static_timeout_ms" in vars(args) else 0.0
+    timeout_ms = 0.0
+    if "static_timeout_ms" in vars(args):
+        timeout_ms = config.engine.static_timeout_ms
     llm = load_llm(config)
     bench = OfflineBench(llm.core, llm.tokenizer.encode)
     traffics = {name: draw(bench, flags, case) for name, (flags, case) in cases.items()}
@@ -256,12 +260,13 @@ def run(arguments: Sequence[str]) -> int:
 def _check(args: argparse.Namespace, cases: _Cases) -> None:
     """Bad flags are reported before the model loads."""
     check_writable(args, "json", "html", "records", "traces")
-    closed = [flags for flags, _ in cases.values() if flags.trace or flags.arrivals == "closed"]
-    if args.measure_loads and closed:
-        raise ConfigError("--measure-loads is for traffic with a rate: poisson or gamma arrivals")
     check_numbers(args, rate=0.001, load=0.001, concurrency=0, warmup_s=0)
     slo_from(args)
     for flags, _ in cases.values():
+        if args.measure_loads and not is_drawn(flags):
+            raise ConfigError(
+                "--measure-loads is for traffic with a rate: poisson or gamma arrivals"
+            )
         traffic_from(flags, rate=flags.rate or 1.0)
 
 
@@ -274,72 +279,46 @@ def make_parser() -> Parser:
     add_traffic(parser, requests=_DEFAULT_REQUESTS, arrivals="poisson")
     parser.set_defaults(requests=None)
     add_report(parser)
-    add = parser.add_argument_group("files").add_argument
-    add(
+    flags = Flags(parser, "files")
+    flags.add(
         "--records",
+        "write step records, times and seats of all runs to an .npz file",
         metavar="FILE",
-        help="write step records, times and seats of all runs to an .npz file",
     )
-    add(
+    flags.add(
         "--traces",
-        metavar="PREFIX",
-        help="write PREFIX.POLICY.jsonl for jitney simulate --trace: what came, and what "
+        "write PREFIX.POLICY.jsonl for jitney simulate --trace: what came, and what "
         "was measured; PREFIX.CASE.POLICY.jsonl if there are several cases",
+        metavar="PREFIX",
     )
     add_settings(parser, ("model", "engine"), leave_out=("policy",))
     return parser
 
 
 def _add_comparison(parser: Parser) -> None:
-    """What is compared."""
-    add = parser.add_argument_group("comparison").add_argument
+    flags = Flags(parser, "comparison")
     cases = "; ".join(f"{name}: {case.what}" for name, case in CASES.items())
-    add(
+    flags.add(
         "--cases",
-        metavar="A,B",
-        help=f"traffic to compare them on, one after another; {cases} [{','.join(CASES)}; "
+        f"traffic to compare them on, one after another; {cases} [{','.join(CASES)}; "
         "none if flags say what traffic comes]",
-    )
-    add(
-        "--policies",
         metavar="A,B",
-        default=",".join(POLICIES),
-        help=f"policies to compare [{','.join(POLICIES)}]",
     )
-    add("--seats", type=int, metavar="N", help="the same as --max-seats [the engine's]")
-    add(
-        "--rate",
-        type=float,
-        metavar="X",
-        help="requests a second, for poisson and gamma [from --load]",
-    )
-    add(
+    flags.add("--policies", "policies to compare", ",".join(POLICIES), metavar="A,B")
+    flags.whole("--seats", "the same as --max-seats [the engine's]")
+    flags.number("--rate", "requests a second, for poisson and gamma [from --load]")
+    flags.number(
         "--load",
-        type=float,
-        default=_DEFAULT_LOAD,
-        metavar="X",
-        help="without --rate: times what continuous batching "
-        f"can serve, which is measured first [{_DEFAULT_LOAD}]",
+        "without --rate: times what continuous batching can serve, which is measured first",
+        _DEFAULT_LOAD,
     )
-    add(
+    flags.add(
         "--measure-loads",
+        "measure the waits at these loads too, besides simulating the curve; as --load",
         metavar="X,Y",
-        help="measure the waits at these loads too, besides simulating the curve; as --load",
     )
-    add(
-        "--concurrency",
-        type=int,
-        default=0,
-        metavar="N",
-        help="closed arrivals: requests open at a time; 0: all [0]",
-    )
-    add(
-        "--warmup-s",
-        type=float,
-        default=2.0,
-        metavar="X",
-        help="seconds of work before anything is timed [2]",
-    )
+    flags.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0)
+    flags.number("--warmup-s", "seconds of work before anything is timed", 2.0)
 
 
 def _policies_from(args: argparse.Namespace) -> list[str]:
@@ -367,11 +346,13 @@ def cases_from(args: argparse.Namespace) -> _Cases:
     """The cases that the flags ask for."""
     defaults = make_parser().parse([])
     given = [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(defaults, name)]
-    if args.cases is None and given:
-        return {_GIVEN: (with_flags(args, requests=_requests(args, _DEFAULT_REQUESTS)), None)}
-    if given:
+    if given and args.cases is not None:
         raise ConfigError(f"--cases has traffic of its own: give no {flag_of(given[0])} with it")
-    names = list(CASES) if args.cases is None else names_from("--cases", args.cases, CASES)
+    if given:
+        return {_GIVEN: (with_flags(args, requests=_requests(args, _DEFAULT_REQUESTS)), None)}
+    names = list(CASES)
+    if args.cases is not None:
+        names = names_from("--cases", args.cases, CASES)
     cases: _Cases = {}
     for name in names:
         case = CASES[name]
@@ -400,20 +381,13 @@ def _config_from(args: argparse.Namespace) -> Config:
 
 def draw(bench: OfflineBench, args: argparse.Namespace, case: TrafficCase | None) -> _Traffic:
     """The requests of a case, with their texts."""
-    open_loop = not args.trace and args.arrivals != "closed"
-    arrivals = traffic_from(args, rate=1.0 if open_loop else args.rate or 0.0)
-    traffic = _Traffic(
-        args=args,
-        arrivals=arrivals,
-        requests=bench.requests(arrivals, args.seed),
-        what="as the flags say",
-        of="continuous" if open_loop and not args.rate else "",
-        load=args.load,
-        rate=args.rate or 0.0,
-    )
+    rate = args.rate or 0.0
+    arrivals = traffic_from(args, rate=1.0 if is_drawn(args) else rate)
+    requests = bench.requests(arrivals, args.seed)
     if case is not None:
-        traffic.what, traffic.of, traffic.load, traffic.rate = case.what, case.of, case.load, 0.0
-    return traffic
+        return _Traffic(args, arrivals, requests, case.what, case.of, case.load, 0.0)
+    of = "continuous" if is_drawn(args) and not rate else ""
+    return _Traffic(args, arrivals, requests, "as the flags say", of, args.load, rate)
 
 
 def _make_report(
@@ -460,11 +434,11 @@ def _case_report(
 def _run_figures(args: argparse.Namespace, run: OfflineRun) -> dict[str, Any]:
     """The figures of one run, its ledger and its queue."""
     price = args.price_per_hour
+    shares, _ = run.owners.bill(run.records)
     figures = run.figures(slo_from(args), price)
-    backlog = None if is_closed(args) else backlog_of(run.requests)
     figures["ledger"] = as_json(bill(run.records, run.seconds), price)
-    figures["backlog"] = msgspec.to_builtins(backlog)
-    figures["request_shares"] = as_json(run.owners.bill(run.records)[0], price)
+    figures["backlog"] = backlog_json(run.requests, is_closed(args))
+    figures["request_shares"] = as_json(shares, price)
     return figures
 
 
@@ -518,8 +492,9 @@ def _write_runs(args: argparse.Namespace, runs: Mapping[str, Mapping[str, Offlin
 
     everything = {}
     for case, by_policy in runs.items():
+        prefix = "" if case == _GIVEN else f"{case}."
         for policy, run in by_policy.items():
-            everything[policy if case == _GIVEN else f"{case}.{policy}"] = run
+            everything[f"{prefix}{policy}"] = run
     if args.records:
         write_records(args.records, everything)
     if args.traces:

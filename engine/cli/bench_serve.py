@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from jitney.engine.bench.client import EXTRA_FIELDS, RemoteEndpoint
 from jitney.engine.bench.online import EngineAbout, OnlineRun, measure
 from jitney.engine.cli.bench_flags import (
     add_report,
     add_traffic,
+    backlog_json,
     check_numbers,
     check_writable,
     describe_traffic,
@@ -28,11 +27,11 @@ from jitney.engine.cli.bench_flags import (
     traffic_line,
     write_json,
 )
-from jitney.engine.cli.flags import Parser
+from jitney.engine.cli.flags import Flags, Parser
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.backlog import Backlog, backlog_of
+from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.telemetry.cost import as_json
 
 #: Where an API key may stand; a flag would show it to other users of the machine.
@@ -62,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
         online = asyncio.run(measuring)
     report = _make_report(args, online, arrivals)
     _deliver(args, report, online)
-    return 0 if report["figures"]["served"] else 1
+    return int(report["figures"]["served"] == 0)
 
 
 def _make_parser() -> Parser:
@@ -72,30 +71,18 @@ def _make_parser() -> Parser:
         f"from {' or '.join(_KEY_VARIABLES)}.",
     )
     add_endpoint(parser)
-    add = parser.add_argument_group("load").add_argument
-    add("--rate", type=float, metavar="X", help="requests a second, for poisson and gamma")
-    add(
+    flags = Flags(parser, "load")
+    flags.number("--rate", "requests a second, for poisson and gamma")
+    flags.whole(
         "--concurrency",
-        type=int,
-        default=0,
-        metavar="N",
-        help="closed: requests open at a time, 0: all; else most "
-        "that may be open, 0: any number [0]",
+        "closed: requests open at a time, 0: all; else most that may be open, 0: any number",
+        0,
     )
-    add(
-        "--warmup",
-        type=int,
-        default=8,
-        metavar="N",
-        help="short requests sent before anything is timed [8]",
-    )
+    flags.whole("--warmup", "short requests sent before anything is timed", 8)
     add_traffic(parser, requests=64, arrivals="closed")
     add_report(parser)
-    parser.add_argument(
-        "--trace-to",
-        metavar="FILE",
-        help="write what was sent and measured, for jitney simulate --trace",
-    )
+    trace_to = "write what was sent and measured, for jitney simulate --trace"
+    Flags(parser).add("--trace-to", trace_to, metavar="FILE")
     return parser
 
 
@@ -103,45 +90,42 @@ def add_endpoint(parser: Parser, *, required: bool = True) -> None:
     """The flags that say where requests go; where a model may be named for other ends too, it has
     its flag already.
     """
-    add = parser.add_argument_group("endpoint").add_argument
-    add("--url", metavar="URL", required=required, help="the endpoint, with or without /v1")
+    flags = Flags(parser, "endpoint")
+    where = "the endpoint, with or without /v1"
+    flags.add("--url", where, metavar="URL", required=required)
     if required:
-        add(
-            "--model",
-            metavar="NAME",
-            default="",
-            help="the model's name there [the first in its list]",
-        )
-    add("--chat", action="store_true", help="use chat completions instead of text completions")
-    add(
+        model = "the model's name there [the first in its list]"
+        flags.add("--model", model, "", metavar="NAME")
+    flags.switch("--chat", "use chat completions instead of text completions")
+    flags.add(
         "--ignore-eos",
+        "have outputs of exactly the wanted length, by the field ignore_eos, which only some "
+        "servers know",
+        True,
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="have outputs of exactly the wanted length, by the field ignore_eos, which only some "
-        "servers know [true]",
     )
-    add(
-        "--timeout-s",
-        type=float,
-        default=600.0,
-        metavar="X",
-        help="seconds a request may take [600]",
-    )
+    flags.number("--timeout-s", "seconds a request may take", 600.0)
 
 
 def endpoint_from(args: argparse.Namespace) -> RemoteEndpoint:
     """The endpoint that the flags and the environment describe."""
     if not args.url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {args.url}: must begin with http:// or https://")
-    keys = [os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)]
     return RemoteEndpoint(
         url=args.url,
         model=getattr(args, "model", ""),
-        api_key=keys[0] if keys else "",
+        api_key=_key(),
         chat=args.chat,
         extras=EXTRA_FIELDS if args.ignore_eos else (),
         timeout_s=args.timeout_s,
     )
+
+
+def _key() -> str:
+    for name in _KEY_VARIABLES:
+        if os.environ.get(name):
+            return os.environ[name]
+    return ""
 
 
 def _rate_from(args: argparse.Namespace) -> float:
@@ -161,9 +145,12 @@ def _make_report(
     """Everything that was found, ready for JSON."""
     load, price = online.load, args.price_per_hour
     figures = load.figures(slo_from(args), price)
-    backlog = None if is_closed(args) else backlog_of(load.requests)
-    figures["backlog"] = msgspec.to_builtins(backlog)
+    figures["backlog"] = backlog_json(load.requests, is_closed(args))
     traffic = describe_traffic(args, arrivals, _rate_from(args))
+    traffic["concurrency"] = args.concurrency
+    ledger = None
+    if online.bill is not None:
+        ledger = as_json(online.bill, price)
     return {
         "url": online.endpoint.url,
         "model": online.endpoint.model,
@@ -171,12 +158,12 @@ def _make_report(
         "engine": online.about._asdict(),
         "client_machine": cpu_name(),
         "server_queue_mean_s": online.queue_mean_s,
-        "ledger": None if online.bill is None else as_json(online.bill, price),
+        "ledger": ledger,
         "errors": _errors_of(online),
         "short_outputs": _short_outputs(online, arrivals),
         "cached_prompt_tokens": sum(answer.n_cached for answer in load.answers),
         "client": load.sender.as_json(),
-        "traffic": traffic | {"concurrency": args.concurrency},
+        "traffic": traffic,
     }
 
 
@@ -244,7 +231,7 @@ def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
     if 0 < figures["served"] < ENOUGH_FOR_P99:
         yield f"p99 of {figures['served']} requests is nearly the slowest of them"
     if figures["backlog"] is not None:
-        yield str(Backlog(**figures["backlog"]))
+        yield str(QueueGrowth(**figures["backlog"]))
     for kind, error in report["errors"].items():
         yield f"failed with {kind}: {error['count']} of {figures['requests']}; {error['first']}"
     if report["short_outputs"]:
@@ -271,15 +258,12 @@ def _write_page(args: argparse.Namespace, report: Mapping[str, Any], online: Onl
     from jitney.engine.report import figures, tables
     from jitney.engine.report.page import PageSection, write_page
 
+    note = "Latencies count from the time a request should have been sent."
+    table = tables.figures_table({"measured": report["figures"]})
+    charts = figures.latency_charts({"measured": online.load.requests})
     sections = [
-        PageSection(
-            "Figures",
-            ["Latencies count from the time a request should have been sent."],
-            [tables.figures_table({"measured": report["figures"]})],
-        ),
-        PageSection(
-            "Distributions", charts=figures.latency_charts({"measured": online.load.requests})
-        ),
+        PageSection("Figures", [note], [table]),
+        PageSection("Distributions", charts=charts),
     ]
     if online.bill is not None:
         note = (

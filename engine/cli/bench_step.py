@@ -9,7 +9,7 @@ from typing import Any
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_json
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -37,16 +37,11 @@ def _make_parser() -> Parser:
         "bench step",
         "Time single steps of the engine: the table that jitney simulate --table reads.",
     )
-    add = parser.add_argument
-    add("--repeats", type=int, default=7, metavar="N", help="times each step is run [7]")
-    add(
-        "--seconds",
-        type=float,
-        default=60.0,
-        metavar="X",
-        help="begin no new round after this [60]",
-    )
-    add("--json", metavar="FILE", help="write the report with the table; - is standard output")
+    flags = Flags(parser)
+    flags.whole("--repeats", "times each step is run", 7)
+    flags.number("--seconds", "begin no new round after this", 60.0)
+    report = "write the report with the table; - is standard output"
+    flags.add("--json", report, metavar="FILE")
     add_settings(parser, ("model", "engine"))
     return parser
 
@@ -55,26 +50,15 @@ def show(report: Mapping[str, Any]) -> None:
     """One row a case, times in ms; the floor is the larger of bytes over bandwidth and operations
     over rate.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    from jitney.engine.report.page import Table
+    from jitney.engine.report.tables import print_table
 
-    table = Table(
-        title=f"{report['model']} {report['dtype']}, {report['kernels']} kernels on "
-        f"{report['device']}",
-        caption="rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: "
-        "what the table says; floor: bytes or operations at the measured rates",
-        box=SIMPLE_HEAD,
-        padding=(0, 1),
-    )
-    for name in ("bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"):
-        table.add_column(name, justify="left" if name == "bucket" else "right", no_wrap=True)
-    for case in report["cases"]:
-        table.add_row(*_cells(case))
-    console = Console()
-    console.print(table)
+    heads = ["bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"]
+    table = Table(heads, [_cells(case) for case in report["cases"]])
+    kernels = f"{report['kernels']} kernels on {report['device']}"
+    print_table(table, f"{report['model']} {report['dtype']}, {kernels}")
     for line in _notes(report):
-        console.print(line, highlight=False)
+        print(line)
 
 
 def _cells(case: Mapping[str, Any]) -> list[str]:
@@ -92,7 +76,11 @@ def _cells(case: Mapping[str, Any]) -> list[str]:
 
 
 def _notes(report: Mapping[str, Any]) -> Iterator[str]:
-    """What else was measured, and how well the table fits."""
+    """How to read the table, what else was measured, and how well the table fits."""
+    yield (
+        "rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: what the "
+        "table says; floor: bytes or operations at the measured rates"
+    )
     yield (
         f"copying {report['copy_bytes_s'] / 1e9:.1f} GB/s, matrix products "
         f"{report['product_flops_s'] / 1e9:,.0f} GFLOP/s"

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
-
 from jitney.engine.bench.sweep import knee_of, point_of
 from jitney.engine.cli.bench_flags import (
     add_report,
     add_traffic,
+    backlog_json,
     check_numbers,
     check_writable,
     describe_traffic,
@@ -28,12 +27,11 @@ from jitney.engine.cli.bench_flags import (
     write_json,
 )
 from jitney.engine.cli.bench_serve import ENOUGH_FOR_P99, add_endpoint, endpoint_from
-from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.backlog import Backlog, backlog_of
-from jitney.engine.telemetry.request_record import RequestRecord
+from jitney.engine.telemetry.backlog import QueueGrowth
 
 if TYPE_CHECKING:
     from jitney.engine.bench.load import Watch
@@ -76,7 +74,9 @@ def run(arguments: Sequence[str]) -> int:
     engine = _AtEndpoint(args) if args.url else _InProcess(args, axis, values)
     report = _sweep(args, axis, values, engine)
     knee = knee_of(axis, report["points"])
-    report["knee"] = None if knee is None else report["points"][knee][axis]
+    report["knee"] = None
+    if knee is not None:
+        report["knee"] = report["points"][knee][axis]
     _deliver(args, report, knee)
     return 0
 
@@ -87,41 +87,35 @@ def _make_parser() -> Parser:
         "Throughput and latency over concurrency, rate or load: of an engine in this "
         "process, or of an endpoint with --url.",
     )
-    add = parser.add_argument_group("sweep").add_argument
-    add(
+    flags = Flags(parser, "sweep")
+    flags.add(
         "--concurrencies",
+        f"requests open at a time: one point each, as closed loops [{_DEFAULT_CONCURRENCIES}]",
         metavar="A,B,...",
-        help=f"requests open at a time: one point each, as closed loops [{_DEFAULT_CONCURRENCIES}]",
     )
-    add(
+    flags.add(
         "--rates",
+        "requests a second instead: one point each, as --arrivals says",
         metavar="A,B,...",
-        help="requests a second instead: one point each, as --arrivals says",
     )
-    add(
+    flags.add(
         "--loads",
-        metavar="A,B,...",
-        help="rates as shares of what continuous batching can serve, which is measured "
+        "rates as shares of what continuous batching can serve, which is measured "
         "first; 0.25,0.5,0.75,0.9,1.1 shows how p99 depends on the load",
+        metavar="A,B,...",
     )
-    add(
+    flags.whole(
         "--capacity-streams",
-        type=int,
-        default=0,
-        metavar="N",
-        help="for --loads with --url: requests open while the "
-        "capacity is measured; 0: twice the server's seats, 64 where it does not list them [0]",
+        "for --loads with --url: requests open while the capacity is measured; 0: twice the "
+        "server's seats, 64 where it does not list them",
+        0,
     )
-    add("--warmup", type=int, default=8, metavar="N", help="short requests before each point [8]")
+    flags.whole("--warmup", "short requests before each point", 8)
     add_endpoint(parser, required=False)
-    add_traffic(
-        parser,
-        requests=_CLOSED_REQUESTS,
-        arrivals="poisson",
-        requests_help=f"{_CLOSED_REQUESTS} and four for each open one; with --rates and --loads "
-        f"{_OPEN_REQUESTS}",
+    requests = (
+        f"{_CLOSED_REQUESTS} and four for each open one; with --rates and --loads {_OPEN_REQUESTS}"
     )
-    parser.set_defaults(requests=None)
+    add_traffic(parser, requests=0, arrivals="poisson", requests_help=requests)
     add_report(parser)
     add_settings(parser, ("model", "engine"))
     return parser
@@ -149,7 +143,11 @@ def _arrivals_at(args: argparse.Namespace, axis: str, value: float) -> list[Arri
     """The requests of one point, where `value` requests are open or come a second: the same lengths
     at every point, more of them at a high concurrency.
     """
-    return traffic_from(_args_at(args, axis, value), 0.0 if axis == "concurrency" else value)
+    return traffic_from(_args_at(args, axis, value), _rate_at(axis, value))
+
+
+def _rate_at(axis: str, value: float) -> float:
+    return 0.0 if axis == "concurrency" else value
 
 
 def _args_at(args: argparse.Namespace, axis: str, value: float) -> argparse.Namespace:
@@ -217,8 +215,8 @@ def _point(
 
 def _last_traffic(args: argparse.Namespace, axis: str, value: float) -> dict[str, Any]:
     """What came at the last point."""
-    rate = 0.0 if axis == "concurrency" else value
-    return describe_traffic(_args_at(args, axis, value), _arrivals_at(args, axis, value), rate)
+    arrivals = _arrivals_at(args, axis, value)
+    return describe_traffic(_args_at(args, axis, value), arrivals, _rate_at(axis, value))
 
 
 class _InProcess:
@@ -238,7 +236,6 @@ class _InProcess:
         self._bench.warm_up(self._bench.requests(_arrivals_at(args, axis, values[0]), args.seed))
 
     def capacity(self, first: list[Arrival], watch: Watch) -> float:
-        """As `compare.capacity`."""
         from jitney.engine.bench.compare import capacity
 
         def without_name(name: str, done: int, total: int) -> None:
@@ -249,15 +246,13 @@ class _InProcess:
         return rate
 
     def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> dict[str, Any]:
-        """One run."""
         requests = self._bench.requests(arrivals, self._args.seed)
         run = self._bench.run(requests, concurrency=concurrency, watch=watch)
         figures = run.figures(slo_from(self._args), self._args.price_per_hour)
-        figures["backlog"] = _backlog(concurrency, run.requests)
+        figures["backlog"] = backlog_json(run.requests, concurrency > 0)
         return figures
 
     def close(self) -> dict[str, str]:
-        """Let the engine go."""
         info = self._llm.info
         self._llm.close()
         names = ("version", "device", "platform", "kernels", "dtype", "policy")
@@ -270,16 +265,16 @@ class _AtEndpoint:
     def __init__(self, args: argparse.Namespace):
         from jitney.engine.bench.online import UNKNOWN_ENGINE
 
-        settings = [name for name in ("max_seats", "policy", "order") if name in vars(args)]
-        if settings:
-            flag = flag_of(settings[0])
-            raise ConfigError(f"{flag} is the server's business: leave it out with --url")
+        for name in ("max_seats", "policy", "order"):
+            if name in vars(args):
+                raise ConfigError(
+                    f"{flag_of(name)} is the server's business: leave it out with --url"
+                )
         self._args = args
         self._endpoint = endpoint_from(args)
         self._about = UNKNOWN_ENGINE
 
     def capacity(self, first: list[Arrival], watch: Watch) -> float:
-        """As `online.capacity_at`."""
         from jitney.engine.bench.online import capacity_at
 
         measuring = capacity_at(
@@ -292,7 +287,6 @@ class _AtEndpoint:
         return asyncio.run(measuring)
 
     def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> dict[str, Any]:
-        """One run over HTTP."""
         from jitney.engine.bench.online import measure
 
         measuring = measure(
@@ -307,17 +301,12 @@ class _AtEndpoint:
         self._about = online.about
         figures = online.load.figures(slo_from(self._args), self._args.price_per_hour)
         figures["client"] = online.load.sender.as_json()
-        figures["backlog"] = _backlog(concurrency, online.load.requests)
+        figures["backlog"] = backlog_json(online.load.requests, concurrency > 0)
         return figures
 
     def close(self) -> dict[str, str]:
         """What it said of itself."""
         return self._about._asdict()
-
-
-def _backlog(concurrency: int, requests: Sequence[RequestRecord]) -> dict[str, Any] | None:
-    """How the queue went, None for a closed loop: there it cannot grow."""
-    return None if concurrency else msgspec.to_builtins(backlog_of(requests))
 
 
 def _deliver(args: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:
@@ -353,24 +342,28 @@ def _summary(report: Mapping[str, Any]) -> list[str]:
 def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
     """Too few requests, queues that grew, and failures."""
     axis, points = report["axis"], report["points"]
-    fewest = min(point["figures"]["served"] for point in points)
-    if fewest < ENOUGH_FOR_P99:
-        yield f"p99 of {fewest} requests is nearly the slowest of them: give more --requests"
+    served = [point["figures"]["served"] for point in points]
+    if min(served) < ENOUGH_FOR_P99:
+        yield f"p99 of {min(served)} requests is nearly the slowest of them: give more --requests"
     for point in points:
         if _grew(point):
-            yield f"{axis} {point[axis]:g}: {Backlog(**point['figures']['backlog'])}"
-    failed = sum(point["figures"]["requests"] - point["figures"]["served"] for point in points)
+            yield f"{axis} {point[axis]:g}: {QueueGrowth(**point['figures']['backlog'])}"
+    failed = sum(point["figures"]["requests"] for point in points) - sum(served)
     if failed:
         yield f"failed requests: {failed}, in no percentile"
 
 
 def _client_lines(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """How well the client kept up, where there was one."""
-    clients = [point["figures"]["client"] for point in points if "client" in point["figures"]]
-    if clients:
-        most = max(client["cpu_share"] for client in clients)
-        yield f"this client used at most {most:.0%} of a core"
-    yield from sorted({client["trouble"] for client in clients if client["trouble"]})
+    shares, troubles = [], set()
+    for point in points:
+        client = point["figures"].get("client")
+        if client is not None:
+            shares.append(client["cpu_share"])
+            troubles.add(client["trouble"])
+    if shares:
+        yield f"this client used at most {max(shares):.0%} of a core"
+    yield from sorted(filter(None, troubles))
 
 
 def _engine_line(report: Mapping[str, Any]) -> str:
@@ -386,20 +379,21 @@ def _engine_line(report: Mapping[str, Any]) -> str:
 
 
 def _grew(point: Mapping[str, Any]) -> bool:
-    """True if the point's queue grew for the whole run."""
     backlog = point["figures"]["backlog"]
     return backlog is not None and backlog["grew"]
 
 
 def _curve_table(report: Mapping[str, Any], knee: int | None) -> Table:
-    """The curve, the knee marked."""
     from jitney.engine.report.page import Table
 
-    columns = [_cells(report["axis"], point) for point in report["points"]]
-    rows = [list(cells.values()) for cells in columns]
+    cells: dict[str, str] = {}
+    rows = []
+    for point in report["points"]:
+        cells = _cells(report["axis"], point)
+        rows.append(list(cells.values()))
     if knee is not None:
         rows[knee][0] += " knee"
-    return Table(list(columns[0]), rows)
+    return Table(list(cells), rows)
 
 
 def _cells(axis: str, point: Mapping[str, Any]) -> dict[str, str]:
@@ -419,7 +413,6 @@ def _cells(axis: str, point: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _sections(report: Mapping[str, Any], table: Table, knee: int | None) -> list[PageSection]:
-    """The page's parts."""
     from jitney.engine.report import figures
     from jitney.engine.report.page import PageSection
 

@@ -16,6 +16,8 @@ from jitney.engine.config.schema import Config
 
 #: What help calls the values of a setting.
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
+#: Defaults that help says nothing of.
+_NO_DEFAULT = (None, "", (), [])
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,6 +38,31 @@ class Parser(argparse.ArgumentParser):
             word = unknown[0].partition("=")[0]
             self.error(f"{word} is unknown{suggestion(word, self._option_string_actions)}")
         return args
+
+
+class Flags:
+    """Adds flags to one group of a parser's help; a flag's default stands in brackets behind its
+    text.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser, title: str = ""):
+        self._group = parser.add_argument_group(title) if title else parser
+
+    def add(self, flag: str, text: str, default: Any = None, **options: Any) -> None:
+        """options: argparse's own."""
+        if default not in _NO_DEFAULT:
+            shown = f"{default:g}" if isinstance(default, float) else str(default).lower()
+            text += f" [{shown}]"
+        self._group.add_argument(flag, default=default, help=text, **options)
+
+    def whole(self, flag: str, text: str, default: int | None = None) -> None:
+        self.add(flag, text, default, type=int, metavar="N")
+
+    def number(self, flag: str, text: str, default: float | None = None) -> None:
+        self.add(flag, text, default, type=float, metavar="X")
+
+    def switch(self, flag: str, text: str) -> None:
+        self._group.add_argument(flag, action="store_true", help=text)
 
 
 def add_settings(
@@ -63,12 +90,12 @@ def add_settings(
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
     default = setting.field.default
     text = str(setting.field.description)
-    if default not in ("", ()):
+    if default not in _NO_DEFAULT:
         text += f" [{str(default).lower()}]"
     options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if setting.kind is not bool:
-        choices = [choice for choice in setting.choices if choice]
-        options = {"metavar": "|".join(choices) or _METAVARS[setting.kind]}
+        choices = "|".join(filter(None, setting.choices))
+        options = {"metavar": choices or _METAVARS[setting.kind]}
     group.add_argument(
         setting.flag,
         dest=setting.name,
@@ -89,3 +116,8 @@ def config_from(args: argparse.Namespace) -> Config:
 def interactive() -> bool:
     """True when a person watches standard error."""
     return sys.stderr.isatty()
+
+
+def say(message: str) -> None:
+    """A line of progress, on standard error and at once."""
+    print(message, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
 from jitney.engine.config.layers import NOTHING
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.types import SamplingParams
@@ -80,20 +80,14 @@ def _show_json(prompt: str, sequence: Completion) -> None:
 
 def add_sampling(parser: Parser) -> None:
     """The sampling flags that `generate` and `chat` share."""
-    add = parser.add_argument_group("sampling").add_argument
-    add("--max-tokens", type=int, metavar="N", default=256, help="most tokens to generate [256]")
+    flags = Flags(parser, "sampling")
+    flags.whole("--max-tokens", "most tokens to generate", 256)
     for name, text in _MODEL_DEFAULTED.items():
-        kind, metavar = (int, "N") if name == "top_k" else (float, "X")
-        flag = f"--{name.replace('_', '-')}"
-        add(flag, type=kind, metavar=metavar, help=f"{text} [the model's own]")
-    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    add(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        default=[],
-        help="end before this text; may be repeated",
-    )
+        add = flags.whole if name == "top_k" else flags.number
+        add(f"--{name.replace('_', '-')}", f"{text} [the model's own]")
+    flags.whole("--seed", "the same seed gives the same text")
+    stop = "end before this text; may be repeated"
+    flags.add("--stop", stop, [], action="append", metavar="TEXT")
 
 
 def sampling_from(

@@ -4,13 +4,14 @@ was seen.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, slo_from, write_json
-from jitney.engine.cli.flags import Parser
+from jitney.engine.cli.flags import Flags, Parser
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, find_device
 from jitney.engine.simulation.planner import (
@@ -38,20 +39,29 @@ def run(arguments: Sequence[str]) -> int:
     check_writable(args, "json")
     if not args.model or not args.device:
         raise ConfigError("say what to size: jitney plan MODEL --device NAME")
-    limits = Assumptions(
+    roofline, demand = _roofline_of(args), _demand_of(args)
+    sizing = plan(roofline, demand)
+    if args.json:
+        write_json(args.json, _report_of(roofline, demand, sizing))
+    if args.json != "-":
+        _show(args.model, roofline, demand, sizing)
+    return int(sizing.chosen is None)
+
+
+def _roofline_of(args: argparse.Namespace) -> Roofline:
+    assumed = Assumptions(
         args.bandwidth_efficiency,
         args.flops_efficiency,
         args.overhead_ms / 1e3,
         memory=args.memory_share,
     )
-    roofline = Roofline(
-        ModelCost(find_shape(args.model), args.weights, args.kv),
-        find_device(args.device),
-        args.count,
-        limits,
-    )
+    cost = ModelCost(find_shape(args.model), args.weights, args.kv)
+    return Roofline(cost, find_device(args.device), args.count, assumed)
+
+
+def _demand_of(args: argparse.Namespace) -> Demand:
     slo = slo_from(args) or Slo()
-    demand = Demand(
+    return Demand(
         args.prompt,
         args.output,
         slo.itl_s,
@@ -61,12 +71,6 @@ def run(arguments: Sequence[str]) -> int:
         args.token_budget,
         args.page_size,
     )
-    sizing = plan(roofline, demand)
-    if args.json:
-        write_json(args.json, _report_of(roofline, demand, sizing))
-    if args.json != "-":
-        _show(args.model, roofline, demand, sizing)
-    return int(sizing.chosen is None)
 
 
 def make_parser() -> Parser:
@@ -75,76 +79,37 @@ def make_parser() -> Parser:
         "Size a deployment: what fits, tokens/s by batch size, the knee, cost and replicas. "
         "`jitney plan buckets --help`: propose buckets instead.",
     )
-    add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"{', '.join(SHAPES)}, a config.json, or what --model takes",
-    )
-    add("--device", metavar="NAME", help=f"one of: {', '.join(DEVICES)}")
-    add(
-        "--count",
-        type=int,
-        default=1,
-        metavar="N",
-        help="chips of a replica, by tensor parallelism [1]",
-    )
-    add("--weights", choices=_WEIGHTS, default="bf16", help="number format of the layers [bf16]")
-    add("--kv", choices=KV, default="bf16", help="number format of keys and values [bf16]")
-    add("--prompt", type=int, default=512, metavar="N", help="mean prompt tokens [512]")
-    add("--output", type=int, default=256, metavar="N", help="mean output tokens [256]")
-    add("--slo-itl-ms", type=float, metavar="MS", help="most milliseconds between two tokens")
-    add(
-        "--slo-ttft-ms",
-        type=float,
-        metavar="MS",
-        help="most milliseconds to the first token, for 99 in 100 requests",
-    )
-    add("--price-per-hour", type=float, metavar="X", help="of one chip")
-    add(
-        "--rate",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="requests a second to serve: how many replicas",
-    )
-    add("--token-budget", type=int, default=2048, metavar="N", help="most rows of a step [2048]")
-    add("--page-size", type=int, default=16, metavar="N", help="KV positions per page [16]")
-    assumed = parser.add_argument_group("assumptions").add_argument
-    default = Assumptions()
-    assumed(
-        "--bandwidth-efficiency",
-        type=float,
-        default=default.bandwidth,
-        metavar="X",
-        help=f"share of the published memory bandwidth that is reached [{default.bandwidth}]",
-    )
-    assumed(
-        "--flops-efficiency",
-        type=float,
-        default=default.flops,
-        metavar="X",
-        help=f"share of the published operations that is reached [{default.flops}]",
-    )
-    assumed(
-        "--overhead-ms",
-        type=float,
-        default=1e3 * default.overhead_s,
-        metavar="MS",
-        help=f"fixed time of a step [{1e3 * default.overhead_s:g}]",
-    )
-    assumed(
-        "--memory-share",
-        type=float,
-        default=default.memory,
-        metavar="X",
-        help=f"share of the memory that may be used [{default.memory}]",
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write everything to a file; - is standard output"
-    )
+    flags = Flags(parser)
+    models = f"{', '.join(SHAPES)}, a config.json, or what --model takes"
+    flags.add("model", models, nargs="?", metavar="MODEL")
+    flags.add("--device", f"one of: {', '.join(DEVICES)}", metavar="NAME")
+    flags.whole("--count", "chips of a replica, by tensor parallelism", 1)
+    flags.add("--weights", "number format of the layers", "bf16", choices=_WEIGHTS)
+    flags.add("--kv", "number format of keys and values", "bf16", choices=KV)
+    flags.whole("--prompt", "mean prompt tokens", 512)
+    flags.whole("--output", "mean output tokens", 256)
+    between = "most milliseconds between two tokens"
+    flags.add("--slo-itl-ms", between, type=float, metavar="MS")
+    first = "most milliseconds to the first token, for 99 in 100 requests"
+    flags.add("--slo-ttft-ms", first, type=float, metavar="MS")
+    flags.number("--price-per-hour", "of one chip")
+    flags.number("--rate", "requests a second to serve: how many replicas", 0.0)
+    flags.whole("--token-budget", "most rows of a step", 2048)
+    flags.whole("--page-size", "KV positions per page", 16)
+    flags.add("--json", "write everything to a file; - is standard output", metavar="FILE")
+    _add_assumptions(Flags(parser, "assumptions"))
     return parser
+
+
+def _add_assumptions(flags: Flags) -> None:
+    default = Assumptions()
+    bandwidth = "share of the published memory bandwidth that is reached"
+    flags.number("--bandwidth-efficiency", bandwidth, default.bandwidth)
+    operations = "share of the published operations that is reached"
+    flags.number("--flops-efficiency", operations, default.flops)
+    overhead = 1e3 * default.overhead_s
+    flags.add("--overhead-ms", "fixed time of a step", overhead, type=float, metavar="MS")
+    flags.number("--memory-share", "share of the memory that may be used", default.memory)
 
 
 def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, Any]:
@@ -163,46 +128,45 @@ def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, 
 
 def _show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None:
     """The curve as a table, the answers and the assumptions in lines."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    from jitney.engine.report.page import Table
+    from jitney.engine.report.tables import print_table
 
-    table = Table(
-        title=f"{model} on {roofline.count} x {roofline.device.name}: {demand.prompt} prompt and "
-        f"{demand.output} output tokens",
-        box=SIMPLE_HEAD,
-        padding=(0, 1),
-    )
-    for name in ("seats", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""):
-        table.add_column(name, justify="left" if name in ("bound", "") else "right", no_wrap=True)
-    for point in sizing.curve:
-        cost = "" if point.cost_per_million is None else f"{point.cost_per_million:.3f}"
-        table.add_row(
-            str(point.seats),
-            f"{1e3 * point.step_s:.2f}",
-            f"{point.output_tok_s:,.0f}",
-            f"{point.req_s:.2f}",
-            f"{1e3 * point.ttft_s:.0f}",
-            point.bound,
-            cost,
-            _mark(point, sizing),
-        )
-    console = Console()
-    console.print(table)
+    heads = ["seats", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""]
+    rows = [_cells(point, sizing) for point in sizing.curve]
+    title = f"{model} on {roofline.count} x {roofline.device.name}"
+    tokens = f"{demand.prompt} prompt and {demand.output} output tokens"
+    print_table(Table(heads, rows), f"{title}: {tokens}")
     for line in answers(roofline, demand, sizing):
-        console.print(line, highlight=False)
-    console.print("assumed:")
+        print(line)
+    print("assumed:")
     for line in _assumptions(roofline, demand):
-        console.print(f"  {line}", highlight=False)
+        print(f"  {line}")
+
+
+def _cells(point: Operating, sizing: Sizing) -> list[str]:
+    cost = ""
+    if point.cost_per_million is not None:
+        cost = f"{point.cost_per_million:.3f}"
+    return [
+        str(point.seats),
+        f"{1e3 * point.step_s:.2f}",
+        f"{point.output_tok_s:,.0f}",
+        f"{point.req_s:.2f}",
+        f"{1e3 * point.ttft_s:.0f}",
+        point.bound,
+        cost,
+        _mark(point, sizing),
+    ]
 
 
 def _mark(point: Operating, sizing: Sizing) -> str:
     """What is special about a point of the curve."""
-    return ", ".join(
-        name
-        for name, other in (("knee", sizing.knee), ("within limits", sizing.within_slo))
-        if other == point
-    )
+    marks = []
+    if point == sizing.knee:
+        marks.append("knee")
+    if point == sizing.within_slo:
+        marks.append("within limits")
+    return ", ".join(marks)
 
 
 def answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jitney.engine.cli.bench_flags import add_traffic, check_numbers, write_json
-from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
 from jitney.engine.cli.simulate import (
     NOT_SIMULATED,
     add_pace,
@@ -48,15 +48,10 @@ def run(arguments: Sequence[str]) -> int:
     budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
     proposal = propose(seen_in(records), present, budget)
     if args.json:
-        write_json(
-            args.json,
-            {
-                **msgspec.to_builtins(proposal),
-                "steps": len(records),
-                "share": proposal.share,
-                "share_now": proposal.share_now,
-            },
-        )
+        report = msgspec.to_builtins(proposal)
+        report["steps"] = len(records)
+        report["share"], report["share_now"] = proposal.share, proposal.share_now
+        write_json(args.json, report)
     if args.json != "-":
         _show(proposal, len(records), budget)
     return 0
@@ -67,33 +62,17 @@ def make_parser() -> Parser:
         "plan buckets",
         "Propose seat and token buckets that waste the fewest rows under a compile budget.",
     )
-    parser.add_argument(
-        "--budget",
-        type=int,
-        default=0,
-        metavar="N",
-        help="executables to compile; 0: as many as the present buckets take [0]",
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the proposal to a file; - is standard output"
-    )
-    add = parser.add_argument_group("what was seen").add_argument
-    add(
-        "--records",
-        metavar="FILE",
-        help="step records of a real run (.npz or .npy); else traffic is simulated",
-    )
-    add(
-        "--table",
-        metavar="FILE",
-        help="for simulated traffic: step times measured by jitney bench step --json FILE",
-    )
-    add(
-        "--device",
-        dest="chip",
-        metavar="NAME",
-        help="for simulated traffic: step times of a device's roofline",
-    )
+    flags = Flags(parser)
+    budget = "executables to compile; 0: as many as the present buckets take"
+    flags.whole("--budget", budget, 0)
+    flags.add("--json", "write the proposal to a file; - is standard output", metavar="FILE")
+    seen = Flags(parser, "what was seen")
+    records = "step records of a real run (.npz or .npy); else traffic is simulated"
+    seen.add("--records", records, metavar="FILE")
+    table = "for simulated traffic: step times measured by jitney bench step --json FILE"
+    seen.add("--table", table, metavar="FILE")
+    device = "for simulated traffic: step times of a device's roofline"
+    seen.add("--device", device, dest="chip", metavar="NAME")
     add_traffic(parser, requests=1000, arrivals="poisson")
     add_pace(parser)
     add_settings(parser, ("model", "engine"), leave_out=NOT_SIMULATED)
@@ -102,35 +81,33 @@ def make_parser() -> Parser:
 
 
 def _seen_steps(args: argparse.Namespace, config: Config, present: Buckets) -> np.ndarray:
-    """The records given, or those of the traffic simulated with a bucket for every size, so that
-    none is rounded up.
-    """
-    if args.records and (args.table or args.chip or args.trace):
+    """The records given, or those of the traffic simulated."""
+    if not args.records:
+        return _simulated_steps(args, config, present)
+    if args.table or args.chip or args.trace:
         raise ConfigError(
             "--records says what was seen: give no --table, --device or --trace with it"
         )
-    if args.records:
-        records = read_records(args.records)
-        if (
-            records["bucket_seats"].max() > present.seats
-            or records["bucket_tokens"].max() > present.token_budget
-        ):
-            raise ConfigError(
-                "the records are of an engine with more seats or a larger token budget: give its "
-                "--max-seats and --token-budget"
-            )
-        return records
+    records = read_records(args.records)
+    most_seats, most_rows = records["bucket_seats"].max(), records["bucket_tokens"].max()
+    if most_seats > present.seats or most_rows > present.token_budget:
+        raise ConfigError(
+            "the records are of an engine with more seats or a larger token budget: give its "
+            "--max-seats and --token-budget"
+        )
+    return records
+
+
+def _simulated_steps(args: argparse.Namespace, config: Config, present: Buckets) -> np.ndarray:
+    """With a bucket for every size, so that none is rounded up."""
     arrivals = traffic(args)
     table = step_times(args, config)
     seats = present.seats
-    every = Buckets(
-        tuple(Bucket(rows, rows) for rows in range(1, seats + 1)),
-        tuple(Bucket(rows, seats) for rows in range(seats + 1, present.token_budget + 1)),
-    )
-    shape = replace(shape_for(args, config, arrivals, table), buckets=every)
-    return simulate_policy(
-        config.engine.policy, arrivals, shape, table, args, args.concurrency
-    ).records
+    decode = tuple(Bucket(rows, rows) for rows in range(1, seats + 1))
+    mixed = tuple(Bucket(rows, seats) for rows in range(seats + 1, present.token_budget + 1))
+    shape = replace(shape_for(args, config, arrivals, table), buckets=Buckets(decode, mixed))
+    policy = config.engine.policy
+    return simulate_policy(policy, arrivals, shape, table, args, args.concurrency).records
 
 
 def _show(proposal: Proposal, steps: int, budget: int) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,13 @@ from jitney.engine.cli.bench_flags import (
     add_traffic,
     check_numbers,
     check_writable,
+    is_closed,
     slo_from,
     traffic_from,
+    words_of,
     write_json,
 )
-from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import (
@@ -37,8 +40,7 @@ from jitney.engine.simulation.accuracy import (
 from jitney.engine.simulation.workload import Arrival, TraceLine, read_trace_lines
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from jitney.engine.report.page import Table
     from jitney.engine.simulation.simulator import EngineShape, SimulatedRun
     from jitney.engine.simulation.step_table import StepTimes
 
@@ -79,25 +81,30 @@ def run(arguments: Sequence[str]) -> int:
     arrivals = traffic(args)
     table = step_times(args, config)
     shape = shape_for(args, config, arrivals, table)
-    options = {"slo": slo_from(args), "price_per_hour": args.price_per_hour}
+    options = figure_options(args)
     lines = _recording(args)
     measured = measured_figures(lines, **options)
     clients = args.concurrency or _clients_of(args, lines)
+    policies = {}
+    for policy in policies_of(args):
+        simulated = partial(simulate_policy, policy, arrivals, shape, table, args, clients)
+        policies[policy] = timed_figures(simulated, options)
     report: dict[str, Any] = {
         "source": source_of(table),
         "engine": describe(shape),
-        "policies": {},
+        "policies": policies,
         "closed_loop": clients,
-        "cached_tokens": sum(a.n_cached for a in arrivals),
+        "cached_tokens": sum(arrival.n_cached for arrival in arrivals),
         "measured": {args.measured_policy: measured} if measured else {},
         "errors": {},
     }
-    for policy in policies_of(args):
-        report["policies"][policy] = timed_figures(
-            lambda p=policy: simulate_policy(p, arrivals, shape, table, args, clients), options
-        )
     deliver(args, report)
     return 0
+
+
+def figure_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of `summary.summarise`."""
+    return {"slo": slo_from(args), "price_per_hour": args.price_per_hour}
 
 
 def timed_figures(
@@ -111,15 +118,13 @@ def timed_figures(
 
 def deliver(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Work out the errors of what was also measured, print the tables and write the file."""
-    report["errors"] = {
-        policy: errors(figures, report["measured"][policy])
-        for policy, figures in report["policies"].items()
-        if policy in report["measured"]
-    }
-    report["verdict"] = verdict(
-        {policy: figures["output_tok_s"] for policy, figures in report["policies"].items()},
-        {policy: speed_error(off) for policy, off in report["errors"].items()},
-    )
+    speeds, off = {}, {}
+    for policy, figures in report["policies"].items():
+        speeds[policy] = figures["output_tok_s"]
+        if policy in report["measured"]:
+            report["errors"][policy] = errors(figures, report["measured"][policy])
+            off[policy] = speed_error(report["errors"][policy])
+    report["verdict"] = verdict(speeds, off)
     if args.json:
         write_json(args.json, report)
     if args.json != "-":
@@ -131,69 +136,7 @@ def make_parser() -> Parser:
         "simulate",
         "Predict what an engine does with given traffic: the scheduler on a virtual clock.",
     )
-    add = parser.add_argument_group("what to simulate").add_argument
-    add(
-        "--policies",
-        metavar="A,B",
-        default=_POLICIES,
-        help=f"policies to compare [{_POLICIES}]; --policy names one",
-    )
-    add("--table", metavar="FILE", help="step times measured by jitney bench step --json FILE")
-    add(
-        "--records",
-        metavar="FILE",
-        help="step times from the step records of a real run (.npz or .npy)",
-    )
-    add(
-        "--device",
-        dest="chip",
-        metavar="NAME",
-        help="step times of the roofline of a named device, for the model",
-    )
-    add(
-        "--count",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with --device: chips, by tensor parallelism [1]",
-    )
-    add(
-        "--weights",
-        dest="weight_format",
-        default="bf16",
-        metavar="FORMAT",
-        help="with --device: bf16, fp8, int8 or int4 [bf16]",
-    )
-    add("--kv", default="bf16", metavar="FORMAT", help="with --device: bf16, fp8 or int8 [bf16]")
-    add("--seats", type=int, metavar="N", help="the same as --max-seats")
-    add(
-        "--measured",
-        metavar="FILE",
-        help="predict the runs in a file of jitney bench policies --records, each beside "
-        "its measurement; step times are theirs unless said otherwise",
-    )
-    add(
-        "--calibrate-on",
-        metavar="NAME",
-        default="",
-        help="with --measured: the run whose steps tell how long "
-        "steps take; all: of all runs together; each: its own, if the machine's speed changed "
-        "between them "
-        "[continuous]",
-    )
-    add(
-        "--open-loop",
-        action="store_true",
-        help="with --trace: let requests come at their recorded times even where "
-        "each followed the end of another, as clients do that wait for their answers",
-    )
-    add(
-        "--measured-policy",
-        metavar="NAME",
-        default="continuous",
-        help="the policy that --trace was recorded under, whose prediction is compared with it "
-        "[continuous]",
-    )
+    _add_subject(Flags(parser, "what to simulate"))
     add_traffic(parser, requests=1000, arrivals="poisson")
     add_pace(parser)
     add_report(parser, html=False)
@@ -201,17 +144,56 @@ def make_parser() -> Parser:
     return parser
 
 
+def _add_subject(flags: Flags) -> None:
+    policies = f"policies to compare [{_POLICIES}]; --policy names one"
+    flags.add("--policies", policies, metavar="A,B")
+    table = "step times measured by jitney bench step --json FILE"
+    flags.add("--table", table, metavar="FILE")
+    records = "step times from the step records of a real run (.npz or .npy)"
+    flags.add("--records", records, metavar="FILE")
+    device = "step times of the roofline of a named device, for the model"
+    flags.add("--device", device, dest="chip", metavar="NAME")
+    flags.whole("--count", "with --device: chips, by tensor parallelism", 1)
+    flags.add(
+        "--weights",
+        "with --device: bf16, fp8, int8 or int4",
+        "bf16",
+        dest="weight_format",
+        metavar="FORMAT",
+    )
+    flags.add("--kv", "with --device: bf16, fp8 or int8", "bf16", metavar="FORMAT")
+    flags.whole("--seats", "the same as --max-seats")
+    flags.add(
+        "--measured",
+        "predict the runs in a file of jitney bench policies --records, each beside "
+        "its measurement; step times are theirs unless said otherwise",
+        metavar="FILE",
+    )
+    flags.add(
+        "--calibrate-on",
+        "with --measured: the run whose steps tell how long steps take; all: of all runs together; "
+        "each: its own, if the machine's speed changed between them [continuous]",
+        "",
+        metavar="NAME",
+    )
+    flags.switch(
+        "--open-loop",
+        "with --trace: let requests come at their recorded times even where "
+        "each followed the end of another, as clients do that wait for their answers",
+    )
+    flags.add(
+        "--measured-policy",
+        "the policy that --trace was recorded under, whose prediction is compared with it",
+        "continuous",
+        metavar="NAME",
+    )
+
+
 def add_pace(parser: Parser) -> None:
     """How fast the traffic comes."""
-    add = parser.add_argument_group("pace").add_argument
-    add("--rate", type=float, metavar="X", help="requests a second [1; a trace's own]")
-    add(
-        "--concurrency",
-        type=int,
-        default=0,
-        metavar="N",
-        help="closed arrivals: requests open at a time; 0: all [0]",
-    )
+    flags = Flags(parser, "pace")
+    flags.number("--rate", "requests a second [1; a trace's own]")
+    flags.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -219,7 +201,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     check_numbers(args, rate=1e-9, concurrency=0, count=1, seats=1)
     if args.measured and args.trace:
         raise ConfigError("--measured brings its own requests: give no --trace with it")
-    if args.calibrate_on and not (args.measured and not (args.table or args.records or args.chip)):
+    if args.calibrate_on and not (args.measured and learns_from_runs(args)):
         raise ConfigError(
             "--calibrate-on names a run of --measured whose own steps are used: give that, and no "
             "--table, --records or --device"
@@ -235,20 +217,28 @@ def _check_flags(args: argparse.Namespace) -> None:
     check_writable(args, "json")
 
 
+def learns_from_runs(args: argparse.Namespace) -> bool:
+    """True when step times are learned from measured runs."""
+    return not (args.table or args.records or args.chip)
+
+
 def traffic(args: argparse.Namespace) -> list[Arrival]:
     """The requests that the flags describe."""
-    if args.concurrency and (args.trace or args.arrivals != "closed"):
+    if args.concurrency and not is_closed(args):
         raise ConfigError(
             "--concurrency is for --arrivals closed: other arrivals come at their own times"
         )
-    return traffic_from(args, args.rate or (0.0 if args.trace else 1.0))
+    rate = args.rate or 0.0
+    if not args.trace:
+        rate = rate or 1.0
+    return traffic_from(args, rate)
 
 
 def _recording(args: argparse.Namespace) -> list[TraceLine]:
     """The lines of the trace, if it is simulated as it was recorded and can be compared."""
-    return (
-        read_trace_lines(args.trace) if args.trace and args.rate is None and args.scale == 1 else []
-    )
+    if not args.trace or args.rate is not None or args.scale != 1:
+        return []
+    return read_trace_lines(args.trace)
 
 
 def _clients_of(args: argparse.Namespace, lines: Sequence[TraceLine]) -> int:
@@ -265,29 +255,23 @@ def step_times(args: argparse.Namespace, config: Config) -> StepTimes:
     """The step times that one of --table, --records and --device asks for."""
     from jitney.engine.simulation.step_table import StepTable
 
-    makers: dict[str, Callable[[str], StepTimes]] = {
-        "table": StepTable.load,
-        "records": lambda file: StepTable.from_records(read_records(file), Path(file).name),
-        "chip": lambda name: _roofline(args, config),
-    }
-    given = {name: value for name in makers if (value := getattr(args, name))}
-    if len(given) != 1:
+    if [bool(args.table), bool(args.records), bool(args.chip)].count(True) != 1:
         raise ConfigError(
             "say where step times come from: exactly one of --table, --records and --device"
         )
-    ((name, value),) = given.items()
-    return makers[name](value)
+    if args.table:
+        return StepTable.load(args.table)
+    if args.records:
+        return StepTable.from_records(read_records(args.records), Path(args.records).name)
+    return _roofline(args, config)
 
 
 def _roofline(args: argparse.Namespace, config: Config) -> StepTimes:
     from jitney.engine.simulation.devices import find_device
     from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
 
-    return Roofline(
-        ModelCost(find_shape(config.model.id), args.weight_format, args.kv),
-        find_device(args.chip),
-        args.count,
-    )
+    cost = ModelCost(find_shape(config.model.id), args.weight_format, args.kv)
+    return Roofline(cost, find_device(args.chip), args.count)
 
 
 def read_records(file: str) -> Any:
@@ -298,18 +282,16 @@ def read_records(file: str) -> Any:
         loaded = np.load(file, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as numpy arrays: {error}") from None
-    arrays = [loaded] if isinstance(loaded, np.ndarray) else [loaded[name] for name in loaded.files]
-    arrays = [array for array in arrays if array.dtype.names and "device_s" in array.dtype.names]
-    if not arrays or any(
-        name not in array.dtype.names for array in arrays for name in ("keys", "longest", "pairs")
-    ):
+    arrays = loaded.values() if isinstance(loaded, Mapping) else [loaded]
+    records = [array for array in arrays if "device_s" in (array.dtype.names or ())]
+    known = [set(array.dtype.names) >= {"keys", "longest", "pairs"} for array in records]
+    if not records or not all(known):
         raise ConfigError(f"{file}: holds no step records of this version")
-    return np.concatenate(arrays)
+    return np.concatenate(records)
 
 
 def policies_of(args: argparse.Namespace) -> list[str]:
-    named = getattr(args, "policy", None) or args.policies
-    return [word.strip() for word in named.split(",") if word.strip()]
+    return words_of(getattr(args, "policy", None) or args.policies or _POLICIES)
 
 
 def shape_for(
@@ -326,12 +308,11 @@ def shape_for(
         changes["max_seats"] = args.seats
         changes["token_budget"] = max(config.engine.token_budget, 2 * args.seats)
     settings = config.engine.model_copy(update=changes)
-    longest = max(a.n_prompt + max(1, a.n_output) for a in arrivals)
+    longest = max(arrival.n_prompt + max(1, arrival.n_output) for arrival in arrivals)
     context = config.model.context or longest
     pages = settings.pages or _pages_for(table, settings.page_size, settings.max_seats, context)
-    return EngineShape.of(
-        settings, context_length=context, pages=pages, on_device=isinstance(table, Roofline)
-    )
+    on_device = isinstance(table, Roofline)
+    return EngineShape.of(settings, context_length=context, pages=pages, on_device=on_device)
 
 
 def _pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int:
@@ -367,25 +348,18 @@ def simulate_policy(
     from jitney.engine.simulation.simulator import simulate
 
     timeout_ms = None if "static_timeout_ms" in vars(args) else 0.0
-    return simulate(
-        arrivals,
-        shape.under(policy, timeout_ms),
-        table,
-        concurrency=concurrency or None,
-        seed=args.seed,
-    )
+    under = shape.under(policy, timeout_ms)
+    return simulate(arrivals, under, table, concurrency=concurrency or None, seed=args.seed)
 
 
 def describe(shape: EngineShape) -> dict[str, Any]:
     """The engine's shape, for the report."""
-    return msgspec.to_builtins(
-        {
-            "limits": shape.limits,
-            "pages": shape.pages,
-            "page_size": shape.page_size,
-            "buckets": [str(bucket) for bucket in shape.buckets.all()],
-        }
-    )
+    return {
+        "limits": msgspec.to_builtins(shape.limits),
+        "pages": shape.pages,
+        "page_size": shape.page_size,
+        "buckets": [str(bucket) for bucket in shape.buckets.all()],
+    }
 
 
 def source_of(table: StepTimes) -> str:
@@ -403,59 +377,58 @@ def _show(report: Mapping[str, Any]) -> None:
     """The figures of all policies side by side, then each beside its measurement, if there is
     one.
     """
-    from rich.console import Console
-
     from jitney.engine.report.tables import CROSS_TITLE, cross_table, print_table
 
-    console, policies = Console(), report["policies"]
-    console.print(f"step times: {report['source']}", highlight=False)
-    if report.get("closed_loop"):
-        console.print(
-            f"closed loop: {report['closed_loop']} requests are open at a time", highlight=False
-        )
-    if report.get("cached_tokens"):
-        console.print(
-            f"{report['cached_tokens']:,} prompt tokens are found cached, as recorded",
-            highlight=False,
-        )
-    rows = {
-        name: [_cell(name, figure(figures, name)) for figures in policies.values()]
-        for name in COMPARED
-    }
-    console.print(_table_of("predicted", list(policies), rows))
-    for policy, off in report["errors"].items():
-        pair = policies[policy], report["measured"][policy]
-        rows = {
-            name: [*(_cell(name, figure(figures, name)) for figures in pair), f"{off[name]:+.1%}"]
-            for name in off
-        }
-        console.print(
-            _table_of(f"{policy}: predicted and measured", ["predicted", "measured", "error"], rows)
-        )
+    for line in _notes(report):
+        print(line)
+    print_table(_predicted_table(report["policies"]), "predicted")
+    for policy in report["errors"]:
+        print_table(_error_table(report, policy), f"{policy}: predicted and measured")
     if report.get("cross_errors"):
         print_table(cross_table(report["cross_errors"]), CROSS_TITLE)
     if report.get("verdict"):
-        console.print(report["verdict"], highlight=False)
+        print(report["verdict"])
 
 
-def _table_of(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
-    """A table with the figures' names on the left; figures that nobody knows are left out."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def _notes(report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"step times: {report['source']}"
+    if report.get("closed_loop"):
+        yield f"closed loop: {report['closed_loop']} requests are open at a time"
+    if report.get("cached_tokens"):
+        yield f"{report['cached_tokens']:,} prompt tokens are found cached, as recorded"
 
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-    for name in ("", *columns):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for name, cells in rows.items():
+
+def _predicted_table(policies: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Figures that nobody knows are left out."""
+    from jitney.engine.report.page import Table
+
+    rows = []
+    for name in COMPARED:
+        cells = [_cell(name, figure(figures, name)) for figures in policies.values()]
         if any(cells):
-            table.add_row(name, *cells)
-    return table
+            rows.append([name, *cells])
+    return Table(["", *policies], rows)
+
+
+def _error_table(report: Mapping[str, Any], policy: str) -> Table:
+    from jitney.engine.report.page import Table
+
+    predicted, measured = report["policies"][policy], report["measured"][policy]
+    rows = []
+    for name, error in report["errors"][policy].items():
+        cells = [_cell(name, figure(figures, name)) for figures in (predicted, measured)]
+        rows.append([name, *cells, f"{error:+.1%}"])
+    return Table(["", "predicted", "measured", "error"], rows)
 
 
 def _cell(name: str, value: float | None) -> str:
     """A figure as people read it."""
     if value is None:
         return ""
-    if name.endswith("_s") and "_p" in name:
-        return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
-    return f"{value:.1%}" if name in ("padding_share", "seat_fill", "kv_use") else f"{value:,.2f}"
+    if name in ("padding_share", "seat_fill", "kv_use"):
+        return f"{value:.1%}"
+    if "_p" not in name or not name.endswith("_s"):
+        return f"{value:,.2f}"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{1e3 * value:.1f} ms"

@@ -93,7 +93,7 @@ def _latency_cells(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def queue(backlog: Mapping[str, Any] | None, grew: str = "grew: p99 is the run's length") -> str:
-    """How the queue went, see `backlog.Backlog`; empty where nothing is known of it."""
+    """How the queue went, see `backlog.QueueGrowth`; empty where nothing is known of it."""
     if backlog is None:
         return ""
     return grew if backlog["grew"] else "did not grow"

@@ -9,7 +9,6 @@ say so.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,18 +29,17 @@ _LEAST_WAIT = 0.03
 _LEAST_WAITING = 0.05
 
 
-class Backlog(msgspec.Struct, frozen=True):
-    """How an open loop's queue went.
+class QueueGrowth(msgspec.Struct, frozen=True):
+    """How an open loop's queue went."""
 
-    grew: it grew for the whole run, so that p99 is the length of the run. offered_req_s: requests
-    that came a second. waiting_at_end: requests without a first token when the last one came.
-    wait_s: mean wait for the first token, in seconds, in each quarter of the time in which requests
-    came; None where nobody came.
-    """
-
+    #: It grew for the whole run, so that p99 is the length of the run.
     grew: bool
+    #: Requests that came a second.
     offered_req_s: float
+    #: Requests without a first token when the last one came.
     waiting_at_end: int
+    #: Mean wait for the first token, in seconds, in each quarter of the time in which requests
+    #: came; None where nobody came.
     wait_s: tuple[float | None, ...]
 
     def __str__(self) -> str:
@@ -56,23 +54,26 @@ class Backlog(msgspec.Struct, frozen=True):
         )
 
 
-def backlog_of(requests: Iterable[RequestRecord]) -> Backlog | None:
+def backlog_of(requests: Iterable[RequestRecord]) -> QueueGrowth | None:
     """The backlog of a run whose requests came at times of their own; None if it is too short to
     tell.
 
     Whoever never got a token counts as waiting until it ended, unless it was refused.
     """
-    waits = [
-        (request.arrival, request.end if request.first_token is None else request.first_token)
-        for request in requests
-        if request.first_token is not None or request.finish == "timeout"
-    ]
-    return backlog([came for came, _ in waits], [began for _, began in waits])
+    came, began = [], []
+    for request in requests:
+        if request.first_token is not None:
+            came.append(request.arrival)
+            began.append(request.first_token)
+        elif request.finish == "timeout":
+            came.append(request.arrival)
+            began.append(request.end)
+    return backlog(came, began)
 
 
 def backlog(
     came: Sequence[float] | np.ndarray, began: Sequence[float] | np.ndarray
-) -> Backlog | None:
+) -> QueueGrowth | None:
     """As `backlog_of`, from when each request came and when its first token did [n] s, in any
     order.
 
@@ -90,10 +91,9 @@ def backlog(
     window = float(since[-1])
     if window <= 0:
         return None
-    part = np.minimum((since / window * _PARTS).astype(np.int64), _PARTS - 1)
-    means = tuple(_mean(waits[part == number]) for number in range(_PARTS))
+    means = _means(since / window, waits)
     waiting = int((starts > arrivals.max()).sum())
-    return Backlog(
+    return QueueGrowth(
         grew=_grew(since, waits, means, waiting / len(waits)),
         offered_req_s=(len(waits) - 1) / window,
         waiting_at_end=waiting,
@@ -101,18 +101,24 @@ def backlog(
     )
 
 
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if len(values) else None
+def _means(at: np.ndarray, waits: np.ndarray) -> tuple[float | None, ...]:
+    """The mean wait of each part of the run; at: shares of it [n] at which requests came."""
+    part = np.minimum((at * _PARTS).astype(np.int64), _PARTS - 1)
+    means: list[float | None] = [None] * _PARTS
+    for number in np.unique(part).tolist():
+        means[number] = float(waits[part == number].mean())
+    return tuple(means)
 
 
 def _grew(
     since: np.ndarray, waits: np.ndarray, means: Sequence[float | None], share_waiting: float
 ) -> bool:
-    known = [mean for mean in means if mean is not None]
-    if len(known) < _PARTS or share_waiting < _LEAST_WAITING:
+    if None in means or share_waiting < _LEAST_WAITING:
         return False
-    if any(later <= earlier for earlier, later in pairwise(known)):
+    quarters = np.array(means, np.float64)
+    if np.any(np.diff(quarters) <= 0):
         return False
     window = float(since[-1])
     slope = float(np.polyfit(since, waits, 1)[0])
-    return slope * window > _LEAST_TREND * float(waits.mean()) and known[-1] > _LEAST_WAIT * window
+    steep = slope * window > _LEAST_TREND * waits.mean()
+    return bool(steep and quarters[-1] > _LEAST_WAIT * window)

@@ -9,6 +9,7 @@ the parts of a step, a run or a request always add up to the whole, to the nanos
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,15 +62,26 @@ def bill(records: np.ndarray, seconds: float) -> dict[str, Line]:
     that.
     """
     rows = np.stack([records[kind].astype(np.int64) for kind in SPLIT_ORDER], axis=1)
-    parts = split(_nanoseconds(records), rows)
-    lines = {
-        kind: Line(int(rows[:, at].sum()), int(parts[:, at].sum()))
-        for at, kind in enumerate(SPLIT_ORDER)
-    }
-    busy = sum(line.nanoseconds for line in lines.values())
-    return {kind: lines[kind] for kind in ROW_KINDS} | {
-        IDLE: Line(0, max(0, round(seconds * NANO) - busy))
-    }
+    times = split(_nanoseconds(records), rows)
+    lines = _lines(SPLIT_ORDER, rows.sum(axis=0), times.sum(axis=0))
+    return with_idle(lines, int(times.sum()), seconds)
+
+
+def with_idle(lines: dict[str, Line], busy: int, seconds: float) -> dict[str, Line]:
+    """The lines in the order of ROW_KINDS, and `idle`: what `busy` nanoseconds leave of
+    `seconds`.
+    """
+    bill = {kind: lines[kind] for kind in ROW_KINDS}
+    bill[IDLE] = Line(0, max(0, round(seconds * NANO) - busy))
+    return bill
+
+
+def _lines(names: Iterable[str], rows: np.ndarray, times: np.ndarray) -> dict[str, Line]:
+    """rows and times: [n] i8, one of each name."""
+    lines = {}
+    for name, count, nanoseconds in zip(names, rows.tolist(), times.tolist(), strict=True):
+        lines[name] = Line(count, nanoseconds)
+    return lines
 
 
 class RowOwners:
@@ -82,7 +94,6 @@ class RowOwners:
         self._steps, self._owners, self._rows = array("q"), array("q"), array("q")
 
     def note(self, plan: Plan) -> None:
-        """Take down the rows of a plan."""
         steps, owners, rows, numbers = self._steps, self._owners, self._rows, self.requests
         for chunk in plan.chunks:
             steps.append(plan.number)
@@ -97,29 +108,25 @@ class RowOwners:
         together are exactly the device time of the records. Rows of steps that have no record are
         left out.
         """
-        steps, owners, rows = (
-            np.frombuffer(column, np.int64) for column in (self._steps, self._owners, self._rows)
-        )
+        times = _nanoseconds(records)
+        computed = records["bucket_tokens"].astype(np.int64)
+        padding = records["padding"].astype(np.int64)
+        steps = np.frombuffer(self._steps, np.int64)
         kept = np.isin(steps, records["step"])
         at = np.searchsorted(records["step"], steps[kept])
-        owners, rows = owners[kept], rows[kept]
-        total, computed, padding = (
-            _nanoseconds(records),
-            records["bucket_tokens"].astype(np.int64),
-            records["padding"].astype(np.int64),
-        )
-        own = _cut(total, computed, padding, at, rows)
-        count = len(self.requests)
-        per_rows, per_time = (np.zeros(count, np.int64) for _ in range(2))
+        rows = np.frombuffer(self._rows, np.int64)[kept]
+        own = _cut(times, computed, padding, at, rows)
+        wasted = times * padding // np.maximum(1, computed)
+        return self._by_request(kept, rows, own), Line(int(padding.sum()), int(wasted.sum()))
+
+    def _by_request(self, kept: np.ndarray, rows: np.ndarray, times: np.ndarray) -> dict[str, Line]:
+        """rows and times: of the entries that are kept."""
+        owners = np.frombuffer(self._owners, np.int64)[kept]
+        per_rows = np.zeros(len(self.requests), np.int64)
+        per_time = np.zeros(len(self.requests), np.int64)
         np.add.at(per_rows, owners, rows)
-        np.add.at(per_time, owners, own)
-        lines = {
-            name: Line(int(per_rows[number]), int(per_time[number]))
-            for name, number in self.requests.items()
-        }
-        return lines, Line(
-            int(padding.sum()), int((total * padding // np.maximum(1, computed)).sum())
-        )
+        np.add.at(per_time, owners, times)
+        return _lines(self.requests, per_rows, per_time)
 
 
 def _cut(
@@ -128,20 +135,20 @@ def _cut(
     """Device time [m] i8 of entries that have `rows` [m] in step `at` [m], behind the step's
     padding.
     """
-    ends = np.cumsum(rows)
-    before = ends - rows
+    passed = np.cumsum(rows)
     first = np.searchsorted(at, at)  # each entry's first neighbour in the same step
-    ends, before = (padding[at] + column - before[first] for column in (ends, before))
+    ends = padding[at] + passed - (passed - rows)[first]
     whole = np.maximum(1, computed[at])
-    return total[at] * ends // whole - total[at] * before // whole
+    return total[at] * ends // whole - total[at] * (ends - rows) // whole
 
 
 def as_json(
     lines: dict[str, Line], price_per_hour: float | None = None
 ) -> dict[str, dict[str, Any]]:
     """Lines as plain numbers; money only with a price."""
-    return {
-        name: {"rows": line.rows, "seconds": line.seconds}
-        | ({} if price_per_hour is None else {"money": line.money(price_per_hour)})
-        for name, line in lines.items()
-    }
+    plain: dict[str, dict[str, Any]] = {}
+    for name, line in lines.items():
+        plain[name] = {"rows": line.rows, "seconds": line.seconds}
+        if price_per_hour is not None:
+            plain[name]["money"] = line.money(price_per_hour)
+    return plain

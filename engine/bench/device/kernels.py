@@ -7,7 +7,7 @@ Operations: four per query-key pair, head and dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import FULL, PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.rows import FULL, PartJob, Row, Task, Tasks, noted
 from jitney.engine.bench.device.timing import copies_for, distance, timed
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.quantization import KV_TYPES
@@ -43,12 +43,10 @@ class _AttentionInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """Who attends in one case. decode: contexts, this step's token included; prompts: (context,
-    rows of them new).
-    """
+    """Who attends in one case."""
 
-    decode: tuple[int, ...] = ()
-    prompts: tuple[tuple[int, int], ...] = ()
+    decode: tuple[int, ...] = ()  # contexts, this step's token included
+    prompts: tuple[tuple[int, int], ...] = ()  # (context, rows of them new)
 
     @property
     def lengths(self) -> list[int]:
@@ -61,9 +59,10 @@ class Contexts:
     @property
     def pairs(self) -> int:
         """Query-key pairs."""
-        return sum(self.decode) + sum(
-            count * (2 * length - count + 1) // 2 for length, count in self.prompts
-        )
+        pairs = sum(self.decode)
+        for length, count in self.prompts:
+            pairs += count * (2 * length - count + 1) // 2
+        return pairs
 
     def moved(self, config: ModelConfig, size: int, stored: int) -> float:
         """Least bytes, at `size` bytes a number of queries and outputs and `stored` of keys and
@@ -134,78 +133,71 @@ def attention(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     over pools of 8 bits. The first kernel set counts for the goals.
     """
     cases = list(_attention_cases(job))
-    for kv in ("auto", *KV_TYPES):
-        for name, case, contexts, goal in cases if kv == "auto" else cases[:2]:
-            if kv != "auto":
-                case, goal = f"{case}, {kv} KV", ""
-            for kernels in sets:
-                counts = goal if kernels is sets[0] else ""
-                run = partial(attend_row, job, kernels, dtype, name, case, contexts, counts, kv)
-                yield Task(name, case, kernels.label, run)
+    for name, case, load, goal in cases:
+        yield from _attention_tasks(job, sets, dtype, load, "auto", job.row(name, case, "", goal))
+    for kv in KV_TYPES:
+        for name, case, load, _ in cases[:2]:
+            row = job.row(name, f"{case}, {kv} KV", "")
+            yield from _attention_tasks(job, sets, dtype, load, kv, row)
+
+
+def _attention_tasks(
+    job: PartJob, sets: Sequence[KernelSet], dtype: Any, load: Contexts, kv: str, row: Row
+) -> Tasks:
+    for kernels in sets:
+        goal = row.goal if kernels is sets[0] else ""
+        run = partial(attend_row, job, kernels, dtype, load, kv)
+        yield Task(replace(row, by=kernels.label, goal=goal), run)
 
 
 def _attention_cases(job: PartJob) -> Iterator[tuple[str, str, Contexts, str]]:
     """(name, case, who attends, goal), in the order of what matters most."""
     sizes = job.sizes
-    decode = []
-    for seqs, context in sizes.attention:
-        fills = context >= 4096 and seqs * job.config.n_kv_heads >= FULL
-        goal = "decode" if fills else ""
-        contexts = Contexts((context,) * seqs)
-        decode.append(("decode attention", f"{seqs} x {context:,}", contexts, goal))
-    yield decode[0]
+    first, *others = sizes.attention
+    yield _decode_case(job, *first)
     yield "decode attention", f"1 x {sizes.long:,}", Contexts((sizes.long,)), "long"
     for rows in sizes.prompts:
         goal = "prefill" if rows >= 4096 else ""
         yield "prompt attention", f"{rows:,} rows", Contexts((), ((rows, rows),)), goal
-    yield from decode[1:]
+    for seqs, context in others:
+        yield _decode_case(job, seqs, context)
     seqs, context, rows = sizes.mixed
     contexts = Contexts((context,) * seqs, ((rows, rows),))
     yield "mixed attention", f"{seqs} x {context:,} + {rows} rows", contexts, ""
 
 
+def _decode_case(job: PartJob, seqs: int, context: int) -> tuple[str, str, Contexts, str]:
+    fills = context >= 4096 and seqs * job.config.n_kv_heads >= FULL
+    goal = "decode" if fills else ""
+    return "decode attention", f"{seqs} x {context:,}", Contexts((context,) * seqs), goal
+
+
 def attend_row(
-    job: PartJob,
-    kernels: KernelSet,
-    dtype: Any,
-    name: str,
-    case: str,
-    load: Contexts,
-    goal: str,
-    kv: str = "auto",
+    job: PartJob, kernels: KernelSet, dtype: Any, load: Contexts, kv: str, row: Row
 ) -> Iterator[Row]:
-    """One case of attention; wrong answers are not timed."""
-    size, config = jnp.dtype(dtype).itemsize, job.config
-    moved = load.moved(config, size, size if kv == "auto" else KV_TYPES[kv].itemsize)
-    floor_s, bound = job.measured.of(moved, load.operations(config))
+    """One case of attention; wrong answers are not timed. kv: as for `make_inputs`."""
+    size = jnp.dtype(dtype).itemsize
+    stored = size if kv == "auto" else KV_TYPES[kv].itemsize
+    moved = load.moved(job.config, size, stored)
+    floor_s, bound = job.measured.of(moved, load.operations(job.config))
     given = make_inputs(load, job, dtype, 0, kv)
-    attend = partial(_attend_with, kernels, config.head_dim**-0.5)
-    row = Row(
-        part=job.part,
-        name=name,
-        case=case,
-        by=kernels.label,
-        floor_s=floor_s,
-        bound=bound,
-        goal=goal,
-        error=_attention_error(kernels, attend, given, sum(load.rows)),
-    )
-    if row.error is not None and not row.error < WRONG[size]:
-        yield wrong(row)
-        return
-    copies = [
-        given,
-        *(make_inputs(load, job, dtype, seed, kv) for seed in range(1, copies_for(job, moved))),
-    ]
-    # jnp.copy: the carry is donated, and the first copy's queries stay an input.
-    timing = timed(
-        lambda q, other: attend(other._replace(q=q)),
-        jnp.copy(given.q),
-        copies,
-        floor_s=floor_s,
-        sample_s=job.sizes.sample_s,
-    )
-    yield replace(row, **timing)
+    attend = partial(_attend_with, kernels, job.config.head_dim**-0.5)
+    error = _attention_error(kernels, attend, given, sum(load.rows))
+
+    def time() -> dict[str, Any]:
+        copies = [given]
+        for seed in range(1, copies_for(job, moved)):
+            copies.append(make_inputs(load, job, dtype, seed, kv))
+        return timed(
+            lambda q, other: attend(other._replace(q=q)),
+            jnp.copy(given.q),  # the carry is donated, and the first copy's queries stay an input
+            copies,
+            floor_s=floor_s,
+            sample_s=job.sizes.sample_s,
+        )
+
+    row = replace(row, floor_s=floor_s, bound=bound, error=error)
+    yield checked(row, WRONG[size], time)
 
 
 def _attend_with(kernels: KernelSet, scale: float, given: _AttentionInputs) -> jax.Array:
@@ -222,74 +214,63 @@ def _attention_error(
     return float(distance(jax.jit(attend)(given)[:rows], theirs[:rows]))
 
 
-def wrong(row: Row) -> Row:
-    """The row of a kernel that must not be timed."""
-    return replace(row, note=f"WRONG: {row.error:.3g} from the reference", goal="", floor_s=None)
+def checked(row: Row, limit: float, time: Callable[[], dict[str, Any]]) -> Row:
+    """The row with its times; a kernel farther than `limit` from the reference is not timed."""
+    if row.error is not None and not row.error < limit:
+        return replace(noted(row, f"WRONG: {row.error:.3g} from the reference"), floor_s=None)
+    return replace(row, **time())
 
 
 def writes(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Norm, rotation and write of a step's keys and values, for the sets that have it in one."""
     for rows in job.sizes.rows:
         for kernels in sets:
-            yield Task(
-                "rotate and write",
-                f"{rows} rows",
-                kernels.label,
-                partial(_write_row, job, kernels, dtype, rows),
-            )
+            row = job.row("rotate and write", f"{rows} rows", kernels.label)
+            yield Task(row, partial(_write_row, job, kernels, dtype, rows))
 
 
-def _write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int) -> Iterator[Row]:
+def _write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
     """One decode-like write: every row to a page of its own."""
-    name, case, config = "rotate and write", f"{rows} rows", job.config
     if kernels.rotate_and_write is None:
-        yield Row(
-            part=job.part,
-            name=name,
-            case=case,
-            by=kernels.label,
-            note="not a kernel of its own in this set: XLA rotates, attention writes",
-        )
+        note = "not a kernel of its own in this set: XLA rotates, attention writes"
+        yield noted(row, note)
         return
-    size, n_kv, dim = jnp.dtype(dtype).itemsize, config.n_kv_heads, config.head_dim
     given = make_inputs(Contexts((job.page_size,) * rows), job, dtype, 0)
-    heads = jax.random.normal(jax.random.key(1), (rows, config.n_heads + 2 * n_kv, dim), dtype)
-    angles = given.meta.positions.astype(jnp.float32)[:, None, None] * jnp.linspace(
-        1, 1e-4, dim // 2
-    )
-    rope = jnp.cos(angles), jnp.sin(angles)
-    moved = 2 * heads.size * size + 2 * rope[0].nbytes
+    heads, rope = _make_heads(job, dtype, given.meta)
+    moved = 2 * heads.nbytes + 2 * rope[0].nbytes
     floor_s, bound = job.measured.of(moved)
 
     def write(kernels: KernelSet, kv: jax.Array, heads: jax.Array) -> tuple[jax.Array, jax.Array]:
         assert kernels.rotate_and_write is not None
         return kernels.rotate_and_write(heads, rope, kv, given.meta)
 
-    row = Row(
-        part=job.part,
-        name=name,
-        case=case,
-        by=kernels.label,
-        floor_s=floor_s,
-        bound=bound,
-        error=_write_error(kernels, write, given.kv, heads),
-    )
-    if row.error is not None and not row.error < WRONG[size]:
-        yield wrong(row)
-        return
-
     def step(pool: jax.Array, heads: jax.Array) -> jax.Array:
-        return jax.lax.optimization_barrier(write(kernels, pool, heads))[
-            1
-        ]  # else unread queries are not computed
+        # Without the barrier unread queries are not computed.
+        _, pool = jax.lax.optimization_barrier(write(kernels, pool, heads))
+        return pool
 
-    timing = timed(step, jnp.copy(given.kv), [heads], floor_s=floor_s, sample_s=job.sizes.sample_s)
-    yield replace(row, **timing)
+    sample_s = job.sizes.sample_s
+    error = _write_error(kernels, write, given.kv, heads)
+    row = replace(row, floor_s=floor_s, bound=bound, error=error)
+    time = partial(timed, step, jnp.copy(given.kv), [heads], floor_s=floor_s, sample_s=sample_s)
+    yield checked(row, WRONG[jnp.dtype(dtype).itemsize], time)
+
+
+def _make_heads(
+    job: PartJob, dtype: Any, meta: AttentionMeta
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """(random queries, keys and values, (cosines, sines) of their positions)."""
+    config = job.config
+    shape = (len(meta.positions), config.n_heads + 2 * config.n_kv_heads, config.head_dim)
+    frequencies = jnp.linspace(1, 1e-4, config.head_dim // 2)
+    angles = meta.positions.astype(jnp.float32)[:, None, None] * frequencies
+    return jax.random.normal(jax.random.key(1), shape, dtype), (jnp.cos(angles), jnp.sin(angles))
 
 
 def _write_error(kernels: KernelSet, write: Any, kv: jax.Array, heads: jax.Array) -> float | None:
     """Distance of rotated queries and of the pool from the reference's, whichever is more."""
     if kernels.name == "reference":
         return None
-    ours, theirs = (jax.jit(partial(write, each))(kv, heads) for each in (kernels, reference()))
-    return max(float(distance(a, b)) for a, b in zip(ours, theirs, strict=True))
+    ours = jax.jit(partial(write, kernels))(kv, heads)
+    theirs = jax.jit(partial(write, reference()))(kv, heads)
+    return max(map(float, map(distance, ours, theirs)))

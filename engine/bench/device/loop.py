@@ -8,14 +8,15 @@ length alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, timing_fields
 from jitney.engine.bench.device.steps import StepBench, compile_buckets, make_bench
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
 from jitney.engine.core import EngineCore
@@ -30,25 +31,23 @@ from jitney.kernels.interface import KernelSet
 
 #: Seconds of warm-up before anything counts.
 _WARM_S = 2.0
+#: Makes the engine when it is first wanted.
+_GetTraffic = Callable[[], tuple[OfflineBench, StepBench]]
 #: Parts of a step's host side, as the ledger names them.
 _HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
 
 
 def closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """The two runs; weights in the run's dtype."""
-    sizes, kernels = job.sizes, sets[0]
+    kernels = sets[0]
     get = cache(partial(_make_traffic, job, kernels, dtype))
-    kept = f"{sizes.streams} streams, {jnp.dtype(dtype)}"
-    n_prompt, n_output = sizes.batch
-    yield Task(
-        "batch of equal requests",
-        f"{kept}, {n_prompt} + {n_output} tokens",
-        kernels.label,
-        partial(_batch_rows, job, kernels.label, get, kept),
-    )
-    yield Task(
-        "closed loop", kept, kernels.label, partial(_loop_rows, job, kernels.label, get, kept)
-    )
+    kept = f"{job.sizes.streams} streams, {jnp.dtype(dtype)}"
+    n_prompt, n_output = job.sizes.batch
+    case = f"{kept}, {n_prompt} + {n_output} tokens"
+    batch = job.row("batch of equal requests", case, kernels.label, "peer")
+    yield Task(batch, partial(_batch_rows, job, get))
+    loop = job.row("closed loop", kept, kernels.label)
+    yield Task(loop, partial(_loop_rows, job, get))
 
 
 def _loop_buckets(job: PartJob) -> Buckets:
@@ -80,68 +79,44 @@ def _random_requests(
 ) -> list[PromptedArrival]:
     """Requests whose lengths are drawn evenly from the ranges, both ends included."""
     rng = np.random.default_rng(0)
-    lengths = zip(
-        rng.integers(*prompt, count, endpoint=True).tolist(),
-        rng.integers(*output, count, endpoint=True).tolist(),
-        strict=True,
-    )
-    return [
-        PromptedArrival(
-            Arrival(0.0, n_prompt, n_output),
-            rng.integers(0, job.config.vocab_size, n_prompt).tolist(),
-        )
-        for n_prompt, n_output in lengths
-    ]
+    prompts = rng.integers(*prompt, count, endpoint=True).tolist()
+    outputs = rng.integers(*output, count, endpoint=True).tolist()
+    requests = []
+    for n_prompt, n_output in zip(prompts, outputs, strict=True):
+        ids = rng.integers(0, job.config.vocab_size, n_prompt).tolist()
+        requests.append(PromptedArrival(Arrival(0.0, n_prompt, n_output), ids))
+    return requests
 
 
-def _batch_rows(job: PartJob, by: str, get: Any, kept: str) -> Iterator[Row]:
+def _batch_rows(job: PartJob, get: _GetTraffic, row: Row) -> Iterator[Row]:
     """All requests at once, as many as there are seats."""
     traffic, bench = get()
-    (n_prompt, n_output), sizes = job.sizes.batch, job.sizes
-    requests = _random_requests(job, sizes.streams, (n_prompt, n_prompt), (n_output, n_output))
+    n_prompt, n_output = job.sizes.batch
+    streams = job.sizes.streams
+    requests = _random_requests(job, streams, (n_prompt, n_prompt), (n_output, n_output))
     traffic.warm_up(requests, _WARM_S if bench.weight_bytes > 1 << 30 else 0.0)
-    run = traffic.run(requests, concurrency=sizes.streams)
-    yield _run_row(
-        job,
-        by,
-        bench,
-        run,
-        "batch of equal requests",
-        f"{kept}, {n_prompt} + {n_output} tokens",
-        "peer",
-    )
+    yield _run_row(job, bench, traffic.run(requests, concurrency=streams), row)
 
 
-def _loop_rows(job: PartJob, by: str, get: Any, kept: str) -> Iterator[Row]:
+def _loop_rows(job: PartJob, get: _GetTraffic, row: Row) -> Iterator[Row]:
     """A request comes when one leaves; and what the host cost between its steps."""
     traffic, bench = get()
     sizes = job.sizes
-    most_prompt, most_output = sizes.loop
-    requests = _random_requests(
-        job, sizes.requests, (most_prompt // 4, most_prompt), (most_output // 4, most_output)
-    )
+    prompt, output = ((most // 4, most) for most in sizes.loop)
+    requests = _random_requests(job, sizes.requests, prompt, output)
     run = traffic.run(requests, concurrency=sizes.streams)
-    yield _run_row(job, by, bench, run, "closed loop", kept, "")
-    yield _gap_row(job, by, run, kept)
+    yield _run_row(job, bench, run, row)
+    yield _gap_row(run, replace(row, name="host gap", goal="gap"))
 
 
-def _run_row(
-    job: PartJob, by: str, bench: StepBench, run: OfflineRun, name: str, case: str, goal: str
-) -> Row:
+def _run_row(job: PartJob, bench: StepBench, run: OfflineRun, row: Row) -> Row:
     """Output tokens a second, and the floor of all its steps one after another."""
     tokens = sum(len(output) for output in run.tokens)
-    return Row(
-        part=job.part,
-        name=name,
-        case=case,
-        by=by,
-        seconds=run.seconds,
-        least=run.seconds,
-        most=run.seconds,
-        repeats=1,
+    return replace(
+        row,
+        **timing_fields([run.seconds]),
         floor_s=sum(_floors_of(job, bench, run.records)),
         bound="steps",
-        goal=goal,
         figures={
             "tokens_s": tokens / run.seconds,
             "requests_s": len(run.tokens) / run.seconds,
@@ -152,30 +127,28 @@ def _run_row(
 
 def _floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[float]:
     """The floor of each recorded step."""
-    names = ("bucket_tokens", "bucket_seats", "decode", "prefill", "keys", "longest", "pairs")
-    for tokens, seats, *work in zip(*(records[name].tolist() for name in names), strict=True):
+    names = ["bucket_tokens", "bucket_seats", "decode", "prefill", "keys", "longest", "pairs"]
+    for tokens, seats, *work in records[names].tolist():
         done = StepWork(*work)
-        yield job.measured.of(
-            bench.floor_bytes(done), bench.operations(Bucket(tokens, seats), done)
-        )[0]
+        operations = bench.operations(Bucket(tokens, seats), done)
+        floor_s, _ = job.measured.of(bench.floor_bytes(done), operations)
+        yield floor_s
 
 
-def _gap_row(job: PartJob, by: str, run: OfflineRun, kept: str) -> Row:
+def _gap_row(run: OfflineRun, row: Row) -> Row:
     """How long the device had nothing to do before a step, on average, and as a share of the time
     between steps.
     """
     records = run.records[1:]
     gap, device = records["gap_s"].astype(float), records["device_s"].astype(float)
-    parts = {name: float(np.median(records[name])) for name in _HOST_PARTS}
-    return Row(
-        part=job.part,
-        name="host gap",
-        case=kept,
-        by=by,
+    figures = {"share": float(gap.sum() / (gap + device).sum())}
+    for name in _HOST_PARTS:
+        figures[name] = float(np.median(records[name]))
+    return replace(
+        row,
         seconds=float(gap.mean()),
         least=float(gap.min()),
         most=float(gap.max()),
         repeats=len(records),
-        goal="gap",
-        figures={"share": float(gap.sum() / (gap + device).sum()), **parts},
+        figures=figures,
     )

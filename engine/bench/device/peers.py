@@ -19,7 +19,9 @@ from functools import cache, partial
 from statistics import median
 from typing import Any
 
-from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
+from msgspec.structs import replace
+
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted, timing_fields
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
 
@@ -44,46 +46,46 @@ def missing(*packages: str) -> str:
     return ""
 
 
-def _unable(job: PartJob, name: str, case: str, by: str, why: str) -> Iterator[Row]:
-    yield Row(part=job.part, name=name, case=case, by=by, note=why)
+def _tasks(tasks: Tasks) -> Tasks:
+    """The same, or rows that say why the peer cannot run."""
+    why = missing("torch", "transformers")
+    for task in tasks:
+        if why:
+            task = Task(task.row, lambda row: [noted(row, why)])
+        yield task
 
 
 def batching(job: PartJob) -> Tasks:
     """transformers' `generate_batch`, as many requests as streams, all at once."""
     n_prompt, n_output = job.sizes.batch
     case = f"{job.sizes.streams} streams, {job.dtype}, {n_prompt} + {n_output} tokens"
-    why = missing("torch", "transformers")
-    run = partial(_batching_row, job, case)
-    yield _task(job, "batch of equal requests", case, _CONTINUOUS, why, run)
+    row = job.row("batch of equal requests", case, _CONTINUOUS, "peer's")
+    yield from _tasks(iter([Task(row, partial(_batching_row, job))]))
 
 
 def torch_tasks(job: PartJob) -> Tasks:
     """Attention by SDPA over whole, contiguous caches, and compiled decode steps."""
+    yield from _tasks(_sdpa_tasks(job))
+    yield from _tasks(_compiled_tasks(job))
+
+
+def _sdpa_tasks(job: PartJob) -> Tasks:
     sizes = job.sizes
-    why = missing("torch", "transformers")
     for seqs, context in (*sizes.attention[:2], (1, sizes.long)):
-        name, case = "decode attention", f"{seqs} x {context:,}"
-        run = partial(_sdpa_row, job, name, case, seqs, 1, context)
-        yield _task(job, name, case, _SDPA, why, run)
+        row = job.row("decode attention", f"{seqs} x {context:,}", _SDPA)
+        yield Task(row, partial(_sdpa_row, job, seqs, 1, context))
     for rows in sizes.prompts[:2]:
-        name, case = "prompt attention", f"{rows:,} rows"
-        run = partial(_sdpa_row, job, name, case, 1, rows, rows)
-        yield _task(job, name, case, _SDPA, why, run)
+        row = job.row("prompt attention", f"{rows:,} rows", _SDPA)
+        yield Task(row, partial(_sdpa_row, job, 1, rows, rows))
+
+
+def _compiled_tasks(job: PartJob) -> Tasks:
+    sizes = job.sizes
     get = cache(partial(_make_model, job))
+    context = sizes.contexts[0][-1]
     for seqs in (*sizes.steps[0], sizes.streams):
-        context = sizes.contexts[0][-1]
-        case = f"{seqs} x {context:,}, {job.dtype}"
-        run = partial(_compiled_row, job, get, case, seqs, context)
-        yield _task(job, "decode step", case, _COMPILED, why, run)
-
-
-def _task(
-    job: PartJob, name: str, case: str, by: str, why: str, run: Callable[[], Iterator[Row]]
-) -> Task:
-    """A case of a peer; `why`, if it is not empty, says that it cannot run."""
-    if why:
-        run = partial(_unable, job, name, case, by, why)
-    return Task(name, case, by, run)
+        row = job.row("decode step", f"{seqs} x {context:,}, {job.dtype}", _COMPILED)
+        yield Task(row, partial(_compiled_row, job, get, seqs, context))
 
 
 def place() -> Any:
@@ -126,88 +128,80 @@ def _make_model(job: PartJob) -> Any:
         torch.set_default_dtype(previous)
 
 
-def _batching_row(job: PartJob, case: str) -> Iterator[Row]:
+def _batching_row(job: PartJob, row: Row) -> Iterator[Row]:
     """Output tokens a second of the second of two batches; the first one captures and compiles."""
     (n_prompt, n_output), streams, model = job.sizes.batch, job.sizes.streams, _make_model(job)
     wanted = module("transformers").GenerationConfig(
         max_new_tokens=n_output, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    known = inspect.signature(model.generate_batch).parameters
-    options = {"persistent_manager": True} if "persistent_manager" in known else {}
+    options = {"generation_config": wanted}
+    if "persistent_manager" in inspect.signature(model.generate_batch).parameters:
+        options["persistent_manager"] = True
+    outputs, seconds = {}, 0.0
     for turn in range(2):
-        rng = random.Random(
-            turn
-        )  # other prompts each time, or a prefix cache would answer for the second run
-        prompts = [
-            [rng.randrange(1, job.config.vocab_size) for _ in range(n_prompt)]
-            for _ in range(streams)
-        ]
+        # Other prompts each time, or a prefix cache would answer for the second run.
+        prompts = _random_prompts(job, streams, n_prompt, turn)
         wait()
         started = time.perf_counter()
-        outputs = model.generate_batch(inputs=prompts, generation_config=wanted, **options)
+        outputs = model.generate_batch(inputs=prompts, **options)
         wait()
         seconds = time.perf_counter() - started
     tokens = sum(len(output.generated_tokens) for output in outputs.values())
     if tokens != streams * n_output:
         raise RuntimeError(f"{tokens} tokens came out of {streams} requests for {n_output} each")
-    yield Row(
-        part=job.part,
-        name="batch of equal requests",
-        case=case,
-        by=_CONTINUOUS,
-        seconds=seconds,
-        least=seconds,
-        most=seconds,
-        repeats=1,
-        goal="peer's",
-        figures={"tokens_s": tokens / seconds},
-    )
+    figures = {"tokens_s": tokens / seconds}
+    yield replace(row, figures=figures, **timing_fields([seconds]))
 
 
-def _sdpa_row(
-    job: PartJob, name: str, case: str, seqs: int, rows: int, context: int
-) -> Iterator[Row]:
+def _random_prompts(job: PartJob, count: int, length: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    ids = range(1, job.config.vocab_size)
+    return [rng.choices(ids, k=length) for _ in range(count)]
+
+
+def _sdpa_row(job: PartJob, seqs: int, rows: int, context: int, row: Row) -> Iterator[Row]:
     """Attention of `rows` new rows of each sequence, keys and values contiguous."""
     torch = module("torch")
     attend = torch.nn.functional.scaled_dot_product_attention
     config, dtype = job.config, getattr(torch, job.dtype)
     heads, n_kv, dim = config.n_heads, config.n_kv_heads, config.head_dim
     moved = dtype.itemsize * seqs * (2 * context * n_kv + 2 * rows * heads) * dim
-    floor_s, bound = job.measured.of(
-        moved, 4.0 * heads * dim * seqs * rows * (2 * context - rows + 1) / 2
-    )
+    operations = 4.0 * heads * dim * seqs * rows * (2 * context - rows + 1) / 2
+    floor_s, bound = job.measured.of(moved, operations)
+    random_of = partial(torch.randn, dtype=dtype, device=place())
     copies = max(1, min(8, math.ceil(job.sizes.cache_bytes / moved)))
-    made = [
-        [
-            torch.randn(seqs, n, length, dim, dtype=dtype, device=place())
-            for n, length in ((heads, rows), (n_kv, context), (n_kv, context))
-        ]
-        for _ in range(copies)
-    ]
+    made = []
+    for _ in range(copies):
+        q = random_of(seqs, heads, rows, dim)
+        made.append((q, *(random_of(seqs, n_kv, context, dim) for _ in range(2))))
 
     def run() -> None:
         for q, k, v in made:
             attend(q, k, v, is_causal=rows > 1, enable_gqa=True)
 
     spent = [sample / copies for sample in _samples(run, job.sizes.sample_s)]
-    yield Row(
-        part=job.part,
-        name=name,
-        case=case,
-        by=_SDPA,
-        floor_s=floor_s,
-        bound=bound,
-        **_timing_fields(spent),
-    )
+    yield replace(row, floor_s=floor_s, bound=bound, **timing_fields(spent))
 
 
 def _compiled_row(
-    job: PartJob, get: Callable[[], Any], case: str, seqs: int, context: int
+    job: PartJob, get: Callable[[], Any], seqs: int, context: int, row: Row
 ) -> Iterator[Row]:
     """One decode step of a compiled model whose cache holds `context` positions of each sequence,
     and a few more.
     """
-    torch, model, device, turns = module("torch"), get(), place(), itertools.count()
+    spent = _samples(_compiled_step(get(), seqs, context), job.sizes.sample_s)
+    number = "f32" if job.dtype == "float32" else "bf16"
+    cost = ModelCost(job.config, number, number)
+    work = StepWork(decode=seqs, keys=seqs * context, longest=context)
+    moved = sum(cost.read_bytes(seqs, work))
+    floor_s, bound = job.measured.of(moved, sum(cost.operations(seqs, seqs, work)))
+    figures = {"tokens_s": seqs / median(spent)}
+    yield replace(row, floor_s=floor_s, bound=bound, figures=figures, **timing_fields(spent))
+
+
+def _compiled_step(model: Any, seqs: int, context: int) -> Callable[[], None]:
+    """Runs one step; the cache's arrays are there, and it has room for no more steps."""
+    torch, device, turns = module("torch"), place(), itertools.count()
     keys = module("transformers").StaticCache(config=model.config, max_cache_len=context + _SLACK)
     token = torch.ones((seqs, 1), dtype=torch.long, device=device)
     mode = "reduce-overhead" if device.type == "cuda" else "default"
@@ -223,23 +217,7 @@ def _compiled_row(
 
     run()  # makes the cache's arrays
     next(itertools.dropwhile(lambda turn: turn < _SLACK - 1, turns))
-
-    spent = _samples(run, job.sizes.sample_s)
-    cost = ModelCost(job.config, *(("f32",) * 2 if job.dtype == "float32" else ("bf16",) * 2))
-    work = StepWork(decode=seqs, keys=seqs * context, longest=context)
-    floor_s, bound = job.measured.of(
-        sum(cost.read_bytes(seqs, work)), sum(cost.operations(seqs, seqs, work))
-    )
-    yield Row(
-        part=job.part,
-        name="decode step",
-        case=case,
-        by=_COMPILED,
-        floor_s=floor_s,
-        bound=bound,
-        figures={"tokens_s": seqs / median(spent)},
-        **_timing_fields(spent),
-    )
+    return run
 
 
 def _samples(run: Callable[[], None], sample_s: float) -> list[float]:
@@ -259,13 +237,3 @@ def _samples(run: Callable[[], None], sample_s: float) -> list[float]:
         wait()
         spent.append((time.perf_counter() - started) / count)
     return spent
-
-
-def _timing_fields(samples: list[float]) -> dict[str, Any]:
-    """The fields of a `Row` that tell these samples; `timing` has the same, and knows jax."""
-    return {
-        "seconds": median(samples),
-        "least": min(samples),
-        "most": max(samples),
-        "repeats": len(samples),
-    }

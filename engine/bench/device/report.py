@@ -12,36 +12,51 @@ from typing import Any
 
 import msgspec
 
-from jitney.engine.bench.device.rows import GOALS, Goal, Row, goal_values
+from jitney.engine.bench.device.rows import GOALS, About, Goal, Row, goal_values
 from jitney.engine.bench.device.run import PARTS, DeviceResults
 from jitney.engine.errors import ConfigError
 
 _VERDICTS = {None: "", True: "met", False: "**missed**"}
 HEAD = ("what", "case", "by", "time", "floor", "fraction", "spread", "error", "")
+_TINY_NOTE = (
+    "A tiny shape: it shows that everything runs and says nothing about a device. Its working sets "
+    "lie in caches, so fractions may pass 100 %."
+)
+_HOW_TO_READ = (
+    "A floor is the larger of least bytes over the first and least operations over the second; the "
+    "fraction is floor over time. Times are medians; spread is (most - least) / median; error is "
+    "the distance from the reference kernels, norm over norm."
+)
 
 
 def _slug(results: DeviceResults) -> str:
     """device_<its name>_<shape>: of both files."""
-    device = results.about.device if results.about else "unknown"
-    return "_".join(
-        ["device", re.sub(r"[^a-z0-9.]+", "_", device.lower()).strip("_"), results.shape]
-    )
+    device = _device_of(results).lower()
+    name = re.sub(r"[^a-z0-9.]+", "_", device).strip("_")
+    return f"device_{name}_{results.shape}"
+
+
+def _device_of(results: DeviceResults) -> str:
+    return results.about.device if results.about else "unknown"
 
 
 def write(results: DeviceResults, folder: Path) -> tuple[Path, Path]:
     """Write both files, each whole or not at all. ConfigError if the folder cannot be written
     to.
     """
-    report = report_of(results)
-    files = folder / f"{_slug(results)}.json", folder / f"{_slug(results)}.md"
-    for file, text in zip(files, (json.dumps(report, indent=1), markdown(results)), strict=True):
-        try:
-            draft = file.with_suffix(f"{file.suffix}.part")
-            draft.write_text(text + "\n", encoding="utf-8")
-            draft.replace(file)
-        except OSError as error:
-            raise ConfigError(f"--out-dir {folder}: {error.strerror or error}") from None
-    return files
+    table, page = folder / f"{_slug(results)}.json", folder / f"{_slug(results)}.md"
+    try:
+        _replace(table, json.dumps(report_of(results), indent=1))
+        _replace(page, markdown(results))
+    except OSError as error:
+        raise ConfigError(f"--out-dir {folder}: {error.strerror or error}") from None
+    return table, page
+
+
+def _replace(file: Path, text: str) -> None:
+    draft = file.with_suffix(f"{file.suffix}.part")
+    draft.write_text(text + "\n", encoding="utf-8")
+    draft.replace(file)
 
 
 def report_of(results: DeviceResults) -> dict[str, Any]:
@@ -92,37 +107,31 @@ def markdown(results: DeviceResults) -> str:
 def _opening(results: DeviceResults) -> Iterator[str]:
     """What was measured, on what, and how to read it."""
     about, floors = results.about, results.floors
-    yield f"# jitney bench device: {results.shape} on {about.device if about else 'unknown'}"
+    yield f"# jitney bench device: {results.shape} on {_device_of(results)}"
     yield ""
     if about is None or floors is None:
         yield "The device could not be measured."
         return
     if not results.real:
-        yield (
-            "A tiny shape: it shows that everything runs and says nothing about a device. Its "
-            "working sets lie in "
-            "caches, so fractions may pass 100 %."
-        )
+        yield _TINY_NOTE
         yield ""
-    yield (
-        f"{about.platform}, {about.kernels} kernels, {about.dtype}"
-        + (f", {about.memory / 2**30:.1f} GiB for jax" if about.memory else "")
-        + f"; {', '.join(f'{name} {version}' for name, version in about.versions.items())}."
-    )
+    yield _programs(about)
     yield (
         f"Floors, measured in this run: copy {floors.copy_bytes_s / 1e9:,.1f} GB/s (read + "
         "written), products "
         f"{floors.product_flops_s / 1e12:,.2f} TFLOP/s, one launch of many in a row "
         f"{1e6 * floors.launch_s:.1f} us."
     )
-    yield (
-        "A floor is the larger of least bytes over the first and least operations over the second; "
-        "the fraction is "
-        "floor over time. Times are medians; spread is (most - least) / median; error is the "
-        "distance from the "
-        "reference kernels, norm over norm."
-    )
+    yield _HOW_TO_READ
     yield f"{results.seconds:.0f} s of {results.plan.seconds:.0f} were used."
+
+
+def _programs(about: About) -> str:
+    text = f"{about.platform}, {about.kernels} kernels, {about.dtype}"
+    if about.memory:
+        text += f", {about.memory / 2**30:.1f} GiB for jax"
+    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    return f"{text}; {versions}."
 
 
 def goal_table(results: DeviceResults) -> Iterator[str]:
@@ -130,7 +139,9 @@ def goal_table(results: DeviceResults) -> Iterator[str]:
     yield "| goal | first | then | measured (worst) | figures | first | then |"
     yield "|---|---|---|---|---|---|---|"
     for row, goal in zip(goals(results), GOALS.values(), strict=True):
-        worst = "not measured" if row["worst"] is None else number(goal, row["worst"])
+        worst = "not measured"
+        if row["worst"] is not None:
+            worst = number(goal, row["worst"])
         cells = [
             goal.what,
             bound(goal, goal.first),
@@ -145,44 +156,54 @@ def goal_table(results: DeviceResults) -> Iterator[str]:
 
 def number(goal: Goal, value: float) -> str:
     """A ratio as such, a share in percent."""
-    return f"{value:.2f}x" if goal is GOALS["peer"] else f"{value:.1%}"
+    if goal is GOALS["peer"]:
+        return f"{value:.2f}x"
+    return f"{value:.1%}"
 
 
 def bound(goal: Goal, limit: float) -> str:
-    return ("< " if goal.most else ">= ") + number(goal, limit)
+    sign = "<" if goal.most else ">="
+    return f"{sign} {number(goal, limit)}"
 
 
 def _row_tables(results: DeviceResults) -> Iterator[str]:
     """A table a part, in the order of the run."""
     for part, what in PARTS.items():
         rows = [row for row in results.rows if row.part == part]
-        if not rows:
-            continue
-        yield f"## {part}: {what}"
-        yield ""
-        yield f"| {' | '.join(HEAD)} |"
-        yield f"|{'---|' * len(HEAD)}"
-        yield from (f"| {' | '.join(cells(row))} |" for row in rows)
-        yield ""
+        if rows:
+            yield f"## {part}: {what}"
+            yield ""
+            yield f"| {' | '.join(HEAD)} |"
+            yield f"|{'---|' * len(HEAD)}"
+            for row in rows:
+                yield f"| {' | '.join(cells(row))} |"
+            yield ""
 
 
 def cells(row: Row) -> list[str]:
     """One row of a table."""
+    floor = _duration(row.floor_s)
+    if floor:
+        floor += f" ({row.bound})"
     return [
         row.name,
         row.case,
         row.by,
-        "" if row.seconds is None else _duration(row.seconds),
-        "" if row.floor_s is None else f"{_duration(row.floor_s)} ({row.bound})",
+        _duration(row.seconds),
+        floor,
         _percent(row.fraction),
         _percent(_spread(row)),
-        "" if row.error is None else f"{row.error:.1e}",
+        _error(row.error),
         row.note or ", ".join(figures(row)),
     ]
 
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
 
 
 def _spread(row: Row) -> float | None:
@@ -192,22 +213,26 @@ def _spread(row: Row) -> float | None:
     return ((row.most or 0.0) - (row.least or 0.0)) / row.seconds
 
 
-def _duration(seconds: float) -> str:
-    """With a unit that suits."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3f} {name}"
+def _duration(seconds: float | None) -> str:
+    """With a unit that suits; empty for None."""
+    if seconds is None:
+        return ""
+    if seconds >= 1.0:
+        return f"{seconds:.3f} s"
+    if seconds >= 1e-3:
+        return f"{seconds / 1e-3:.3f} ms"
     return f"{seconds / 1e-6:.1f} us"
 
 
 def figures(row: Row) -> Iterator[str]:
     """What else was read off."""
     for name, value in row.figures.items():
+        kind = name.removesuffix("_s")
         if name == "share":
             yield f"{value:.2%} of the step"
-        elif name.endswith("_s") and name[:-2] in ("tokens", "requests"):
-            yield f"{value:,.1f} {name[:-2]}/s"
-        elif name.endswith("_s"):
-            yield f"{name[:-2]} {_duration(value)}"
-        else:
+        elif kind == name:
             yield f"{value:,.0f} {name}"
+        elif kind in ("tokens", "requests"):
+            yield f"{value:,.1f} {kind}/s"
+        else:
+            yield f"{kind} {_duration(value)}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import msgspec
 
@@ -31,8 +33,11 @@ class Floors(msgspec.Struct, frozen=True):
         """(least seconds, what they go into): the larger of bytes over bandwidth and operations
         over rate.
         """
-        by_bytes, by_operations = moved / self.copy_bytes_s, operations / self.product_flops_s
-        return (by_bytes, "bytes") if by_bytes >= by_operations else (by_operations, "operations")
+        by_bytes = moved / self.copy_bytes_s
+        by_operations = operations / self.product_flops_s
+        if by_bytes >= by_operations:
+            return by_bytes, "bytes"
+        return by_operations, "operations"
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +82,10 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
             raise RuntimeError(f"part {self.part} was started without floors")
         return self.floors
 
+    def row(self, name: str, case: str, by: str, goal: str = "") -> Row:
+        """A row of this part that has no figures yet."""
+        return Row(part=self.part, name=name, case=case, by=by, goal=goal)
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One measured figure."""
@@ -106,12 +115,25 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One case of a part: run it for its rows. A case that raises becomes a row that says so."""
+    """One case of a part. A case that raises becomes a row that says so."""
 
-    name: str
-    case: str
-    by: str
-    run: Callable[[], Iterable[Row]]
+    row: Row  # without figures
+    run: Callable[[Row], Iterable[Row]]  # the rows that come of it, made of the one above
+
+
+def noted(row: Row, note: str) -> Row:
+    """The row of a case without figures, which counts for no goal."""
+    return msgspec.structs.replace(row, note=note, goal="")
+
+
+def timing_fields(samples: Sequence[float]) -> dict[str, Any]:
+    """The fields of a `Row` that tell these samples, in seconds."""
+    return {
+        "seconds": median(samples),
+        "least": min(samples),
+        "most": max(samples),
+        "repeats": len(samples),
+    }
 
 
 Tasks = Iterator[Task]
@@ -210,7 +232,9 @@ class Goal:
 
     def met(self, values: Sequence[float], limit: float) -> bool:
         """Whether every value keeps the limit."""
-        return all(value < limit if self.most else value >= limit for value in values)
+        if self.most:
+            return max(values) < limit
+        return min(values) >= limit
 
 
 #: Shares of what the device's own copy and product reach in the same run; the gap's is of the step;
@@ -234,8 +258,12 @@ def goal_values(rows: Sequence[Row], goal: str) -> list[float]:
     """
     if goal == "peer":
         return _peer_ratio(rows)
-    shares = [row.figures.get("share", row.fraction) for row in rows if row.goal == goal]
-    return [share for share in shares if share is not None]
+    values = []
+    for row in rows:
+        share = row.figures.get("share", row.fraction)
+        if row.goal == goal and share is not None:
+            values.append(share)
+    return values
 
 
 def _peer_ratio(rows: Sequence[Row]) -> list[float]:

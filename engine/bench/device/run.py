@@ -95,21 +95,18 @@ class DeviceResults:
 
     def job(self, part: str, seconds: float) -> PartJob:
         """What a part is told; what was found first holds for all."""
+        plan, about = self.plan, self.about
         page = 16 if self.shape == TINY else 64
-        dtype, kernels = self.plan.dtype, self.plan.kernels
-        if self.about:
-            dtype, kernels = self.about.dtype, self.about.kernel_set
-        shape = self.plan.shape if part == "floors" else self.shape
         return PartJob(
             part=part,
-            shape=shape,
-            dtype=dtype,
-            kernels=kernels,
-            page_size=self.plan.page_size or page,
+            shape=plan.shape if part == "floors" else self.shape,
+            dtype=about.dtype if about else plan.dtype,
+            kernels=about.kernel_set if about else plan.kernels,
+            page_size=plan.page_size or page,
             seconds=seconds,
             floors=self.floors,
-            against=self.plan.against,
-            platform=self.plan.platform,
+            against=plan.against,
+            platform=plan.platform,
         )
 
 
@@ -138,61 +135,69 @@ def measure(
 
 
 def _lines_of(
-    results: DeviceResults,
-    part: str,
-    left: float,
-    start: _Start,
+    results: DeviceResults, part: str, left: float, start: _Start
 ) -> Iterator[PartMessage]:
     """What a part says; a row why it says nothing, if it was not begun."""
     why = _unfit(results, part, left)
     if why:
-        yield PartMessage(row=Row(part=part, name=PARTS[part], case="all", by="", note=why))
+        yield _note(part, "all", why)
         return
     environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
     yield from start(results.job(part, left), environment)
 
 
+def _note(part: str, case: str, why: str) -> PartMessage:
+    """A row for a part that has no figures."""
+    return PartMessage(row=Row(part=part, name=PARTS[part], case=case, by="", note=why))
+
+
 def _unfit(results: DeviceResults, part: str, left: float) -> str:
     """Why a part is not begun; empty if it is."""
-    platform = results.about.platform if results.about else "gpu"
+    if part == "floors":
+        return ""
+    assert results.about is not None  # else the floors would have ended the run
+    platform = results.about.platform
     if part == "graphs" and platform not in ("gpu", "cuda"):
         return f"not run: CUDA graphs are of NVIDIA GPUs, this is {platform}"
-    if left <= 0 and part != "floors":
+    if left <= 0:
         return "not run: the time was up"
     return ""
 
 
 def _extended(wanted: Mapping[str, str]) -> dict[str, str]:
     """Variables with what the environment already says in front."""
-    return {
-        name: " ".join(filter(None, (os.environ.get(name, ""), text)))
-        for name, text in wanted.items()
-    }
+    extended = {}
+    for name, text in wanted.items():
+        extended[name] = f"{os.environ.get(name, '')} {text}".strip()
+    return extended
 
 
 def _take(results: DeviceResults, line: PartMessage, report: _Report) -> None:
     """Keep what a line says, and report it."""
-    if line.about is not None:
-        results.about = line.about
-        report(f"{line.about.device}: {line.about.kernels} kernels, {line.about.dtype}")
-    if line.floors is not None:
-        results.floors = line.floors
+    about, floors, row = line.about, line.floors, line.row
+    if about is not None:
+        results.about = about
+        report(f"{about.device}: {about.kernels} kernels, {about.dtype}")
+    if floors is not None:
+        results.floors = floors
         report(
-            f"copy {line.floors.copy_bytes_s / 1e9:,.1f} GB/s, products "
-            f"{line.floors.product_flops_s / 1e12:,.2f} "
-            f"TFLOP/s, a launch {1e6 * line.floors.launch_s:.1f} us"
+            f"copy {floors.copy_bytes_s / 1e9:,.1f} GB/s, products "
+            f"{floors.product_flops_s / 1e12:,.2f} "
+            f"TFLOP/s, a launch {1e6 * floors.launch_s:.1f} us"
         )
-    if line.row is not None:
-        results.rows.append(line.row)
-        report(f"{line.row.part}: {line.row.name}, {line.row.case}: {_outcome(line.row)}")
+    if row is not None:
+        results.rows.append(row)
+        report(f"{row.part}: {row.name}, {row.case}: {_outcome(row)}")
 
 
 def _outcome(row: Row) -> str:
     """A row in a few words."""
     if row.seconds is None:
         return row.note
-    share = "" if row.fraction is None else f", {row.fraction:.0%} of the floor's rate"
-    return f"{1e3 * row.seconds:.3f} ms{share}"
+    text = f"{1e3 * row.seconds:.3f} ms"
+    if row.fraction is not None:
+        text += f", {row.fraction:.0%} of the floor's rate"
+    return text
 
 
 def _check(results: DeviceResults, report: _Report) -> None:
@@ -218,34 +223,38 @@ def run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMess
     dies.
     """
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jitney.engine.bench.device.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env={**os.environ, **environment},
-        )
-        assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError):  # it died at once: its status says so
-            process.stdin.write(msgspec.json.encode(job))
-            process.stdin.close()
+        process = _start_worker(job, environment, errors)
+        assert process.stdout is not None
+        why = ""
         try:
             yield from _read_lines(process.stdout, job.seconds + _GRACE_S)
             status = process.wait(_GRACE_S)
-            why = (
-                ""
-                if status == 0
-                else f"failed: the process ended with status {status}: {_last_line(errors)}"
-            )
+            if status:
+                why = f"failed: the process ended with status {status}: {_last_line(errors)}"
         except (TimeoutError, subprocess.TimeoutExpired):
             why = "not finished: the time was up"
         finally:
             process.kill()
             process.wait()
         if why:
-            yield PartMessage(
-                row=Row(part=job.part, name=PARTS[job.part], case="the rest", by="", note=why)
-            )
+            yield _note(job.part, "the rest", why)
+
+
+def _start_worker(
+    job: PartJob, environment: Mapping[str, str], errors: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jitney.engine.bench.device.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env={**os.environ, **environment},
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it died at once: its status says so
+        process.stdin.write(msgspec.json.encode(job))
+        process.stdin.close()
+    return process
 
 
 def _read_lines(stream: IO[bytes], seconds: float) -> Iterator[PartMessage]:
@@ -274,7 +283,9 @@ def _last_line(errors: IO[bytes]) -> str:
     """The last thing said, shortened."""
     errors.seek(0)
     said = errors.read().decode(errors="replace").strip().splitlines()
-    return said[-1][:200] if said else "nothing said"
+    if not said:
+        return "nothing said"
+    return said[-1][:200]
 
 
 def check_parts(names: Sequence[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ Operations as `engine.simulation.roofline` counts them.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import PartJob, Row, Sizes, Task, Tasks
-from jitney.engine.bench.device.timing import REPEATS, repeated
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted, timing_fields
+from jitney.engine.bench.device.timing import repeated
 from jitney.engine.bench.step import StepCase, plan_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import GIB
@@ -63,11 +64,8 @@ class StepBench:
 
     def operations(self, bucket: Bucket, work: StepWork) -> float:
         """Least operations: of its rows, not of its padding."""
-        return sum(
-            self.cost.operations(
-                work.decode + work.prompt, min(bucket.seats, work.decode or 1), work
-            )
-        )
+        sampled = min(bucket.seats, work.decode or 1)
+        return sum(self.cost.operations(work.decode + work.prompt, sampled, work))
 
 
 def _random_weights(model: Model) -> Model:
@@ -75,15 +73,11 @@ def _random_weights(model: Model) -> Model:
     no meaning.
     """
     graph, state = nnx.split(model)
-    leaves = [
-        (
-            path,
-            leaf.replace(
-                _fill(jax.random.key(number), str(path[-1]), leaf.shape, jnp.dtype(leaf.dtype))
-            ),
-        )
-        for number, (path, leaf) in enumerate(nnx.to_flat_state(state))
-    ]
+    leaves = []
+    for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
+        dtype = jnp.dtype(leaf.dtype)
+        filled = _fill(jax.random.key(number), str(path[-1]), leaf.shape, dtype)
+        leaves.append((path, leaf.replace(filled)))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
@@ -92,17 +86,14 @@ def _fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any) -> jax.
     """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1,
     and scales small, so that no step overflows."""
     if jnp.issubdtype(dtype, jnp.integer):
+        if name == "zeros":
+            return jnp.full(shape, 8, dtype)
         width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
-        bits = jax.random.bits(key, shape, width)
-        return (
-            jnp.full(shape, 8, dtype)
-            if name == "zeros"
-            else jax.lax.bitcast_convert_type(bits, dtype)
-        )
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
     if name in ("scale", "kv_scales"):
         return jnp.full(shape, 1e-3, dtype)
     if len(shape) < 2:
-        return jnp.zeros(shape, dtype) if name == "bias" else jnp.ones(shape, dtype)
+        return jnp.full(shape, name != "bias", dtype)
     spread = 1.0 if dtype.itemsize == 1 else shape[0] ** -0.5
     return (spread * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
@@ -114,12 +105,12 @@ def make_bench(
     need.
     """
     gc.collect()  # the arrays of the one before it may hang in cycles
-    model = _random_weights(abstract_model(job.config, dtype=dtype, weights=weights))
-    model.arrange(kernels)
-    _, state = nnx.split(model)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     config, size = job.config, jnp.dtype(dtype).itemsize
-    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * size
+    model = _random_weights(abstract_model(config, dtype=dtype, weights=weights))
+    model.arrange(kernels)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    embed_bytes = config.hidden_size * size
+    table = 0 if config.tie_embeddings else config.vocab_size * embed_bytes
     row_bytes = config.n_layers * 2 * config.n_kv_heads * config.head_dim * size
     positions = min(_MOST_POSITIONS + buckets.seats * job.page_size, _free_positions(row_bytes))
     pages = positions // job.page_size
@@ -129,13 +120,13 @@ def make_bench(
     runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
     runner.state = allocate(runner.shapes, runner.config)
     return StepBench(
-        runner,
-        ModelCost(config),
-        held - table,
-        config.hidden_size * size,
-        row_bytes,
-        (pages - 1) * job.page_size,
-        job.page_size,
+        runner=runner,
+        cost=ModelCost(config),
+        weight_bytes=held - table,
+        embed_bytes=embed_bytes,
+        row_bytes=row_bytes,
+        positions=(pages - 1) * job.page_size,
+        page_size=job.page_size,
     )
 
 
@@ -150,11 +141,14 @@ def _free_positions(row_bytes: int) -> int:
 def compile_buckets(bench: StepBench, buckets: Sequence[Bucket]) -> None:
     """Compile the greedy step of these buckets, side by side."""
     runner = bench.runner
-    keys = [(bucket, runner.is_plain(bucket, True)) for bucket in buckets]
-    missing = [key for key in keys if key not in runner.executables]
+    compiling = {}
     with ThreadPoolExecutor(_THREADS) as pool:
-        for key, done in [(key, pool.submit(compile_step, runner.lower(*key))) for key in missing]:
-            runner.executables[key] = done.result()
+        for bucket in buckets:
+            key = bucket, runner.is_plain(bucket, True)
+            if key not in runner.executables:
+                compiling[key] = pool.submit(compile_step, runner.lower(*key))
+    for key, compiled in compiling.items():
+        runner.executables[key] = compiled.result()
 
 
 def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
@@ -164,7 +158,8 @@ def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[
     runner = bench.runner
     plan = plan_of(case, 0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.is_plain(case.bucket, True)
-    if min(runner.fetch(LaunchedStep(plan, runner.run(case.bucket, plain, packed), 0)).tokens) < 0:
+    launched = LaunchedStep(plan, runner.run(case.bucket, plain, packed), 0)
+    if min(runner.fetch(launched).tokens) < 0:
         raise RuntimeError("the step's logits are not finite")
     samples = repeated(lambda _: runner.run(case.bucket, plain, packed), None, sample_s)
     return samples, plan.work
@@ -174,49 +169,31 @@ def _step_row(
     job: PartJob,
     get: Callable[[], StepBench],
     group: Sequence[Bucket],
-    name: str,
-    by: str,
     case: StepCase,
-    text: str,
-    goal: str = "",
+    row: Row,
 ) -> Iterator[Row]:
     """One step; `group` is compiled together with its bucket."""
     bench = get()
-    base = Row(part=job.part, name=name, case=text, by=by)
-    if _room_of(case, bench.page_size) > bench.positions:
-        needed = _room_of(case, bench.page_size) * bench.row_bytes / GIB
+    wanted = _room_of(case, bench.page_size)
+    if wanted > bench.positions:
+        needed = wanted * bench.row_bytes / GIB
         room = bench.positions * bench.row_bytes / GIB
-        yield replace(
-            base, note=f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
-        )
+        note = f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
+        yield noted(row, note)
         return
     compile_buckets(bench, group)
     samples, work = _time_step(bench, case, job.sizes.sample_s)
-    seconds = sorted(samples)[len(samples) // 2]
+    times = timing_fields(samples)
     floor_s, bound = job.measured.of(bench.floor_bytes(work), bench.operations(case.bucket, work))
-    yield replace(
-        base,
-        seconds=seconds,
-        least=min(samples),
-        most=max(samples),
-        repeats=REPEATS,
-        floor_s=floor_s,
-        bound=bound,
-        goal=goal,
-        figures={"tokens_s": (work.decode + work.prompt) / seconds},
-    )
+    figures = {"tokens_s": (work.decode + work.prompt) / times["seconds"]}
+    yield replace(row, floor_s=floor_s, bound=bound, figures=figures, **times)
 
 
 def _room_of(case: StepCase, page: int) -> int:
     """KV positions in whole pages."""
-    lengths = [length + 1 for length in case.decode] + [
-        start + count for start, count in case.prompts
-    ]
+    lengths = [length + 1 for length in case.decode]
+    lengths += [start + count for start, count in case.prompts]
     return sum(math.ceil(length / page) * page for length in lengths)
-
-
-def _decode_buckets(groups: Sequence[Sequence[int]]) -> list[list[Bucket]]:
-    return [[Bucket(seats, seats) for seats in group] for group in groups]
 
 
 def short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
@@ -251,70 +228,44 @@ def _decode_tasks(
     later: Sequence[int] = (),
 ) -> Tasks:
     """Every seat count of every group at `contexts`; from the second group on, at `later` too."""
-    grouped = _decode_buckets(groups)
-    seats = max(bucket.seats for group in grouped for bucket in group)
-    longest = max((*contexts, *later))
-    buckets = Buckets(
-        tuple(sorted((b for group in grouped for b in group), key=lambda b: b.seats)),
-        (Bucket(2 * seats, seats),),
-    )
-    get = cache(lambda: make_bench(job, kernels, dtype, weights, buckets, longest + job.page_size))
+    buckets = _decode_buckets(groups)
+    longest = max((*contexts, *later)) + job.page_size
+    get = cache(partial(make_bench, job, kernels, dtype, weights, buckets, longest))
     kept = str(jnp.dtype(dtype)) if weights == "plain" else weights
-    for number, group in enumerate(grouped):
-        for bucket in group:
-            for context in sorted({*contexts, *(later if number else ())}):
-                text = f"{bucket.seats} x {context:,}, {kept}"
-                short = bucket.seats <= 32 and context <= 1024
-                goal = "step" if short and weights == "plain" and job.part != "graphs" else ""
-                yield Task(
-                    "decode step",
-                    text,
-                    kernels.label,
-                    partial(
-                        _step_row,
-                        job,
-                        get,
-                        group,
-                        "decode step",
-                        kernels.label,
-                        StepCase(bucket, (context - 1,) * bucket.seats),
-                        text,
-                        goal,
-                    ),
-                )
+    wanted = set(contexts)
+    for seat_counts in groups:
+        group = [Bucket(seats, seats) for seats in seat_counts]
+        for bucket, context in itertools.product(group, sorted(wanted)):
+            text = f"{bucket.seats} x {context:,}, {kept}"
+            goal = "step" if _counts(job, bucket.seats, context, weights) else ""
+            case = StepCase(bucket, (context - 1,) * bucket.seats)
+            row = job.row("decode step", text, kernels.label, goal)
+            yield Task(row, partial(_step_row, job, get, group, case))
+        wanted |= set(later)
+
+
+def _decode_buckets(groups: Sequence[Sequence[int]]) -> Buckets:
+    """For so many seats, and one that prompts fit in."""
+    sizes = sorted(itertools.chain.from_iterable(groups))
+    decode = tuple(Bucket(seats, seats) for seats in sizes)
+    return Buckets(decode, (Bucket(2 * sizes[-1], sizes[-1]),))
+
+
+def _counts(job: PartJob, seats: int, context: int, weights: str) -> bool:
+    """Whether such a decode step counts for the goal."""
+    short = seats <= 32 and context <= 1024
+    return short and weights == "plain" and job.part != "graphs"
 
 
 def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """Steps of one prompt, whole."""
-    kernels, sizes = sets[0], job.sizes
-    buckets = Buckets(
-        (Bucket(1, 1),), tuple(Bucket(rows, _min_seats(sizes)) for rows in sorted(sizes.prefill))
-    )
-    get = cache(
-        lambda: make_bench(
-            job, kernels, dtype, "plain", buckets, max(sizes.prefill) + job.page_size
-        )
-    )
-    for rows in sizes.prefill:
-        bucket = Bucket(rows, _min_seats(sizes))
-        text = f"{rows:,} rows, {jnp.dtype(dtype)}"
-        yield Task(
-            "prompt step",
-            text,
-            kernels.label,
-            partial(
-                _step_row,
-                job,
-                get,
-                [bucket],
-                "prompt step",
-                kernels.label,
-                StepCase(bucket, (), ((0, rows),)),
-                text,
-            ),
-        )
-
-
-def _min_seats(sizes: Sizes) -> int:
-    """Seats of the prompt steps' buckets."""
-    return min(8, min(sizes.prefill) // 2)
+    kernels, sizes = sets[0], sorted(job.sizes.prefill)
+    seats = min(8, sizes[0] // 2)
+    buckets = Buckets((Bucket(1, 1),), tuple(Bucket(rows, seats) for rows in sizes))
+    context = sizes[-1] + job.page_size
+    get = cache(partial(make_bench, job, kernels, dtype, "plain", buckets, context))
+    for rows in job.sizes.prefill:
+        bucket = Bucket(rows, seats)
+        row = job.row("prompt step", f"{rows:,} rows, {jnp.dtype(dtype)}", kernels.label)
+        case = StepCase(bucket, (), ((0, rows),))
+        yield Task(row, partial(_step_row, job, get, [bucket], case))

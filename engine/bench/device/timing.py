@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jitney.engine.bench.device.rows import Floors, PartJob, Sizes
+from jitney.engine.bench.device.rows import Floors, PartJob, Sizes, timing_fields
 
 REPEATS = 7
 #: Device seconds that one call should take at least, by its floor.
@@ -48,17 +48,7 @@ def timed(
 
     call = jax.jit(program, donate_argnums=0).lower(carry, copies).compile()
     calls = repeated(lambda carry: call(carry, copies), carry, sample_s)
-    return _timing_fields([spent / unrolled for spent in calls])
-
-
-def _timing_fields(samples: Sequence[float]) -> dict[str, Any]:
-    """The fields of a `Row` that tell these samples, in seconds."""
-    return {
-        "seconds": median(samples),
-        "least": min(samples),
-        "most": max(samples),
-        "repeats": len(samples),
-    }
+    return timing_fields([spent / unrolled for spent in calls])
 
 
 def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[float]:
@@ -81,28 +71,30 @@ def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[fl
 
 def measure_floors(sizes: Sizes, dtype: Any) -> Floors:
     """Copying, multiplying and launching, as fast as this device does them."""
-    key = jax.random.key(0)
-    words = jax.random.normal(key, (sizes.copy_bytes // 4,), jnp.float32)
-    copying = repeated(jax.jit(lambda x: x + 1, donate_argnums=0), words, sizes.sample_s)
+    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
+    words = jax.random.normal(jax.random.key(0), (sizes.copy_bytes // 4,), jnp.float32)
+    copying = repeated(add_one, words, sizes.sample_s)
+    multiplying = _time_products(sizes, dtype)
+    launching = repeated(add_one, jnp.zeros((8,)), sizes.sample_s)
+    return Floors(
+        copy_bytes_s=2 * sizes.copy_bytes / median(copying),
+        product_flops_s=2 * sizes.product_side**3 / median(multiplying),
+        launch_s=median(launching),
+    )
+
+
+def _time_products(sizes: Sizes, dtype: Any) -> list[float]:
     side = sizes.product_side
     # Entries of variance 1 / side: a chain of products neither vanishes nor overflows.
     a, b = (
-        jax.random.normal(k, (side, side), dtype) / jnp.sqrt(side).astype(dtype)
-        for k in jax.random.split(key)
+        jax.random.normal(key, (side, side), dtype) / jnp.sqrt(side).astype(dtype)
+        for key in jax.random.split(jax.random.key(0))
     )
     multiply = jax.jit(
         lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32).astype(dtype),
         donate_argnums=0,
     )
-    multiplying = repeated(lambda x: multiply(x, b), a, sizes.sample_s)
-    launching = repeated(
-        jax.jit(lambda x: x + 1, donate_argnums=0), jnp.zeros((8,)), sizes.sample_s
-    )
-    return Floors(
-        copy_bytes_s=2 * sizes.copy_bytes / median(copying),
-        product_flops_s=2 * side**3 / median(multiplying),
-        launch_s=median(launching),
-    )
+    return repeated(lambda x: multiply(x, b), a, sizes.sample_s)
 
 
 def copies_for(job: PartJob, moved: float) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from jitney.engine.bench.device.rows import LARGE, SMALL, About, Floors, PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.rows import LARGE, SMALL, About, Floors, PartJob, Row, Tasks, noted
 
 #: Part -> module and function that yields its tasks. Those of the peers are not given kernels.
 OURS = {
@@ -56,15 +56,15 @@ def main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
 def lines_of(job: PartJob) -> Iterator[PartMessage]:
     """Everything the job yields."""
     if job.part in PEERS:
-        yield from (PartMessage(row=row) for row in rows_of(job, _tasks_of(PEERS[job.part], job)))
-        return
-    sets, dtype = kernels_of(job)
-    if job.part == "floors":
-        yield from _floors_of(sets, dtype)
-        return
-    yield from (
-        PartMessage(row=row) for row in rows_of(job, _tasks_of(OURS[job.part], job, sets, dtype))
-    )
+        tasks = _tasks_of(PEERS[job.part], job)
+    else:
+        sets, dtype = kernels_of(job)
+        if job.part == "floors":
+            yield from _floors_of(sets, dtype)
+            return
+        tasks = _tasks_of(OURS[job.part], job, sets, dtype)
+    for row in rows_of(job, tasks):
+        yield PartMessage(row=row)
 
 
 def _tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
@@ -77,20 +77,13 @@ def rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
     until = time.monotonic() + job.seconds
     for task in tasks:
         if time.monotonic() > until:
-            yield _noted(job, task, "not run: the time was up")
+            yield noted(task.row, "not run: the time was up")
             continue
         try:
-            yield from task.run()
-        except (
-            Exception
-        ) as error:  # whatever a compiler or driver says, the next case may do better
-            yield _noted(
-                job, task, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            )
-
-
-def _noted(job: PartJob, task: Task, note: str) -> Row:
-    return Row(part=job.part, name=task.name, case=task.case, by=task.by, note=note)
+            yield from task.run(task.row)
+        except Exception as error:  # whatever a driver says, the next case may do better
+            words = " ".join(str(error).split())[:200]
+            yield noted(task.row, f"failed: {type(error).__name__}: {words}")
 
 
 def kernels_of(job: PartJob) -> tuple[Sequence[Any], Any]:
@@ -99,8 +92,10 @@ def kernels_of(job: PartJob) -> tuple[Sequence[Any], Any]:
     from jitney.engine.config.layers import load_config
 
     platform = start_jax(load_config(flags={"platform": job.platform}))[0].platform
-    names = [job.kernels, *([job.against] if job.against else [])]
-    return [choose_kernels(platform, name) for name in names], choose_dtype(job.dtype, platform)
+    sets = [choose_kernels(platform, job.kernels)]
+    if job.against:
+        sets.append(choose_kernels(platform, job.against))
+    return sets, choose_dtype(job.dtype, platform)
 
 
 def _floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[PartMessage]:
@@ -112,18 +107,19 @@ def _floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[PartMessage]:
     from jitney.engine.bench.device.timing import measure_floors
 
     device = jax.devices()[0]
-    memory = (device.memory_stats() or {}).get("bytes_limit", 0)
+    stats = device.memory_stats() or {}
     about = About(
         device=device.device_kind,
         platform=device.platform,
         kernels=sets[0].label,
         kernel_set=sets[0].name,
         dtype=str(dtype),
-        memory=memory,
+        memory=stats.get("bytes_limit", 0),
         versions=versions(),
     )
     yield PartMessage(about=about)
-    yield PartMessage(floors=measure_floors(SMALL if device.platform == "cpu" else LARGE, dtype))
+    sizes = SMALL if device.platform == "cpu" else LARGE
+    yield PartMessage(floors=measure_floors(sizes, dtype))
 
 
 def versions() -> dict[str, str]:

@@ -190,10 +190,11 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
 def test_a_second_kernel_set_is_timed_beside_the_first_and_counts_for_no_goal():
     sets = [replace(reference(), name=name) for name in ("one", "two")]
     tasks = list(kernels.attention(job("attention", shape="qwen3-8b"), sets, jnp.float32))
-    assert [task.by for task in tasks] == ["one", "two"] * (len(tasks) // 2)
-    assert {task.case for task in tasks[::2]} == {task.case for task in tasks[1::2]}
-    assert {task.run.args[6] for task in tasks[1::2]} == {""}  # type: ignore[attr-defined]
-    assert {task.run.args[6] for task in tasks[::2]} == {"", "decode", "long", "prefill"}  # type: ignore[attr-defined]
+    rows = [task.row for task in tasks]
+    assert [row.by for row in rows] == ["one", "two"] * (len(rows) // 2)
+    assert {row.case for row in rows[::2]} == {row.case for row in rows[1::2]}
+    assert {row.goal for row in rows[1::2]} == {""}
+    assert {row.goal for row in rows[::2]} == {"", "decode", "long", "prefill"}
 
 
 def test_figures_are_finite_and_fractions_follow_from_their_parts(
@@ -273,15 +274,8 @@ def test_a_wrong_kernel_is_said_and_not_timed():
         return q
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
-    (told,) = attend_row(
-        job("attention"),
-        broken,
-        jnp.float32,
-        "decode attention",
-        "1 x 64",
-        Contexts((64,)),
-        "decode",
-    )
+    base = row(part="attention", case="1 x 64", goal="decode")
+    (told,) = attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
     assert told.note.startswith("WRONG") and told.seconds is None and told.goal == "" and told.error
     assert "WRONG" in markdown(DeviceResults(DevicePlan(), GPU, FLOORS, [told]))
 
@@ -291,20 +285,21 @@ def test_nan_counts_as_wrong():
         return q * jnp.nan
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
-    (told,) = attend_row(
-        job("attention"), broken, jnp.float32, "decode attention", "1 x 64", Contexts((64,)), ""
-    )
+    base = row(part="attention", case="1 x 64")
+    (told,) = attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
     assert told.note.startswith("WRONG") and told.seconds is None
 
 
 def test_a_case_that_raises_is_a_row_and_the_next_one_runs():
-    def bad() -> Iterator[Row]:
+    def bad(row: Row) -> Iterator[Row]:
         raise MemoryError("out of\nmemory")
 
-    tasks = iter([Task("a", "1", "x", bad), Task("b", "2", "x", lambda: [row(name="b")])])
+    first, second = row(name="a", goal="step"), row(name="b")
+    tasks = iter([Task(first, bad), Task(second, lambda row: [row])])
     first, second = rows_of(job("steps"), tasks)
     assert first.note == "failed: MemoryError: out of memory" and second.name == "b"
-    late = list(rows_of(job("steps", seconds=-1.0), iter([Task("a", "1", "x", bad)])))
+    assert first.name == "a" and first.goal == ""
+    late = list(rows_of(job("steps", seconds=-1.0), iter([Task(first, bad)])))
     assert [r.note for r in late] == ["not run: the time was up"]
 
 
