@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from jitney.dashboard import report, request_detail, timeline
 from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
+from jitney.dashboard.drawing import Drawings, blocks_of
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.lab import EXPERIMENT_FORM, Experiment, Lab, check_minutes
 from jitney.dashboard.queries import seconds, whole, word
@@ -23,13 +24,19 @@ from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, 
 from jitney.dashboard.snapshot import core_seat_lists, page_cells, page_map
 from jitney.dashboard.view import View
 from jitney.engine.api.access import Keys, Role, identity_of
+from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.errors import HttpError
+from jitney.engine.api.jsonio import in_pieces, long_list
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.api.slices import Slices
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import MAX_N
 
+#: Long answers that are made at a time.
+_MOST_ANSWERS = 16
+_JSON = {"content-type": "application/json"}
 #: Token ids to text.
 _Decode = Callable[[list[int]], str]
 
@@ -48,6 +55,8 @@ class _Dashboard(PageRoutes):
         super().__init__(Keys(settings))
         self.client = client
         self.decode = decode
+        self.slices = Slices(_MOST_ANSWERS)
+        self.drawings = Drawings()
         self.lab = Lab(client, engine)
         self.feed = Feed(
             client, hz=hz, needs_key=self.sessions.needed, shows_text=decode is not None
@@ -81,47 +90,52 @@ class _Dashboard(PageRoutes):
         seats = core_seat_lists([view.seat(seat) for seat in seat_map.seats])
         return to_json({"t": time.monotonic(), "seats": seats, "pages": pages})
 
-    async def step_records(self, request: Request) -> Response:
+    async def step_records(self, request: Request) -> BlockAnswer:
         """Step records after step `from` up to step `to` (default: all that are kept), at most
         `timeline.MAX_RECORDS`.
         """
         after = whole(request, "from", -1)
         until = whole(request, "to", 2**62)
-        records, ready = self.client.history.records.steps(after, until)
-        return to_json(timeline.record_columns(records, ready, time.monotonic()))
+        work = timeline.record_columns(self.client.history, after, until, time.monotonic())
+        return await self._answer(work)
 
-    async def timeline(self, request: Request) -> Response:
+    async def timeline(self, request: Request) -> BlockAnswer:
         """Bins and stays between two times, see `timeline.timeline`."""
         now = time.monotonic()
         start, end = self._window(request, now)
         bins = whole(request, "bins", 120, 1, timeline.MAX_BINS)
         identity = identity_of(request.scope)
-        return to_json(
+        return await self._answer(
             timeline.timeline(self.client.history, start, end, bins, now, identity=identity)
         )
 
-    async def trace(self, request: Request) -> Response:
+    async def trace(self, request: Request) -> BlockAnswer:
         """The same time as a Chrome trace, to be saved as a file."""
         now = time.monotonic()
         start, end = self._window(request, now)
         model = self.client.info.model if self.client.info is not None else "engine"
-        return Response(
-            timeline.trace(self.client.history, start, end, now, model),
-            media_type="application/json",
-            headers={"content-disposition": 'attachment; filename="jitney-trace.json"'},
+        pieces = timeline.trace(self.client.history, start, end, now, model)
+        return BlockAnswer(
+            self.slices.blocks(pieces),
+            _JSON | {"content-disposition": 'attachment; filename="jitney-trace.json"'},
         )
+
+    async def _answer(self, work: timeline.Work) -> BlockAnswer:
+        """What comes of it, as JSON."""
+        value = await self.slices.result(work)
+        return BlockAnswer(self.slices.blocks(in_pieces(_with_long_lists(value))), _JSON)
 
     def _window(self, request: Request, now: float) -> tuple[float, float]:
         end = seconds(request, "to", now)
         start = seconds(request, "from", end - 60)
         return timeline.window(self.client.history, start, end, now)
 
-    async def requests(self, request: Request) -> Response:
+    async def requests(self, request: Request) -> BlockAnswer:
         """Sequences, the newest first, see `request_detail.listing`; to a user its own."""
         state = word(request, "state", request_detail.STATES)
         limit = whole(request, "limit", 100, 1, 1000)
         cursor = whole(request, "cursor", 2**53, 0)
-        listing = request_detail.listing(
+        work = request_detail.listing(
             self.client.history,
             state,
             limit,
@@ -129,9 +143,9 @@ class _Dashboard(PageRoutes):
             time.monotonic(),
             identity=identity_of(request.scope),
         )
-        return to_json(listing)
+        return await self._answer(work)
 
-    async def request(self, request: Request) -> Response:
+    async def request(self, request: Request) -> BlockAnswer:
         """One sequence in full, see `request_detail.detail`. 404 when it is not known, or not any
         more, or is somebody else's.
         """
@@ -140,9 +154,11 @@ class _Dashboard(PageRoutes):
         record = self.client.history.find(request.path_params["id"], index)
         if record is None or not identity.may_see(record.tenant):
             raise HttpError(404, "no such request, or it ended too long ago", code="not_found")
-        detail = request_detail.detail(self.client.history, record, time.monotonic())
+        work = request_detail.detail(self.client.history, record, time.monotonic())
+        detail = await self.slices.result(work)
         text = await self._text(record) if identity.is_admin else None
-        return to_json(detail | {"text": text})
+        value = _with_long_lists(detail | {"text": text})
+        return BlockAnswer(self.slices.blocks(in_pieces(value)), _JSON)
 
     async def _text(self, record: RequestRecord) -> dict[str, str] | None:
         """Prompt and answer, if they may be shown."""
@@ -154,13 +170,15 @@ class _Dashboard(PageRoutes):
             "answer": await run_in_threadpool(self.decode, answer),
         }
 
-    async def report(self, request: Request) -> Response:
+    async def report(self, request: Request) -> BlockAnswer:
         """The last minutes as a self-contained HTML file."""
         minutes = seconds(request, "minutes", 1.0)
         check_minutes(minutes)
         now, wall = time.monotonic(), time.time()
-        snapshot = report.collect(self.client, minutes, self.feed.notes, now, wall)
-        return HTMLResponse(await run_in_threadpool(report.render, snapshot))
+        work = report.collect(self.client, minutes, self.feed.notes, now, wall)
+        page = await self.drawings.draw(await self.slices.result(work))
+        headers = {"content-type": "text/html; charset=utf-8"}
+        return BlockAnswer(self.slices.blocks(blocks_of(page)), headers)
 
     async def experiment(self, request: Request) -> Response:
         """The policy lab: how it stands (GET), a new `lab.Experiment` (POST), an end to the running
@@ -175,13 +193,20 @@ class _Dashboard(PageRoutes):
         return to_json(self.lab.status())
 
 
+def _with_long_lists(value: Any) -> Any:
+    """Lists in objects in it are written run by run."""
+    if isinstance(value, dict):
+        return {name: _with_long_lists(item) for name, item in value.items()}
+    return long_list(value) if isinstance(value, list) else value
+
+
 class _EngineRoute(NamedTuple):
     """What an engine's page answers besides the page itself and the feed."""
 
     path: str
     #: GET includes HEAD.
     methods: tuple[str, ...]
-    handler: Callable[[_Dashboard, Request], Awaitable[Response]]
+    handler: Callable[[_Dashboard, Request], Awaitable[Response | BlockAnswer]]
     #: Who may ask.
     role: Role
 

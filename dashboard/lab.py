@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from jitney.dashboard.timeline import stay_columns
 from jitney.engine.api.errors import HttpError
+from jitney.engine.api.slices import at_once
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
@@ -426,7 +427,7 @@ def _state_in_the_end(request: RequestRecord) -> str:
 
 def _measured_stays(traffic: _Traffic) -> dict[str, list[Any]]:
     """The stays of that time as they were, in seconds from its beginning."""
-    columns = stay_columns(traffic.stays[-_MOST_RECORDS:])
+    columns = at_once(stay_columns(traffic.stays[-_MOST_RECORDS:]))
     for name in ("from", "first_token", "to"):
         times = columns[name]
         columns[name] = [None if t is None else round(t - traffic.first, 4) for t in times]

@@ -5,6 +5,7 @@ histograms.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,13 @@ def samples(history: History, start: float, end: float) -> dict[str, Samples]:
     time between two steps' results, as often as the later one had decode rows.
     """
     records, ready = history.records.between(start, end)
+    return samples_of(history, records, ready, start, end)
+
+
+def samples_of(
+    history: History, records: np.ndarray, ready: np.ndarray, start: float, end: float
+) -> dict[str, Samples]:
+    """The same; records, ready: of that time, from `RecordRing.between`."""
     return {
         "wait": _within(history.waits, start, end),
         "ttft": _within(history.first_tokens, start, end),
@@ -35,8 +43,9 @@ def samples(history: History, start: float, end: float) -> dict[str, Samples]:
 
 
 def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> Samples:
-    pairs = np.array([pair for pair in values if start < pair[0] <= end]).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1], np.ones(len(pairs), np.int64)
+    pairs = np.fromiter(chain.from_iterable(values), np.float64).reshape(-1, 2)
+    kept = pairs[(pairs[:, 0] > start) & (pairs[:, 0] <= end)]
+    return kept[:, 0], kept[:, 1], np.ones(len(kept), np.int64)
 
 
 def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | None:

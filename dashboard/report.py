@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitney.dashboard import latency, timeline
@@ -53,7 +53,7 @@ TITLES = {
 }
 
 
-class _ReportData(NamedTuple):
+class ReportData(NamedTuple):
     """What the engine did, as of one moment; nothing of it changes any more."""
 
     title: str
@@ -68,29 +68,33 @@ class _ReportData(NamedTuple):
 
 def collect(
     client: EngineClient, minutes: float, notes: Sequence[Note], now: float, wall: float
-) -> _ReportData:
-    """What a report of the last `minutes` needs, in some 20 ms.
+) -> Generator[None, None, ReportData]:
+    """What a report of the last `minutes` needs. Work for `Slices`.
 
     notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
     """
     history = client.history
     start, end = timeline.window(history, now - 60 * minutes, now, now)
-    shown = timeline.timeline(history, start, end, BINS, now)
+    shown = yield from timeline.timeline(history, start, end, BINS, now)
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
     span = f"The {minutes:g} min before {made}; state {client.state}."
     model = client.info.model if client.info else "no model"
     figures = Table((), _figure_rows(history, shown, start, end), words=True)
-    return _ReportData(
+    yield
+    slowest = yield from _slowest(history, start, now)
+    return ReportData(
         title=f"Jitney: {model}",
         summary=[_facts(client), span],
         above=[PageSection("Figures", [_headline(client)], [figures])],
-        below=[_slowest(history, start, now), *_notes(notes)],
+        below=[slowest, *_notes(notes)],
         shown=shown,
     )
 
 
-def render(snapshot: _ReportData) -> str:
-    """The HTML. Drawing takes 0.1 s, and 0.5 s at first: no work for an event loop."""
+def render(snapshot: ReportData) -> str:
+    """The HTML. Drawing takes 0.1 s, and 0.5 s at first: work for another process, see
+    `drawing`.
+    """
     sections = [*snapshot.above, *_chart_sections(snapshot.shown), *snapshot.below]
     return page(snapshot.title, snapshot.summary, sections)
 
@@ -152,7 +156,7 @@ def _latency_rows(
             yield f"{_LATENCIES[name]}, p50 / p95 / p99", shown
 
 
-def _slowest(history: History, start: float, now: float) -> PageSection:
+def _slowest(history: History, start: float, now: float) -> Generator[None, None, PageSection]:
     """The requests that took longest, and their three largest causes."""
     ended = sorted(history.ended(start), key=lambda request: -(request.e2e_s or 0.0))
     rows = []
@@ -169,6 +173,7 @@ def _slowest(history: History, start: float, now: float) -> PageSection:
             "; ".join(f"{cause['seconds']:.2f} s {cause['message']}" for cause in why),
         )
         rows.append(row)
+        yield
     table = Table(_REQUEST_HEADS, rows, words=True)
     notes = ["End to end, and where the time went."]
     return PageSection("Slowest requests of this time", notes, [table])

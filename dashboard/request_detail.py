@@ -1,9 +1,11 @@
-"""Requests as the page lists them, and one request in full: why it took as long as it did."""
+"""Requests as the page lists them, and one request in full: why it took as long as it did. What
+yields is work for `Slices`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice, pairwise
+from collections.abc import Generator, Iterable
+from itertools import pairwise
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -12,6 +14,11 @@ from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, Stay
 
+#: Makes JSON, with stops in between.
+type Work = Generator[None, None, dict[str, Any]]
+
+#: Requests that are looked at between two stops.
+_LOOKS = 64
 STATES = ("all", "open", "waiting", "prefill", "decode", "finished")
 #: Most output token times in one answer.
 _MAX_TIMES = 4096
@@ -54,22 +61,27 @@ def listing(
     now: float,
     *,
     identity: Identity = EVERYBODY,
-) -> dict[str, Any]:
+) -> Work:
     """At most `limit` sequences that `identity` may see, the newest first, of those before number
     `cursor`; next: the cursor to go on with, null at the end.
     """
-    matching = (
-        request
-        for request in history.newest()
-        if request.number < cursor and identity.may_see(request.tenant) and _is_in(request, state)
-    )
-    requests = list(islice(matching, limit + 1))
-    shown = requests[:limit]
-    return {
-        "t": _t(now),
-        "requests": [_row(request) for request in shown],
-        "next": shown[-1].number if len(requests) > limit else None,
-    }
+    shown: list[RequestRecord] = []
+    more = False
+    for place, request in enumerate(history.newest()):
+        if place % _LOOKS == 0:
+            yield
+        if request.number >= cursor or not identity.may_see(request.tenant):
+            continue
+        if _is_in(request, state):
+            more = len(shown) == limit
+            if more:
+                break
+            shown.append(request)
+    rows: list[dict[str, Any]] = []
+    for request in shown:
+        rows.append(_row(request))
+        yield
+    return {"t": _t(now), "requests": rows, "next": shown[-1].number if more else None}
 
 
 def _is_in(request: RequestRecord, state: str) -> bool:
@@ -81,12 +93,17 @@ def _is_in(request: RequestRecord, state: str) -> bool:
     return request.state == state
 
 
-def detail(history: History, request: RequestRecord, now: float) -> dict[str, Any]:
+def detail(history: History, request: RequestRecord, now: float) -> Work:
     """The row, and the phases, chunks, tokens, company and causes of a sequence (see `causes`)."""
     steps = Steps(history, request, now)
+    yield
+    chunks: list[dict[str, Any]] = []
+    for chunk in list(request.chunks):
+        chunks.append(steps.chunk(chunk))
+        yield
     return _row(request) | {
         "phases": phases(request, now),
-        "chunks": [steps.chunk(chunk) for chunk in request.chunks],
+        "chunks": chunks,
         "cadence": steps.cadence(),
         "shared": steps.shared(),
         "causes": causes(request, steps, now),

@@ -1,9 +1,10 @@
 """The recent past: step records as columns or in bins, the seats' stays, and both as a Chrome
-trace.
+trace. With ten minutes to tell of each takes up to seconds: what yields is work for `Slices`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 from jitney.dashboard import latency
 from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.records import FIELDS, ROW_KINDS
-from jitney.engine.telemetry.history import KEEP_S, History
-from jitney.engine.telemetry.request_record import RequestRecord, Stay
+from jitney.engine.telemetry.history import KEEP_S, History, stays_within
+from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, Stay
 
 MAX_BINS = 600
 _MAX_STAYS = 20_000
@@ -22,6 +23,9 @@ _MAX_STAYS = 20_000
 MAX_RECORDS = 4096
 #: Most steps in one trace.
 _MAX_TRACED = 50_000
+#: Records of steps that are copied, and requests, stays, bins and steps that are told of, between
+#: two stops.
+_COPIED, _TOLD = 8192, 32
 #: Fields of a step record that a bin adds up.
 _SUMMED = ("boarded", "finished", "preempted", "compiled")
 #: Fields of which a bin has the highest.
@@ -37,25 +41,44 @@ _STAY_COLUMNS = (
     "n_prompt",
     "n_output",
 )
+#: Makes JSON, with stops in between.
+type Work = Generator[None, None, dict[str, Any]]
+
 #: Fields that a trace tells of a step.
 _TRACED = ("step", "bucket_tokens", *ROW_KINDS, "seats_busy", "waiting")
 
 
-def record_columns(records: np.ndarray, ready: np.ndarray, now: float) -> dict[str, Any]:
-    """The newest MAX_RECORDS of `records`: one list per field of STEP_DTYPE, seconds to the
-    microsecond.
-
-    ready: when each step was done. left_out: how many older ones were asked for and are not here.
+def record_columns(history: History, after: int, until: int, now: float) -> Work:
+    """The newest MAX_RECORDS of the steps after < step <= until: one list per field of STEP_DTYPE,
+    seconds to the microsecond, and `ready`, when each step was done. left_out: how many older ones
+    were asked for and are not here.
     """
-    kept = records[-MAX_RECORDS:]
-    columns = {name: _column(kept[name]) for name in FIELDS}
+    kept = yield from _copied(history, after, until)
+    records, ready = kept
+    columns: dict[str, list[Any]] = {}
+    for name in FIELDS:
+        columns[name] = _column(records[-MAX_RECORDS:][name])
+        yield
     columns["ready"] = _column(ready[-MAX_RECORDS:])
     return {
         "t": round(now, 4),
         "row_kinds": ROW_KINDS,
-        "left_out": len(records) - len(kept),
+        "left_out": max(0, len(records) - MAX_RECORDS),
         "columns": columns,
     }
+
+
+def _copied(
+    history: History, after: int, until: int
+) -> Generator[None, None, tuple[np.ndarray, np.ndarray]]:
+    """`RecordRing.steps`, bit by bit: all records are 22 MB."""
+    until = min(until, history.records.last_step)
+    parts = [history.records.steps(after, after)]
+    for start in range(max(after, history.records.first_step - 1), until, _COPIED):
+        parts.append(history.records.steps(start, min(start + _COPIED, until)))
+        yield
+    records, ready = zip(*parts, strict=True)
+    return np.concatenate(records), np.concatenate(ready)
 
 
 def _column(values: np.ndarray) -> list[Any]:
@@ -72,33 +95,45 @@ def timeline(
     now: float,
     *,
     identity: Identity = EVERYBODY,
-) -> dict[str, Any]:
+) -> Work:
     """What happened at start < t <= end, in `bins` equal parts, with the stays in seats that touch
     this time, as `identity` may see it.
     """
-    stays = history.stays(start, end)
+    stays = yield from _stays(history, start, end)
     left_out = max(0, len(stays) - _MAX_STAYS)
+    columns = yield from stay_columns(stays[left_out:], identity)
     return {
         "now": round(now, 4),
         "from": round(start, 4),
         "to": round(end, 4),
         "kept_from": round(history.kept_from, 4),
         "seats": len(history.seats),
-        "bins": binned(history, start, end, bins),
-        "stays": stay_columns(stays[left_out:], identity),
+        "bins": (yield from binned(history, start, end, bins)),
+        "stays": columns,
         "stays_left_out": left_out,
         "outages": msgspec.to_builtins(list(history.outages)),
     }
 
 
+def _stays(history: History, start: float, end: float) -> Generator[None, None, list[SeatStay]]:
+    """Stays that touch the time from start to end, by their beginning."""
+    pairs: list[SeatStay] = []
+    for place, record in enumerate([*history.ended(start), *history.open()]):
+        pairs += stays_within(record, start, end)
+        if place % _TOLD == 0:
+            yield
+    pairs.sort(key=lambda pair: pair[1].start)
+    return pairs
+
+
 def stay_columns(
-    stays: list[tuple[RequestRecord, Stay]], identity: Identity = EVERYBODY
-) -> dict[str, list[Any]]:
+    stays: list[SeatStay], identity: Identity = EVERYBODY
+) -> Generator[None, None, dict[str, list[Any]]]:
     """One list a column; `to` is null for who is still on board, `first_token` for who has none
     yet. Of others than `identity` may see there is the time alone.
     """
     columns: dict[str, list[Any]] = {name: [] for name in _STAY_COLUMNS}
-    for request, stay in stays:
+    for place, (request, stay) in enumerate(stays):
         shown = identity.may_see(request.tenant)
         columns["seat"].append(stay.seat)
         columns["request"].append(request.request_id if shown else "")
@@ -109,14 +144,16 @@ def stay_columns(
         columns["end"].append(stay.how if shown else "")
         columns["n_prompt"].append(request.n_prompt if shown else 0)
         columns["n_output"].append(request.n_output if shown else 0)
+        if place % _TOLD == 0:
+            yield
     return columns
 
 
-def binned(history: History, start: float, end: float, bins: int) -> dict[str, Any]:
+def binned(history: History, start: float, end: float, bins: int) -> Work:
     """Steps by the time they were done: sums, and the highest or mean of what is not a sum (null
     without steps).
     """
-    records, ready = history.records.between(start, end)
+    records, ready = yield from _copied(history, *history.records.span(start, end))
     width = (end - start) / bins
     parts = _Bins(ready, start, width, bins)
     spans = records["device_s"].astype(np.float64) + records["gap_s"]
@@ -124,17 +161,24 @@ def binned(history: History, start: float, end: float, bins: int) -> dict[str, A
         "t": np.round(start + width * np.arange(bins), 4).tolist(),
         "width": round(width, 6),
         "steps": parts.counts.tolist(),
-        "rows": {kind: parts.totals(records[kind]) for kind in ROW_KINDS},
+        "rows": {},
         "step_s": parts.seconds(spans),
         "gap_s": parts.seconds(records["gap_s"]),
         "longest_step_s": parts.highest(spans),
         "seats_busy": parts.means(records["seats_busy"]),
     }
+    yield
+    for kind in ROW_KINDS:
+        columns["rows"][kind] = parts.totals(records[kind])
+        yield
     for name in _SUMMED:
         columns[name] = parts.totals(records[name])
+        yield
     for name in _HIGHEST:
         columns[name] = parts.highest(records[name])
-    for name, values in _p95(history, start, end, bins).items():
+        yield
+    percentiles = yield from _p95(history, records, ready, start, end, bins)
+    for name, values in percentiles.items():
         columns[f"{name}_p95"] = values
     return columns
 
@@ -173,20 +217,31 @@ class _Bins:
         return [value if count else None for value, count in pairs]
 
 
-def _p95(history: History, start: float, end: float, bins: int) -> dict[str, list[float | None]]:
-    """The 95th percentiles of wait, ttft and itl in each bin."""
+def _p95(
+    history: History,
+    records: np.ndarray,
+    ready: np.ndarray,
+    start: float,
+    end: float,
+    bins: int,
+) -> Generator[None, None, dict[str, list[float | None]]]:
+    """The 95th percentiles of wait, ttft and itl in each bin. records, ready: the window's."""
     edges = np.linspace(start, end, bins + 1)
     result: dict[str, list[float | None]] = {}
-    for name, (t, values, weights) in latency.samples(history, start, end).items():
+    samples = latency.samples_of(history, records, ready, start, end)
+    for name, (t, values, weights) in samples.items():
         cuts = np.searchsorted(t, edges, "right").tolist()
-        result[name] = [
-            _p95_of(values[low:high], weights[low:high]) if high > low else None
-            for low, high in pairwise(cuts)
-        ]
+        column = result[name] = []
+        for low, high in pairwise(cuts):
+            column.append(_p95_of(values[low:high], weights[low:high]))
+            if len(column) % _TOLD == 0 or high - low > _TOLD:
+                yield
     return result
 
 
 def _p95_of(values: np.ndarray, weights: np.ndarray) -> float | None:
+    if not len(values):
+        return None
     points = latency.percentiles(values, weights)
     return None if points is None else points["p95"]
 
@@ -198,20 +253,49 @@ def window(history: History, start: float, end: float, now: float) -> tuple[floa
     return min(start, end - 1e-3), end
 
 
-def trace(history: History, start: float, end: float, now: float, model: str) -> bytes:
-    """Chrome's trace event format (JSON): a thread a seat in process 1, the step loop in process 2;
-    microseconds.
+def trace(
+    history: History, start: float, end: float, now: float, model: str
+) -> Generator[bytes, None, None]:
+    """Chrome's trace event format (JSON, in pieces): a thread a seat in process 1, the step loop in
+    process 2; microseconds.
     """
-    events = [_meta(1, 0, "process_name", f"{model}: seats")]
-    events.append(_meta(2, 0, "process_name", "step loop"))
+    stays = yield from _quietly(_stays(history, start, end))
+    taken = yield from _quietly(_copied(history, *history.records.span(start, end)))
+    mark = b'{"displayTimeUnit":"ms","traceEvents":['
+    for events in _trace_events(history, stays, taken, now, model):
+        yield mark + msgspec.json.encode(events)[1:-1]
+        mark = b","
+    yield b"]}"
+
+
+def _quietly[T](work: Generator[None, None, T]) -> Generator[bytes, None, T]:
+    """The same work within one whose stops are pieces of a text."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+        yield b""
+
+
+def _trace_events(
+    history: History,
+    stays: list[SeatStay],
+    taken: tuple[np.ndarray, np.ndarray],
+    now: float,
+    model: str,
+) -> Iterator[list[dict[str, Any]]]:
+    """The events in groups, none of them empty. taken: records, and when each step was done."""
+    names = [_meta(1, 0, "process_name", f"{model}: seats")]
+    names.append(_meta(2, 0, "process_name", "step loop"))
     for seat in range(len(history.seats)):
-        events.append(_meta(1, seat, "thread_name", f"seat {seat}"))
-    for request, stay in history.stays(start, end):
-        events += _stay_events(request, stay, now)
-    records, ready = history.records.between(start, end)
-    for record, done in zip(records[-_MAX_TRACED:], ready[-_MAX_TRACED:], strict=True):
-        events += _step_events(record, float(done))
-    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+        names.append(_meta(1, seat, "thread_name", f"seat {seat}"))
+    yield names
+    for request, stay in stays:
+        yield _stay_events(request, stay, now)
+    records, ready = taken[0][-_MAX_TRACED:], taken[1][-_MAX_TRACED:]
+    for first in range(0, len(records), _TOLD):
+        yield _step_events(records[first : first + _TOLD], ready[first : first + _TOLD])
 
 
 def _meta(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
@@ -249,19 +333,24 @@ def _stay_events(request: RequestRecord, stay: Stay, now: float) -> list[dict[st
     return events
 
 
-def _step_events(record: np.void, done: float) -> list[dict[str, Any]]:
-    kind = "mixed" if record["mixed"] else "decode"
-    args = {name: int(record[name]) for name in _TRACED}
-    device = _span(2, 1, kind, done - float(record["device_s"]), done, args)
-    waiting = {
-        "ph": "C",
-        "pid": 2,
-        "tid": 0,
-        "name": "waiting",
-        "ts": device["ts"],
-        "args": {"sequences": int(record["waiting"])},
-    }
-    return [device, waiting]
+def _step_events(records: np.ndarray, ready: np.ndarray) -> list[dict[str, Any]]:
+    """Of a few steps: two events each."""
+    columns = {name: records[name].tolist() for name in {*_TRACED, "mixed", "device_s"}}
+    events: list[dict[str, Any]] = []
+    for place, done in enumerate(ready.tolist()):
+        args = {name: columns[name][place] for name in _TRACED}
+        kind = "mixed" if columns["mixed"][place] else "decode"
+        device = _span(2, 1, kind, done - columns["device_s"][place], done, args)
+        waiting = {
+            "ph": "C",
+            "pid": 2,
+            "tid": 0,
+            "name": "waiting",
+            "ts": device["ts"],
+            "args": {"sequences": args["waiting"]},
+        }
+        events += [device, waiting]
+    return events
 
 
 def _t(value: float | None) -> float | None:

@@ -186,6 +186,12 @@ class RecordRing:
         return int(self._steps[(self._count - 1) % len(self._ring)]) if self._count else -1
 
     @property
+    def first_step(self) -> int:
+        """Number of the oldest step that is kept, -1 before the first."""
+        old, new = self._halves(self._steps)
+        return int(np.concatenate((old[:1], new[:1]))[0]) if self._count else -1
+
+    @property
     def last_ready(self) -> float:
         """When the newest step was done, -inf before the first."""
         return float(self._ready[(self._count - 1) % len(self._ring)]) if self._count else -np.inf
@@ -225,6 +231,14 @@ class RecordRing:
         """(records, ready) of the steps that were done at start < ready <= end, oldest first."""
         low, high = self._find(self._ready, start), self._find(self._ready, end)
         return self._slice(self._ring, low, high), self._slice(self._ready, low, high)
+
+    def span(self, start: float, end: float) -> tuple[int, int]:
+        """(after, until), as `steps` takes them, of the steps that `between` would give."""
+        low, high = self._find(self._ready, start), self._find(self._ready, end)
+        if low == high:
+            return -1, -1
+        first, last = self._slice(self._steps, low, high)[[0, -1]].tolist()
+        return first - 1, last
 
     def _find(self, keys: np.ndarray, value: float) -> int:
         """How many of the kept records have a key of at most `value`."""

@@ -5,13 +5,14 @@ leaves.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Generator
+from collections.abc import Generator
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jitney.engine.api.blocks import BlockAnswer, send_body, start_of
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError, error_event
 from jitney.engine.api.formats import DONE, ChatFormat, CompletionFormat, Format
@@ -87,24 +88,9 @@ class _Answer:
                 await self._stream(generation, format, context.request_id, send)
             else:
                 totals = await _collect(generation)
-                async with aclosing(self.service.slices.blocks(format.whole(totals))) as blocks:
-                    await self._send_whole(blocks, send)
-
-    async def _send_whole(self, blocks: AsyncIterator[bytes], send: Send) -> None:
-        """With its length if it is one block, else block by block, as fast as the client reads."""
-        headers = self.headers | {"content-type": "application/json"}
-        first = await anext(blocks)
-        second = await anext(blocks, b"")
-        if not second:
-            headers["content-length"] = str(len(first))
-        await send(_start(headers))
-        await _send_body(send, first, more=bool(second))
-        if not second:
-            return
-        await _send_body(send, second)
-        async for block in blocks:
-            await _send_body(send, block)
-        await _send_body(send, b"", more=False)
+                blocks = self.service.slices.blocks(format.whole(totals))
+                headers = self.headers | {"content-type": "application/json"}
+                await BlockAnswer(blocks, headers).send(send)
 
     async def _stream(
         self, generation: Generation, format: Format, request_id: str, send: Send
@@ -123,21 +109,21 @@ class _Answer:
             tail = format.tail()
         except Exception as error:
             tail = error_event(error, request_id) + DONE
-        await _send_body(send, tail, more=False)
+        await send_body(send, tail, more=False)
 
     async def _send_frames(
         self, format: Format, deltas: list[tuple[Choice, ChoiceDelta]], send: Send
     ) -> None:
         """What these deltas have to say; a comment where it is nothing."""
         if not deltas:
-            await _send_body(send, _KEEP_ALIVE)
+            await send_body(send, _KEEP_ALIVE)
             return
         async with aclosing(self.service.slices.blocks(_frames(format, deltas))) as blocks:
             async for block in blocks:
-                await _send_body(send, block)
+                await send_body(send, block)
 
     def _stream_start(self) -> Message:
-        return _start(
+        return start_of(
             self.headers
             | {
                 "content-type": "text/event-stream; charset=utf-8",
@@ -167,15 +153,6 @@ def _frames(
 ) -> Generator[bytes, None, None]:
     for choice, delta in deltas:
         yield from format.chunks(choice, delta)
-
-
-def _start(headers: dict[str, str]) -> Message:
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": 200, "headers": raw}
-
-
-async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ _LOOKS = 256
 _HOLE = b"\0"
 #: Elements of a list that are written at once.
 _GROUP = 16
+#: The same of plain numbers and words that are there already.
+_RUN = 2048
 
 
 def read_object(body: bytes) -> Generator[None, None, dict[str, Any]]:
@@ -134,6 +136,21 @@ def json_list(make: Callable[[int], Any], count: int) -> list[Any] | LongJson:
     if count <= _GROUP:
         return [make(place) for place in range(count)]
     return LongJson(_groups(make, count))
+
+
+def long_list(values: list[Any]) -> list[Any] | LongJson:
+    """A list that is there already, and may be long."""
+    if len(values) <= _RUN:
+        return values
+    return LongJson(_runs(values))
+
+
+def _runs(values: list[Any]) -> Iterator[bytes]:
+    mark = b"["
+    for start in range(0, len(values), _RUN):
+        yield mark + orjson.dumps(values[start : start + _RUN])[1:-1]
+        mark = b","
+    yield b"]"
 
 
 def _groups(make: Callable[[int], Any], count: int) -> Iterator[bytes]:

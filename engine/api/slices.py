@@ -116,6 +116,15 @@ class Slices:
         self._taken = False
 
 
+def at_once[T](work: Generator[object, None, T]) -> T:
+    """Run `work` to its end, where nobody is kept waiting."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
 def _advance(work: Iterator[object]) -> None:
     """One slice. Raises StopIteration at the end."""
     end = time.perf_counter() + _SLICE_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import shlex
@@ -138,6 +139,7 @@ class _Server:
         service.model_name = source.name
         service.tokenizer = tokenizer
         info = await self.client.wait_ready()
+        _put_aside()
         self.display.close()
         for line in _greeting(self.config, self.url, info, tokenizer):
             print(line, flush=True)
@@ -166,6 +168,14 @@ class _Server:
             return 0
         _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
         return 1
+
+
+def _put_aside() -> None:
+    """Modules and tokenizer live for ever: a collection that looked at them would hold the event
+    loop for 60 ms.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:

@@ -176,7 +176,7 @@ class RequestRecords:
 
     def newest(self) -> Iterator[RequestRecord]:
         """All records, the newest first."""
-        for records in reversed(self._records.values()):
+        for records in reversed(list(self._records.values())):  # which may change meanwhile
             yield from reversed(records)
 
     def open(self) -> Iterator[RequestRecord]:
@@ -426,18 +426,22 @@ class History(RequestRecords):
 
     def stays(self, start: float, end: float) -> list[SeatStay]:
         """Stays that touch the time from start to end, by their beginning."""
-        pairs = [
-            (record, stay)
-            for record in [*self.ended(start), *self.open()]
-            for stay in record.stays
-            if stay.start < end and (stay.end is None or stay.end > start)
-        ]
+        pairs: list[SeatStay] = []
+        for record in [*self.ended(start), *self.open()]:
+            pairs += stays_within(record, start, end)
         return sorted(pairs, key=lambda pair: pair[1].start)
 
     def ended(self, start: float) -> list[RequestRecord]:
         """Requests that ended after `start`, by their end."""
         since = bisect_right(self._ended, start, key=_end_of)
         return list(islice(self._ended, since, None))
+
+
+def stays_within(record: RequestRecord, start: float, end: float) -> Iterator[SeatStay]:
+    """Stays of one sequence that touch the time from start to end."""
+    for stay in record.stays:
+        if stay.start < end and (stay.end is None or stay.end > start):
+            yield record, stay
 
 
 def _end_of(record: RequestRecord) -> float:

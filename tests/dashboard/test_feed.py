@@ -16,6 +16,7 @@ from jitney.dashboard import feed as feed_module
 from jitney.dashboard import snapshot, sse, timeline
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.viewers import QUEUE, TooManyViewers, Viewer
+from jitney.engine.api.slices import at_once
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import Progress
 from jitney.engine.records import ROW_KINDS
@@ -338,8 +339,7 @@ def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
 
 def test_record_columns_are_the_newest_records(client, monkeypatch):
     monkeypatch.setattr(timeline, "MAX_RECORDS", 2)
-    records, ready = client.history.records.steps(-1, 99)
-    shown = timeline.record_columns(records, ready, 5.0)
+    shown = at_once(timeline.record_columns(client.history, -1, 99, 5.0))
     assert shown["left_out"] == 1 and shown["columns"]["step"] == [1, 2] and shown["t"] == 5.0
     for name in client.kept[0].dtype.names:
         assert shown["columns"][name] == pytest.approx(
@@ -411,7 +411,8 @@ def test_an_outage_is_told_from_its_begin_to_its_end(client):
     assert ended["began"] == began["began"] <= ended["ready"]
     assert watch(Feed(client), 2)[1][1]["outages"] == [ended]
     now = ended["ready"]
-    assert timeline.timeline(client.history, now - 9, now, 9, now)["outages"] == [ended]
+    shown = at_once(timeline.timeline(client.history, now - 9, now, 9, now))
+    assert shown["outages"] == [ended]
 
 
 def test_a_held_seat_is_told(client):

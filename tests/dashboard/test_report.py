@@ -17,6 +17,7 @@ from page_fakes import get, page
 
 from jitney.dashboard import report, timeline
 from jitney.dashboard.auth import REPORT_POLICY
+from jitney.engine.api.slices import at_once
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 
@@ -52,7 +53,8 @@ class Reader(HTMLParser):
 def snapshot(client: FakeClient, minutes: float = 1.0) -> tuple[Reader, dict[str, Any]]:
     clock = client.history._clock()
     notes = [{"level": "warn", "code": "x", "t": 0.0, "message": "<b>note</b>"}]
-    reader = Reader(report.render(report.collect(client, minutes, notes, clock, 0.0)))  # type: ignore[arg-type]
+    data = at_once(report.collect(client, minutes, notes, clock, 0.0))  # type: ignore[arg-type]
+    reader = Reader(report.render(data))
     figures = json.loads(reader.scripts[1])
     return reader, dict(zip(report.TITLES, figures, strict=True))
 

@@ -15,6 +15,7 @@ from history_fakes import Watched, random_run
 from page_fakes import get, page
 
 from jitney.dashboard import latency, request_detail, timeline
+from jitney.engine.api.slices import at_once
 from jitney.engine.messages import StepReport
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.telemetry.history import History
@@ -39,7 +40,9 @@ def two_in_one_seat() -> Watched:
 def detail_of(watched: Watched, request_id: str, index: int = 0) -> dict:
     request = watched.history.find(request_id, index)
     assert request is not None
-    return json.loads(json.dumps(request_detail.detail(watched.history, request, watched.clock())))
+    return json.loads(
+        json.dumps(at_once(request_detail.detail(watched.history, request, watched.clock())))
+    )
 
 
 def test_a_detail_told_by_hand():
@@ -209,7 +212,7 @@ def test_the_list_is_not_for_strangers(client):
 def test_bins_add_up_and_stays_cover_the_seats():
     watched = random_run(2, pages=13)
     history, end = watched.history, watched.clock()
-    shown = json.loads(json.dumps(timeline.timeline(history, 0.0, end, 37, end)))
+    shown = json.loads(json.dumps(at_once(timeline.timeline(history, 0.0, end, 37, end))))
     records = history.records.since(-1)
     bins = shown["bins"]
     assert sum(bins["steps"]) == len(records) and len(bins["t"]) == 37
@@ -232,7 +235,7 @@ def test_a_bin_holds_its_own_steps_only():
     watched = random_run(4)
     history, end = watched.history, watched.clock()
     records, ready = history.records.between(0, end)
-    shown = timeline.binned(history, 0.0, end, 10)
+    shown = at_once(timeline.binned(history, 0.0, end, 10))
     for number in range(10):
         low, high = number * end / 10, (number + 1) * end / 10
         inside = records[(ready > low) & (ready <= high)]
@@ -267,9 +270,8 @@ def test_gaps_between_tokens_are_those_of_the_streams():
 
 def test_the_trace_is_one_that_chrome_reads():
     watched = two_in_one_seat()
-    events = json.loads(timeline.trace(watched.history, 0, 1e9, watched.clock(), "m"))[
-        "traceEvents"
-    ]
+    pieces = timeline.trace(watched.history, 0, 1e9, watched.clock(), "m")
+    events = json.loads(b"".join(pieces))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert [(span["name"], span["tid"]) for span in spans] == [
         ("prefill first", 0),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import msgspec
+import numpy as np
 from fakes import FakeClock, make_core, make_request
 
 from jitney.engine import messages
+from jitney.engine.messages import SequenceEvent
+from jitney.engine.records import STEP_DTYPE
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, SequenceOutput
 
@@ -106,3 +110,30 @@ def random_run(seed: int, **core: Any) -> Watched:
     watched.run()
     watched.agree()
     return watched
+
+
+def long_history(n_requests: int, n_steps: int, seats: int) -> History:
+    """Ten minutes of short requests, one after another in every seat, up to now."""
+    start = time.monotonic() - 570
+    history = History()
+    history.core_ready(msgspec.structs.replace(INFO, seats=seats))
+    step_s = 570 / n_steps
+    record = np.zeros(1, STEP_DTYPE)
+    record["device_s"], record["seats"] = 0.9 * step_s, seats
+    came = 0
+    for step in range(n_steps):
+        t = start + step * step_s
+        outputs: list[SequenceOutput] = []
+        events: list[SequenceEvent] = []
+        while came < n_requests * (step + 1) // n_steps:
+            request = make_request(f"request-{came:025d}", [1, 2, 3], arrival=t - 0.1)
+            history.submit(request)
+            events.append(SequenceEvent("seated", request.id, 0, came % seats, step, t, 0, 0))
+            outputs.append(
+                SequenceOutput(request_id=request.id, index=0, tokens=[5], finish="length")
+            )
+            came += 1
+        record["step"], record["started"], record["decode"] = step, t, len(outputs)
+        history.take(messages.StepReport([], events=events))
+        history.take(messages.StepReport(outputs, record=record.tobytes()))
+    return history
