@@ -197,7 +197,6 @@ class Feed:
         self._broadcast(frame, now.n_events - len(frame.happened))
 
     def _happened(self, before: Snapshot | None) -> list[SequenceEvent]:
-        """What happened to sequences since the snapshot before."""
         return [] if before is None else self.client.history.life_since(before.n_events)
 
     def _broadcast(self, frame: _Frame, first: int) -> None:
@@ -216,7 +215,6 @@ class Feed:
                 viewer.put(event)
 
     def _encode(self, frame: _Frame, first: int, identity: Identity) -> list[bytes]:
-        """The frame's events for somebody."""
         view = View(self.client.history, identity)
         events = [sse.encode("note", note) for note in frame.notes]
         if frame.happened:
@@ -283,7 +281,6 @@ class _Sampler:
                 self._asking.cancel()
 
     async def _frame(self) -> None:
-        """One snapshot, taken and sent."""
         self._greet_again()
         await self._refresh_pages()
         records = self.client.records(self._last_step)
@@ -303,20 +300,22 @@ class _Sampler:
     def _snapshot(self, records: np.ndarray, now: float) -> Snapshot:
         client = self.client
         history = client.history
-        progress = client.progress if client.state in ("loading", "restarting") else None
-        return Snapshot(
+        snapshot = Snapshot(
             t=now,
             step=history.records.last_step,
             state=client.state,
             last_step_age_s=round(client.last_step_age(), 1),
-            progress=None if progress is None else msgspec.to_builtins(progress),
-            seats=seat_columns(history) if self._runs else None,
-            pages=self._pages if self._runs else None,
             metrics=metrics(client, records, self._latency),
             n_events=history.n_life,
             histograms=self._histograms,
             outages=msgspec.to_builtins(list(history.outages)),
         )
+        if client.state in ("loading", "restarting"):
+            snapshot.progress = msgspec.to_builtins(client.progress)
+        if self._runs:
+            snapshot.seats = seat_columns(history)
+            snapshot.pages = self._pages
+        return snapshot
 
     @property
     def _runs(self) -> bool:

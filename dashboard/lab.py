@@ -176,7 +176,6 @@ class Lab:
         return job, _basis(experiment, traffic, info)
 
     async def stop(self) -> None:
-        """End the running experiment, if there is one."""
         if self._task is not None and self._running:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -207,22 +206,22 @@ class Lab:
         process = await _start_worker()
         assert process.stdin is not None and process.stdout is not None  # asked for
         try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                process.stdin.write(msgspec.msgpack.encode(job))
-                await process.stdin.drain()
-                process.stdin.close()
-            async for line in process.stdout:
-                message = msgspec.json.decode(line)
-                if "result" in message:
-                    return message["result"]
-                if "error" in message:
-                    raise _Failed(message["error"])
-                self._progress = message["progress"]
-            raise _Failed("the simulation ended without a result; the server's log says why")
+            await _send_job(job, process.stdin)
+            return await self._result_from(process.stdout)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+    async def _result_from(self, output: asyncio.StreamReader) -> dict[str, Any]:
+        async for line in output:
+            message = msgspec.json.decode(line)
+            if "result" in message:
+                return message["result"]
+            if "error" in message:
+                raise _Failed(message["error"])
+            self._progress = message["progress"]
+        raise _Failed("the simulation ended without a result; the server's log says why")
 
 
 class _Failed(Exception):
@@ -245,22 +244,25 @@ async def _start_worker() -> asyncio.subprocess.Process:
     )
 
 
+async def _send_job(job: ReplayJob, worker: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        worker.write(msgspec.msgpack.encode(job))
+        await worker.drain()
+        worker.close()
+
+
 def _recorded(history: History, minutes: float) -> _Traffic:
     """The traffic of the last minutes. Raises RequestError if nothing has ended in them."""
     now = time.monotonic()
-    start = max(now - 60 * minutes, history.kept_from)
-    candidates = [*history.ended(start), *history.open()]
-    requests = [request for request in candidates if request.arrival >= start]
-    requests.sort(key=lambda request: request.arrival)
+    requests = _arrived_since(history, max(now - 60 * minutes, history.kept_from))
     records = history.records.since(-1)[-_MOST_RECORDS:]
-    ended = [request for request in requests if request.finished is not None and request.stays]
-    if not ended or not len(records):
+    if not len(records) or not any(request.finished and request.stays for request in requests):
         raise RequestError(
             "no request of that time has ended yet: there is no traffic to replay",
             param="minutes",
         )
     first = requests[0].arrival
-    last = max(now if request.finished is None else request.finished for request in requests)
+    last = max(min(request.end, now) for request in requests)
     window, _ = history.records.between(first, last)
     return _Traffic(
         requests=requests,
@@ -272,22 +274,19 @@ def _recorded(history: History, minutes: float) -> _Traffic:
     )
 
 
+def _arrived_since(history: History, start: float) -> list[RequestRecord]:
+    candidates = [*history.ended(start), *history.open()]
+    requests = [request for request in candidates if request.arrival >= start]
+    return sorted(requests, key=lambda request: request.arrival)
+
+
 def _job(
     experiment: Experiment, traffic: _Traffic, info: EngineInfo, settings: EngineSection
 ) -> ReplayJob:
-    """What the worker needs."""
-    engine = RecordedEngine(
-        settings.model_dump(mode="json"),
-        info.context_length,
-        info.pages,
-        info.seat_buckets,
-        info.token_buckets,
-        on_device=info.platform != "cpu",
-    )
     stays = [stay for _, stay in traffic.stays]
     return ReplayJob(
         arrivals=arrivals(traffic.requests, traffic.first),
-        engine=engine,
+        engine=_recorded_engine(info, settings),
         changes=experiment.settings,
         policies=experiment.policies,
         records=_npy(traffic.records),
@@ -299,6 +298,17 @@ def _job(
         recorded=info.policy,
         speed=experiment.speed,
         price_per_hour=experiment.price_per_hour,
+    )
+
+
+def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngine:
+    return RecordedEngine(
+        settings.model_dump(mode="json"),
+        info.context_length,
+        info.pages,
+        info.seat_buckets,
+        info.token_buckets,
+        on_device=info.platform != "cpu",
     )
 
 
@@ -336,12 +346,7 @@ def check(experiment: Experiment, settings: EngineSection) -> None:
             "price_per_hour must be more than 0 and less than a million, or null",
             param="price_per_hour",
         )
-    policies = set(experiment.policies)
-    each_once = len(policies) == len(experiment.policies)
-    if not policies or not each_once or not policies <= set(POLICIES):
-        raise RequestError(
-            f"policies must name some of: {', '.join(POLICIES)}, each once", param="policies"
-        )
+    _check_policies(experiment.policies)
     _check_settings(experiment.settings, settings)
 
 
@@ -350,6 +355,15 @@ def check_minutes(minutes: float) -> None:
     most = KEEP_S / 60
     if not 0 < minutes <= most:
         raise RequestError(f"minutes must be more than 0 and at most {most:g}", param="minutes")
+
+
+def _check_policies(names: list[str]) -> None:
+    policies = set(names)
+    each_once = len(policies) == len(names)
+    if not policies or not each_once or not policies <= set(POLICIES):
+        raise RequestError(
+            f"policies must name some of: {', '.join(POLICIES)}, each once", param="policies"
+        )
 
 
 def _check_settings(changes: dict[str, Any], settings: EngineSection) -> None:
@@ -369,10 +383,10 @@ def _check_settings(changes: dict[str, Any], settings: EngineSection) -> None:
 
 
 def arrivals(requests: list[RequestRecord], first: float) -> list[Arrival]:
-    """The requests as traffic, in seconds since `first`; all of them, however they ended."""
+    """All requests as traffic, in seconds since `first`."""
     tenants: dict[str, str] = {}
-    lengths = [request.n_output for request in requests if request.served]
-    ascending = np.array(sorted(lengths), np.int64)
+    lengths = sorted(request.n_output for request in requests if request.served)
+    ascending = np.array(lengths, np.int64)
     traffic = []
     for request in requests:
         arrival = Arrival(
@@ -398,19 +412,18 @@ def wanted(request: RequestRecord, lengths: np.ndarray) -> int:
     if request.finished is not None and request.stays:
         return max(1, request.n_output)
     longer = lengths[np.searchsorted(lengths, request.n_output, "right") :]
-    longest = int(lengths[-1]) if len(lengths) else 1
-    most = request.max_tokens or max(request.n_output + 1, longest)
-    if not len(longer):
-        return max(1, min(most, request.n_output + 1))
-    # The same request asks for the same every time.
-    draw = np.random.default_rng(request.number).integers(len(longer))
-    return max(1, min(most, int(longer[draw])))
+    length = request.n_output + 1
+    if len(longer):
+        # The same request asks for the same every time.
+        draw = np.random.default_rng(request.number).integers(len(longer))
+        length = int(longer[draw])
+    if request.max_tokens:
+        length = min(length, request.max_tokens)
+    return max(1, length)
 
 
 def counted(requests: list[RequestRecord]) -> dict[str, int]:
-    """How many of the requests are in which state in the end. left: ended in the queue, but not
-    refused.
-    """
+    """How many requests ended in which state. left: in the queue, but not refused."""
     counts: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
     for request in requests:
         counts[_state_in_the_end(request)] += 1
@@ -418,11 +431,15 @@ def counted(requests: list[RequestRecord]) -> dict[str, int]:
 
 
 def _state_in_the_end(request: RequestRecord) -> str:
-    if request.finished is None:
-        return "waiting" if request.stay is None else "running"
-    if request.stays:
+    if request.finished is not None and request.stays:
         return "ended"
-    return "refused" if request.finish == "error" else "left"
+    if request.finish == "error":
+        return "refused"
+    if request.finished is not None:
+        return "left"
+    if request.stay is not None:
+        return "running"
+    return "waiting"
 
 
 def _measured_stays(traffic: _Traffic) -> dict[str, list[Any]]:
@@ -435,7 +452,6 @@ def _measured_stays(traffic: _Traffic) -> dict[str, list[Any]]:
 
 
 def _npy(records: np.ndarray) -> bytes:
-    """The bytes of a .npy file."""
     file = io.BytesIO()
     np.save(file, records, allow_pickle=False)
     return file.getvalue()

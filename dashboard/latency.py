@@ -50,16 +50,12 @@ def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> 
 
 def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | None:
     """The least value that at least p of all do not exceed; None if there are none."""
-    total = int(weights.sum())
-    if not total:
+    if not weights.any():
         return None
-    order = np.argsort(values, kind="stable")
-    reached = np.cumsum(weights[order])
-    result = {}
-    for name, p in _PERCENTILES.items():
-        place = np.searchsorted(reached, p * total)
-        result[name] = round(float(values[order][place]), 6)
-    return result
+    points = np.quantile(
+        values, list(_PERCENTILES.values()), weights=weights, method="inverted_cdf"
+    )
+    return dict(zip(_PERCENTILES, points.round(6).tolist(), strict=True))
 
 
 def summary(history: History, start: float, end: float) -> dict[str, Any]:

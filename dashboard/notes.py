@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from jitney.dashboard.sse import Note
 _WINDOW_S = 5.0
 #: Seconds until the same burst is worth another note.
 _QUIET_S = 30.0
-#: Refusals within the window that are worth a note.
+#: Refusals within the window that are worth a note, and preemptions on a few seats.
 _MANY_REFUSALS = 10
+_FEW_PREEMPTIONS = 4
 #: Notes that are kept.
 _KEPT = 20
 
@@ -42,17 +44,17 @@ class Notes:
         return new
 
     def _bursts(self, now: Snapshot) -> list[Note]:
-        n_seats = 0 if now.seats is None else len(now.seats.state)
-        refused = sum(now.metrics["rejected"].values())
         notes = []
-        if self._bursts_of(
-            "preemption_storm", now, now.metrics["preemptions"], max(4, n_seats // 4)
-        ):
+        many = _FEW_PREEMPTIONS
+        if now.seats is not None:
+            many = max(many, len(now.seats.state) // 4)
+        if self._bursts_of("preemption_storm", now, now.metrics["preemptions"], many):
             message = (
                 "sequences lose their seats for lack of KV pages: fewer seats, shorter contexts or "
                 "more pages would compute less twice"
             )
             notes.append(_note(now, "warn", "preemption_storm", message))
+        refused = sum(now.metrics["rejected"].values())
         if self._bursts_of("rejections", now, refused, _MANY_REFUSALS):
             message = "requests are being refused because too many wait"
             notes.append(_note(now, "warn", "rejections", message))
@@ -88,8 +90,7 @@ def _compiles(now: Snapshot, records: np.ndarray) -> list[Note]:
 
 def _accidents(before: Snapshot, now: Snapshot) -> list[Note]:
     """What should never happen."""
-    notes = []
-    notes += _outages(before, now)
+    notes = _outages(before, now)
     nan_rows = now.metrics["nan_rows"] - before.metrics["nan_rows"]
     if nan_rows > 0:
         message = f"logits were not finite in {nan_rows} rows; their requests have ended"
@@ -119,14 +120,18 @@ def _outages(before: Snapshot, now: Snapshot) -> list[Note]:
                 f"that ended with an error: {outage['n_lost']}"
             )
             notes.append(_note(now, "error", "outage", message))
-        if outage["ready"] is not None and (seen is None or seen["ready"] is None):
-            seconds = outage["ready"] - outage["began"]
-            message = (
-                f"restart {outage['restart']}: the engine was ready again after {seconds:.1f} s; "
-                f"requests that went on: {outage['n_resumed']}"
-            )
-            notes.append(_note(now, "warn", "restarted", message))
+        was_over = seen is not None and seen["ready"] is not None
+        if outage["ready"] is not None and not was_over:
+            notes.append(_note(now, "warn", "restarted", _restart_message(outage)))
     return notes
+
+
+def _restart_message(outage: dict[str, Any]) -> str:
+    seconds = outage["ready"] - outage["began"]
+    return (
+        f"restart {outage['restart']}: the engine was ready again after {seconds:.1f} s; "
+        f"requests that went on: {outage['n_resumed']}"
+    )
 
 
 def _note(now: Snapshot, level: str, code: str, message: str) -> Note:

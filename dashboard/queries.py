@@ -22,17 +22,17 @@ def whole(request: Request, name: str, default: int, low: int = -_ANY, high: int
     digits = text.removeprefix("-")
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS
     if not is_number or not low <= int(text) <= high:
-        limited = low > -_ANY or high < _ANY
-        limits = f" from {low} to {high}" if limited else ""
+        limits = ""
+        if low > -_ANY or high < _ANY:
+            limits = f" from {low} to {high}"
         raise RequestError(f"{name} must be a whole number{limits}", param=name)
     return int(text)
 
 
 def seconds(request: Request, name: str, default: float) -> float:
     """A time or a span in seconds from the query. Raises RequestError."""
-    text = request.query_params.get(name)
     try:
-        value = default if text is None else float(text)
+        value = float(request.query_params.get(name, default))
     except ValueError:
         value = math.nan
     if not math.isfinite(value):

@@ -24,6 +24,8 @@ BINS = 240
 #: Requests in the table of the slowest.
 _SLOWEST = 20
 _HEIGHT = 300
+#: Columns of `timeline.stay_columns` that make the chart of the seats.
+_PHASE_COLUMNS = ("seat", "request", "index", "from", "first_token", "to")
 _LATENCIES = {"wait": "wait for a seat", "ttft": "first token", "itl": "between tokens"}
 _REQUEST_HEADS = (
     "request",
@@ -107,7 +109,6 @@ def _notes(notes: Sequence[Note]) -> list[PageSection]:
 
 
 def _facts(client: EngineClient) -> str:
-    """What runs on what."""
     info = client.info
     if info is None:
         return "not ready"
@@ -118,27 +119,33 @@ def _facts(client: EngineClient) -> str:
 
 
 def _headline(client: EngineClient) -> str:
-    """Is it full, and does anybody wait?"""
     history = client.history
-    taken = sum(request is not None for request in history.seats)
-    waiting = f"{history.n_waiting} waiting" if history.n_waiting else "nobody waits"
-    return f"{taken} of {len(history.seats)} seats taken, {waiting}"
+    seats = history.seats
+    waiting = "nobody waits"
+    if history.n_waiting:
+        waiting = f"{history.n_waiting} waiting"
+    return f"{len(seats) - seats.count(None)} of {len(seats)} seats taken, {waiting}"
 
 
 def _figure_rows(
     history: History, shown: Mapping[str, Any], start: float, end: float
 ) -> list[tuple[str, str]]:
-    """The main numbers in words."""
     bins, span = shown["bins"], end - start
     rows = {kind: sum(values) for kind, values in bins["rows"].items()}
-    padding = f"{rows['padding'] / sum(rows.values()):.1%}" if any(rows.values()) else "–"
+    steps = _step_cell(sum(bins["steps"]), sum(bins["step_s"]))
     return [
         ("output tokens a second", f"{rows['decode'] / span:,.1f}"),
         ("prompt tokens a second", f"{rows['prefill'] / span:,.1f}"),
-        ("rows that were padding", padding),
-        ("steps, mean time", _step_cell(sum(bins["steps"]), sum(bins["step_s"]))),
+        ("rows that were padding", _share_cell(rows["padding"], sum(rows.values()))),
+        ("steps, mean time", steps),
         *_latency_rows(latency.summary(history, start, end)),
     ]
+
+
+def _share_cell(part: int, whole: int) -> str:
+    if not whole:
+        return "–"
+    return f"{part / whole:.1%}"
 
 
 def _step_cell(steps: int, seconds: float) -> str:
@@ -201,7 +208,6 @@ class _ChartBins:
         self.x = [round(t + self.width / 2 - shown["to"], 3) for t in bins["t"]]
 
     def rows_a_second(self, kind: str) -> list[float]:
-        """Rows of a kind."""
         return [round(rows / self.width, 3) for rows in self.columns["rows"][kind]]
 
     def ms_a_step(self, name: str) -> list[float | None]:
@@ -212,7 +218,6 @@ class _ChartBins:
         return means
 
     def ms(self, name: str) -> list[float | None]:
-        """Seconds as milliseconds."""
         return [None if value is None else round(1000 * value, 3) for value in self.columns[name]]
 
 
@@ -304,17 +309,9 @@ class _Phase(NamedTuple):
 
 
 def _seat_chart(shown: Mapping[str, Any]) -> go.Figure:
-    """A bar for each phase of each stay; one trace for each phase and colour."""
-    from jitney.engine.report.figures import HUES
-
-    traces: dict[tuple[str, str], list[_Phase]] = {}
-    for phase in _phases(shown):
-        hue = HUES[phase.number % len(HUES)]
-        traces.setdefault((phase.kind, hue), []).append(phase)
-    drawn = [_phase_bars(kind, hue, phases) for (kind, hue), phases in traces.items()]
     return _chart(
         "seat",
-        drawn,
+        _seat_traces(shown),
         barmode="overlay",
         height=min(900, 90 + 18 * max(1, shown["seats"])),
         showlegend=False,
@@ -324,24 +321,44 @@ def _seat_chart(shown: Mapping[str, Any]) -> go.Figure:
     )
 
 
+def _seat_traces(shown: Mapping[str, Any]) -> list[go.Bar]:
+    """One for each phase and colour."""
+    from jitney.engine.report.figures import HUES
+
+    traces: dict[tuple[str, str], list[_Phase]] = {}
+    for phase in _phases(shown):
+        hue = HUES[phase.number % len(HUES)]
+        traces.setdefault((phase.kind, hue), []).append(phase)
+    return [_phase_bars(kind, hue, phases) for (kind, hue), phases in traces.items()]
+
+
 def _phases(shown: Mapping[str, Any]) -> Iterator[_Phase]:
     """The phases of the newest stays that take any time within the window."""
     from jitney.engine.report.figures import MOST_STAYS
 
-    begin, end = shown["from"], shown["to"]
-    rides = shown["stays"]
-    names = ("seat", "request", "index", "from", "first_token", "to")
-    stays = list(zip(*[rides[name] for name in names], strict=True))
+    end = shown["to"]
+    columns = [shown["stays"][name][-MOST_STAYS:] for name in _PHASE_COLUMNS]
     numbers: dict[str, int] = {}
-    for seat, request, index, came, first_token, left in stays[-MOST_STAYS:]:
+    for seat, request, index, *times in zip(*columns, strict=True):
         name = f"{request} {index}"
         number = numbers.setdefault(name, len(numbers))
-        start = max(came, begin)
-        last = end if left is None else min(left, end)
-        turn = last if first_token is None else min(max(first_token, start), last)
-        for kind, low, high in (("prefill", start, turn), ("decode", turn, last)):
+        for kind, low, high in _spans(shown["from"], end, *times):
             if high > low:
                 yield _Phase(kind, seat, name, number, round(low - end, 4), round(high - low, 4))
+
+
+def _spans(
+    begin: float, end: float, came: float, first_token: float | None, left: float | None
+) -> tuple[tuple[str, float, float], ...]:
+    """(kind, from, to) of both phases of a stay, within begin .. end."""
+    start = max(came, begin)
+    last = end
+    if left is not None:
+        last = min(left, end)
+    turn = last
+    if first_token is not None:
+        turn = min(max(first_token, start), last)
+    return ("prefill", start, turn), ("decode", turn, last)
 
 
 def _phase_bars(kind: str, hue: str, phases: Sequence[_Phase]) -> go.Bar:
@@ -352,7 +369,7 @@ def _phase_bars(kind: str, hue: str, phases: Sequence[_Phase]) -> go.Bar:
         seats.append(phase.seat)
         starts.append(phase.start)
         lengths.append(phase.seconds)
-        texts.append(html.escape(_hover(phase)))  # plotly reads tags in texts
+        texts.append(_hover(phase))
     pattern = _pattern("/" if kind == "prefill" else "")
     return go.Bar(
         orientation="h",
@@ -367,4 +384,5 @@ def _phase_bars(kind: str, hue: str, phases: Sequence[_Phase]) -> go.Bar:
 
 
 def _hover(phase: _Phase) -> str:
-    return f"seat {phase.seat}, {phase.kind}, {phase.request}, {phase.seconds:.2f} s"
+    text = f"seat {phase.seat}, {phase.kind}, {phase.request}, {phase.seconds:.2f} s"
+    return html.escape(text)  # plotly reads tags in texts

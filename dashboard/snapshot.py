@@ -25,6 +25,7 @@ from jitney.dashboard.sse import (
 from jitney.dashboard.view import View
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.history import History
+from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import Seat
 
 _FREE, _PREFILL, _DECODE, _HELD = range(len(SEAT_STATES))
@@ -91,12 +92,12 @@ class Snapshot:
     step: int
     state: str
     last_step_age_s: float
-    progress: dict[str, Any] | None
-    #: None: there is no engine.
-    seats: _SeatColumns | None
-    #: None: not known.
-    pages: PageCells | None
     metrics: Metrics
+    progress: dict[str, Any] | None = None
+    #: None: there is no engine.
+    seats: _SeatColumns | None = None
+    #: None: not known.
+    pages: PageCells | None = None
     n_events: int = 0
     histograms: dict[str, Any] | None = None
     notes: list[Note] = field(default_factory=list)
@@ -107,13 +108,13 @@ def shown_seats(seats: _SeatColumns, view: View) -> _SeatColumns:
     """The seats as somebody may see them."""
     if view.identity.is_admin:
         return seats
-    indexes = seats.numbers[_INDEX].tolist()
-    shown = [view.shows(*who) for who in zip(seats.requests, indexes, strict=True)]
-    requests = [
-        request if is_shown else None
-        for request, is_shown in zip(seats.requests, shown, strict=True)
-    ]
-    return _SeatColumns(seats.state, requests, seats.numbers * np.array(shown, np.int64))
+    requests = list(seats.requests)
+    numbers = seats.numbers.copy()
+    for seat, request in enumerate(seats.requests):
+        if not view.shows(request, int(numbers[_INDEX, seat])):
+            requests[seat] = None
+            numbers[:, seat] = 0
+    return _SeatColumns(seats.state, requests, numbers)
 
 
 def seat_columns(history: History) -> _SeatColumns:
@@ -123,27 +124,22 @@ def seat_columns(history: History) -> _SeatColumns:
     numbers = [(0, 0, 0, 0, 0)] * n
     requests: list[str | None] = [None] * n
     for seat, request in enumerate(history.seats):
-        if request is None:
-            continue
-        if request.stays[-1].first_token is None:
-            state[seat] = _PREFILL
-            n_computed = request.n_computed
-        else:
-            state[seat] = _DECODE
-            n_computed = request.n_prompt + request.n_output - 1
-        requests[seat] = request.request_id
-        # In the order of SEAT_NUMBERS.
-        numbers[seat] = (
-            request.index,
-            request.n_prompt,
-            n_computed,
-            request.n_output,
-            request.max_tokens,
-        )
+        if request is not None:
+            requests[seat] = request.request_id
+            state[seat], numbers[seat] = _seat_of(request)
     for seat in history.held:
         state[seat] = _HELD
     by_number = np.array(numbers, np.int64).reshape(n, len(SEAT_NUMBERS)).T.copy()
     return _SeatColumns(np.array(state, np.uint8), requests, by_number)
+
+
+def _seat_of(request: RequestRecord) -> tuple[int, tuple[int, int, int, int, int]]:
+    """The state of its seat, and its SEAT_NUMBERS."""
+    n_prompt, n_output = request.n_prompt, request.n_output
+    state, n_computed = _DECODE, n_prompt + n_output - 1
+    if request.stays[-1].first_token is None:
+        state, n_computed = _PREFILL, request.n_computed
+    return state, (request.index, n_prompt, n_computed, n_output, request.max_tokens)
 
 
 def page_cells(page_states: bytes) -> PageCells:
@@ -151,7 +147,9 @@ def page_cells(page_states: bytes) -> PageCells:
     states = np.frombuffer(page_states, np.uint8)[1:]
     counts = np.bincount(states, minlength=len(PAGE_STATES))
     per_cell = max(1, -(-len(states) // MAX_PAGE_CELLS))
-    cells = states if per_cell == 1 else _commonest(states, per_cell)
+    cells = states
+    if per_cell > 1:
+        cells = _commonest(states, per_cell)
     return PageCells(per_cell, cells, dict(zip(PAGE_STATES, counts.tolist(), strict=True)))
 
 
@@ -186,7 +184,7 @@ def metrics(client: EngineClient, records: np.ndarray, latency: dict[str, Any]) 
     """
     counters = client.counters
     history = client.history
-    seconds = [histogram.total for histogram in counters.step_seconds.values()]
+    step_s = sum(histogram.total for histogram in counters.step_seconds.values())
     return {
         "seats_busy": counters.gauge("seats_busy"),
         "waiting": counters.waiting,
@@ -206,7 +204,7 @@ def metrics(client: EngineClient, records: np.ndarray, latency: dict[str, Any]) 
         "cached_tokens": history.cached_tokens,
         "finished": dict(history.finished),
         "rejected": dict(history.rejected),
-        "step_s": round(sum(seconds), 6),
+        "step_s": round(step_s, 6),
         "gap_s": round(counters.host_gap_seconds.total, 6),
         "longest_step_s": _longest_step(records),
         "latency": latency,
@@ -243,7 +241,6 @@ def key_frame(snapshot: Snapshot, page_size: int, view: View | None = None) -> K
 
 
 def _seat_lists(seats: _SeatColumns, page_size: int) -> SeatLists:
-    """The seats as a key frame has them."""
     n_tokens = seats.numbers[_N_PROMPT] + seats.numbers[_N_OUTPUT]
     pages = -(-n_tokens // max(1, page_size))
     return _lists(seats.state.tobytes(), seats.requests, seats.numbers.tolist(), pages.tolist())
@@ -274,7 +271,6 @@ def _lists(
 
 
 def page_map(pages: PageCells) -> PageMap:
-    """The pages as a key frame has them."""
     cells = _base64(pages.cells.tobytes())
     return {"per_cell": pages.per_cell, "cells": cells, "counts": pages.counts}
 
@@ -287,15 +283,17 @@ def follows(before: Snapshot | None, now: Snapshot) -> bool:
     """True if `now` can be sent as a delta: it has the same seats and the same cells."""
     if before is None or now.step < before.step:
         return False
-    return _n_seats(before) == _n_seats(now) and _n_cells(before) == _n_cells(now)
+    return _sizes(before) == _sizes(now)
 
 
-def _n_seats(snapshot: Snapshot) -> int | None:
-    return None if snapshot.seats is None else len(snapshot.seats.state)
-
-
-def _n_cells(snapshot: Snapshot) -> int | None:
-    return None if snapshot.pages is None else len(snapshot.pages.cells)
+def _sizes(snapshot: Snapshot) -> tuple[int, int]:
+    """How many seats and cells; -1 where they are not known."""
+    n_seats = n_cells = -1
+    if snapshot.seats is not None:
+        n_seats = len(snapshot.seats.state)
+    if snapshot.pages is not None:
+        n_cells = len(snapshot.pages.cells)
+    return n_seats, n_cells
 
 
 def delta(before: Snapshot, now: Snapshot) -> Delta:
@@ -309,11 +307,9 @@ def delta(before: Snapshot, now: Snapshot) -> Delta:
         changes["progress"] = now.progress
     if before.outages != now.outages:
         changes["outages"] = now.outages
-    if before.seats is not None and now.seats is not None:
-        expected = before.seats.after(now.step - before.step)
-        seats = expected.changed(now.seats)
-        if len(seats):
-            changes["seats"] = now.seats.rows(seats)
+    seats = _seat_changes(before, now)
+    if seats:
+        changes["seats"] = seats
     if before.pages is not None and now.pages is not None:
         pages = _page_changes(before.pages, now.pages)
         if pages is not None:
@@ -322,6 +318,13 @@ def delta(before: Snapshot, now: Snapshot) -> Delta:
     if metrics:
         changes["metrics"] = metrics
     return changes
+
+
+def _seat_changes(before: Snapshot, now: Snapshot) -> list[list[Any]]:
+    if before.seats is None or now.seats is None:
+        return []
+    expected = before.seats.after(now.step - before.step)
+    return now.seats.rows(expected.changed(now.seats))
 
 
 def _page_changes(before: PageCells, now: PageCells) -> PageChanges | None:
