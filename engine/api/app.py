@@ -19,6 +19,7 @@ from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
 from jitney.engine.api.errors import HttpError, error_response
 from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits
+from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, RouteTable, route_path
 from jitney.engine.api.service import Service, context_of
@@ -46,6 +47,7 @@ def create_app(
     and limits.
     """
     service = Service(client, tokenizer, settings, model_name)
+    service.openapi = document(routes)
     table = RouteTable(routes)
 
     @asynccontextmanager

@@ -91,6 +91,10 @@ def _proof(proof: KernelProof) -> dict[str, Any]:
     }
 
 
+async def show_openapi(service: Service, request: Request) -> Response:
+    return Response(service.openapi, media_type="application/json")
+
+
 async def show_metrics(service: Service, request: Request) -> Response:
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 

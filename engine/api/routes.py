@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from jitney.engine.api import endpoints, ops
+from jitney.engine.api import answers, endpoints, ops
 from jitney.engine.api.access import Role
 from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.schema import ChatBody, CompletionBody
 
 _GET = ("GET",)
 _POST = ("POST",)
@@ -16,21 +17,68 @@ def _probe(path: str, handler, summary: str) -> HttpRoute:
     """An orchestrator's probes carry no key, say nothing about requests, and come every second or
     so, which would bury the rest of the log.
     """
-    return HttpRoute(path, _GET, handler, summary, role=Role.ANYBODY, log_level=logging.DEBUG)
+    return HttpRoute(
+        path,
+        _GET,
+        handler,
+        summary,
+        role=Role.ANYBODY,
+        answer=answers.Status,
+        log_level=logging.DEBUG,
+    )
 
 
 ROUTES = (
-    HttpRoute("/v1/completions", _POST, endpoints.completions, "complete prompts", generates=True),
     HttpRoute(
-        "/v1/chat/completions", _POST, endpoints.chat_completions, "answer a chat", generates=True
+        "/v1/completions",
+        _POST,
+        endpoints.completions,
+        "complete prompts",
+        generates=True,
+        body=CompletionBody,
+        answer=answers.CompletionAnswer,
     ),
-    HttpRoute("/v1/models", _GET, ops.list_models, "the served model, as a list"),
-    HttpRoute("/v1/models/{model:path}", _GET, ops.show_model, "the served model"),
+    HttpRoute(
+        "/v1/chat/completions",
+        _POST,
+        endpoints.chat_completions,
+        "answer a chat",
+        generates=True,
+        body=ChatBody,
+        answer=answers.ChatAnswer,
+    ),
+    HttpRoute(
+        "/v1/models",
+        _GET,
+        ops.list_models,
+        "the served model, as a list",
+        answer=answers.ModelList,
+    ),
+    HttpRoute(
+        "/v1/models/{model:path}",
+        _GET,
+        ops.show_model,
+        "the served model",
+        answer=answers.ModelCard,
+    ),
     _probe("/livez", ops.livez, "this process answers"),
     _probe("/readyz", ops.readyz, "new requests would be served"),
     _probe("/health", ops.readyz, "the same as /readyz"),
     _probe("/startupz", ops.startupz, "the engine has been ready once"),
-    HttpRoute("/version", _GET, ops.show_version, "version, device, kernels and number formats"),
+    HttpRoute(
+        "/version",
+        _GET,
+        ops.show_version,
+        "version, device, kernels and number formats",
+        answer=answers.Version,
+    ),
+    HttpRoute(
+        "/openapi.json",
+        _GET,
+        ops.show_openapi,
+        "these routes, as an OpenAPI document",
+        answer=answers.Document,
+    ),
     HttpRoute("/metrics", _GET, ops.show_metrics, "Prometheus metrics", role=Role.ADMIN),
     HttpRoute(
         "/slots",
@@ -38,5 +86,6 @@ ROUTES = (
         ops.list_slots,
         "the seats, as llama.cpp lists its slots",
         role=Role.ADMIN,
+        answer=list[answers.Slot],
     ),
 )

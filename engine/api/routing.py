@@ -6,8 +6,9 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Scope
@@ -40,6 +41,10 @@ class HttpRoute:
     generates: bool = False
     #: Most bytes of a body; 0 for the server's own limit.
     body_limit: int = 0
+    #: The model of the body that it takes; None if it takes none.
+    body: type[BaseModel] | None = None
+    #: The model of its answer, or a list of one; None for text.
+    answer: Any = None
     #: Level of its line in the access log.
     log_level: int = logging.INFO
 

@@ -9,7 +9,7 @@ combinations. A new sampling parameter is one field of `GenerationBody` under it
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -79,6 +79,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+#: Field of a body -> the field of SamplingParams whose range it has.
+_SAMPLED_AS = {"best_of": "n", "top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
 #: Fields of the sibling route, refused likewise.
 _REFUSED_COMPLETION = {"max_completion_tokens": (), "messages": (), "top_logprobs": ()}
 _REFUSED_CHAT = {"best_of": (1,), "echo": (False,), "prompt": ()}
@@ -109,6 +111,43 @@ class _Body(BaseModel):
 class _StreamOptions(_Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class _TextPart(_Body):
+    """A part of a message. A text model reads no others."""
+
+    type: Literal["text"]
+    text: str
+
+
+#: What clients may send, where it is checked by a function.
+_Stop = str | Annotated[list[str], Field(max_length=_MAX_STOPS)]
+_Prompt = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[list[int]], Field(min_length=1, max_length=_MAX_PROMPTS)]
+)
+
+
+def _described(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Add to a model's JSON schema what its functions check: ranges, and the fields of others that
+    may only ask for nothing.
+    """
+    properties = schema["properties"]
+    for name, (low, high, open_low) in _ranges_of(model):
+        least = "exclusiveMinimum" if open_low else "minimum"
+        properties[name] |= {least: low, "maximum": high}
+    for name, neutral in _refused_by(model).items():
+        properties[name] = {"enum": [None, *neutral], "description": "not supported here"}
+
+
+def _ranges_of(model: type[BaseModel]) -> Iterator[tuple[str, Range]]:
+    """The fields that are held to a range of SamplingParams, some under a name of their own."""
+    for name in model.model_fields:
+        for item in declared(SamplingParams).get(_SAMPLED_AS.get(name, name), ()):
+            if isinstance(item, Range) and name not in ("max_tokens", "logprobs"):
+                yield name, item
 
 
 def _ranged(field: str) -> AfterValidator:
@@ -204,6 +243,8 @@ _Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], _Label], Field(
 class GenerationBody(_Body):
     """Fields that both routes share."""
 
+    model_config = ConfigDict(json_schema_extra=_described)
+
     model: Annotated[str, Field(min_length=1)]
     n: Annotated[int | None, _ranged("n")] = None
     max_tokens: int | None = None
@@ -216,8 +257,13 @@ class GenerationBody(_Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = {}
-    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
+    logit_bias: Annotated[
+        dict[int, float],
+        PlainValidator(_logit_bias, json_schema_input_type=dict[str, float] | None),
+    ] = {}
+    stop: Annotated[
+        tuple[str, ...], PlainValidator(_stops, json_schema_input_type=_Stop | None)
+    ] = ()
     stop_token_ids: Annotated[list[int], Field(max_length=_MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -248,7 +294,9 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[
+        list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)
+    ]
     best_of: Annotated[int | None, _ranged("n")] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, _ranged("logprobs")] = None
@@ -285,7 +333,9 @@ class Message(_Body):
     """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: Annotated[str | None, PlainValidator(_content)] = None
+    content: Annotated[
+        str | None, PlainValidator(_content, json_schema_input_type=str | list[_TextPart] | None)
+    ] = None
     name: _Label | None = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=128)] | None = None
     tool_call_id: _Label | None = None
@@ -329,7 +379,7 @@ def parse_body[B: GenerationBody](kind: type[B], raw: Mapping[str, Any]) -> tupl
     """The body, and the names of fields nobody knows. Raises RequestError naming the first field at
     fault.
     """
-    refused = _REFUSED | (_REFUSED_CHAT if kind is ChatBody else _REFUSED_COMPLETION)
+    refused = _refused_by(kind)
     for name, neutral in refused.items():
         if not _asks_for_nothing(raw.get(name), neutral):
             raise RequestError(
@@ -343,6 +393,11 @@ def parse_body[B: GenerationBody](kind: type[B], raw: Mapping[str, Any]) -> tupl
     except ValidationError as error:
         raise _readable(error) from None
     return body, _unknown(raw, {*kind.model_fields, *refused})
+
+
+def _refused_by(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
+    """Fields that a body may have only with a neutral value."""
+    return _REFUSED | (_REFUSED_CHAT if kind is ChatBody else _REFUSED_COMPLETION)
 
 
 def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

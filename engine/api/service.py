@@ -78,6 +78,8 @@ class Service:
         self.settings = settings
         self.model_name = model_name
         self.created = int(time.time())
+        #: The document of the routes, JSON.
+        self.openapi = b""
         self.draining = False
         self.metrics = ServerMetrics(self)
         self.quotas = Quotas(settings.key_max_concurrent, settings.key_tokens_per_minute)

@@ -1,0 +1,178 @@
+"""The forms of the answers, for the document that describes the routes (`engine.api.openapi`).
+
+Answers are written elsewhere, piece by piece (`engine.api.formats`, `engine.api.ops`); a test holds
+what is written to what is described here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+_Finish = Literal["stop", "length"]
+
+
+class _Answer(BaseModel):
+    """Fields that are named here, and no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Error(_Answer):
+    """What was wrong and what to do about it."""
+
+    message: str
+    type: str
+    #: Dotted path of the field at fault.
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(_Answer):
+    """The body of every answer that is an error."""
+
+    error: Error
+
+
+class PromptTokensDetails(_Answer):
+    """Of the prompt tokens, those whose keys and values were found in pages."""
+
+    cached_tokens: int
+
+
+class Usage(_Answer):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(_Answer):
+    """One entry a token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Answer):
+    """One answer to one prompt. The lists of token ids come with return_token_ids."""
+
+    index: int
+    text: str
+    finish_reason: _Finish
+    logprobs: CompletionLogprobs | None
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
+
+
+class CompletionAnswer(_Answer):
+    """POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatTopLogprob(_Answer):
+    """A token that might have been chosen; bytes: its UTF-8 bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(ChatTopLogprob):
+    """The token that was chosen, and the most likely ones."""
+
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(_Answer):
+    """One entry a token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class ChatMessage(_Answer):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Answer):
+    """One answer. token_ids come with return_token_ids."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: _Finish
+    logprobs: ChatLogprobs | None
+    token_ids: list[int] = []
+
+
+class ChatAnswer(_Answer):
+    """POST /v1/chat/completions. prompt_token_ids come with return_token_ids."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] = []
+
+
+class ModelCard(_Answer):
+    """The served model. max_model_len: tokens of a sequence, prompt included."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(_Answer):
+    """GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Status(BaseModel):
+    """Of a probe."""
+
+    status: str
+
+
+class Version(BaseModel):
+    """GET /version: more once the engine is ready."""
+
+    version: str
+
+
+class Slot(BaseModel):
+    """A seat, with llama.cpp's names where they exist."""
+
+    id: int
+    is_processing: bool
+    state: str
+
+
+class Document(BaseModel):
+    """An OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]

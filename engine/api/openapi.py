@@ -1,0 +1,139 @@
+"""The OpenAPI document of the routes, made of their table and of the models that bodies are checked
+with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
+
+from jitney.engine.api.access import Role
+from jitney.engine.api.answers import ErrorAnswer
+from jitney.engine.api.routing import HttpRoute
+
+_SCHEMAS = "#/components/schemas/{model}"
+_KEY = "key"
+#: "{model:path}": what follows the name is the router's own.
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+#: Status -> when a route answers it. Every route may; those of `_GENERATING` only where the engine
+#: works.
+_ERRORS = {
+    400: "the request is not valid; `param` names the field",
+    401: "no key, or one that is not ours",
+    403: "the key's role does not suffice, or the request comes from another site's page",
+    404: "there is no such model",
+    405: "the route does not take this method",
+    408: "head or body did not arrive in time",
+    413: "the body is too large",
+    415: "the body is not JSON in UTF-8",
+    429: "too many requests; Retry-After says when to come again",
+    431: "the head is too large",
+    500: "an error of ours; the log names it by the request's id",
+    503: "loading, draining, or the engine is gone",
+}
+_GENERATING = {504: "the deadline passed, or could not be met"}
+
+
+def document(routes: Sequence[HttpRoute]) -> bytes:
+    """The document, as JSON."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), {})
+        for method in route.methods:
+            path[method.lower()] = _operation(route, method)
+    return orjson.dumps(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "Jitney",
+                "version": version("jitney"),
+                "description": "In-flight batching for large language models.",
+            },
+            "paths": paths,
+            "components": {
+                "schemas": _schemas(routes),
+                "securitySchemes": {_KEY: {"type": "http", "scheme": "bearer"}},
+            },
+        }
+    )
+
+
+def _operation(route: HttpRoute, method: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": _name(route, method),
+        "responses": _responses(route),
+        # A server without keys lets everybody in.
+        "security": [] if route.role is Role.ANYBODY else [{_KEY: []}, {}],
+    }
+    parameters = [_parameter(name) for name in _PARAMETER.findall(route.path)]
+    if parameters:
+        operation["parameters"] = parameters
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(_ref(route.body))}
+    return operation
+
+
+def _name(route: HttpRoute, method: str) -> str:
+    words = re.findall(r"\w+", _PARAMETER.sub(r"\1", route.path))
+    return "_".join([method.lower(), *words])
+
+
+def _parameter(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+
+
+def _responses(route: HttpRoute) -> dict[str, Any]:
+    content = _json(_answer_schema(route)) if route.answer else {"text/plain": {}}
+    if route.generates:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses: dict[str, Any] = {"200": {"description": route.summary, "content": content}}
+    errors = _ERRORS | (_GENERATING if route.generates else {})
+    for status, when in errors.items():
+        responses[str(status)] = {"description": when, "content": _json(_ref(ErrorAnswer))}
+    return responses
+
+
+def _json(schema: JsonSchemaValue) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _ref(model: type) -> JsonSchemaValue:
+    return {"$ref": _SCHEMAS.format(model=model.__name__)}
+
+
+def _answer_schema(route: HttpRoute) -> JsonSchemaValue:
+    """A model by its name; a list of models with its definitions elsewhere."""
+    schema = TypeAdapter(route.answer).json_schema(ref_template=_SCHEMAS, mode="serialization")
+    schema.pop("$defs", None)
+    return schema if schema.get("type") == "array" else _ref(route.answer)
+
+
+def _models(routes: Sequence[HttpRoute]) -> Iterator[Any]:
+    yield ErrorAnswer
+    for route in routes:
+        yield from (model for model in (route.body, *_answer_models(route)) if model)
+
+
+def _answer_models(route: HttpRoute) -> tuple[Any, ...]:
+    """The models of its answer: itself, or what a list is made of."""
+    return getattr(route.answer, "__args__", (route.answer,))
+
+
+def _schemas(routes: Sequence[HttpRoute]) -> dict[str, JsonSchemaValue]:
+    """Every model, and what it is made of, by name."""
+    mode: JsonSchemaMode = "validation"
+    models = [(model, mode) for model in dict.fromkeys(_models(routes))]
+    _, schema = models_json_schema(models, ref_template=_SCHEMAS)
+    return schema["$defs"]
