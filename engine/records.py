@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import struct
 import sys
+from operator import itemgetter
 
 import numpy as np
 
-#: One step. Rows by kind (i4) close exactly: prefill + decode + padding + recomputed + past_end +
-#: cancelled == bucket_tokens. started: seconds of time.monotonic(); *_s: seconds; mixed, compiled:
-#: 0 or 1. seats_busy to waiting_tokens are as of the step's plan; boarded, preempted, cached_tokens
-#: (prompt tokens found in pages) are what that plan did; finished: sequences that ended since the
-#: record before. device_s: until the step's tokens were on the host, since its launch or since the
-#: step before was ready, whichever is later; gap_s: how long the device had nothing to do before
-#: it. keys, longest, pairs: what its attention read, see `engine.scheduler.plan.StepWork`.
+#: One step. Names that end in _s are seconds.
 STEP_DTYPE = np.dtype(
     [
         ("step", "i8"),
-        ("started", "f8"),
-        ("mixed", "u1"),
+        ("started", "f8"),  # seconds of time.monotonic()
+        ("mixed", "u1"),  # 1: it had prompt rows
+        # Rows and seats of the compiled program.
         ("bucket_tokens", "i4"),
         ("bucket_seats", "i4"),
+        # Its rows by kind, which add up to bucket_tokens.
         ("prefill", "i4"),
         ("decode", "i4"),
         ("padding", "i4"),
         ("recomputed", "i4"),
         ("past_end", "i4"),
         ("cancelled", "i4"),
+        # As of its plan.
         ("seats_busy", "i4"),
         ("seats", "i4"),
         ("pages_used", "i4"),
@@ -38,18 +36,23 @@ STEP_DTYPE = np.dtype(
         ("pages", "i4"),
         ("waiting", "i4"),
         ("waiting_tokens", "i8"),
+        # Sequences: seated by its plan, ended since the record before, unseated by its plan.
         ("boarded", "i4"),
         ("finished", "i4"),
         ("preempted", "i4"),
-        ("cached_tokens", "i4"),
+        ("cached_tokens", "i4"),  # prompt tokens that its plan found in pages
+        # The host's parts.
         ("plan_s", "f4"),
         ("batch_s", "f4"),
         ("launch_s", "f4"),
+        # Until its tokens were on the host, since its launch or since the step before was ready,
+        # whichever is later.
         ("device_s", "f4"),
         ("fetch_s", "f4"),
         ("commit_s", "f4"),
-        ("gap_s", "f4"),
-        ("compiled", "u1"),
+        ("gap_s", "f4"),  # how long the device had nothing to do before it
+        ("compiled", "u1"),  # 1: it had to compile its program
+        # What its attention read, see `engine.scheduler.plan.StepWork`.
         ("keys", "i8"),
         ("longest", "i4"),
         ("pairs", "i8"),
@@ -61,6 +64,8 @@ _CODES = {"i8": "q", "i4": "i", "f8": "d", "f4": "f", "u1": "B"}
 #: The same for `struct`, which packs a record in a tenth of the time that numpy takes for its
 #: fields one by one.
 _STEP_STRUCT = struct.Struct("=" + "".join(_CODES[STEP_DTYPE[name].str[1:]] for name in FIELDS))
+#: A record's values in the order of FIELDS, out of a dict.
+_in_order = itemgetter(*FIELDS)
 
 
 def step_of(record: bytes) -> int:
@@ -112,16 +117,16 @@ class Ledger:
         return dict(self._totals)
 
     def record(self, **fields: float) -> bytes:
-        """Keep one step, given all fields of STEP_DTYPE by name and in their order; returns the
-        record's bytes.
+        """Keep one step; returns the record's bytes. fields: all of STEP_DTYPE, by name; raises
+        TypeError for more or fewer, KeyError for others.
         """
-        if tuple(fields) != FIELDS:
-            raise TypeError(f"a step record has the fields {', '.join(FIELDS)}, in this order")
+        if len(fields) != len(FIELDS):
+            raise TypeError(f"a step record has the fields {', '.join(FIELDS)}")
         size = STEP_DTYPE.itemsize
         at = self._count % len(self._ring) * size
         if self._count - self._summed == min(_SUM_EVERY, len(self._ring)):
             self._sum_up()
-        record = _STEP_STRUCT.pack(*fields.values())
+        record = _STEP_STRUCT.pack(*_in_order(fields))
         self._bytes[at : at + size] = record
         self._count += 1
         return record
@@ -171,10 +176,9 @@ class RecordRing:
 
     def __init__(self, capacity: int = _KEPT_RECORDS):
         self._ring = np.zeros(capacity, STEP_DTYPE)
-        self._steps = np.zeros(
-            capacity, np.int64
-        )  # apart from the ring: searching them copies nothing
-        self._ready = np.zeros(capacity)
+        # Apart from the ring: searching them copies nothing.
+        self._steps = np.full(capacity, -1, np.int64)
+        self._ready = np.full(capacity, -np.inf)
         self._count = 0
 
     def __len__(self) -> int:
@@ -183,18 +187,19 @@ class RecordRing:
     @property
     def last_step(self) -> int:
         """Number of the newest step, -1 before the first."""
-        return int(self._steps[(self._count - 1) % len(self._ring)]) if self._count else -1
+        return int(self._steps[(self._count - 1) % len(self._ring)])
 
     @property
     def first_step(self) -> int:
         """Number of the oldest step that is kept, -1 before the first."""
-        old, new = self._halves(self._steps)
-        return int(np.concatenate((old[:1], new[:1]))[0]) if self._count else -1
+        if self._count < len(self._ring):
+            return int(self._steps[0])
+        return int(self._steps[self._count % len(self._ring)])
 
     @property
     def last_ready(self) -> float:
         """When the newest step was done, -inf before the first."""
-        return float(self._ready[(self._count - 1) % len(self._ring)]) if self._count else -np.inf
+        return float(self._ready[(self._count - 1) % len(self._ring)])
 
     def add(self, record: bytes, renumber: int = 0) -> np.void:
         """Keep a record whose step number is raised by `renumber`; returns a copy of it.
@@ -217,9 +222,7 @@ class RecordRing:
         return taken
 
     def since(self, step: int) -> np.ndarray:
-        """A copy of the records with a greater step number, oldest first, as far back as they are
-        kept.
-        """
+        """As `Ledger.since`."""
         return self._slice(self._ring, self._find(self._steps, step), len(self))
 
     def steps(self, after: int, until: int) -> tuple[np.ndarray, np.ndarray]:

@@ -23,11 +23,21 @@ def test_the_record_is_what_was_given():
     assert ledger.since(0)[0].item() == tuple(given.values())
 
 
-def test_a_field_left_out_or_out_of_order_is_an_error():
+def test_fields_are_known_by_name():
     with pytest.raises(TypeError, match="bucket_tokens"):
         Ledger().record(step=1)
-    with pytest.raises(TypeError, match="in this order"):
-        Ledger().record(**dict(reversed(fields(1).items())))
+    with pytest.raises(TypeError, match="bucket_tokens"):
+        Ledger().record(**fields(1, speed=2))
+    misspelt = fields(1, speed=2)
+    del misspelt["pairs"]
+    with pytest.raises(KeyError, match="pairs"):
+        Ledger().record(**misspelt)
+
+
+def test_the_order_of_fields_is_nobodys_knowledge():
+    given = {name: number for number, name in enumerate(NAMES, 1)}
+    backwards = dict(reversed(given.items()))
+    assert Ledger().record(**backwards) == Ledger().record(**given)
 
 
 def test_since_returns_the_newer_ones_oldest_first():
