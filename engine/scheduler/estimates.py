@@ -38,6 +38,9 @@ _FEW_PAIRS = 10_000.0
 #: A step with prompt rows may take so many times as long as one with all of their share at the
 #: start of a prompt.
 _STRETCH = 1.15
+#: Share AUTO at its least: a step may take so many times as long as one without prompt rows, so
+#: that the slowest of them stays within three times.
+_MOST_SLOWER = 2.7
 #: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
 #: rows all the same.
 PATIENCE = 4
@@ -137,6 +140,19 @@ class StepTimeEstimate:
         near = min(seen, key=lambda other: abs(other.tokens - bucket.tokens))
         return self._base(near) * bucket.tokens / near.tokens
 
+    def decode(self, sequences: int) -> float | None:
+        """Typical time of a step in which so many sequences decode and nothing else; None before
+        any.
+        """
+        bucket = self._decode_bucket(sequences)
+        self._take_in()
+        return self._typical(bucket) if bucket in self._seen else None
+
+    def has_seen(self, bucket: Bucket) -> bool:
+        """Whether a step of this bucket was measured."""
+        self._take_in()
+        return bucket in self._seen
+
     def pays(self, sequences: int) -> bool:
         """Whether one more beside so many decoding sequences gives more tokens a second; True where
         it is not known.
@@ -193,7 +209,8 @@ class PrefillBudget:
 
     Share AUTO goes by who waits for whom: a step with many prompt rows makes every stream wait, one
     with few makes every prompt wait. It is the prompts that want rows over the streams that run, in
-    LEVELS steps, between LEAST_SHARE and 1. One long prompt beside many streams gets LEAST_SHARE;
+    LEVELS steps, between LEAST_SHARE and 1. One long prompt beside many streams gets LEAST_SHARE,
+    or as much less as makes their steps no more than _MOST_SLOWER times as long;
     where prompts are most of the work, they pile up in the seats until they get the whole budget,
     and no weights are read for a few rows at a time.
     """
@@ -230,6 +247,8 @@ class PrefillBudget:
         if usual is None:
             return min(rows, buckets.mixed[0].tokens - decoding) if self.target_itl_s else rows
         limit = self._longest(usual, share)
+        if self._spares_streams(share) and self.step_times.has_seen(bucket):
+            limit = min(limit, self._bearable(decoding))
         if (
             self._timely(bucket, decoding, start, limit - usual) >= rows
         ):  # as nearly always: no need to ask the others
@@ -266,6 +285,21 @@ class PrefillBudget:
         """
         target = self.target_itl_s or math.inf
         return min(target, _STRETCH * usual) if share < 1 else target
+
+    def _spares_streams(self, share: float) -> bool:
+        """Many streams wait for few prompts."""
+        return isinstance(self.share, str) and share == LEAST_SHARE
+
+    def _bearable(self, decoding: int) -> float:
+        """Seconds that a step may take beside so many streams: never fewer than the smallest step
+        with prompt rows takes.
+        """
+        alone = self.step_times.decode(decoding)
+        if alone is None:
+            return math.inf
+        buckets = self.step_times.buckets.mixed
+        smallest = next(bucket for bucket in buckets if decoding < bucket.tokens)
+        return max(_MOST_SLOWER * alone, _STRETCH * (self.step_times.mixed(smallest) or 0.0))
 
     def _timely(self, bucket: Bucket, decoding: int, start: int, left: float) -> int:
         """The most prompt rows from `start` that fit the bucket and can attend in the `left`

@@ -459,12 +459,12 @@ def beside(rate_a: float, seed: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_from_a_calm_start_a_heavy_tenant_makes_way(monkeypatch: pytest.MonkeyPatch, seed: int):
-    """Without that b's p99 goes from 0.2 to 0.7 s: it waits for one of a's answers to end."""
+    """Without that b's p99 goes from 0.3 to 0.7 s: it waits for one of a's answers to end."""
     calm, _ = beside(1.2, seed)
     crowded, rows = beside(12.0, seed)
     monkeypatch.setattr(FairQueue, "claimant", WaitingQueue.claimant)
     alone, most = beside(12.0, seed)
-    assert crowded < 2 * calm and alone > 3 * calm
+    assert crowded < 1.5 * calm and alone > 2 * calm
     assert rows > 0.97 * most
 
 
