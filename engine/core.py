@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jitney.engine.errors import ErrorInfo, RequestError
@@ -18,9 +19,16 @@ from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutp
 if TYPE_CHECKING:
     from jitney.engine.scheduler.scheduler import Scheduler
 
+log = logging.getLogger("jitney.core")
+
+#: How XLA says that a device's memory was too small for a step.
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
 
 class Runner(Protocol):
-    """The device half of a step. Exceptions of any of these are fatal to the engine."""
+    """The device half of a step. An exception of `batch`, `launch` or `fetch` costs the step, and
+    perhaps one request (`EngineCore.step`); one of `restore` is fatal to the engine.
+    """
 
     @property
     def compiles(self) -> int:
@@ -41,6 +49,12 @@ class Runner(Protocol):
         """Wait for a step's result; called once per ticket, in order."""
         ...
 
+    def restore(self, error: Exception) -> None:
+        """Make the device as it was at the start, after `error` in a step; launched steps are not
+        fetched any more. Raises if it cannot compute at all.
+        """
+        ...
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -57,6 +71,28 @@ class _Flight:
     launched: float
     #: Something was compiled for it.
     compiled: bool
+
+
+@dataclass(slots=True)
+class _Failure:
+    """A step that could not be launched, or brought nothing."""
+
+    plan: Plan
+    error: Exception
+
+
+def _no_outputs() -> list[SequenceOutput]:
+    return []
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a step brought: outputs, its record and its prompt chunks, or a failure."""
+
+    outputs: list[SequenceOutput] = field(default_factory=_no_outputs)
+    record: bytes = b""
+    chunks: list[PromptChunk] | None = None
+    failure: _Failure | None = None
 
 
 class EngineCore:
@@ -139,20 +175,53 @@ class EngineCore:
         self._questions.append(question)
 
     def step(self) -> StepReport:
-        """Plan and launch the next step, then fetch and commit the one before it."""
-        previous = self._flight
+        """Plan and launch the next step, then fetch and commit the one before it.
+
+        A step that fails brings nothing: everybody waits again, and whose fault it was is found out
+        (`Scheduler.step_failed`). Raises whatever the runner raises if it cannot go on either.
+        """
+        previous, self._flight = self._flight, None
         started = self.clock()
-        plan = self.scheduler.plan(started)
-        self._flight = self._launch(plan, started) if plan is not None else None
+        # While blame is found out, nothing is launched behind a step.
+        alone = previous is not None and self.scheduler.tries
+        plan = None if alone else self.scheduler.plan(started)
+        failure = self._try_launch(plan, started) if plan is not None else None
         self._answer()
-        if previous is None:
-            return self._report(self.scheduler.drain())
+        outcome = self._take_result(previous) if previous is not None else _Outcome()
+        failure = outcome.failure or failure
+        if failure is not None:
+            self._recover(failure)
+        outputs = outcome.outputs + self.scheduler.drain()
+        return self._report(outputs, outcome.record, outcome.chunks)
+
+    def _try_launch(self, plan: Plan, started: float) -> _Failure | None:
+        """Start a plan's step, or say what came of it."""
+        try:
+            self._flight = self._launch(plan, started)
+        except Exception as error:
+            return _Failure(plan, error)
+        return None
+
+    def _take_result(self, flight: _Flight) -> _Outcome:
+        """Fetch and commit a step."""
         waited = self.clock()
-        result = self.runner.fetch(previous.ticket)
+        try:
+            result = self.runner.fetch(flight.ticket)
+        except Exception as error:
+            return _Outcome(failure=_Failure(flight.plan, error))
         ready = self.clock()
-        outputs = self.scheduler.commit(previous.plan, result, ready)
-        record = self._record(previous, waited, ready)
-        return self._report(outputs, record, prompt_chunks(previous.plan))
+        outputs = self.scheduler.commit(flight.plan, result, ready)
+        record = self._record(flight, waited, ready)
+        return _Outcome(outputs, record, prompt_chunks(flight.plan))
+
+    def _recover(self, failure: _Failure) -> None:
+        """Go on after a step that failed, and without the one launched behind it."""
+        plan, error = failure.plan, failure.error
+        self._flight = self._ready = None
+        log.error("step %d failed with %d sequences", plan.number, len(plan.chunks), exc_info=error)
+        self.runner.restore(error)
+        out_of_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY in str(error)
+        self.scheduler.step_failed(plan, self.clock(), out_of_memory=out_of_memory)
 
     def _launch(self, plan: Plan, started: float) -> _Flight:
         """Pack a plan and start its step."""
@@ -184,10 +253,20 @@ class EngineCore:
         """What has become known since the last report."""
         rejected, self._rejected = self._rejected, []
         answers, self._answers = self._answers, []
-        events = self._released()
+        events = self._unseated() + self._released()
         if self._flight is not None:
             events += seat_events(self._flight.plan, self._flight.started)
         return StepReport(rejected + outputs, record, events, chunks or [], answers)
+
+    def _unseated(self) -> list[SequenceEvent]:
+        """Who lost its seat other than for a plan."""
+        step, now = self.scheduler.steps, self.clock()
+        return [
+            SequenceEvent(
+                "preempted", seq.request_id, seq.index, -1, step, now, seq.n_prompt, seq.n_output
+            )
+            for seq in self.scheduler.take_unseated()
+        ]
 
     def _released(self) -> list[SequenceEvent]:
         """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""

@@ -53,6 +53,8 @@ _CODES = (
     "deadline_exceeded",
     "deadline_unreachable",
     "nan_logits",
+    "request_failed",
+    "request_quarantined",
     "internal_error",
 )
 

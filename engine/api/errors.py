@@ -38,6 +38,8 @@ _CODES: dict[str, tuple[int, str | None, float | None]] = {
     "deadline_exceeded": (504, "deadline_exceeded", None),
     "deadline_unreachable": (504, "deadline_unreachable", None),
     "nan_logits": (500, "nan_logits", None),
+    "request_failed": (500, "request_failed", None),
+    "request_quarantined": (400, "request_quarantined", None),
     "internal_error": (500, "internal_error", None),
 }
 #: Messages for what the router refuses.

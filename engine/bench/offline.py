@@ -116,6 +116,10 @@ class _NotingRunner:
     def fetch(self, ticket: Any) -> StepResult:
         return self._runner.fetch(ticket)
 
+    def restore(self, error: Exception) -> None:
+        """A run with a step that failed measures nothing."""
+        raise error
+
 
 class OfflineBench:
     """Measures traffic on an engine of this process, given its core and how its text becomes ids.

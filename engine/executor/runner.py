@@ -99,6 +99,7 @@ class Runner:
         self.end_ids = end_ids
         self.plain_mixed = plain_mixed
         self.n_pages = sizes.n_pages
+        self._sizes = sizes
         self.builder = sizes.builder()
         self.shapes = sizes.shapes(model.config, kernels, mesh)
         #: Shapes until `compile` allocates it: compiling needs no arrays.
@@ -232,6 +233,21 @@ class Runner:
                 self.leaves, state.kv, state.last_token, state.seats, packed
             )
         return output
+
+    def restore(self, error: Exception) -> None:
+        """Allocate the state anew after `error`. A step takes its state by donation, so of one that
+        failed nothing may be left: neither what it was given nor what it would have returned.
+
+        Raises what the device raises, if even a step without a row fails.
+        """
+        for array in jax.tree.leaves(self.state):
+            if isinstance(array, jax.Array) and not array.is_deleted():
+                array.delete()  # before its room is needed again
+        self.state = allocate(self.shapes, self.config)
+        self.builder = self._sizes.builder()
+        bucket = self.buckets.decode[0]
+        plain = self.is_plain(bucket, True)
+        jax.block_until_ready(self.run(bucket, plain, self.builder.empty(bucket, plain)))
 
     def fetch(self, ticket: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""

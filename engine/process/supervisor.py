@@ -28,6 +28,7 @@ from jitney.engine.process.client import EngineCounters, EngineState
 from jitney.engine.process.folder import remove_left_folders
 from jitney.engine.process.link import CoreLink, Workshop, open_link
 from jitney.engine.process.main import BUILDER
+from jitney.engine.process.quarantine import Quarantine
 from jitney.engine.process.stream import Stream
 from jitney.engine.process.watchdog import Watchdog
 from jitney.engine.records import step_of
@@ -119,6 +120,7 @@ class ProcessClient:
         self._alive_at = time.monotonic()
         self._watchdog = Watchdog(config.server.step_timeout_s)
         self._workshop: Workshop | None = None
+        self._quarantine = Quarantine()
         #: When cores were started again, seconds; within _RESTART_WINDOW_S.
         self._restarts: deque[float] = deque()
 
@@ -234,6 +236,7 @@ class ProcessClient:
             stream.deaths += self._sat(stream)
             self._take_outputs(stream.asked_ends())
             if stream.deaths > _MOST_DEATHS:
+                self._quarantine.add(stream.request)
                 self._take_outputs(stream.ends("error", _LOST_AGAIN))
         self.history.seats_lost()
         self.counters.observe_lost(sum(len(stream.open) for stream in self._streams.values()))
@@ -363,6 +366,8 @@ class ProcessClient:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
+                if output.error is not None and output.error.code == "request_failed":
+                    self._quarantine.add(stream.request)
                 stream.put(output)
                 if not stream.open:
                     self._close_stream(stream)
@@ -391,10 +396,11 @@ class ProcessClient:
 
     def submit(self, request: EngineRequest) -> Stream:
         """Hand a request to the core; its id must be new. Raises RequestError (loading, restarting,
-        draining, engine_dead).
+        draining, engine_dead, request_quarantined).
         """
         if self.state != "ready" or self._link is None:
             raise self._refusal()
+        self._quarantine.check(request)
         request = _with_seed(request)
         stream = Stream(request, self.forget)
         self._streams[request.id] = stream

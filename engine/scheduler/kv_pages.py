@@ -152,6 +152,10 @@ class PagePool:
                 self._free.append(page)
                 self._states[page] = FREE
 
+    def clear(self) -> None:
+        """Let nobody find any page again: what they contained is gone."""
+        self.withdraw(list(self._index))
+
     def release(self, pages: list[int]) -> None:
         """Drop one reference of each page; `pages` in the order of the sequence; the trash page
         belongs to nobody.

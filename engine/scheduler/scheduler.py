@@ -10,10 +10,11 @@ the end writes to its page before the next owner's rows do.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 
-from jitney.engine.errors import ConfigError
+from jitney.engine.errors import ConfigError, ErrorInfo
 from jitney.engine.scheduler.admission import Admission, continued
 from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.entrance import Entrance
@@ -30,7 +31,14 @@ from jitney.engine.scheduler.queues import RequestWork
 from jitney.engine.scheduler.results import Results
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
+from jitney.engine.scheduler.suspects import Suspects
 from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
+
+log = logging.getLogger("jitney.core")
+
+_FAILED = ErrorInfo(
+    "request_failed", "computing this request failed, also when it was computed alone"
+)
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -92,6 +100,12 @@ class Scheduler:
         self._turned_away: tuple[Sequence | None, int] = (None, 0)
         self._scores = PromptScores(pool.page_size)
         self._results = Results(self.state, pool, self._scores)
+        self._suspects = Suspects()
+        # Rows that a step has at most; less than the largest bucket's where that was too much for
+        # the device's memory.
+        self._token_budget = buckets.token_budget
+        # Who lost its seat other than for a plan, since somebody asked last.
+        self._unseated: list[Sequence] = []
         self._arrivals = 0
         self._steps = 0
 
@@ -149,8 +163,11 @@ class Scheduler:
         first.
         """
         self.state.expire(now)
-        draft = Draft(self.buckets.token_budget, self.limits.max_seats)
-        if self._policy.holds:
+        draft = Draft(self._token_budget, self.limits.max_seats)
+        suspect = self._suspects.first
+        if suspect is not None:
+            self._plan_alone(suspect, draft, now)
+        elif self._policy.holds:
             self._plan_batch(draft, now)
         else:
             self._plan_in_flight(draft, now)
@@ -167,6 +184,7 @@ class Scheduler:
         Returns all outputs since the last call, those of aborts and deadlines included.
         """
         self._results.commit(plan, result, now)
+        self._judge(plan, now)
         plan.finished, self.state.finished = self.state.finished, 0
         return self.drain()
 
@@ -184,10 +202,67 @@ class Scheduler:
         """Seconds in which no plan can come of who is here, because the policy lets everybody wait;
         0 if one can.
         """
-        if self.state.n_seated or not self.state.queue:
+        if self.state.n_seated or not self.state.queue or self._suspects:
             return 0.0
         wakes = min(self._policy.boards_at(self._situation(now)), self.state.next_deadline)
         return max(0.0, wakes - now)
+
+    @property
+    def tries(self) -> bool:
+        """Somebody is computed alone, to see whether its rows make a step fail: no step may be
+        launched behind another one.
+        """
+        return bool(self._suspects)
+
+    def step_failed(self, plan: Plan, now: float, *, out_of_memory: bool) -> None:
+        """A step could not be launched or brought nothing, and the device's state is new.
+
+        Everybody waits again, with the tokens that are known. Where memory was short and a smaller
+        step is possible, prompts get fewer rows from now on; else each sequence of the step is
+        computed alone, and the one that fails again ends with its request.
+        """
+        self._unseated += self.state.unseat_all(now)
+        guilty = self._suspects.on_trial(plan)
+        if out_of_memory and self._shrink():
+            return
+        if guilty is None:
+            self._suspects.accuse(plan)
+            return
+        self._suspects.clear()
+        if guilty.finish is None:
+            log.error("request %s made a step fail, also alone: it ends", guilty.request_id)
+            for seq in list(self.state.groups[guilty.request_id].open):
+                self.state.end(seq, "error", _FAILED)
+
+    def _shrink(self) -> bool:
+        """Let steps have no more rows than the next smaller bucket; False if there is none."""
+        smaller = [b.tokens for b in self.buckets.mixed if b.tokens < self._token_budget]
+        if not smaller:
+            return False
+        self._token_budget = smaller[-1]
+        log.warning(
+            "a step was too much for the device's memory: steps with prompt rows have at most %d "
+            "rows from now on",
+            self._token_budget,
+        )
+        return True
+
+    def _judge(self, plan: Plan, now: float) -> None:
+        """A step has come back: a suspect with a decode row in it, or that ended in it, passes."""
+        seq = self._suspects.on_trial(plan)
+        if seq is None or not (plan.chunks[0].decode or seq.finish is not None):
+            return
+        self._suspects.acquit()
+        if seq.seated:
+            self.state.preempt(seq, now)
+            self._unseated.append(seq)
+        if not self._suspects:
+            log.warning("a step failed, and none of its sequences fails alone")
+
+    def take_unseated(self) -> list[Sequence]:
+        """Who has lost its seat since the last call, other than for a plan."""
+        unseated, self._unseated = self._unseated, []
+        return unseated
 
     def take_released(self) -> list[int]:
         """Seats that a batch had kept and that have become free since the last call."""
@@ -213,9 +288,19 @@ class Scheduler:
         if claimant is not None:
             self._seat_claimant(claimant, draft, now)
         if self.state.prefilling or self.state.queue:
-            draft.tokens_left = self._prompt_rows(draft)
+            draft.tokens_left = min(draft.tokens_left, self._prompt_rows(draft))
             self._plan_prefill(draft)
             self._plan_boarding(draft, now)
+
+    def _plan_alone(self, seq: Sequence, draft: Draft, now: float) -> None:
+        """The next rows of one sequence, with nobody beside it."""
+        if not seq.seated and self._take_pages(seq, draft, now):
+            self.state.seat(seq, now)
+            draft.boarded.append(seq)
+        if seq in self.state.decoding:
+            self._plan_decode(draft, now)
+        elif seq.seated:
+            self._add_chunk(seq, draft, draft.tokens_left)
 
     def _plan_batch(self, draft: Draft, now: float) -> None:
         """One batch after the other: all board, all prompts are computed, all decode until the last
@@ -375,7 +460,7 @@ class Scheduler:
         """
         members = list(self.state.prefilling)
         longest = max(len(seq.tokens) - seq.scheduled for seq in members)
-        width = min(longest, self.buckets.token_budget // self.state.batch)
+        width = min(longest, self._token_budget // self.state.batch)
         for seq in members:
             self._add_chunk(seq, draft, width - longest + len(seq.tokens) - seq.scheduled)
         computed = longest - max(len(seq.tokens) - seq.scheduled for seq in members)

@@ -307,12 +307,32 @@ class SchedulerState:
         is recomputed.
         """
         self._unseat(seq, ended=False)
+        self._wait_again(seq, now)
+
+    def _wait_again(self, seq: Sequence, now: float) -> None:
         seq.computed_high = max(seq.computed_high, seq.scheduled)
         seq.scheduled = 0
         seq.preemptions += 1
         seq.unseated_at = now
         self.queue.push(seq)
         self.stalled[seq] = None
+
+    def unseat_all(self, now: float) -> list[Sequence]:
+        """The device has lost everything, launched steps included: whoever had a seat waits again,
+        with the tokens that are known. Returns them in the order in which they will board.
+        """
+        unseated = sorted([*self.seated, *self.leaving], key=_by_rank)
+        for seq in unseated:
+            if seq.seated:
+                self._unseat(seq, ended=False)
+            else:
+                self.leaving.remove(seq)
+            self._wait_again(seq, now)
+        self.pool.clear()
+        for group in self.groups.values():
+            for seq in group.open:
+                _forget_launched(seq)
+        return unseated
 
     def _unseat(self, seq: Sequence, *, ended: bool = True) -> None:
         if self.pool.retain:
@@ -429,6 +449,21 @@ class SchedulerState:
             and backlog.expected == sum(seq.expected for seq in fresh)
             and backlog.accounts == Counter(seq.request.account for seq in fresh)
         )
+
+
+def _by_rank(seq: Sequence) -> tuple[float, int, int]:
+    return seq.rank
+
+
+def _forget_launched(seq: Sequence) -> None:
+    """What launched steps would have brought will not come."""
+    seq.in_flight = 0
+    # The rows that count as computed before are those of the tokens that are known.
+    seq.computed_high = min(seq.computed_high, len(seq.tokens) - 1)
+    if seq.first_token_at is None:
+        # Its siblings may have had the same list; from now on each scores the rest for itself.
+        seq.prompt_logprobs = list(seq.prompt_logprobs)
+        seq.scored = len(seq.prompt_logprobs) - 1
 
 
 def _by_context(seq: Sequence) -> int:

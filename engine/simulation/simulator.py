@@ -206,6 +206,10 @@ class VirtualDevice:
             self.clock.now = ticket.ready
         return StepResult([0] * ticket.tokens)
 
+    def restore(self, error: Exception) -> None:
+        """A simulated device does not fail: the simulator is wrong."""
+        raise error
+
     def reported(self, report: StepReport) -> None:
         """The host took in a step."""
         if report.record:

@@ -30,7 +30,7 @@ _FINISHES = ("stop", "length", "abort", "deadline", "error")
 #: Policies whose batch keeps a seat until its slowest sequence is done.
 _HOLDING = ("static", "dynamic")
 #: Errors of the engine, not of a request that it refused.
-_ENGINE_ERRORS = ("engine_dead", "internal_error")
+_ENGINE_ERRORS = ("engine_dead", "internal_error", "request_failed")
 
 #: Outages that are kept.
 _KEEP_OUTAGES = 64

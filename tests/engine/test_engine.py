@@ -106,6 +106,76 @@ def test_logprobs_of_output_and_prompt_equal_the_dense_forward(llm, model):
         np.testing.assert_allclose(entry.top_logprobs, np.sort(expected[at])[::-1][:n], atol=1e-4)
 
 
+class FailingSteps:
+    """Makes steps of an engine fail: before the executable was called, after it had taken the state
+    by donation, or when their result is fetched.
+    """
+
+    def __init__(self, runner: Any, how: str, monkeypatch: pytest.MonkeyPatch):
+        self.how = how
+        #: Which steps of several sequences fail, counted from 1; and the first token of prompts
+        #: that make any step fail.
+        self.steps: set[int] = set()
+        self.poison = -1
+        self.failures = 0
+        self._count = 0
+        self._bad: list[Any] = []
+        self._launch, self._fetch = runner.launch, runner.fetch
+        monkeypatch.setattr(runner, "launch", self.launch)
+        monkeypatch.setattr(runner, "fetch", self.fetch)
+
+    def launch(self, batch: Any) -> Any:
+        crowded = len(batch.plan.chunks) > 1
+        self._count += crowded
+        poisoned = any(chunk.seq.tokens[0] == self.poison for chunk in batch.plan.chunks)
+        fails = poisoned or (crowded and self._count in self.steps)
+        if fails and self.how == "before":
+            self.fail()
+        ticket = self._launch(batch)
+        if fails and self.how == "donated":
+            self.fail()
+        if fails:
+            self._bad.append(ticket)
+        return ticket
+
+    def fetch(self, ticket: Any) -> Any:
+        if any(bad is ticket for bad in self._bad):
+            self.fail()
+        return self._fetch(ticket)
+
+    def fail(self) -> None:
+        self.failures += 1
+        raise RuntimeError("asked to fail")
+
+
+@pytest.mark.parametrize("how", ["before", "donated", "fetched"])
+def test_a_failed_step_costs_nobody_a_token(llm, how, monkeypatch):
+    """The device's state is made anew: pages, tokens on the device, and counts for penalties."""
+    prompts = [prompt(40 + i, n) for i, n in enumerate((5, 40, 70, 17))]
+    params = [GREEDY, SEEDED, SPECIAL, GREEDY]
+    want = alone(llm, prompts, params)
+    compiles = llm.core.runner.compiles
+    steps = FailingSteps(llm.core.runner, how, monkeypatch)
+    steps.steps = {2, 9, 14}
+    answers = llm.generate(prompts, params)
+    assert [answer.outputs[0].token_ids for answer in answers] == want
+    assert steps.failures == 3 and llm.core.runner.compiles == compiles
+
+
+@pytest.mark.parametrize("how", ["before", "donated", "fetched"])
+def test_poison_ends_alone(llm, how, monkeypatch):
+    prompts = [prompt(50 + i, 20) for i in range(3)]
+    want = alone(llm, prompts, GREEDY)
+    steps = FailingSteps(llm.core.runner, how, monkeypatch)
+    steps.poison = 3
+    prompts.insert(1, [3, *prompt(60, 9)])
+    answers = llm.generate(prompts, GREEDY)
+    bad = answers.pop(1)
+    assert bad.error is not None and bad.error.code == "request_failed"
+    assert [answer.outputs[0].token_ids for answer in answers] == want
+    assert all(tokens[0] != 3 for tokens in prompts[2:])
+
+
 def same_scores(model: Model, ids: list[int], entries: Any, most: int) -> None:
     """Each token of a prompt given all before it, as the dense forward has it."""
     expected = oracle_logprobs(model, ids)

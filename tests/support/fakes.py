@@ -81,6 +81,10 @@ class Rows:
     targets: list[int]  # the prompt tokens that the scored rows are scored against
 
 
+class StepFailed(Exception):
+    """What a fake device raises when it was told to."""
+
+
 class FakeRunner:
     """Runs plans in order of launch. poisoned: request ids whose logits are not finite; spoiled:
     those some of whose rows, without logits, are not: (id, position)."""
@@ -170,6 +174,14 @@ class FakeRunner:
     def fetch(self, ticket: StepResult) -> StepResult:
         assert self._tickets.pop(0) is ticket, "steps are fetched in order, each once"
         return ticket
+
+    def restore(self, error: Exception) -> None:
+        """Nothing is left of what was stored, so that whoever reads it gets wrong tokens."""
+        if not isinstance(error, StepFailed):
+            raise error  # a broken rule of the fake device
+        self.tokens[:] = self.positions[:] = -1
+        self.last_token = [-1] * len(self.last_token)
+        self._tickets.clear()
 
     def _flat(self, chunk: Rows, position: int) -> int:
         return chunk.pages[position // self.page_size] * self.page_size + position % self.page_size

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jitney.engine.errors import ModelError
+from jitney.engine.errors import ErrorInfo, ModelError
 from jitney.engine.messages import AskSeatMap, Progress, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, Seat, SequenceOutput
 
-RAISE, DIE, PAUSE, HANG_ONCE, RAISE_ONCE, DIE_ONCE = 900, 901, 902, 903, 904, 905
+RAISE, DIE, PAUSE, HANG_ONCE, RAISE_ONCE, DIE_ONCE, FAIL = 900, 901, 902, 903, 904, 905, 906
 INFO = EngineInfo(
     model="fake",
     context_length=64,
@@ -62,6 +62,10 @@ class Core:
         return bool(self.rows or self.ended)
 
     def add(self, request: EngineRequest) -> None:
+        if request.prompt[0] == FAIL:
+            error = ErrorInfo("request_failed", "it failed")
+            self.ended.append(SequenceOutput(request.id, 0, finish="error", error=error))
+            return
         had = request.resumed or [[] for _ in range(request.sampling.n)]
         self.rows += [
             Row(request, index, len(tokens))

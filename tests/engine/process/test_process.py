@@ -29,7 +29,7 @@ from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
 # As in process_core.
-RAISE, DIE, PAUSE, HANG_ONCE, RAISE_ONCE, DIE_ONCE = 900, 901, 902, 903, 904, 905
+RAISE, DIE, PAUSE, HANG_ONCE, RAISE_ONCE, DIE_ONCE, FAIL = 900, 901, 902, 903, 904, 905, 906
 
 
 @pytest.fixture(autouse=True)
@@ -301,6 +301,23 @@ def test_a_request_that_kills_every_core_is_not_tried_for_ever():
             (end,) = await collect(bad)
             assert end.error is not None and end.error.code == "engine_dead"
             assert client.counters.engine_restarts <= 5
+
+    run(test)
+
+
+def test_a_request_that_failed_is_refused_for_a_while():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            (end,) = await collect(client.submit(request("a", FAIL)))
+            assert end.error is not None and end.error.code == "request_failed"
+            with pytest.raises(RequestError, match="not tried again") as again:
+                client.submit(request("b", FAIL))
+            assert again.value.info.code == "request_quarantined"
+            other = client.submit(request("c", FAIL, tokens=4))  # another request, to the engine
+            assert (await collect(other))[-1].finish == "error"
+            assert (await collect(client.submit(request("d", 5))))[-1].finish == "length"
+            assert client.counters.engine_restarts == 0
 
     run(test)
 
