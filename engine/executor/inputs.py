@@ -232,10 +232,15 @@ class _Upload:
         self.packed = np.zeros(layout.size, np.int32)
         self.inputs = layout.split(self.packed)
         self._words = memoryview(self.packed)
-        fresh = [field for field in layout.fields if field.part == "rows"]
         #: (name, length, padding) of each field that is written anew.
-        self._fresh = [(f.name, layout.length(f.name), f.padding(builder)) for f in fresh]
-        self._pack_into = struct.Struct(f"{sum([f[1] for f in self._fresh])}i").pack_into
+        self._fresh: list[tuple[str, int, int]] = []
+        length = 0
+        for field in layout.fields:
+            if field.part == "rows":
+                own = layout.length(field.name)
+                self._fresh.append((field.name, own, field.padding(builder)))
+                length += own
+        self._pack_into = struct.Struct(f"{length}i").pack_into
         #: The page table, flat.
         self.table = self._words[layout.slices["page_table"]]
         #: Of each of its rows, the stamp of the seat's table that it holds; None: zeros.
@@ -375,25 +380,30 @@ class BatchBuilder:
 
         The host need not know yet what the seats of decode rows sampled last.
         """
-        n_decode, page, width, tables = plan.n_decode, self.page_size, self.pages, self._tables
-        rows = _StepRows()
-        token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
-        for chunk in plan.chunks[:n_decode]:
-            seat, start = chunk.seq.seat, chunk.start
-            token_seats.append(seat)
-            positions.append(start)
-            write_rows.append(tables[seat * width + start // page] * page + start % page)
-        rows.tokens = [-1] * n_decode
-        rows.kv_lens = [start + 1 for start in rows.positions]
-        rows.cu_q = list(range(n_decode + 1))
-        rows.logit_rows = rows.cu_q[:-1]
-        rows.seats = rows.token_seats[:]
-        rows.owners = rows.token_seats[:]
+        n_decode = plan.n_decode
+        rows = self._decode_rows(plan.chunks[:n_decode])
         for chunk in plan.chunks[n_decode:]:
             self._add_prompt(rows, chunk)
         n_seqs, n_rows = len(rows.owners), len(rows.tokens)
         rows.cu_q += [n_rows] * (plan.bucket.seats - n_seqs)
         rows.counts = [n_decode, n_seqs, n_rows]
+        return rows
+
+    def _decode_rows(self, chunks: list[Chunk]) -> _StepRows:
+        page, width, tables = self.page_size, self.pages, self._tables
+        rows = _StepRows()
+        token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
+        for chunk in chunks:
+            seat, start = chunk.seq.seat, chunk.start
+            token_seats.append(seat)
+            positions.append(start)
+            write_rows.append(tables[seat * width + start // page] * page + start % page)
+        rows.tokens = [-1] * len(chunks)
+        rows.kv_lens = [start + 1 for start in positions]
+        rows.cu_q = list(range(len(chunks) + 1))
+        rows.logit_rows = rows.cu_q[:-1]
+        rows.seats = token_seats[:]
+        rows.owners = token_seats[:]
         return rows
 
     def _add_prompt(self, rows: _StepRows, chunk: Chunk) -> None:
@@ -408,10 +418,7 @@ class BatchBuilder:
         rows.kv_lens.append(chunk.end)
         rows.cu_q.append(first + chunk.count)
         if chunk.scored:
-            row = first + chunk.score_start - chunk.start
-            target = chunk.score_start + 1
-            rows.score_rows += range(row, row + chunk.scored)
-            rows.score_tokens += seq.tokens[target : target + chunk.scored]
+            _add_scored(rows, chunk, first)
         if chunk.sample:
             rows.logit_rows.append(first + chunk.count - 1)
             rows.seats.append(seq.seat)
@@ -445,3 +452,11 @@ class BatchBuilder:
         pages = self._page_counts[seat]
         upload.table[target : target + pages] = self._tables[source : source + pages]
         upload.stamps[number] = self._stamps[seat]
+
+
+def _add_scored(rows: _StepRows, chunk: Chunk, first: int) -> None:
+    """Rows of a prompt chunk that bring log-probabilities; first: its first row."""
+    row = first + chunk.score_start - chunk.start
+    target = chunk.score_start + 1
+    rows.score_rows += range(row, row + chunk.scored)
+    rows.score_tokens += chunk.seq.tokens[target : target + chunk.scored]

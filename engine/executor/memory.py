@@ -56,8 +56,7 @@ def in_one_line(what: str) -> Iterator[None]:
             raise
         raise ConfigError(
             f"the device's memory is full, {what}: another process may hold some of it (set "
-            "memory_gib "
-            "to less), or the model is too large (weights int8 or int4, tensor_parallel)"
+            "memory_gib to less), or the model is too large (weights int8 or int4, tensor_parallel)"
         ) from error
 
 
@@ -83,7 +82,9 @@ def _available_host_bytes() -> int:
     except OSError:
         return 4 * GIB
     found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else 4 * GIB
+    if found is None:
+        return 4 * GIB
+    return int(found[1]) * 1024
 
 
 def page_count(*, wanted: int, limit_bytes: int, page_bytes: int, useful: int) -> int:
@@ -99,7 +100,6 @@ def page_count(*, wanted: int, limit_bytes: int, page_bytes: int, useful: int) -
     if fit < 2:
         raise ConfigError(
             f"no memory left for KV pages ({max(limit_bytes, 0) / GIB:.2f} GiB free): use a "
-            "smaller "
-            "model, fewer seats or more memory"
+            "smaller model, fewer seats or more memory"
         )
     return int(fit)

@@ -112,7 +112,9 @@ def shape_on(
     mesh: Mesh | None, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec
 ) -> jax.ShapeDtypeStruct:
     """A shape on the mesh, or on the default device."""
-    sharding = None if mesh is None else NamedSharding(mesh, spec)
+    sharding = None
+    if mesh is not None:
+        sharding = NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
@@ -123,7 +125,9 @@ def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
         return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
 
     def place(column: jax.Array, shape: Any) -> jax.Array:
-        return column if shape.sharding is None else jax.device_put(column, shape.sharding)
+        if shape.sharding is None:
+            return column
+        return jax.device_put(column, shape.sharding)
 
     seats = empty_state(shapes.last_token.shape[0], config.vocab_size)
     return DeviceState(
@@ -160,6 +164,14 @@ def _meta_of(inputs: Any) -> AttentionMeta:
         write_rows=inputs.write_rows,
         positions=inputs.positions,
         counts=inputs.counts,
+    )
+
+
+def _sampling_rows(layout: UploadLayout, inputs: Any) -> SamplingRows:
+    return SamplingRows(
+        params=layout.sampling.columns(inputs.sampling),
+        position=inputs.positions[inputs.logit_rows],
+        seats=inputs.seats,
     )
 
 
@@ -217,13 +229,12 @@ class Program:
         logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
 
         def whole_logits_of(rows: jax.Array) -> jax.Array:
-            return gather(logits_of(rows)) if self.split else logits_of(rows)
+            logits = logits_of(rows)
+            if self.split:
+                return gather(logits)
+            return logits
 
-        rows = SamplingRows(
-            params=layout.sampling.columns(inputs.sampling),
-            position=inputs.positions[inputs.logit_rows],
-            seats=inputs.seats,
-        )
+        rows = _sampling_rows(layout, inputs)
         logits = whole_logits_of(inputs.logit_rows)
         sampled, seats = sample(logits, rows, seats, self.kernels.threshold)
         last_token = last_token.at[inputs.seats].set(sampled.tokens, mode="drop")
@@ -255,16 +266,19 @@ class Program:
             args = leaves, state.kv, state.last_token, state.seats, packed
             results = POOL, WHOLE, WHOLE, WHOLE
         if self.split:
-            # Unchecked: kernels are opaque to the analysis that would prove the results alike on
-            # all devices.
-            step = jax.shard_map(
-                step,
-                mesh=self.mesh,
-                in_specs=jax.tree.map(lambda x: x.sharding.spec, args),
-                out_specs=results,
-                check_vma=False,
-            )
+            step = self._on_every_device(step, args, results)
         return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)
+
+    def _on_every_device(self, step: Callable[..., Any], args: Any, results: Any) -> Any:
+        # Unchecked: kernels are opaque to the analysis that would prove the results alike on all
+        # devices.
+        return jax.shard_map(
+            step,
+            mesh=self.mesh,
+            in_specs=jax.tree.map(lambda x: x.sharding.spec, args),
+            out_specs=results,
+            check_vma=False,
+        )
 
 
 def compile_step(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -293,6 +307,5 @@ def lower_step(
         state = nnx.from_flat_state(placed)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, kernels, mesh)
-    return program.lower(
-        sizes.builder().layout(bucket, plain), leaves, sizes.shapes(model.config, kernels, mesh)
-    )
+    layout = sizes.builder().layout(bucket, plain)
+    return program.lower(layout, leaves, sizes.shapes(model.config, kernels, mesh))

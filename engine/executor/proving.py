@@ -32,23 +32,26 @@ def proven(
     proofs = prove(kernels, served)
     wrong = [proof for proof in proofs if not proof.ok]
     if wrong:
-        told = "; ".join(map(str, wrong))
-        if named:
-            raise ConfigError(
-                f"kernels {kernels.label} compute wrong numbers on this machine: {told}; use "
-                "--kernels auto, which leaves out what is wrong, or --kernels reference"
-            )
-        log.error(
-            "KERNELS TAKEN OUT: %s of kernels %s; the slower reference serves in their place. "
-            "Please report this with the output of `jitney doctor`.",
-            told,
-            kernels.label,
-        )
+        _report_wrong(kernels, "; ".join(map(str, wrong)), named=named)
         kernels = without(kernels, [proof.kernel for proof in wrong])
-    return kernels, [_as_told(proof) for proof in proofs]
+    return kernels, [_shown(proof) for proof in proofs]
 
 
-def _as_told(proof: Proof) -> KernelProof:
+def _report_wrong(kernels: KernelSet, wrong: str, *, named: bool) -> None:
+    if named:
+        raise ConfigError(
+            f"kernels {kernels.label} compute wrong numbers on this machine: {wrong}; use "
+            "--kernels auto, which leaves out what is wrong, or --kernels reference"
+        )
+    log.error(
+        "KERNELS TAKEN OUT: %s of kernels %s; the slower reference serves in their place. "
+        "Please report this with the output of `jitney doctor`.",
+        wrong,
+        kernels.label,
+    )
+
+
+def _shown(proof: Proof) -> KernelProof:
     """A proof as the API, the page and `doctor` show it."""
     return KernelProof(proof.kernel, proof.error, proof.limit, proof.reason)
 
@@ -60,6 +63,8 @@ def served_by(
 
     own: the model's configuration on one device. dtype: of the activations.
     """
+    table = own.vocab_share if own.tie_embeddings else 0
+    norm_dtype = "float32" if own.float32_norms else ""
     return ServedShapes(
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
@@ -75,20 +80,17 @@ def served_by(
         dtype=jnp.dtype(dtype).name,
         kv_dtype=jnp.dtype(sizes.kv_dtype).name,
         matrices=_matrices_of(model, own.shards),
-        table=own.vocab_share if own.tie_embeddings else 0,
+        table=table,
         decode=tuple(bucket.seats for bucket in buckets.decode),
         mixed=tuple(bucket.tokens for bucket in buckets.mixed),
         softcap=own.attention_softcap,
-        norm_dtype="float32" if own.float32_norms else "",
+        norm_dtype=norm_dtype,
     )
 
 
 def _matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:
     """The different matrices of all layers, in the sizes of one of `shards` devices."""
-    found: dict[Matrix, None] = {}
-    for linear in model.linears():
-        found[_matrix_of(linear, shards)] = None
-    return tuple(found)
+    return tuple(dict.fromkeys(_matrix_of(linear, shards) for linear in model.linears()))
 
 
 def _matrix_of(linear: Linear, shards: int) -> Matrix:

@@ -145,8 +145,7 @@ class Runner:
             for done, kind in enumerate(kinds, start=1):
                 if kind in compiling:
                     self.executables[kind] = compiling[kind].result()
-                bucket, plain = kind
-                report(done, len(kinds), f"{bucket}" if plain else f"{bucket} sampling")
+                report(done, len(kinds), _name_of(*kind))
 
     def largest_temp_bytes(self) -> int:
         """Temporaries of the largest executable on each device, for sizing the pool, whose size
@@ -252,13 +251,7 @@ class Runner:
     def fetch(self, ticket: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""
         plan, (sampled, broken, scores) = ticket.plan, ticket.output
-        rows = plan.logit_rows
-        if isinstance(sampled, Sampled):
-            result = StepResult(tokens=np.asarray(sampled.tokens)[:rows].tolist())
-            if _wants_logprobs(plan):
-                result.logprobs = _entries(sampled[1:], rows)
-        else:
-            result = StepResult(tokens=np.asarray(sampled)[:rows].tolist())
+        result = _sampled(plan, sampled)
         if broken is not None:
             chunks_broken = np.asarray(broken)[: len(plan.chunks)]
             if chunks_broken.any():
@@ -266,6 +259,23 @@ class Runner:
         if ticket.scored:
             result.prompt_logprobs = _entries(scores, ticket.scored)
         return result
+
+
+def _name_of(bucket: Bucket, plain: bool) -> str:
+    if plain:
+        return f"{bucket}"
+    return f"{bucket} sampling"
+
+
+def _sampled(plan: Plan, sampled: Any) -> StepResult:
+    """What `StepOutput.sampled` says of the plan's logit rows."""
+    rows = plan.logit_rows
+    if not isinstance(sampled, Sampled):
+        return StepResult(tokens=np.asarray(sampled)[:rows].tolist())
+    result = StepResult(tokens=np.asarray(sampled.tokens)[:rows].tolist())
+    if _wants_logprobs(plan):
+        result.logprobs = _entries(sampled[1:], rows)
+    return result
 
 
 def _wants_logprobs(plan: Plan) -> bool:

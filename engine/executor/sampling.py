@@ -8,7 +8,7 @@ seed and position alone. Axes: S logit rows, V vocabulary, M seats, B bias entri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -36,9 +36,8 @@ _LANES = 128
 class SeatState(NamedTuple):
     """What sampling keeps per seat on the device; donated to every step that touches it."""
 
-    counts: (
-        jax.Array
-    )  # int32 [M, V]: IN_PROMPT bit and output count; maintained for penalised seats only
+    # int32 [M, V]: IN_PROMPT bit and output count; maintained for penalised seats only
+    counts: jax.Array
     bias_ids: jax.Array  # int32 [M, B]: token ids, V = unused
     bias_values: jax.Array  # float32 [M, B]
     bias_until: jax.Array  # int32 [M, B]: added while the sampled token's position is below this
@@ -83,18 +82,23 @@ def _bias_row(
     params: SamplingParams, n_prompt: int, vocab: int, end_ids: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(ids, values, until) of one seat."""
-    for_ever = np.iinfo(np.int32).max
-    entries = [(token, bias, for_ever) for token, bias in params.logit_bias.items()]
-    if params.min_tokens:
-        first = n_prompt + params.min_tokens
-        banned = dict.fromkeys((*end_ids, *params.stop_token_ids))
-        entries += [(token, -np.inf, first) for token in banned]
     ids = np.full(MAX_BIAS, vocab, np.int32)
     values = np.zeros(MAX_BIAS, np.float32)
     until = np.zeros(MAX_BIAS, np.int32)
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(_biases(params, n_prompt, end_ids)):
         ids[i], values[i], until[i] = entry
     return ids, values, until
+
+
+def _biases(
+    params: SamplingParams, n_prompt: int, end_ids: tuple[int, ...]
+) -> Iterator[tuple[int, float, int]]:
+    """(id, value, until) of every token that has one."""
+    for token, bias in params.logit_bias.items():
+        yield token, bias, np.iinfo(np.int32).max
+    if params.min_tokens:
+        for token in dict.fromkeys((*end_ids, *params.stop_token_ids)):
+            yield token, -np.inf, n_prompt + params.min_tokens
 
 
 def greedy(logits: jax.Array) -> jax.Array:
@@ -216,6 +220,12 @@ def _draw(logits: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
     """
     scaled = logits / jnp.maximum(rows.params["temperature"], 1e-5)[:, None]
     scaled -= jnp.max(scaled, axis=-1, keepdims=True)
+    floor = _floor(scaled, rows, cut)
+    return _invert(jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0), uniform(rows))
+
+
+def _floor(scaled: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
+    """The smallest kept logit per row [S], -inf where all are kept."""
     limited = (rows.params["top_k"] > 0) | (rows.params["top_p"] < 1.0)
     floor = jax.lax.cond(
         jnp.any(limited),
@@ -223,14 +233,26 @@ def _draw(logits: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
         lambda: jnp.full_like(rows.params["top_p"], -jnp.inf),
     )
     least = jnp.where(rows.params["min_p"] > 0, jnp.log(rows.params["min_p"]), -jnp.inf)
-    floor = jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
-    return _invert(jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0), uniform(rows))
+    return jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
 
 
 def threshold(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """The smallest kept logit per row: from the best candidates where they decide, else by search
     over all.
     """
+    quick, decided = _among_candidates(scaled, top_k, top_p)
+    undecided = ~decided & ((top_k > 0) | (top_p < 1.0))
+    return jax.lax.cond(
+        jnp.any(undecided),
+        lambda: jnp.where(undecided, _search(scaled, top_k, top_p), quick),
+        lambda: quick,
+    )
+
+
+def _among_candidates(
+    scaled: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(the smallest kept logit of the candidates [S], bool [S]: no other token is kept)."""
     best = jax.lax.top_k(scaled, min(_CANDIDATES, scaled.shape[-1]))[0]
     n = best.shape[-1]
     by_k = jnp.where((top_k > 0)[:, None], jnp.arange(n) < top_k[:, None], True)
@@ -240,13 +262,7 @@ def threshold(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
     before = jnp.cumsum(mass, -1) - mass
     kept = by_k & (before < (top_p * whole)[:, None])
     decided = jnp.where(top_k > 0, inside_k, jnp.sum(mass, -1) >= top_p * whole)
-    quick = jnp.min(jnp.where(kept, best, jnp.inf), axis=-1)
-    undecided = ~decided & ((top_k > 0) | (top_p < 1.0))
-    return jax.lax.cond(
-        jnp.any(undecided),
-        lambda: jnp.where(undecided, _search(scaled, top_k, top_p), quick),
-        lambda: quick,
-    )
+    return jnp.min(jnp.where(kept, best, jnp.inf), axis=-1), decided
 
 
 def _search(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
@@ -286,12 +302,18 @@ def _invert(weights: jax.Array, u: jax.Array) -> jax.Array:
     """Inverse transform sampling: the token where the running sum of weights [S, V] passes u *
     total -> int32 [S].
     """
-    rows, vocab = weights.shape
-    padded = jnp.pad(weights, ((0, 0), (0, -vocab % _LANES))).reshape(rows, -1, _LANES)
+    padded = _in_lanes(weights, 0)
     sums = jnp.sum(padded, axis=-1)
     block, rest = _pick(sums, u * jnp.sum(sums, axis=-1))
     lane, _ = _pick(jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0], rest)
     return (block * _LANES + lane).astype(jnp.int32)
+
+
+def _in_lanes(values: jax.Array, filling: float) -> jax.Array:
+    """[S, V] -> [S, ceil(V / _LANES), _LANES]."""
+    rows, vocab = values.shape
+    padded = jnp.pad(values, ((0, 0), (0, -vocab % _LANES)), constant_values=filling)
+    return padded.reshape(rows, -1, _LANES)
 
 
 def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -383,16 +405,12 @@ def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     The k best lie in those blocks, since every block left out has k entries before its own best. A
     GPU sorts whole rows for more than 16; here it sorts V / 128 maxima and 128 k entries.
     """
-    rows, vocab = logits.shape
-    padded = jnp.pad(logits, ((0, 0), (0, -vocab % _LANES)), constant_values=-jnp.inf).reshape(
-        rows, -1, _LANES
-    )
+    padded = _in_lanes(logits, -jnp.inf)
     if padded.shape[1] <= k:
         return jax.lax.top_k(logits, k)
     blocks = jnp.sort(jax.lax.top_k(jnp.max(padded, axis=-1), k)[1], axis=-1)
-    best, at = jax.lax.top_k(
-        jnp.take_along_axis(padded, blocks[:, :, None], axis=1).reshape(rows, -1), k
-    )
+    candidates = jnp.take_along_axis(padded, blocks[:, :, None], axis=1)
+    best, at = jax.lax.top_k(candidates.reshape(logits.shape[0], -1), k)
     return best, jnp.take_along_axis(blocks, at // _LANES, axis=-1) * _LANES + at % _LANES
 
 
