@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _MAX_CHOICES = 128
 #: Times the context length: the longest text that is tokenised at all.
 _CHARS_PER_TOKEN = 8
+#: Characters that a chat template may add of its own.
+_TEMPLATE_CHARS = 1 << 16
 #: Fields of a body that mean the same to the engine.
 _SAMPLING_FIELDS = [
     name for name in SamplingParams.__struct_fields__ if name in GenerationBody.model_fields
@@ -118,7 +120,9 @@ async def chat_request(service: Service, body: ChatBody, context: Context) -> Ge
     messages = await service.slices.result(_template_messages(body.messages))
     chars = sum(len(str(message["content"])) for message in messages)
     _check_chars(chars, info, _CHAT)
-    prompt = await service.off_loop(lambda: _chat_prompt(messages, tokenizer))
+    most_chars = info.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
+    text = await service.render_chat(messages, tokenizer, most_chars)
+    prompt = await service.off_loop(lambda: _chat_prompt(text, tokenizer))
     request = await service.slices.result(
         _generation_request(service, body, context, _CHAT, [prompt], sampling)
     )
@@ -284,9 +288,11 @@ def _completion_prompt(item: str | list[int], tokenizer: Tokenizer) -> EncodedPr
     return EncodedPrompt(item)
 
 
-def _chat_prompt(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> EncodedPrompt:
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return EncodedPrompt(tokenizer.encode(text, add_special_tokens=False))
+def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
+    try:
+        return EncodedPrompt(tokenizer.encode(text, add_special_tokens=False))
+    except RequestError as error:
+        raise RequestError(str(error), code=error.info.code, param=_CHAT.prompt_field) from error
 
 
 def _truncate(prompt: EncodedPrompt, tokens: int) -> None:

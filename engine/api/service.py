@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
@@ -19,16 +18,14 @@ from jitney.engine.api.quotas import Quotas, Spending
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
+from jitney.engine.api.text_threads import TextThreads
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 from jitney.engine.types import EngineInfo
 
 if TYPE_CHECKING:
+    from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.text.tokenizer import Tokenizer
-
-
-#: Threads for text work.
-_THREADS = 2
 
 
 @dataclass(slots=True)
@@ -88,7 +85,9 @@ class Service:
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
+        self._threads = TextThreads()
+        #: Renders chats; None: the text threads do, which a template that never ends would take.
+        self.chat_templates: ChatTemplates | None = None
 
     def begin_drain(self) -> None:
         """Refuse new generation requests from now on; those that run go on."""
@@ -105,7 +104,7 @@ class Service:
 
     def close(self) -> None:
         """Let go of the threads; a tokenisation that still runs is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -156,8 +155,16 @@ class Service:
 
     async def off_loop[T](self, work: Callable[[], T]) -> T:
         """Run blocking text work on a thread, for at most `tokenize_timeout_s`."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        try:
-            return await asyncio.wait_for(future, self.settings.tokenize_timeout_s)
-        except TimeoutError:
-            raise RequestError("the prompt took too long to tokenise") from None
+        return await self._threads.run(work, self.settings.tokenize_timeout_s)
+
+    async def render_chat(
+        self, messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, most_chars: int
+    ) -> str:
+        """The prompt text of a conversation. Raises RequestError."""
+        if not tokenizer.has_chat_template:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        if self.chat_templates is not None:
+            return await self.chat_templates.render(messages, most_chars)
+        return await self.off_loop(lambda: tokenizer.apply_chat_template(messages))

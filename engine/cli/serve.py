@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
+    from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.settings import ServerSettings
     from jitney.engine.checkpoints.sources import ModelSource
     from jitney.engine.process.client import EngineClient
@@ -98,6 +99,8 @@ class _Server:
         settings = limits(config, keys)
         self.app = _build_app(config, settings, self.client)
         self.web = web_server(config, settings, self.app)
+        #: Renders chats, once the model's template is known.
+        self.chat_templates: ChatTemplates | None = None
         #: Numbers of the signals that came.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
@@ -127,6 +130,8 @@ class _Server:
         await self.client.close()
         self.web.should_exit = True
         await asyncio.wait((web,), timeout=_FAREWELL_S + 1)
+        if self.chat_templates is not None:
+            await self.chat_templates.close()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -137,6 +142,7 @@ class _Server:
         tokenizer = await _in_thread(lambda: _load_tokenizer(source))
         service = self.app.state.service
         service.model_name = source.name
+        service.chat_templates = await self._chat_templates(tokenizer)
         service.tokenizer = tokenizer
         info = await self.client.wait_ready()
         _put_aside()
@@ -145,6 +151,17 @@ class _Server:
             print(line, flush=True)
         await self.client.until("dead")
         await self.client.wait_ready()  # raises the reason
+
+    async def _chat_templates(self, tokenizer: Tokenizer) -> ChatTemplates | None:
+        """Processes that render chats, if this model has a template."""
+        from jitney.engine.api.chat_templates import ChatTemplates
+
+        source = tokenizer.template_source
+        if source is None:
+            return None
+        self.chat_templates = ChatTemplates(source, self.config.server.template_timeout_s)
+        await self.chat_templates.start()
+        return self.chat_templates
 
     async def _drain(self) -> int:
         """Let running requests finish, at most drain_s seconds; a second signal ends everything at

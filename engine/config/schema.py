@@ -476,6 +476,11 @@ class ServerSection(Section):
     read_timeout_s: float = Field(
         default=10.0, gt=0, description=("seconds a client has to send its headers, and its body")
     )
+    template_timeout_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="seconds that the model's chat template may take for one request",
+    )
     keep_alive_s: float = Field(
         default=5.0, gt=0, description="seconds an idle connection stays open"
     )

@@ -8,6 +8,7 @@ metadata, or, for `tiny-random`, from here.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -23,9 +24,12 @@ from jitney.engine.text.gguf_tokenizer import (
     fast_from_gguf,
     tiny_fast,
 )
+from jitney.engine.text.template_worker import TemplateSource, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+_log = logging.getLogger("jitney.text")
 
 #: SentencePiece's spelling of one byte that no other token covers.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -69,12 +73,37 @@ class Tokenizer:
         for. The interpreter is free meanwhile; offsets, which nobody reads, would be made and
         thrown away with it held.
         """
-        [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        try:
+            [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
+        except BaseException as error:
+            if not _is_tokenizers_own(error):
+                raise
+            _log.warning("the tokenizer failed on a text of %d characters: %s", len(text), error)
+            raise RequestError("the model's tokenizer fails on this text", param="prompt") from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that form no character yet become U+FFFD."""
-        return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of `ids`; bytes that form no character yet become U+FFFD. Raises RequestError
+        where the tokenizer fails on them.
+        """
+        try:
+            return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not _is_tokenizers_own(error):
+                raise
+            _log.error("the tokenizer failed on %d tokens: %s", len(ids), error)
+            raise RequestError(
+                "the model's tokenizer fails on these tokens", code="internal_error"
+            ) from None
+
+    @property
+    def template_source(self) -> TemplateSource | None:
+        """What a process needs to render chats of this model; None without a chat template."""
+        if not self.has_chat_template:
+            return None
+        names = self._fast.special_tokens_map
+        special_tokens = {name: str(token) for name, token in names.items()}
+        return TemplateSource(self._fast.get_chat_template(), special_tokens)
 
     def apply_chat_template(
         self,
@@ -110,9 +139,8 @@ class Tokenizer:
         except (
             Exception
         ) as error:  # a template may raise anything: jinja2's errors, TypeError, KeyError, ...
-            reason = " ".join(str(error).split())[:200]
             raise RequestError(
-                f"the chat template refused the messages: {reason}", param="messages"
+                f"the chat template refused the messages: {reason_of(error)}", param="messages"
             ) from error
 
     @cached_property
@@ -167,6 +195,13 @@ class Tokenizer:
     @cached_property
     def _bytes_of(self) -> dict[str, int]:
         return {character: byte for byte, character in byte_characters().items()}
+
+
+def _is_tokenizers_own(error: BaseException) -> bool:
+    """Whether the tokenizer raised it. A panic of its Rust code, as of a regular expression that
+    takes too many steps, is no Exception, and its class has no name that could be imported.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:

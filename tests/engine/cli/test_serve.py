@@ -122,8 +122,13 @@ class Serving:
 
     def core(self) -> int:
         pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (core,) = [
+            child
+            for child in children
+            if b"process.main" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        return int(core)
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

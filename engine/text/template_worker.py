@@ -1,0 +1,138 @@
+"""Chat templates rendered in a process of their own: `python -P -m
+jitney.engine.text.template_worker`, started by `jitney.engine.api.chat_templates`.
+
+A template is a program out of a model's folder, in transformers' sandbox, which keeps it from the
+machine but not from running for ever. A thread cannot be ended, a process can.
+
+Messages are msgpack behind four bytes of length. The first one in is a `TemplateSource`, then come
+`Chat`s; each is answered by one `Rendered`. The end of standard input ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import resource
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+#: Bytes of a message's length.
+LENGTH = struct.Struct("!I")
+#: Most bytes of memory that rendering may take.
+_MORE_MEMORY = 1 << 30
+#: Most characters of a template's own error that are repeated.
+_MOST_REASON = 200
+
+
+class TemplateSource(msgspec.Struct, frozen=True):
+    """A model's chat template."""
+
+    #: Jinja.
+    template: str
+    #: Special tokens that it may write, by their names, such as "bos_token".
+    special_tokens: dict[str, str]
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A conversation to be rendered."""
+
+    messages: list[dict[str, Any]]
+    #: More characters of text are an error.
+    most_chars: int
+    #: Seconds after which this process ends by itself, should nobody be left to end it.
+    limit_s: float
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """What came of a chat."""
+
+    text: str = ""
+    #: Why there is no text, in the template's words.
+    refusal: str = ""
+    #: How many characters the text has, if those are too many.
+    too_long: int = 0
+
+
+#: Has transformers' sandbox for templates; it takes most of a second to load.
+_SANDBOX = "transformers.utils.chat_template_utils"
+#: What a process renders to see that it can.
+_FIRST = Chat([{"role": "user", "content": ""}], most_chars=0, limit_s=60.0)
+
+
+def render(source: TemplateSource, messages: list[dict[str, Any]], **variables: Any) -> str:
+    """The prompt text of a conversation. Raises whatever the template raises."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    given: dict[str, Any] = source.special_tokens | variables
+    texts, _ = render_jinja_template([messages], chat_template=source.template, **given)
+    return texts[0]
+
+
+def reason_of(error: Exception) -> str:
+    """An error of a template, as a client may read it."""
+    return " ".join(str(error).split())[:_MOST_REASON]
+
+
+def main() -> int:
+    """Render until standard input ends."""
+    # They reach the whole process group; whoever started this one decides when it ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    # Whatever prints must not come between the answers.
+    sys.stdout = sys.stderr
+    first = _read(requests)
+    if first is None:
+        return 0
+    source = msgspec.msgpack.decode(first, type=TemplateSource)
+    importlib.import_module(_SANDBOX)
+    _limit_memory()  # beside what the sandbox itself takes
+    _send(answers, _answer(source, _FIRST))  # compiles; what comes of it does not matter
+    decoder = msgspec.msgpack.Decoder(Chat)
+    while (request := _read(requests)) is not None:
+        _send(answers, _answer(source, decoder.decode(request)))
+    return 0
+
+
+def _limit_memory() -> None:
+    """No more than _MORE_MEMORY from now on, where the system says how much there is (Linux)."""
+    with contextlib.suppress(OSError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + _MORE_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _send(stream: BinaryIO, rendered: Rendered) -> None:
+    data = msgspec.msgpack.encode(rendered)
+    stream.write(LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    """The next message, None at the end."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    return stream.read(LENGTH.unpack(head)[0])
+
+
+def _answer(source: TemplateSource, chat: Chat) -> Rendered:
+    signal.setitimer(signal.ITIMER_REAL, chat.limit_s)  # SIGALRM ends the process
+    try:
+        text = render(source, chat.messages, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, ...
+        return Rendered(refusal=reason_of(error) or type(error).__name__)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    if len(text) > chat.most_chars:
+        return Rendered(too_long=len(text))
+    return Rendered(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""Templates that never end, tokenisers that never end, tokenisers that panic: each costs its own
+request and nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_fakes import ByteTokenizer, FakeClient, call, make_app, run
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from jitney.engine.api import chat_templates
+from jitney.engine.api.chat_templates import ChatTemplates
+from jitney.engine.api.text_threads import TextThreads
+from jitney.engine.errors import RequestError
+from jitney.engine.text.gguf_tokenizer import tiny_fast
+from jitney.engine.text.template_worker import TemplateSource, render
+from jitney.engine.text.tokenizer import Tokenizer
+
+#: What a message makes this template do.
+TEMPLATE = """
+{%- if messages[0].content == 'spin' -%}
+{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}
+{%- elif messages[0].content == 'refuse' -%}{{ raise_exception('no such role') }}
+{%- elif messages[0].content == 'long' -%}{{ 'x' * 5000 }}
+{%- elif messages[0].content == 'memory' -%}{{ 'x' * (messages | length * 4000000000) }}
+{%- elif messages[0].content == 'escape' -%}{{ ''.__class__.__mro__ }}
+{%- else -%}{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}{%- endif -%}
+"""
+SOURCE = TemplateSource(TEMPLATE, {"bos_token": "<s>"})
+TIMEOUT_S = 0.5
+
+
+def said(content: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@contextlib.asynccontextmanager
+async def rendering() -> AsyncIterator[ChatTemplates]:
+    templates = ChatTemplates(SOURCE, TIMEOUT_S)
+    await templates.start()
+    try:
+        yield templates
+    finally:
+        await templates.close()
+
+
+def processes(templates: ChatTemplates) -> list[int]:
+    return [place.process.pid for place in templates._places if place.process is not None]
+
+
+async def error_of(templates: ChatTemplates, content: str) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await templates.render(said(content), 1000)
+    assert caught.value.info.param == "messages"
+    return caught.value
+
+
+def test_what_comes_back_is_what_transformers_makes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JITNEY_API_KEYS", "sesame")
+    monkeypatch.setenv("JITNEY_ADMIN_KEYS", "sesame")
+
+    async def session() -> None:
+        async with rendering() as templates:
+            for pid in processes(templates):
+                assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
+            text = await templates.render(said("hi"), 1000)
+            assert text == "<s>user: hi\nassistant: "
+            assert text == render(SOURCE, said("hi"), add_generation_prompt=True)
+            assert "no such role" in str(await error_of(templates, "refuse"))
+            assert "unsafe" in str(await error_of(templates, "escape"))
+            too_long = await error_of(templates, "long")
+            assert too_long.info.code == "context_length_exceeded" and "5000" in str(too_long)
+            before = processes(templates)
+            assert "refused the messages" in str(await error_of(templates, "memory"))
+            assert processes(templates) == before, "no process had to be ended for these"
+
+    run(session())
+
+
+def test_chats_that_do_not_end_are_cut_off_and_others_go_on():
+    async def session() -> None:
+        async with rendering() as templates:
+            before = processes(templates)
+            started = time.monotonic()
+            bad = [asyncio.create_task(error_of(templates, "spin")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            good = asyncio.create_task(templates.render(said("hi"), 1000))
+            errors = await asyncio.gather(*bad)
+            assert time.monotonic() - started < TIMEOUT_S + 5
+            assert all("took longer than 0.5 s" in str(error) for error in errors)
+            assert await good == "<s>user: hi\nassistant: ", "with two of two processes held up"
+            assert await templates.render(said("again"), 1000)
+            after = processes(templates)
+            assert not set(before) & set(after)
+            for pid in before:
+                with pytest.raises(ProcessLookupError):
+                    os.kill(pid, 0)
+
+    run(session())
+
+
+def test_a_client_that_leaves_does_not_take_the_process_with_it():
+    async def session() -> None:
+        async with rendering() as templates:
+            before = processes(templates)
+            leaving = [asyncio.create_task(templates.render(said("spin"), 10)) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            for task in leaving:
+                task.cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
+            assert await templates.render(said("hi"), 1000), "once the time of the others is over"
+            for _ in range(50):
+                task = asyncio.create_task(templates.render(said("hi"), 1000))
+                await asyncio.sleep(0)
+                task.cancel()
+            kept = processes(templates)
+            assert await templates.render(said("one"), 1000) == "<s>user: one\nassistant: "
+            assert set(kept) == set(processes(templates)) and not set(kept) & set(before)
+
+    run(session())
+
+
+def test_a_process_that_somebody_ends_is_replaced_unnoticed():
+    async def session() -> None:
+        async with rendering() as templates:
+            for pid in processes(templates):
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.05)
+            for _ in range(3):
+                assert await templates.render(said("hi"), 1000)
+            for pid in processes(templates):
+                os.kill(pid, signal.SIGTERM)  # as a service manager sends it to the whole group
+            await asyncio.sleep(0.05)
+            kept = processes(templates)
+            assert await templates.render(said("hi"), 1000)
+            assert processes(templates) == kept
+
+    run(session())
+
+
+def test_a_chat_that_finds_no_process_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_templates, "_WAIT_S", 0.05)
+
+    async def session() -> None:
+        async with rendering() as templates:
+            bad = [asyncio.create_task(error_of(templates, "spin")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            with pytest.raises(RequestError) as caught:
+                await templates.render(said("hi"), 1000)
+            assert caught.value.info.code == "busy"
+            await asyncio.gather(*bad)
+
+    run(session())
+
+
+def test_over_http_two_bad_chats_stop_nobody():
+    """The endpoint with the processes behind it, as `jitney serve` sets it up."""
+
+    async def session() -> None:
+        app = make_app(FakeClient(context_length=2000))
+        async with rendering() as templates:
+            app.state.service.chat_templates = templates
+
+            async def ask(content: str):
+                body = {"model": "m", "messages": said(content), "max_tokens": 2}
+                return await call(app, "/v1/chat/completions", body)
+
+            bad = [asyncio.create_task(ask("spin")) for _ in range(4)]
+            await asyncio.sleep(0.1)
+            plain = {"model": "m", "prompt": "Hi", "max_tokens": 2}
+            started = time.monotonic()
+            assert (await call(app, "/v1/completions", plain)).status == 200
+            assert time.monotonic() - started < TIMEOUT_S
+            replies = await asyncio.gather(*bad)
+            assert {reply.status for reply in replies} == {400}
+            assert {reply.error["param"] for reply in replies} == {"messages"}
+            assert (await ask("hi")).status == 200
+
+    run(session())
+
+
+def test_texts_that_are_never_tokenised_do_not_stop_others():
+    class Stuck(ByteTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            if text == "stuck":
+                release.wait(20)
+            return super().encode(text)
+
+    release = threading.Event()
+
+    async def session() -> None:
+        app = make_app(FakeClient(), tokenize_timeout_s=0.2)
+        app.state.service.tokenizer = Stuck()
+
+        async def ask(text: str):
+            return await call(app, "/v1/completions", {"model": "m", "prompt": text})
+
+        stuck = await asyncio.gather(*(ask("stuck") for _ in range(2)))
+        assert [reply.status for reply in stuck] == [400, 400]
+        assert (await ask("fine")).status == 200
+        lost = [thread for thread in threading.enumerate() if thread.name == "tokenize"]
+        assert len(lost) >= 4 and all(thread.daemon for thread in lost)
+        release.set()
+
+    run(session())
+
+
+STUCK = """
+import asyncio, time
+from api_fakes import ByteTokenizer, FakeClient, call, make_app
+
+class Stuck(ByteTokenizer):
+    def apply_chat_template(self, messages, **variables):
+        time.sleep(600)
+
+async def session():
+    app = make_app(FakeClient(), tokenize_timeout_s=0.1)
+    app.state.service.tokenizer = Stuck()
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    reply = await call(app, "/v1/chat/completions", body)
+    print(reply.status)
+    app.state.service.close()
+
+asyncio.run(session())
+"""
+
+
+def test_text_work_that_never_ends_does_not_keep_the_program():
+    support = str(Path(__file__).parents[2] / "support")
+    environ = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{support}"}
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=30, env=environ
+    )
+    assert (done.returncode, done.stdout) == (0, "400\n"), done.stderr
+
+
+def test_only_so_many_threads_are_given_up():
+    release = threading.Event()
+
+    async def session() -> list[Any]:
+        threads = TextThreads(threads=1, most_lost=2)
+        results = []
+        for work in [lambda: release.wait(20)] * 3 + [lambda: True]:
+            try:
+                results.append(await threads.run(work, 0.1))
+            except RequestError as error:
+                results.append(error.info.code)
+        release.set()
+        await asyncio.sleep(0.1)
+        results.append(await threads.run(lambda: True, 1))
+        threads.close()
+        return results
+
+    assert run(session()) == ["invalid_value"] * 3 + ["busy", True]
+
+
+def panicking() -> Tokenizer:
+    """Its regular expression takes too many steps on 'aaaa...c', where Rust panics."""
+    rust = RustTokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust))
+
+
+def test_a_panic_of_a_tokenizer_is_an_error_of_its_request():
+    async def session() -> None:
+        app = make_app(FakeClient())
+        app.state.service.tokenizer = panicking()
+
+        async def ask(prompt: str):
+            return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
+
+        for _ in range(3):
+            reply = await ask("a" * 40 + "c")
+            assert (reply.status, reply.error["param"]) == (400, "prompt")
+            assert "tokenizer fails" in reply.error["message"]
+        assert (await ask("a")).status == 200
+
+    run(session())
+
+
+def test_a_panic_in_decoding_is_ours_too(monkeypatch: pytest.MonkeyPatch):
+    class PanicException(BaseException):
+        pass
+
+    class Rust:
+        def decode(self, ids, skip_special_tokens):
+            raise PanicException("index out of bounds")
+
+    tokenizer = Tokenizer(tiny_fast())
+    monkeypatch.setattr(tokenizer, "_rust", Rust())
+    with pytest.raises(RequestError) as caught:
+        tokenizer.decode([1, 2])
+    assert caught.value.info.code == "internal_error"
+
+
+def test_the_source_of_a_template_has_what_it_needs():
+    tokenizer = Tokenizer(tiny_fast())
+    source = tokenizer.template_source
+    assert source is not None
+    assert render(source, said("hi"), add_generation_prompt=True) == tokenizer.apply_chat_template(
+        said("hi")
+    )
