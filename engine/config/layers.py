@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def kind(self) -> type:
-        """bool, int, float, str or tuple: what the default is made of."""
+        """bool, int, float, str or tuple."""
         return type(self.field.default)
 
     @property
@@ -81,7 +81,9 @@ class Setting:
     @property
     def _extra(self) -> Mapping[str, Any]:
         extra = self.field.json_schema_extra
-        return extra if isinstance(extra, dict) else NOTHING
+        if isinstance(extra, dict):
+            return extra
+        return NOTHING
 
     def parse(self, text: str, where: str) -> Any:
         """The value that `text` (from a flag or the environment) stands for; ConfigError if it
@@ -91,13 +93,17 @@ class Setting:
             if self.kind is bool:
                 return _BOOLEANS[text.strip().lower()]
             if self.kind is tuple:
-                words = [word.strip() for word in text.split(",") if word.strip()]
-                texts = "str" in str(self.field.annotation)
-                return tuple(words) if texts else tuple(map(int, words))
+                return self._parse_list(text)
             return self.kind(text)
         except (KeyError, ValueError):
             expected = _EXPECTED[self.kind]
             raise ConfigError(f"{where}: must be {expected}, not {_short(text)}") from None
+
+    def _parse_list(self, text: str) -> tuple[Any, ...]:
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        if "str" in str(self.field.annotation):
+            return tuple(words)
+        return tuple(map(int, words))
 
 
 @cache
@@ -109,6 +115,10 @@ def settings() -> dict[str, Setting]:
             setting = Setting(section, key, field)
             by_name[setting.name] = setting
     return by_name
+
+
+def _settings_of(section: str) -> list[Setting]:
+    return [setting for setting in settings().values() if setting.section == section]
 
 
 def _section_class(info: FieldInfo) -> type[Section]:
@@ -140,17 +150,15 @@ def load_config(
 def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, Any, str]]:
     if file is None:
         return
-    places = {(setting.section, setting.key): setting for setting in settings().values()}
     for section, table in _read_toml(file).items():
         if section not in Config.model_fields or not isinstance(table, dict):
             sections = [f"[{name}]" for name in Config.model_fields]
             raise ConfigError(f"{file}: {_unknown(f'[{section}]', sections)}")
+        known = {setting.key: setting for setting in _settings_of(section)}
         for key, value in table.items():
-            setting = places.get((section, key))
-            if setting is None:
-                keys = [key for name, key in places if name == section]
-                raise ConfigError(f"{file}: [{section}] {_unknown(key, keys)}")
-            yield setting, value, f"{file}: [{section}] {key}"
+            if key not in known:
+                raise ConfigError(f"{file}: [{section}] {_unknown(key, list(known))}")
+            yield known[key], value, f"{file}: [{section}] {key}"
 
 
 def _read_toml(file: str | Path) -> dict[str, Any]:
@@ -176,13 +184,16 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Setting, Any, str]]:
         setting = settings().get(name)
         if setting is None:
             raise ConfigError(_unknown(name, list(settings())))
-        parsed = setting.parse(value, setting.flag) if isinstance(value, str) else value
-        yield setting, parsed, setting.flag
+        if isinstance(value, str):
+            value = setting.parse(value, setting.flag)
+        yield setting, value, setting.flag
 
 
 def _unknown(name: str, known: list[str]) -> str:
+    hint = f"known: {', '.join(known)}"
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    if close:
+        hint = f"did you mean {close[0]}?"
     return f"{_short(name)} is unknown; {hint}"
 
 
@@ -190,18 +201,21 @@ def _explain(error: ValidationError, origin: Mapping[tuple[str, str], str]) -> s
     """All complaints in one line, each with the place the value came from."""
     lines = []
     for item in error.errors(include_url=False):
-        section, *rest = [str(part) for part in item["loc"]]
-        where = origin.get((section, rest[0]), rest[0]) if rest else f"[{section}]"
+        section, *rest = map(str, item["loc"])
+        where = f"[{section}]"
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        if rest and item["type"] != "value_error":
-            message += f", not {_short(repr(item['input']))}"
+        if rest:
+            where = origin.get((section, rest[0]), rest[0])
+            if item["type"] != "value_error":
+                message += f", not {_short(repr(item['input']))}"
         lines.append(f"{where}: {message}")
     return "; ".join(lines)
 
 
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _short(text: str) -> str:
+    if len(text) <= 60:
+        return text
+    return text[:57] + "..."
 
 
 def to_toml(config: Config, *, comments: bool = True) -> str:
@@ -211,18 +225,18 @@ def to_toml(config: Config, *, comments: bool = True) -> str:
     blocks = []
     for section in Config.model_fields:
         lines = [f"[{section}]"]
-        for setting in settings().values():
-            if setting.section != section:
-                continue
-            value = getattr(getattr(config, section), setting.key)
+        for setting in _settings_of(section):
             if comments:
                 lines.append(f"# {setting.field.description}")
-            if setting.secret:
-                lines.append(f"# {setting.key}: {len(value)} set, not shown")
-            else:
-                lines.append(f"{setting.key} = {_toml_value(value)}")
+            lines.append(_toml_line(setting, getattr(getattr(config, section), setting.key)))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
+
+
+def _toml_line(setting: Setting, value: Any) -> str:
+    if setting.secret:
+        return f"# {setting.key}: {len(value)} set, not shown"
+    return f"{setting.key} = {_toml_value(value)}"
 
 
 def _toml_value(value: Any) -> str:

@@ -54,7 +54,6 @@ def check_platform(platform: str) -> None:
 
 
 def _check_cuda() -> None:
-    """Raise ConfigError without jax's CUDA plugin, or where NVIDIA's driver shows no GPU."""
     if not any("cuda" in name for name in jax_plugins()):
         raise ConfigError(f"platform cuda: jax's CUDA plugin is not installed: {INSTALL['cuda']}")
     problem = _gpu_problem()
@@ -66,14 +65,12 @@ def _check_cuda() -> None:
 
 
 def _check_tpu() -> None:
-    """Raise ConfigError without libtpu, or where Linux shows no chip."""
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(f"platform tpu: libtpu is not installed: {INSTALL['tpu']}")
     if not tpu_chips_shown():
         raise ConfigError(
             "platform tpu: this machine shows no TPU chip; choose another platform, or run on a "
-            "TPU VM "
-            f"(the extra that brings libtpu: {INSTALL['tpu']})"
+            f"TPU VM (the extra that brings libtpu: {INSTALL['tpu']})"
         )
 
 
@@ -82,9 +79,8 @@ def jax_plugins() -> set[str]:
     names = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
     package = importlib.util.find_spec("jax_plugins")
     if package is not None and package.submodule_search_locations is not None:
-        names |= {
-            module.name for module in pkgutil.iter_modules(package.submodule_search_locations)
-        }
+        for module in pkgutil.iter_modules(package.submodule_search_locations):
+            names.add(module.name)
     return names
 
 
@@ -100,7 +96,9 @@ def _gpu_problem() -> str:
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status:
         return f"NVIDIA's driver finds no usable GPU (CUDA error {status})"
-    return "" if count.value else "NVIDIA's driver finds no GPU"
+    if not count.value:
+        return "NVIDIA's driver finds no GPU"
+    return ""
 
 
 def tpu_chips_shown(root: Path = Path("/")) -> bool:

@@ -329,13 +329,18 @@ class EngineSection(Section):
         if tokens and not self.max_seats < tokens[0] <= tokens[-1] <= self.token_budget:
             raise ValueError(
                 f"token_buckets must lie above max_seats ({self.max_seats}) and not exceed "
-                "token_budget "
-                f"({self.token_budget})"
+                f"token_budget ({self.token_budget})"
             )
-        if self.device and self.platform == "cpu":
+        return self
+
+    @model_validator(mode="after")
+    def _device_has_its_chips(self) -> EngineSection:
+        if not self.device:
+            return self
+        if self.platform == "cpu":
             raise ValueError("device chooses a GPU or TPU chip; it says nothing on platform cpu")
-        chips = self.device.split(",") if self.device else []
-        if len(set(chips)) != len(chips) or (chips and len(chips) != self.tensor_parallel):
+        chips = self.device.split(",")
+        if len(set(chips)) != len(chips) or len(chips) != self.tensor_parallel:
             raise ValueError(
                 f"device {self.device} must name as many different chips as tensor_parallel "
                 f"({self.tensor_parallel})"
@@ -353,8 +358,7 @@ class SamplingSection(Section):
         min_length=1,
         description=(
             "where a model's own sampling defaults are read from: auto its generation_config.json "
-            "or GGUF metadata; none "
-            "nowhere; or a path of such a JSON file"
+            "or GGUF metadata; none nowhere; or a path of such a JSON file"
         ),
     )
     temperature: float = Field(
@@ -572,7 +576,9 @@ class ServerSection(Section):
         """Host names that are answered, lower case, as a Host header has them; None: any."""
         if self.open_to_others and not self.allowed_hosts:
             return None
-        own = f"[{self.host}]" if ":" in self.host else self.host
+        own = self.host
+        if ":" in own:
+            own = f"[{own}]"
         names = ("localhost", "127.0.0.1", "[::1]", own, *self.allowed_hosts)
         return tuple(dict.fromkeys(name.lower() for name in names))
 
@@ -599,8 +605,7 @@ class ServerSection(Section):
         if self.open_to_others and not (self.has_keys or self.insecure):
             raise ValueError(
                 f"host {self.host} is open to other machines and no API key is set: give "
-                "api_key_file or "
-                "JITNEY_API_KEYS, or accept it with insecure"
+                "api_key_file or JITNEY_API_KEYS, or accept it with insecure"
             )
         return self
 
