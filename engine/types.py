@@ -95,8 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_p: Annotated[float, Range(0.0, 1.0), Uploaded("float32")] = 0.0
     #: None: drawn at random.
     seed: Annotated[int | None, Range(-(2**63), 2**63 - 1)] = None
-    #: 1 is off.
-    repetition_penalty: Annotated[float, Range(0.0, 10.0, open_low=True), Uploaded("float32")] = 1.0
+    #: 1 is off. Logits are divided by it: by less than about 1e-36 they would not be finite.
+    repetition_penalty: Annotated[float, Range(0.001, 10.0), Uploaded("float32")] = 1.0
     presence_penalty: Annotated[float, Range(-2.0, 2.0), Uploaded("float32")] = 0.0
     frequency_penalty: Annotated[float, Range(-2.0, 2.0), Uploaded("float32")] = 0.0
     #: Token id -> what is added to its logit.

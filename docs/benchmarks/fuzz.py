@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import load_all_checks
+from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -67,7 +68,9 @@ class Fuzzer:
 
     def run(self, cases: int, number: int = 0) -> Findings:
         """Send about so many; number: of the random choices."""
-        operations = [result.ok() for result in self.schema.get_all_operations()]
+        operations = [
+            result.ok() for result in self.schema.get_all_operations() if isinstance(result, Ok)
+        ]
         generating = [op for op in operations if op.method.lower() == "post"]
         others = [op for op in operations if op.method.lower() != "post"]
         for operation in generating:
@@ -105,9 +108,9 @@ class Fuzzer:
             case.body = case.body | {"model": self.model, "max_tokens": 1 + found.cases % 8}
         started = time.monotonic()
         try:
-            response = case.call(session=self.session, timeout=self.slowest_s)
-        except requests.Timeout:
-            self._fault(case, f"no answer in {self.slowest_s:g} s")
+            response = self._answer(case)
+        except requests.RequestException as error:
+            self._fault(case, f"no answer: {type(error).__name__}: {error}")
             return
         found.slowest_s = max(found.slowest_s, time.monotonic() - started)
         found.statuses[case.path, response.status_code] += 1
@@ -116,6 +119,14 @@ class Fuzzer:
         self._check(case, lambda: case.validate_response(response, checks=_CHECKS))
         if found.cases % _ALIVE_EVERY == 0:
             self._alive()
+
+    def _answer(self, case: Case) -> Any:
+        """Once more on a new connection where the old one was closed, as idle ones are."""
+        try:
+            return case.call(session=self.session, timeout=self.slowest_s)
+        except requests.ConnectionError:
+            self.session.close()
+            return case.call(session=self.session, timeout=self.slowest_s)
 
     def _check(self, case: Case, check: Callable[[], None]) -> None:
         try:

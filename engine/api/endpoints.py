@@ -55,10 +55,12 @@ async def _read[B: GenerationBody](
 def _ignored_header(names: list[str]) -> dict[str, str]:
     if not names:
         return {}
-    shown = [
-        re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_IGNORED_CHARS]) for name in names[:_MOST_IGNORED]
-    ]
-    return {"x-ignored-params": ", ".join(shown)}
+    return {"x-ignored-params": ", ".join(map(_shown, names[:_MOST_IGNORED]))}
+
+
+def _shown(name: str) -> str:
+    """A field's name as a header may hold it. It may be empty, and no header ends with a blank."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_IGNORED_CHARS]) or "?"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 import orjson
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
 
 from jitney.engine.api.access import Role
@@ -120,7 +120,7 @@ def _answer_schema(route: HttpRoute) -> JsonSchemaValue:
     return schema if schema.get("type") == "array" else _ref(route.answer)
 
 
-def _models(routes: Sequence[HttpRoute]) -> Iterator[Any]:
+def _models(routes: Sequence[HttpRoute]) -> Iterator[type[BaseModel]]:
     yield ErrorAnswer
     for route in routes:
         yield from (model for model in (route.body, *_answer_models(route)) if model)
@@ -133,7 +133,8 @@ def _answer_models(route: HttpRoute) -> tuple[Any, ...]:
 
 def _schemas(routes: Sequence[HttpRoute]) -> dict[str, JsonSchemaValue]:
     """Every model, and what it is made of, by name."""
-    mode: JsonSchemaMode = "validation"
-    models = [(model, mode) for model in dict.fromkeys(_models(routes))]
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        (model, "validation") for model in dict.fromkeys(_models(routes))
+    ]
     _, schema = models_json_schema(models, ref_template=_SCHEMAS)
     return schema["$defs"]

@@ -329,7 +329,7 @@ class _ToolCall(_Body):
 
 class Message(_Body):
     """One message. An assistant's content may be null when it called tools; everyone else must say
-    something.
+    something, and a tool what call it answers.
     """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
@@ -352,6 +352,8 @@ class Message(_Body):
     def _says_something(self) -> Self:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise _at("content", "must be a string or a list of text parts")
+        if self.role == "tool" and not self.tool_call_id:
+            raise _at("tool_call_id", "must name the call that a tool message answers")
         return self
 
 

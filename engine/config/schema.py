@@ -407,11 +407,18 @@ class SamplingSection(Section):
             raise ValueError("must be at least 0, or -1 for the model's own")
         return value
 
-    @field_validator("top_p", "repetition_penalty")
+    @field_validator("top_p")
     @classmethod
     def _above_zero(cls, value: float) -> float:
         if value <= 0 and value != -1:
             raise ValueError("must be more than 0, or -1 for the model's own")
+        return value
+
+    @field_validator("repetition_penalty")
+    @classmethod
+    def _to_divide_by(cls, value: float) -> float:
+        if value < 0.001 and value != -1:
+            raise ValueError("must be at least 0.001, or -1 for the model's own")
         return value
 
 

@@ -8,7 +8,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from api_fakes import EOS, FakeClient, Script, call, make_app, run, score
+from api_fakes import EOS, FakeClient, Script, call, http_client, make_app, run, score, served
 
 from jitney.engine.api.schema import ChatBody, CompletionBody
 from jitney.engine.types import SamplingParams
@@ -445,6 +445,13 @@ def test_unknown_fields_are_named_and_harmless():
             == ("a?b??c" * 100)[:64]
         )
         assert "x-ignored-params" not in ask(path, body).headers
+
+
+def test_a_field_without_a_name_does_not_break_the_answer():
+    """No HTTP header may end with a blank; a server that sends one only closes the connection."""
+    with served(make_app()) as (url, _), http_client(url) as client:
+        answer = client.post(COMPLETIONS, json=PROMPT | {"x": 1, "": 2})
+    assert (answer.status_code, answer.headers["x-ignored-params"]) == (200, "x, ?")
 
 
 def test_text_parts_roles_and_earlier_tool_calls():

@@ -66,7 +66,7 @@ BOTH: list[tuple[str, Any]] = [  # field, value: 400 that blames the field
         for name in ("frequency_penalty", "presence_penalty")
         for value in (3, -2.1, "x")
     ),
-    *(("repetition_penalty", value) for value in (0, -1, 11)),
+    *(("repetition_penalty", value) for value in (0, -1, 11, 1e-300, 1e-38)),
     *(("seed", value) for value in (2**63, -(2**63) - 1, 2**64, 1.5, "x", True)),
     *(
         ("stop", value)
@@ -265,6 +265,12 @@ def user(content: Any) -> list[Any]:
         (user([{"type": []}]), "messages[0].content", None),
         (user([{"type": "text"}]), "messages[0].content", None),
         (user([{"type": "text", "text": 5}]), "messages[0].content", None),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id", None),
+        (
+            [{"role": "tool", "content": "x", "tool_call_id": ""}],
+            "messages[0].tool_call_id",
+            None,
+        ),
         ([{"role": "assistant", "content": None}], "messages[0].content", None),
         ([*user("x"), {"role": "user"}], "messages[1].content", None),
         (

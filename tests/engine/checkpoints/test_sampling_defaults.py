@@ -80,7 +80,7 @@ def test_a_file_can_be_named(tmp_path: Path):
         ("top_k", 1.5, "top_k must be a whole number"),
         ("top_k", float("inf"), "top_k must be a whole number"),
         ("min_p", float("nan"), "min_p must be at least 0.0"),
-        ("repetition_penalty", -1, "repetition_penalty must be more than 0.0"),
+        ("repetition_penalty", -1, "repetition_penalty must be at least 0.001"),
     ],
 )
 def test_a_bad_value_names_the_file_and_the_field(
