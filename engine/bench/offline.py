@@ -29,7 +29,7 @@ from jitney.engine.simulation.workload import Arrival, request_of
 from jitney.engine.telemetry.cost import RowOwners
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
-from jitney.engine.telemetry.summary import Slo, seated, summarise
+from jitney.engine.telemetry.summary import Slo, summarise
 from jitney.engine.types import EngineRequest
 
 #: So many tokens may wait.
@@ -89,7 +89,6 @@ class OfflineRun:
             records=self.records,
             seats=self.limits.max_seats,
             seconds=self.seconds,
-            seated_s=seated(stay for _, stay in self.stays),
             slo=slo,
             price_per_hour=price_per_hour,
         )

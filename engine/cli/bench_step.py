@@ -51,14 +51,13 @@ def show(report: Mapping[str, Any]) -> None:
     over rate.
     """
     from jitney.engine.report.page import Table
-    from jitney.engine.report.tables import print_table
+    from jitney.engine.report.tables import print_lines, print_table
 
     heads = ["bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"]
     table = Table(heads, [_cells(case) for case in report["cases"]])
     kernels = f"{report['kernels']} kernels on {report['device']}"
     print_table(table, f"{report['model']} {report['dtype']}, {kernels}")
-    for line in _notes(report):
-        print(line)
+    print_lines(_notes(report))
 
 
 def _cells(case: Mapping[str, Any]) -> list[str]:

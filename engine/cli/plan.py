@@ -129,18 +129,16 @@ def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, 
 def _show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None:
     """The curve as a table, the answers and the assumptions in lines."""
     from jitney.engine.report.page import Table
-    from jitney.engine.report.tables import print_table
+    from jitney.engine.report.tables import print_lines, print_table
 
     heads = ["seats", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""]
     rows = [_cells(point, sizing) for point in sizing.curve]
     title = f"{model} on {roofline.count} x {roofline.device.name}"
     tokens = f"{demand.prompt} prompt and {demand.output} output tokens"
     print_table(Table(heads, rows), f"{title}: {tokens}")
-    for line in answers(roofline, demand, sizing):
-        print(line)
+    print_lines(answers(roofline, demand, sizing))
     print("assumed:")
-    for line in _assumptions(roofline, demand):
-        print(f"  {line}")
+    print_lines(f"  {line}" for line in _assumptions(roofline, demand))
 
 
 def _cells(point: Operating, sizing: Sizing) -> list[str]:

@@ -377,17 +377,16 @@ def _show(report: Mapping[str, Any]) -> None:
     """The figures of all policies side by side, then each beside its measurement, if there is
     one.
     """
-    from jitney.engine.report.tables import CROSS_TITLE, cross_table, print_table
+    from jitney.engine.report.tables import CROSS_TITLE, cross_table, print_lines, print_table
 
-    for line in _notes(report):
-        print(line)
+    print_lines(_notes(report))
     print_table(_predicted_table(report["policies"]), "predicted")
     for policy in report["errors"]:
         print_table(_error_table(report, policy), f"{policy}: predicted and measured")
     if report.get("cross_errors"):
         print_table(cross_table(report["cross_errors"]), CROSS_TITLE)
     if report.get("verdict"):
-        print(report["verdict"])
+        print_lines([report["verdict"]])
 
 
 def _notes(report: Mapping[str, Any]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jitney.engine.report.page import Table
@@ -247,6 +247,15 @@ def print_table(table: Table, title: str = "") -> None:
     if not console.is_terminal:
         console = Console(width=_PIPED_WIDTH)
     console.print(shown)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """On standard output, wrapped at the terminal's width."""
+    from rich.console import Console
+
+    console = Console()
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
 
 
 def number(value: float | None) -> str:

@@ -8,6 +8,7 @@ scheduler. What the simulator is for is the run of another policy, whose steps i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simula
 from jitney.engine.simulation.step_table import StepTable, StepTimes
 from jitney.engine.simulation.workload import Arrival, TraceLine
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
-from jitney.engine.telemetry.summary import seated, summarise
+from jitney.engine.telemetry.summary import summarise
 
 #: Figures worth comparing: where they stand in `figures.summarise`, and whether they are seconds.
 COMPARED = {
@@ -46,7 +47,8 @@ def figure(figures: Mapping[str, Any], name: str) -> float | None:
     """One of COMPARED out of a run's figures, None if that is not known."""
     value: Any = figures
     for key in COMPARED[name]:
-        value = None if value is None else value.get(key)
+        if value is not None:
+            value = value.get(key)
     return value
 
 
@@ -54,35 +56,41 @@ def errors(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[st
     """Relative error, predicted / measured - 1, of each figure that both know and that was not
     0.
     """
-    pairs = {name: (figure(predicted, name), figure(measured, name)) for name in COMPARED}
-    return {
-        name: ours / theirs - 1
-        for name, (ours, theirs) in pairs.items()
-        if ours is not None and theirs
-    }
+    found = {}
+    for name in COMPARED:
+        ours, theirs = figure(predicted, name), figure(measured, name)
+        if ours is not None and theirs:
+            found[name] = ours / theirs - 1
+    return found
 
 
 def measured_requests(lines: Sequence[TraceLine]) -> list[RequestRecord]:
     """What a recording says of its requests; lines that carry no measurement are left out."""
-    return [
-        RequestRecord(
-            number=number,
-            tenant=line.tenant,
-            n_prompt=line.n_prompt,
-            n_output=line.n_output,
-            arrival=line.at,
-            boarded=_after(line.at, line.queue_s),
-            first_token=_after(line.at, line.ttft_s),
-            finished=line.at + line.e2e_s,
-            finish=line.finish or "length",
-        )
-        for number, line in enumerate(lines)
-        if line.e2e_s is not None
-    ]
+    requests = []
+    for number, line in enumerate(lines):
+        if line.e2e_s is not None:
+            requests.append(_measured_request(number, line, line.e2e_s))
+    return requests
+
+
+def _measured_request(number: int, line: TraceLine, e2e_s: float) -> RequestRecord:
+    return RequestRecord(
+        number=number,
+        tenant=line.tenant,
+        n_prompt=line.n_prompt,
+        n_output=line.n_output,
+        arrival=line.at,
+        boarded=_after(line.at, line.queue_s),
+        first_token=_after(line.at, line.ttft_s),
+        finished=line.at + e2e_s,
+        finish=line.finish or "length",
+    )
 
 
 def _after(start: float, seconds: float | None) -> float | None:
-    return None if seconds is None else start + seconds
+    if seconds is None:
+        return None
+    return start + seconds
 
 
 def measured_figures(lines: Sequence[TraceLine], **options: Any) -> dict[str, Any] | None:
@@ -99,8 +107,8 @@ def measured_figures(lines: Sequence[TraceLine], **options: Any) -> dict[str, An
 
 def span(requests: Sequence[RequestRecord]) -> float:
     """Seconds from the first arrival to the last end."""
-    last = max(request.end for request in requests)
-    return last - min(request.arrival for request in requests)
+    first = min(request.arrival for request in requests)
+    return max(request.end for request in requests) - first
 
 
 class RunNote(msgspec.Struct, frozen=True):
@@ -124,12 +132,12 @@ class MeasuredRun(NamedTuple):
     @property
     def arrivals(self) -> list[Arrival]:
         """What came, ascending in time; the first at 0."""
-        first = min(request.arrival for request in self.requests)
-        coming = [
-            Arrival(request.arrival - first, request.n_prompt, request.n_output)
-            for request in self.requests
-        ]
-        return sorted(coming, key=lambda arrival: arrival.at)
+        coming = []
+        requests = sorted(self.requests, key=lambda request: request.arrival)
+        for request in requests:
+            at = request.arrival - requests[0].arrival
+            coming.append(Arrival(at, request.n_prompt, request.n_output))
+        return coming
 
     def figures(self, **options: Any) -> dict[str, Any]:
         """The figures of the run, from its first arrival to its last end; options as for
@@ -140,7 +148,6 @@ class MeasuredRun(NamedTuple):
             records=self.records,
             seats=self.note.shape.limits.max_seats,
             seconds=span(self.requests),
-            seated_s=seated(stay for request in self.requests for stay in request.stays),
             **options,
         )
 
@@ -150,9 +157,10 @@ class MeasuredRun(NamedTuple):
         """The same requests on the same engine, simulated; concurrency: None takes the run's
         own.
         """
-        open_at_once = self.note.concurrency if concurrency is None else concurrency
+        if concurrency is None:
+            concurrency = self.note.concurrency
         return simulate(
-            self.arrivals, self.note.shape, table, concurrency=open_at_once or None, seed=seed
+            self.arrivals, self.note.shape, table, concurrency=concurrency or None, seed=seed
         )
 
 
@@ -180,7 +188,7 @@ def speed_error(off: Mapping[str, float]) -> float | None:
     full, its throughput is that of the traffic, and predicting it says nothing.
     """
     known = [abs(off[name]) for name in ("output_tok_s", "itl_p50_s") if name in off]
-    return max(known) if known else None
+    return max(known, default=None)
 
 
 def verdict(output_tok_s: Mapping[str, float], off: Mapping[str, float | None]) -> str:
@@ -195,21 +203,28 @@ def verdict(output_tok_s: Mapping[str, float], off: Mapping[str, float | None]) 
     worst = min(output_tok_s, key=lambda name: output_tok_s[name])
     if output_tok_s[worst] <= 0:
         return f"By simulation {worst} makes no token here."
-    gain = f"{best} makes {output_tok_s[best] / output_tok_s[worst]:.2f}x the tokens of {worst}"
     if best == worst:
         return "By simulation all make the same tokens a second."
-    known = {name: error for name in (best, worst) if (error := off.get(name)) is not None}
-    if not known:
-        return f"By simulation {gain}; error unknown: neither was measured."
-    spread = f"±{max(1, round(100 * sum(known.values())))} %"
-    if len(known) == 2:
-        return f"By simulation {gain}, {spread}."
-    (sure,) = known
-    unsure = worst if sure == best else best
-    return (
-        f"By simulation {gain}, {spread} for {sure}, error unknown "
-        f"for {unsure}, which was not measured."
-    )
+    gain = f"{best} makes {output_tok_s[best] / output_tok_s[worst]:.2f}x the tokens of {worst}"
+    return f"By simulation {gain}{_certainty(best, worst, off)}"
+
+
+def _certainty(best: str, worst: str, off: Mapping[str, float | None]) -> str:
+    """How far off saying so may be, as the end of the sentence."""
+    sure, unsure, error = [], [], 0.0
+    for name in (best, worst):
+        own = off.get(name)
+        if own is None:
+            unsure.append(name)
+        else:
+            sure.append(name)
+            error += own
+    if not sure:
+        return "; error unknown: neither was measured."
+    spread = f"±{max(1, round(100 * error))} %"
+    if not unsure:
+        return f", {spread}."
+    return f", {spread} for {sure[0]}, error unknown for {unsure[0]}, which was not measured."
 
 
 #: Of closed-loop traffic: shares of the time in which all its requests are open, and of arrivals
@@ -230,11 +245,8 @@ def closed_concurrency(requests: Sequence[RequestRecord]) -> int | None:
     if any(request.first_token is None and request.finish == "error" for request in ended):
         return None  # clients that are refused come again, at their own times
     ends = [request.end for request in ended]
-    moments = sorted([(request.arrival, 1) for request in ended] + [(end, -1) for end in ends])
-    clients, open_now = 0, 0
-    for _, change in moments:
-        open_now += change
-        clients = max(clients, open_now)
+    moments = _moments(ended)
+    clients = _most_open(moments)
     if len(ended) < 3 * clients:
         return None
     later = ended[clients:]
@@ -242,17 +254,33 @@ def closed_concurrency(requests: Sequence[RequestRecord]) -> int | None:
         return None
     usual = float(np.median([request.end - request.arrival for request in ended]))
     soon = max(_FOLLOWS_S, _FOLLOWS_SHARE * usual)
-    return clients if _following(later, ends, soon) >= _MOSTLY * len(later) else None
+    if _following(later, ends, soon) < _MOSTLY * len(later):
+        return None
+    return clients
+
+
+def _moments(requests: Iterable[RequestRecord]) -> list[tuple[float, int]]:
+    """(time, change of the number of open requests), ascending."""
+    moments = []
+    for request in requests:
+        moments += [(request.arrival, 1), (request.end, -1)]
+    return sorted(moments)
+
+
+def _most_open(moments: Iterable[tuple[float, int]]) -> int:
+    return max(itertools.accumulate((change for _, change in moments), initial=0))
 
 
 def _time_average(moments: Sequence[tuple[float, int]], start: float, end: float) -> float:
     """The mean from `start` to `end` of a number that changes at given moments, ascending."""
+    if end <= start:
+        return 0.0
     number, at, total = 0, start, 0.0
     for moment, change in moments:
         until = min(max(moment, start), end)
         total += number * (until - at)
         number, at = number + change, until
-    return total / (end - start) if end > start else 0.0
+    return total / (end - start)
 
 
 def _following(later: Sequence[RequestRecord], ends: Iterable[float], soon: float) -> int:
@@ -272,12 +300,13 @@ def _following(later: Sequence[RequestRecord], ends: Iterable[float], soon: floa
 
 def read_runs(path: str | Path) -> dict[str, MeasuredRun]:
     """The runs in an .npz file, by name. Raises ConfigError if it holds none."""
+    runs = {}
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            names = [
-                name.removeprefix("times_") for name in arrays.files if name.startswith("times_")
-            ]
-            runs = {name: _run_of(arrays, name) for name in names}
+            for key in arrays.files:
+                if key.startswith("times_"):
+                    name = key.removeprefix("times_")
+                    runs[name] = _run_of(arrays, name)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or 'cannot be read as an .npz file'}") from None
     except (ValueError, KeyError, msgspec.DecodeError) as error:

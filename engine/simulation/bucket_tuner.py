@@ -8,6 +8,7 @@ m^2); the two kinds of buckets share one budget of executables.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import Buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 
 #: Executables that a bucket of each kind takes (see `Runner.is_plain`).
 DECODE_EXECUTABLES, _MIXED_EXECUTABLES = 2, 1
 #: No decode bucket has fewer rows: XLA:CPU takes ten times longer for one bfloat16 row than for
 #: four.
 _FEWEST_SEATS = 4
+#: Padding of what is not possible.
+_NEVER = np.iinfo(np.int64).max // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +39,17 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Sizes ascending, executables they take, and rows computed for nothing per kind with the
-    proposed and the present sizes, over the steps seen; rows: those computed for somebody."""
+    """Sizes to compile for, and what they would save on the steps seen."""
 
+    #: Ascending.
     seat_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
+    #: How many they take.
     executables: int
+    #: Rows computed for nothing by kind ("decode", "mixed"), with these sizes and the present ones.
     padding: dict[str, int]
     padding_now: dict[str, int]
+    #: Rows computed for somebody.
     rows: int
 
     @property
@@ -74,40 +80,48 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
     if executables < DECODE_EXECUTABLES + _MIXED_EXECUTABLES:
         raise ConfigError(
             f"a budget of {executables} executables is too small: one decode and one mixed bucket "
-            "take "
-            f"{DECODE_EXECUTABLES + _MIXED_EXECUTABLES}"
+            f"take {DECODE_EXECUTABLES + _MIXED_EXECUTABLES}"
         )
     seats, budget = present.seats, present.token_budget
-    decode = {max(rows, min(_FEWEST_SEATS, seats)): 0 for rows in seen.decode}
-    for rows, count in seen.decode.items():
-        decode[max(rows, min(_FEWEST_SEATS, seats))] += count
-    mixed = Counter[int]()
-    for rows, count in seen.mixed.items():
-        mixed[max(rows, seats + 1)] += count  # a mixed bucket has more rows than seats
+    decode = _at_least(seen.decode, min(_FEWEST_SEATS, seats))
+    mixed = _at_least(seen.mixed, seats + 1)  # a mixed bucket has more rows than seats
     most_decode = (executables - _MIXED_EXECUTABLES) // DECODE_EXECUTABLES
     by_seats = best_sizes(decode, seats, most_decode)
     by_tokens = best_sizes(mixed, budget, executables - DECODE_EXECUTABLES)
-
-    def total(n: int) -> int:
-        return (
-            by_seats[n][0]
-            + by_tokens[min(len(by_tokens) - 1, executables - DECODE_EXECUTABLES * n)][0]
-        )
-
-    n_decode = min(range(1, len(by_seats)), key=total)
-    n_mixed = min(len(by_tokens) - 1, executables - DECODE_EXECUTABLES * n_decode)
-    seat_sizes, token_sizes = by_seats[n_decode][1], by_tokens[n_mixed][1]
+    choices = []
+    for waste, seat_sizes in by_seats[1:]:
+        left = executables - DECODE_EXECUTABLES * len(seat_sizes)
+        more_waste, token_sizes = by_tokens[min(len(by_tokens) - 1, left)]
+        choices.append((waste + more_waste, seat_sizes, token_sizes))
+    _, seat_sizes, token_sizes = min(choices, key=lambda choice: choice[0])
     return Proposal(
-        seat_sizes,
-        token_sizes,
-        DECODE_EXECUTABLES * len(seat_sizes) + _MIXED_EXECUTABLES * len(token_sizes),
-        {"decode": padding(seen.decode, seat_sizes), "mixed": padding(seen.mixed, token_sizes)},
-        {
-            "decode": padding(seen.decode, [b.tokens for b in present.decode]),
-            "mixed": padding(seen.mixed, [b.tokens for b in present.mixed]),
-        },
-        sum(rows * count for kind in (seen.decode, seen.mixed) for rows, count in kind.items()),
+        seat_buckets=seat_sizes,
+        token_buckets=token_sizes,
+        executables=DECODE_EXECUTABLES * len(seat_sizes) + _MIXED_EXECUTABLES * len(token_sizes),
+        padding=_paddings(seen, seat_sizes, token_sizes),
+        padding_now=_paddings(seen, _rows_of(present.decode), _rows_of(present.mixed)),
+        rows=_total(seen.decode) + _total(seen.mixed),
     )
+
+
+def _at_least(seen: Mapping[int, int], fewest: int) -> Counter[int]:
+    """Steps of fewer rows counted as steps of that many."""
+    raised = Counter[int]()
+    for rows, count in seen.items():
+        raised[max(rows, fewest)] += count
+    return raised
+
+
+def _total(seen: Mapping[int, int]) -> int:
+    return sum(rows * count for rows, count in seen.items())
+
+
+def _rows_of(buckets: Sequence[Bucket]) -> list[int]:
+    return [bucket.tokens for bucket in buckets]
+
+
+def _paddings(seen: Seen, seat_sizes: Sequence[int], token_sizes: Sequence[int]) -> dict[str, int]:
+    return {"decode": padding(seen.decode, seat_sizes), "mixed": padding(seen.mixed, token_sizes)}
 
 
 def best_sizes(
@@ -120,22 +134,29 @@ def best_sizes(
     `largest`.
     """
     sizes = sorted({*seen, largest})
-    counts = np.array([seen.get(size, 0) for size in sizes], np.int64)
-    rows = np.array(sizes, np.int64)
-    steps, sums = (np.concatenate(([0], np.cumsum(column))) for column in (counts, counts * rows))
-    # waste[i, j]: padding when sizes i .. j - 1 all run in the bucket of size j - 1.
-    ends = np.arange(1, len(sizes) + 1)
-    waste = rows[ends - 1] * (steps[ends] - steps[:-1, None]) - (sums[ends] - sums[:-1, None])
-    waste = np.where(ends > np.arange(len(sizes))[:, None], waste, np.iinfo(np.int64).max // 4)
-    least = np.concatenate(([0], np.full(len(sizes), np.iinfo(np.int64).max // 4)))
+    waste = _waste(seen, sizes)
+    least = np.full(len(sizes) + 1, _NEVER)
+    least[0] = 0
     found: list[tuple[int, tuple[int, ...]]] = [(int(least[-1]), ())]
     choices: list[np.ndarray] = []
     for _ in range(min(most, len(sizes))):
         through = least[:-1, None] + waste
         choices.append(through.argmin(axis=0))
-        least = np.concatenate(([np.iinfo(np.int64).max // 4], through.min(axis=0)))
+        least = np.concatenate(([_NEVER], through.min(axis=0)))
         found.append((int(least[-1]), _traced(sizes, choices)))
     return found
+
+
+def _waste(seen: Mapping[int, int], sizes: Sequence[int]) -> np.ndarray:
+    """[i, j]: padding when sizes i .. j all run in the bucket of size j."""
+    rows = np.array(sizes, np.int64)
+    counts = np.array([seen.get(size, 0) for size in sizes], np.int64)
+    ends = np.cumsum(counts)
+    sums = np.cumsum(counts * rows)
+    steps_in = ends - (ends - counts)[:, None]
+    rows_in = sums - (sums - counts * rows)[:, None]
+    order = np.arange(len(sizes))
+    return np.where(order >= order[:, None], rows * steps_in - rows_in, _NEVER)
 
 
 def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> tuple[int, ...]:
@@ -149,10 +170,12 @@ def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> tuple[int, .
 
 def padding(seen: Mapping[int, int], sizes: Sequence[int]) -> int:
     """Rows computed for nothing when each step takes the smallest size that holds it."""
-    return sum(
-        count * (min(size for size in sizes if size >= rows) - rows) for rows, count in seen.items()
-    )
+    ascending = sorted(sizes)
+    wasted = 0
+    for rows, count in seen.items():
+        wasted += count * (ascending[bisect_left(ascending, rows)] - rows)
+    return wasted
 
 
 def _share(wasted: int, rows: int) -> float:
-    return wasted / (wasted + rows) if wasted + rows else 0.0
+    return wasted / max(1, wasted + rows)

@@ -12,13 +12,16 @@ _GB, _TERA = 1e9, 1e12
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One chip. memory: bytes. bandwidth: bytes/s of its memory. flops: operations/s by number
-    format, dense. link: bytes/s that it can send to the other chips of its group (one way)."""
+    """One chip."""
 
     name: str
+    #: Bytes.
     memory: float
+    #: Bytes/s of its memory.
     bandwidth: float
+    #: Operations/s by number format, dense.
     flops: MappingProxyType[str, float]
+    #: Bytes/s that it can send to the other chips of its group (one way).
     link: float
 
     def peak(self, kind: str) -> float:
@@ -31,12 +34,9 @@ class Accelerator:
 def _chip(
     name: str, memory_gb: float, bandwidth_gb: float, link_gb: float, **tera: float
 ) -> Accelerator:
+    flops = {kind: value * _TERA for kind, value in tera.items()}
     return Accelerator(
-        name,
-        memory_gb * _GB,
-        bandwidth_gb * _GB,
-        MappingProxyType({kind: value * _TERA for kind, value in tera.items()}),
-        link_gb * _GB,
+        name, memory_gb * _GB, bandwidth_gb * _GB, MappingProxyType(flops), link_gb * _GB
     )
 
 

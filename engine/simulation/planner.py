@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket, powers_of_two
@@ -27,15 +27,17 @@ _MOST_SEATS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is wanted. prompt, output: mean tokens of a request. Limits in seconds, None: none.
-    rate: requests/s to be served by all replicas together, 0: not asked. price_per_hour: of one
-    chip, None: not asked."""
+    """What is wanted."""
 
+    #: Mean tokens of a request.
     prompt: int
     output: int
+    #: Limits in seconds, None: none.
     itl_s: float | None = None
     ttft_s: float | None = None
+    #: Requests/s to be served by all replicas together, 0: not asked.
     rate: float = 0.0
+    #: Of one chip, None: not asked.
     price_per_hour: float | None = None
     token_budget: int = 2048
     page_size: int = 16
@@ -45,10 +47,15 @@ class Demand:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
         for name in ("itl_s", "ttft_s", "price_per_hour"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be more than 0")
         if self.rate < 0 or self.token_budget < 2:
             raise ConfigError("rate must not be negative, and token_budget at least 2")
+
+    @property
+    def is_limited(self) -> bool:
+        return self.itl_s is not None or self.ttft_s is not None
 
     @property
     def mean_context(self) -> float:
@@ -63,48 +70,53 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What fits on the chips together, bytes. seats_mean: sequences of the mean context;
-    seats_full: of the whole length, which can never be preempted."""
+    """What fits on the chips together."""
 
     weight_bytes: float
     kv_bytes_per_token: float
     kv_room_bytes: float
     pages: int
     positions: int
+    #: Sequences of the mean context.
     seats_mean: int
+    #: Sequences of the whole length, which can never be preempted.
     seats_full: int
 
 
 @dataclass(frozen=True, slots=True)
 class Operating:
-    """The steady state with `seats` seats, all busy. ttft_s: TTFT_QUANTILE of it at UTILISATION;
-    bound: what a step waits for."""
+    """The steady state with `seats` seats, all busy."""
 
     seats: int
+    #: Sequences that decode in each step.
     decoding: float
     step_s: float
     output_tok_s: float
     req_s: float
+    #: TTFT_QUANTILE of it at UTILISATION.
     ttft_s: float
+    #: What a step waits for.
     bound: str
     cost_per_million: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The answer. knee: where more seats begin to cost more latency than they bring throughput.
-    within_slo: most seats that keep the limits, None if none do or there are none. chosen:
-    within_slo if there are limits, else the knee. load_req_s: its load at UTILISATION. replicas:
-    for the demanded rate, None if no rate was asked."""
+    """The answer."""
 
     memory: _Memory
     curve: tuple[Operating, ...]
+    #: Where more seats begin to cost more latency than they bring throughput.
     knee: Operating
+    #: Most seats that keep the limits, None if none do or there are none.
     within_slo: Operating | None
+    #: `within_slo` if there are limits, else the knee.
     chosen: Operating | None
-    load_req_s: float | None
-    cost_per_million_loaded: float | None
-    replicas: int | None
+    #: Its load at UTILISATION.
+    load_req_s: float | None = None
+    cost_per_million_loaded: float | None = None
+    #: For the demanded rate, None if no rate was asked.
+    replicas: int | None = None
 
 
 def plan(roofline: Roofline, demand: Demand) -> Sizing:
@@ -120,22 +132,26 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
     memory = fit(roofline, demand)
     sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, demand.token_budget - 1))
     curve = tuple(operate(roofline, demand, seats) for seats in sizes)
-    best_knee = knee(curve)
-    kept = [point for point in curve if keeps(point, demand)]
-    within = kept[-1] if kept else None
-    limited = demand.itl_s is not None or demand.ttft_s is not None
-    chosen = within if limited else best_knee
-    load = UTILISATION * chosen.req_s if chosen else None
-    return Sizing(
-        memory,
-        curve,
-        best_knee,
-        within if limited else None,
-        chosen,
-        load,
-        chosen.cost_per_million / UTILISATION if chosen and chosen.cost_per_million else None,
-        math.ceil(demand.rate / load) if load and demand.rate else None,
-    )
+    chosen = best_knee = knee(curve)
+    within = None
+    if demand.is_limited:
+        kept = [point for point in curve if keeps(point, demand)]
+        chosen = within = kept[-1] if kept else None
+    sizing = Sizing(memory, curve, best_knee, within, chosen)
+    if chosen is None:
+        return sizing
+    return _loaded(sizing, chosen, demand.rate)
+
+
+def _loaded(sizing: Sizing, chosen: Operating, rate: float) -> Sizing:
+    """With the load to give it, what a token costs then, and replicas for so many requests/s."""
+    load = UTILISATION * chosen.req_s
+    cost, replicas = None, None
+    if chosen.cost_per_million:
+        cost = chosen.cost_per_million / UTILISATION
+    if rate:
+        replicas = math.ceil(rate / load)
+    return replace(sizing, load_req_s=load, cost_per_million_loaded=cost, replicas=replicas)
 
 
 def check_split(roofline: Roofline) -> None:
@@ -150,7 +166,7 @@ def fit(roofline: Roofline, demand: Demand) -> _Memory:
     pages = int(roofline.kv_room / (per_position * page)) - 1  # one is trash
 
     def seats(length: float) -> int:
-        return int(pages / math.ceil(length / page)) if pages > 0 else 0
+        return max(0, int(pages / math.ceil(length / page)))
 
     full = demand.prompt + demand.output
     if seats(full) < 1:
@@ -162,13 +178,13 @@ def fit(roofline: Roofline, demand: Demand) -> _Memory:
             "use more chips (--count), smaller --weights or --kv, or shorter requests"
         )
     return _Memory(
-        cost.weight_bytes,
-        cost.kv_bytes,
-        roofline.kv_room * roofline.count,
-        pages,
-        pages * page,
-        seats(demand.mean_context),
-        seats(full),
+        weight_bytes=cost.weight_bytes,
+        kv_bytes_per_token=cost.kv_bytes,
+        kv_room_bytes=roofline.kv_room * roofline.count,
+        pages=pages,
+        positions=pages * page,
+        seats_mean=seats(demand.mean_context),
+        seats_full=seats(full),
     )
 
 
@@ -186,25 +202,31 @@ def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
         round(prompt * demand.prompt / 2),
     )
     step = roofline.seconds(bucket, work)
-    memory, compute = roofline.memory_seconds(bucket, work), roofline.compute_seconds(bucket, work)
+    tokens = decoding / step
+    cost = None
+    if demand.price_per_hour is not None:
+        cost = demand.price_per_hour * roofline.count / 3600 / tokens * 1e6
+    return Operating(
+        seats=seats,
+        decoding=decoding,
+        step_s=step,
+        output_tok_s=tokens,
+        req_s=tokens / demand.output,
+        ttft_s=first_token(demand, seats, step),
+        bound=_bound(roofline, bucket, work),
+        cost_per_million=cost,
+    )
+
+
+def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
+    """What takes most of a step."""
     parts = {
-        "memory": memory,
-        "compute": compute,
+        "memory": roofline.memory_seconds(bucket, work),
+        "compute": roofline.compute_seconds(bucket, work),
         "links": roofline.link_seconds(bucket.tokens),
         "overhead": roofline.assumed.overhead_s,
     }
-    tokens = decoding / step
-    price = demand.price_per_hour
-    return Operating(
-        seats,
-        decoding,
-        step,
-        tokens,
-        tokens / demand.output,
-        first_token(demand, seats, step),
-        max(parts, key=lambda name: parts[name]),
-        None if price is None else price * roofline.count / 3600 / tokens * 1e6,
-    )
+    return max(parts, key=lambda name: parts[name])
 
 
 def first_token(demand: Demand, seats: int, step: float) -> float:
@@ -228,9 +250,9 @@ def seat_wait(seats: int, service: float, load: float, quantile: float) -> float
 
 def keeps(point: Operating, demand: Demand) -> bool:
     """True when the point is within the limits."""
-    return (demand.itl_s is None or point.step_s <= demand.itl_s) and (
-        demand.ttft_s is None or point.ttft_s <= demand.ttft_s
-    )
+    if demand.itl_s is not None and point.step_s > demand.itl_s:
+        return False
+    return demand.ttft_s is None or point.ttft_s <= demand.ttft_s
 
 
 def knee(curve: Sequence[Operating]) -> Operating:
@@ -240,10 +262,9 @@ def knee(curve: Sequence[Operating]) -> Operating:
     span_s, span_tok = last.step_s - first.step_s, last.output_tok_s - first.output_tok_s
     if span_s <= 0 or span_tok <= 0:
         return max(curve, key=lambda point: point.output_tok_s)
-    return max(
-        curve,
-        key=lambda point: (
-            (point.output_tok_s - first.output_tok_s) / span_tok
-            - (point.step_s - first.step_s) / span_s
-        ),
-    )
+
+    def above(point: Operating) -> float:
+        gained = (point.output_tok_s - first.output_tok_s) / span_tok
+        return gained - (point.step_s - first.step_s) / span_s
+
+    return max(curve, key=above)

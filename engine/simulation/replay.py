@@ -22,7 +22,7 @@ from jitney.engine.simulation.accuracy import closed_concurrency, errors, speed_
 from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate, weighted_spread
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.request_record import RequestRecord
+from jitney.engine.telemetry.request_record import RequestRecord, SeatStay
 from jitney.engine.telemetry.summary import spread, summarise
 
 _NICENESS = 15
@@ -33,15 +33,17 @@ _FEWEST_ENDED = 20
 
 
 class RecordedEngine(msgspec.Struct, frozen=True):
-    """The engine that recorded. settings: [engine] of its configuration; pages: in use by sequences
-    at most, without the trash page. seat_buckets, token_buckets: rows that its programs were
-    compiled for, empty if it does not tell. on_device: on a GPU or TPU."""
+    """The engine that recorded."""
 
+    #: [engine] of its configuration.
     settings: dict[str, Any]
     context_length: int
+    #: In use by sequences at most, without the trash page.
     pages: int
+    #: Rows that its programs were compiled for, empty if it does not tell.
     seat_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
+    #: On a GPU or TPU.
     on_device: bool = False
 
     def shape(self, changes: dict[str, Any]) -> EngineShape:
@@ -72,29 +74,36 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
 
 class ReplayJob(msgspec.Struct, frozen=True):
-    """What to replay and how. arrivals: at their recorded pace; speed: how many times as fast they
-    shall come.
+    """What to replay and how."""
 
-    changes: settings other than the engine's own. records: a .npy file of step records to learn
-    step times from. requests: the same as they were served, open ones as far as they had come when
-    the recording ended (see `RequestRecord.until`), `seconds` after its first arrival; their own
-    steps are `window` (.npy); seated_s: what `summary.seated` says of them. recorded: the policy
-    under which that was.
-    """
-
+    #: At their recorded pace.
     arrivals: list[Arrival]
     engine: RecordedEngine
+    #: Settings other than the engine's own.
     changes: dict[str, Any]
     policies: list[str]
+    #: A .npy file of step records to learn step times from.
     records: bytes
+    #: The arrivals as they were served, open ones as far as they had come when the recording ended
+    #: (see `RequestRecord.until`).
     requests: list[RequestRecord]
+    #: From the first arrival to the end of the recording.
     seconds: float
+    #: The steps of that time (.npy).
     window: bytes
     seats: int
+    #: What `summary.seated` says of the requests.
     seated_s: float
+    #: The policy under which that was.
     recorded: str
+    #: How many times as fast the arrivals shall come.
     speed: float = 1.0
     price_per_hour: float | None = None
+
+    @property
+    def paced(self) -> list[Arrival]:
+        """The arrivals as they shall come."""
+        return [msgspec.structs.replace(each, at=each.at / self.speed) for each in self.arrivals]
 
 
 def main() -> int:
@@ -120,8 +129,8 @@ def work(job: ReplayJob) -> dict[str, Any]:
     clients = closed_concurrency(job.requests) or 0
     measured = _measured_figures(job)
     off = _own_error(job, table, clients, measured)
-    arrivals = [msgspec.structs.replace(a, at=a.at / job.speed) for a in job.arrivals]
-    policies = {}
+    arrivals = job.paced
+    policies, rates = {}, {}
     for number, policy in enumerate(job.policies):
         _send(progress=(number + 1) / (len(job.policies) + 1))
         shape = job.engine.shape(job.changes | {"policy": policy})
@@ -129,7 +138,7 @@ def work(job: ReplayJob) -> dict[str, Any]:
         shape = shape.under(policy, job.changes.get("static_timeout_ms") or 0.0)
         run = simulate(arrivals, shape, table, concurrency=round(clients * job.speed) or None)
         policies[policy] = _result_of(run, job.price_per_hour)
-    rates = {policy: found["figures"]["output_tok_s"] for policy, found in policies.items()}
+        rates[policy] = policies[policy]["figures"]["output_tok_s"]
     return {
         "policies": policies,
         "measured": measured,
@@ -143,15 +152,16 @@ def _measured_figures(job: ReplayJob) -> dict[str, Any]:
     """The figures of what was recorded; tokens are counted whether their request has ended or
     not.
     """
+    window = array(job.window)
     figures = summarise(
         job.requests,
-        records=array(job.window),
+        records=window,
         seats=job.seats,
         seconds=job.seconds,
         seated_s=job.seated_s,
         price_per_hour=job.price_per_hour,
     )
-    return figures | seen_until(job.requests, job.seconds) | {"itl_s": _gaps_of(array(job.window))}
+    return figures | seen_until(job.requests, job.seconds) | {"itl_s": _gaps_of(window)}
 
 
 def _own_error(
@@ -167,10 +177,12 @@ def _own_error(
     shape = job.engine.shape({"policy": job.recorded})
     run = simulate(job.arrivals, shape, table, concurrency=clients or None)
     figures = run.figures() | seen_until(run.requests, job.seconds)
-    compared = ("output_tok_s", "ttft_s", "e2e_s", "itl_s")
-    return errors(
-        {name: figures[name] for name in compared}, {name: measured[name] for name in compared}
-    )
+    return errors(_compared(figures), _compared(measured))
+
+
+def _compared(figures: dict[str, Any]) -> dict[str, Any]:
+    """Those of them that can be looked at before everybody has ended."""
+    return {name: figures[name] for name in ("output_tok_s", "ttft_s", "e2e_s", "itl_s")}
 
 
 def seen_until(requests: list[RequestRecord], seconds: float) -> dict[str, Any]:
@@ -178,13 +190,15 @@ def seen_until(requests: list[RequestRecord], seconds: float) -> dict[str, Any]:
     arrival.
     """
     end = min(request.arrival for request in requests) + seconds
-    tokens = round(sum(delivered(request, end) for request in requests))
-    firsts = [
-        request.ttft_s
-        for request in requests
-        if request.first_token is not None and request.first_token <= end
-    ]
-    ends = [request.e2e_s for request in requests if request.served and request.end <= end]
+    firsts, ends = [], []
+    tokens = 0.0
+    for request in requests:
+        tokens += delivered(request, end)
+        if request.first_token is not None and request.first_token <= end:
+            firsts.append(request.ttft_s)
+        if request.served and request.end <= end:
+            ends.append(request.e2e_s)
+    tokens = round(tokens)
     return {
         "output_tokens": tokens,
         "output_tok_s": tokens / seconds if seconds > 0 else 0.0,
@@ -207,26 +221,33 @@ def delivered(request: RequestRecord, end: float) -> float:
 
 def _result_of(run: SimulatedRun, price_per_hour: float | None) -> dict[str, Any]:
     """Figures and stays of a run, times from its beginning."""
-    first = min(request.arrival for request in run.requests)
-    all_stays = run.stays
-    stays = all_stays[:_MAX_STAYS]
+    stays = run.stays
     return {
         "figures": run.figures(price_per_hour=price_per_hour),
         "seats": run.seats,
         "seconds": run.seconds,
-        "stays_left_out": len(all_stays) - len(stays),
-        "stays": {
-            "seat": [stay.seat for _, stay in stays],
-            "request": [request.number for request, _ in stays],
-            "from": [_since(first, stay.start) for _, stay in stays],
-            "first_token": [_since(first, stay.first_token) for _, stay in stays],
-            "to": [_since(first, stay.end) for _, stay in stays],
-        },
+        "stays_left_out": max(0, len(stays) - _MAX_STAYS),
+        "stays": _columns(stays[:_MAX_STAYS], min(request.arrival for request in run.requests)),
     }
 
 
+def _columns(stays: list[SeatStay], first: float) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {}
+    for name in ("seat", "request", "from", "first_token", "to"):
+        columns[name] = []
+    for request, stay in stays:
+        columns["seat"].append(stay.seat)
+        columns["request"].append(request.number)
+        columns["from"].append(_since(first, stay.start))
+        columns["first_token"].append(_since(first, stay.first_token))
+        columns["to"].append(_since(first, stay.end))
+    return columns
+
+
 def _since(first: float, t: float | None) -> float | None:
-    return None if t is None else round(t - first, 4)
+    if t is None:
+        return None
+    return round(t - first, 4)
 
 
 def _gaps_of(records: np.ndarray) -> dict[str, float] | None:

@@ -102,14 +102,16 @@ def _read_config(path: Path) -> Mapping[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the roofline takes for granted. bandwidth, flops: shares of the published peaks that are
-    reached; overhead_s: fixed cost of a step; hop_s: latency of one collective between chips;
-    memory: share of it that may be used."""
+    """What the roofline takes for granted."""
 
+    #: Shares of the published peaks that are reached.
     bandwidth: float = 0.8
     flops: float = 0.6
+    #: Fixed cost of a step.
     overhead_s: float = 3e-4
+    #: Latency of one collective between chips.
     hop_s: float = 1e-5
+    #: Share of the memory that may be used.
     memory: float = 0.92
 
     def __post_init__(self) -> None:
@@ -150,7 +152,8 @@ class ModelCost:
 
     @property
     def parameters(self) -> int:
-        return self.layer_weights + self.table_weights * (1 if self.config.tie_embeddings else 2)
+        tables = 1 if self.config.tie_embeddings else 2
+        return self.layer_weights + tables * self.table_weights
 
     @property
     def table_bytes(self) -> float:
@@ -162,19 +165,17 @@ class ModelCost:
         """Of what turns hidden states into logits: the embedding once more, or a matrix like any
         other.
         """
-        return (
-            self.table_bytes
-            if self.config.tie_embeddings
-            else self.table_weights * _BYTES[self.weights]
-        )
+        if self.config.tie_embeddings:
+            return self.table_bytes
+        return self.table_weights * _BYTES[self.weights]
 
     @property
     def weight_bytes(self) -> float:
         """Bytes held on the device."""
-        tables = (
-            self.table_bytes if self.config.tie_embeddings else self.table_bytes + self.head_bytes
-        )
-        return self.layer_weights * _BYTES[self.weights] + tables
+        held = self.layer_weights * _BYTES[self.weights] + self.table_bytes
+        if not self.config.tie_embeddings:
+            held += self.head_bytes
+        return held
 
     @property
     def kv_bytes(self) -> float:
@@ -186,10 +187,9 @@ class ModelCost:
         """(weights read, KV read and written) in a step; of the embedding only the rows are read,
         which is nothing.
         """
+        weights = self.layer_weights * _BYTES[self.weights] + self.head_bytes
         positions = work.keys + work.pairs / _QUERY_BLOCK + rows
-        return self.layer_weights * _BYTES[
-            self.weights
-        ] + self.head_bytes, positions * self.kv_bytes
+        return weights, positions * self.kv_bytes
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step."""

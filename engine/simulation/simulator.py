@@ -36,7 +36,8 @@ from jitney.engine.simulation.step_table import StepTimes, kind_of
 from jitney.engine.simulation.workload import Arrival, request_of
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
-from jitney.engine.telemetry.summary import QUANTILES, Slo, seated, summarise, token_waits
+from jitney.engine.telemetry.summary import QUANTILES, Slo, summarise, token_waits
+from jitney.engine.types import EngineRequest
 
 #: No request finds anything.
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
@@ -44,10 +45,11 @@ _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The engine to simulate. pages: of the KV pool, the trash page included."""
+    """The engine to simulate."""
 
     limits: SchedulerLimits
     buckets: Buckets
+    #: Of the KV pool, the trash page included.
     pages: int
     page_size: int = 16
 
@@ -64,11 +66,11 @@ class EngineShape:
         """The engine that these settings describe; pages as in `EngineShape`, because settings may
         leave it to the machine. on_device: on a GPU or TPU. buckets: those of a running engine,
         where they are known."""
-        shared = {
-            f.name: getattr(settings, f.name)
-            for f in fields(SchedulerLimits)
-            if hasattr(settings, f.name)
-        }
+        shared = {}
+        for field in fields(SchedulerLimits):
+            if hasattr(settings, field.name):
+                shared[field.name] = getattr(settings, field.name)
+        limits = SchedulerLimits(context_length=context_length, **shared)
         if buckets is None:
             buckets = make_buckets(
                 max_seats=settings.max_seats,
@@ -77,12 +79,7 @@ class EngineShape:
                 token_sizes=settings.token_buckets,
                 on_device=on_device,
             )
-        return cls(
-            SchedulerLimits(context_length=context_length, **shared),
-            buckets,
-            pages,
-            settings.page_size,
-        )
+        return cls(limits, buckets, pages, settings.page_size)
 
     def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
         """The same engine under another policy; static_timeout_ms: None leaves it as it is."""
@@ -117,9 +114,8 @@ class _RecordedHits(Scheduler):
     ) -> bool:
         if not super()._take_pages(seq, draft, now, instead=instead):
             return False
-        found = min(
-            self.hits.get(seq.request.id, 0), seq.n_prompt - 1
-        )  # the last token's logits are needed
+        # The last token's logits are needed.
+        found = min(self.hits.get(seq.request.id, 0), seq.n_prompt - 1)
         start = found - found % self.pool.page_size
         if start > seq.scheduled:
             seq.scheduled = start
@@ -160,7 +156,6 @@ class SimulatedRun:
             records=self.records,
             seats=self.seats,
             seconds=self.seconds,
-            seated_s=seated(stay for request in self.requests for stay in request.stays),
             slo=slo,
             price_per_hour=price_per_hour,
         )
@@ -247,17 +242,8 @@ def simulate(
     history = RequestRecords(keep_times=keep_times)
     device = VirtualDevice(table, seed)
     device.clock.now = arrivals[0].at
-    hits = {
-        str(number): arrival.n_cached for number, arrival in enumerate(arrivals) if arrival.n_cached
-    }
-    core = engine.new_core(device, hits)
-    offer = Offer(
-        [arrival.at for arrival in arrivals],
-        lambda number, at: request_of(
-            str(number), arrivals[number], [0] * arrivals[number].n_prompt, at
-        ),
-        concurrency or 0,
-    )
+    core = engine.new_core(device, _hits_of(arrivals))
+    offer = _offer_of(arrivals, concurrency or 0)
     with _no_collection():
         log = drive(core, device.clock, offer, history, device.reported)
     core.check()
@@ -274,6 +260,25 @@ def simulate(
         gaps=gaps,
         gap_counts=gap_counts,
     )
+
+
+def _hits_of(arrivals: Series[Arrival]) -> dict[str, int]:
+    """Request id -> prompt tokens that were found cached, of those that found any."""
+    hits = {}
+    for number, arrival in enumerate(arrivals):
+        if arrival.n_cached:
+            hits[str(number)] = arrival.n_cached
+    return hits
+
+
+def _offer_of(arrivals: Series[Arrival], concurrency: int) -> Offer:
+    """The arrivals with prompts of zeros."""
+
+    def request_at(number: int, at: float) -> EngineRequest:
+        arrival = arrivals[number]
+        return request_of(str(number), arrival, [0] * arrival.n_prompt, at)
+
+    return Offer([arrival.at for arrival in arrivals], request_at, concurrency)
 
 
 @contextlib.contextmanager
@@ -299,13 +304,13 @@ def weighted_spread(values: np.ndarray, counts: np.ndarray) -> dict[str, float] 
     order = np.argsort(values)
     values, counts = values[order], counts[order]
     ends = np.cumsum(counts)
-    at = (ends[-1] - 1) * np.array(list(QUANTILES.values())) / 100
-    low, high = (
-        values[np.searchsorted(ends, np.minimum(rank, ends[-1] - 1), side="right")]
-        for rank in (np.floor(at), np.floor(at) + 1)
-    )
-    points = low + (high - low) * (at - np.floor(at))
-    return dict(zip(QUANTILES, points.tolist(), strict=True)) | {
-        "mean": float(np.average(values, weights=counts)),
-        "max": float(values[-1]),
-    }
+    most = ends[-1] - 1
+    rank = most * np.array(list(QUANTILES.values())) / 100
+    whole = np.floor(rank)
+    low = values[np.searchsorted(ends, np.minimum(whole, most), side="right")]
+    high = values[np.searchsorted(ends, np.minimum(whole + 1, most), side="right")]
+    points = low + (high - low) * (rank - whole)
+    figures = dict(zip(QUANTILES, points.tolist(), strict=True))
+    figures["mean"] = float(np.average(values, weights=counts))
+    figures["max"] = float(values[-1])
+    return figures

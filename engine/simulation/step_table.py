@@ -14,6 +14,7 @@ its neighbours by linear interpolation over the rows, and the slopes of the near
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -32,7 +33,7 @@ _PULL = 8.0
 _STALL, _ROUNDS = 4.0, 6
 #: Factors kept of the scatter of measured / fitted.
 _NOISE_POINTS = 200
-_SLOPES = ("keys", "longest", "prompt", "pairs")
+
 _COEFFICIENTS = ("fixed", "per_key", "per_longest", "per_prompt", "per_pair")
 
 
@@ -141,9 +142,8 @@ class StepTable:
     @classmethod
     def constant(cls, seconds: float) -> StepTable:
         """Every step takes the same time and the host takes none."""
-        return cls(
-            [Curve(1, 1, seconds), Curve(2, 1, seconds)], source=f"{seconds:g} s for every step"
-        )
+        curves = [Curve(1, 1, seconds), Curve(2, 1, seconds)]
+        return cls(curves, source=f"{seconds:g} s for every step")
 
     @classmethod
     def from_points(
@@ -154,16 +154,16 @@ class StepTable:
         noise: dict[str, list[float]] | None = None,
     ) -> StepTable:
         """Fit measured steps. noise: None takes it from the residuals."""
-        kinds = {
-            kind: [p for p in points if kind_of(p.bucket) == kind] for kind in ("decode", "mixed")
-        }
-        curves = [curve for group in kinds.values() if group for curve in _fit_steadily(group)]
-        table = cls(curves, host, noise, source=source)
+        kinds: dict[str, list[Point]] = {"decode": [], "mixed": []}
+        for point in points:
+            kinds[kind_of(point.bucket)].append(point)
+        kinds = {kind: group for kind, group in kinds.items() if group}
+        curves = itertools.chain.from_iterable(map(_fit_steadily, kinds.values()))
+        table = cls(list(curves), host, noise, source=source)
         for kind, group in kinds.items():
-            if group:
-                ratios, table.errors[kind] = _residuals(table, group)
-                if noise is None:
-                    table.noise[kind] = ratios
+            ratios, table.errors[kind] = _residuals(table, group)
+            if noise is None:
+                table.noise[kind] = ratios
         return table
 
     @classmethod
@@ -176,21 +176,13 @@ class StepTable:
             raise ConfigError(
                 "no step records to calibrate from: record a run with at least one step"
             )
-        return cls.from_points(
-            _points_of(usable), host_times(usable), f"{source} ({len(usable)} steps)"
-        )
+        points, host = _points_of(usable), host_times(usable)
+        return cls.from_points(points, host, f"{source} ({len(usable)} steps)")
 
     def contents(self) -> dict[str, Any]:
         """The table as plain data, for JSON."""
-        return msgspec.to_builtins(
-            {
-                "source": self.source,
-                "curves": self.curves,
-                "host": self.host,
-                "noise": self.noise,
-                "errors": self.errors,
-            }
-        )
+        contents = _Contents(list(self.curves), self.source, self.host, self.noise, self.errors)
+        return msgspec.to_builtins(contents)
 
     @classmethod
     def load(cls, file: str | Path) -> StepTable:
@@ -225,37 +217,32 @@ class _TableFile(msgspec.Struct):
 
 
 def kind_of(bucket: Bucket) -> str:
-    return "decode" if bucket.decode_only else "mixed"
+    if bucket.decode_only:
+        return "decode"
+    return "mixed"
 
 
 def _points_of(records: np.ndarray) -> list[Point]:
     """Step records -> points; prompt rows are those the ledger counted as prefill or recomputed."""
     prompt = np.where(records["mixed"] == 1, records["prefill"] + records["recomputed"], 0)
     decode = records["bucket_tokens"] - records["padding"] - prompt
-    columns = (
-        records["bucket_tokens"],
-        records["bucket_seats"],
-        decode,
-        prompt,
-        records["keys"],
-        records["longest"],
-        records["pairs"],
-        records["device_s"],
+    works = map(
+        StepWork,
+        decode.tolist(),
+        prompt.tolist(),
+        records["keys"].tolist(),
+        records["longest"].tolist(),
+        records["pairs"].tolist(),
     )
-    return [
-        Point(Bucket(tokens, seats), StepWork(*work), seconds)
-        for tokens, seats, *work, seconds in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
-    ]
+    buckets = map(Bucket, records["bucket_tokens"].tolist(), records["bucket_seats"].tolist())
+    return list(map(Point, buckets, works, records["device_s"].tolist()))
 
 
 def host_times(records: np.ndarray) -> HostTimes:
     """The host's part of each step, fitted over how many sequences sat."""
     rows = np.column_stack((np.ones(len(records)), records["seats_busy"]))
-    before = nonnegative(
-        rows, (records["plan_s"] + records["batch_s"] + records["launch_s"]).astype(float)
-    )
+    launched = records["plan_s"] + records["batch_s"] + records["launch_s"]
+    before = nonnegative(rows, launched.astype(float))
     after = nonnegative(rows, records["commit_s"].astype(float))
     return HostTimes(*before.tolist(), *after.tolist())
 
@@ -264,45 +251,60 @@ def _fit_steadily(points: Sequence[Point]) -> list[Curve]:
     """Curves of one kind that a few stalled steps do not bend: what exceeds STALL times a first fit
     shapes no curve, and is spread over all of them, so that the sum of the steps stays what it
     was."""
-    curves, measured = fit_kind(points), np.array([p.seconds for p in points])
+    curves, measured = fit_kind(points), _seconds_of(points)
     for _ in range(_ROUNDS):
         most = _STALL * _fitted_to(curves, points)
         if np.all(measured <= most):
             break
-        capped = np.minimum(measured, most).tolist()
-        curves = fit_kind(
-            [p._replace(seconds=seconds) for p, seconds in zip(points, capped, strict=True)]
-        )
+        capped = []
+        for point, seconds in zip(points, np.minimum(measured, most).tolist(), strict=True):
+            capped.append(point._replace(seconds=seconds))
+        curves = fit_kind(capped)
     scale = float(measured.sum() / _fitted_to(curves, points).sum())
-    return [
-        msgspec.structs.replace(c, **{name: scale * getattr(c, name) for name in _COEFFICIENTS})
-        for c in curves
-    ]
+    return [_scaled(curve, scale) for curve in curves]
+
+
+def _seconds_of(points: Sequence[Point]) -> np.ndarray:
+    return np.array([point.seconds for point in points])
+
+
+def _scaled(curve: Curve, scale: float) -> Curve:
+    changes = {name: scale * getattr(curve, name) for name in _COEFFICIENTS}
+    return msgspec.structs.replace(curve, **changes)
 
 
 def _fitted_to(curves: Sequence[Curve], points: Sequence[Point]) -> np.ndarray:
     """What the curves say of the points, seconds, never quite 0."""
-    by_shape = {(c.tokens, c.seats): c for c in curves}
-    return np.array(
-        [max(by_shape[p.bucket.tokens, p.bucket.seats].seconds(p.work), 1e-9) for p in points]
-    )
+    by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
+    seconds = []
+    for point in points:
+        curve = by_shape[point.bucket.tokens, point.bucket.seats]
+        seconds.append(curve.seconds(point.work))
+    return np.maximum(seconds, 1e-9)
 
 
 def fit_kind(points: Sequence[Point]) -> list[Curve]:
     """Curves of all buckets of one kind, rows ascending."""
-    buckets = sorted({p.bucket for p in points}, key=lambda b: (b.tokens, b.seats))
-    slopes = np.array([[getattr(p.work, name) for name in _SLOPES] for p in points], float)
-    fixed = np.array([[float(p.bucket == bucket) for bucket in buckets] for p in points])
-    seconds = np.array([p.seconds for p in points])
+    shapes = np.array([(point.bucket.tokens, point.bucket.seats) for point in points])
+    buckets, which = np.unique(shapes, axis=0, return_inverse=True)
+    slopes = np.array([_slopes_of(point.work) for point in points], float)
+    fixed = (which.reshape(-1, 1) == np.arange(len(buckets))).astype(float)
+    seconds = _seconds_of(points)
     common = nonnegative(np.hstack((fixed, slopes)), seconds)
     curves = []
-    for at, bucket in enumerate(buckets):
+    for at, (tokens, seats) in enumerate(buckets.tolist()):
         mine = fixed[:, at] > 0
-        design = np.column_stack((np.ones(mine.sum()), slopes[mine]))
+        count = int(mine.sum())
+        design = np.column_stack((np.ones(count), slopes[mine]))
         prior = np.array([common[at], *common[len(buckets) :]])
         own = nonnegative(design, seconds[mine], prior)
-        curves.append(Curve(bucket.tokens, bucket.seats, *own.tolist(), points=int(mine.sum())))
+        curves.append(Curve(tokens, seats, *own.tolist(), points=count))
     return curves
+
+
+def _slopes_of(work: StepWork) -> tuple[int, ...]:
+    """What the slopes of a curve are multiplied with, in their order."""
+    return work.keys, work.longest, work.prompt, work.pairs
 
 
 def nonnegative(
@@ -325,7 +327,7 @@ def nonnegative(
 
 def _residuals(table: StepTable, points: Sequence[Point]) -> tuple[list[float], _FitError]:
     """(factors of scatter, the error) over the points."""
-    measured, fitted = np.array([p.seconds for p in points]), _fitted_to(table.curves, points)
+    measured, fitted = _seconds_of(points), _fitted_to(table.curves, points)
     error = _FitError(
         len(points),
         float(np.median(np.abs(fitted / measured - 1))),
@@ -365,8 +367,10 @@ def _fixed_between(kin: Sequence[Curve], tokens: int) -> float:
     """Interpolated fixed part; past the last measured bucket it grows on as between the last
     two.
     """
-    rows, fixed = [c.tokens for c in kin], [c.fixed for c in kin]
-    if tokens <= rows[-1] or len(rows) == 1:
+    last = kin[-1]
+    if tokens <= last.tokens or len(kin) == 1:
+        rows, fixed = zip(*((curve.tokens, curve.fixed) for curve in kin), strict=True)
         return float(np.interp(tokens, rows, fixed))
-    slope = max(0.0, (fixed[-1] - fixed[-2]) / max(1, rows[-1] - rows[-2]))
-    return fixed[-1] + slope * (tokens - rows[-1])
+    before = kin[-2]
+    slope = max(0.0, (last.fixed - before.fixed) / max(1, last.tokens - before.tokens))
+    return last.fixed + slope * (tokens - last.tokens)

@@ -18,23 +18,24 @@ from jitney.engine.types import EngineRequest, SamplingParams
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request to come: `at` in seconds from the start, lengths in tokens; lower priorities
-    board sooner.
+    """One request to come."""
 
-    conversation: its number among the traffic's conversations, from 1; 0: it belongs to none, and
-    its prompt begins like no other. Prompts of one conversation begin alike, the shorter is the
-    start of the longer. n_shared: so many first tokens of a conversation's prompts are those of
-    every conversation (a system prompt). n_cached: prompt tokens that a recorded engine found in
-    its prefix cache.
-    """
-
+    #: Seconds from the start.
     at: float
+    #: Lengths in tokens.
     n_prompt: int
     n_output: int
     tenant: str = ""
+    #: Lower ones board sooner.
     priority: int = 0
+    #: Its number among the traffic's conversations, from 1; 0: it belongs to none, and its prompt
+    #: begins like no other. Prompts of one conversation begin alike, the shorter is the start of
+    #: the longer.
     conversation: int = 0
+    #: So many first tokens of a conversation's prompts are those of every conversation (a system
+    #: prompt).
     n_shared: int = 0
+    #: Prompt tokens that a recorded engine found in its prefix cache.
     n_cached: int = 0
 
 
@@ -42,9 +43,8 @@ def request_of(name: str, arrival: Arrival, prompt: list[int], at: float) -> Eng
     """The request that comes at `at` (seconds of the loop's clock): greedy, and ended by length
     alone.
     """
-    sampling = SamplingParams(
-        temperature=0.0, seed=0, max_tokens=max(1, arrival.n_output), ignore_eos=True
-    )
+    n_output = max(1, arrival.n_output)
+    sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=n_output, ignore_eos=True)
     return EngineRequest(
         id=name,
         prompt=prompt,
@@ -90,16 +90,7 @@ class TraceLine(
 
     @property
     def arrival(self) -> Arrival:
-        return Arrival(
-            at=self.at,
-            n_prompt=self.n_prompt,
-            n_output=self.n_output,
-            tenant=self.tenant,
-            priority=self.priority,
-            conversation=self.conversation,
-            n_shared=self.n_shared,
-            n_cached=self.n_cached,
-        )
+        return Arrival(*[getattr(self, name) for name in Arrival.__struct_fields__])
 
 
 _LINE = msgspec.json.Decoder(TraceLine)
@@ -113,11 +104,10 @@ def read_trace_lines(path: str | Path) -> list[TraceLine]:
         rows = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    lines = [
-        _read_line(row, f"{path}, line {number}")
-        for number, row in enumerate(rows, 1)
-        if row.strip()
-    ]
+    lines = []
+    for number, row in enumerate(rows, 1):
+        if row.strip():
+            lines.append(_read_line(row, f"{path}, line {number}"))
     if not lines:
         raise ConfigError(f"{path}: holds no request")
     return sorted(lines, key=lambda line: line.at)
@@ -148,19 +138,7 @@ def read_trace(path: str | Path) -> list[Arrival]:
 
 def write_trace(path: str | Path, arrivals: Iterable[Arrival]) -> None:
     """Write a trace file, one JSON object a line. ConfigError if the file cannot be written."""
-    lines = (
-        TraceLine(
-            at=a.at,
-            n_prompt=a.n_prompt,
-            n_output=a.n_output,
-            tenant=a.tenant,
-            priority=a.priority,
-            conversation=a.conversation,
-            n_shared=a.n_shared,
-            n_cached=a.n_cached,
-        )
-        for a in arrivals
-    )
+    lines = [TraceLine(**msgspec.structs.asdict(arrival)) for arrival in arrivals]
     try:
         Path(path).write_bytes(msgspec.json.Encoder().encode_lines(lines))
     except OSError as error:
@@ -209,9 +187,8 @@ class LogNormal:
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
         mu = math.log(self.mean) - self.sigma**2 / 2
-        return np.clip(np.rint(rng.lognormal(mu, self.sigma, count)), self.low, self.high).astype(
-            np.int64
-        )
+        lengths = np.rint(rng.lognormal(mu, self.sigma, count))
+        return np.clip(lengths, self.low, self.high).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,13 +263,10 @@ def synthesise(
 ) -> list[Arrival]:
     """`count` requests, the same for the same seed; lengths do not depend on the pattern."""
     rng_in, rng_out, rng_at = _generators(seed, 3)
-    columns = zip(
-        pattern.times(rng_at, count).tolist(),
-        lengths_in.draw(rng_in, count).tolist(),
-        lengths_out.draw(rng_out, count).tolist(),
-        strict=True,
-    )
-    return [Arrival(at, n_prompt, n_output) for at, n_prompt, n_output in columns]
+    times = pattern.times(rng_at, count).tolist()
+    prompts = lengths_in.draw(rng_in, count).tolist()
+    outputs = lengths_out.draw(rng_out, count).tolist()
+    return list(map(Arrival, times, prompts, outputs))
 
 
 #: Turns that each of the conversations at a time gets at least, whatever the number of requests.
@@ -304,15 +278,15 @@ class Conversations:
     """Conversations of several turns, whose prompts carry everything that was said before.
 
     A turn's prompt is the system prompt (`n_shared` tokens, the same for all), then the earlier
-    turns' messages and answers, then its own message. turns: how many a conversation has. live:
-    most conversations that take turns with each other, so that a turn comes so many requests after
-    the one before it; fewer where few requests come, so that each gets ROUNDS turns. The answers in
-    a prompt are made up: what a prefix cache can find of an earlier turn is its prompt, not its
-    answer.
+    turns' messages and answers, then its own message. The answers in a prompt are made up: what a
+    prefix cache can find of an earlier turn is its prompt, not its answer.
     """
 
     n_shared: int
+    #: How many a conversation has.
     turns: Lengths
+    #: Most conversations that take turns with each other, so that a turn comes so many requests
+    #: after the one before it; fewer where few requests come, so that each gets ROUNDS turns.
     live: int
 
     def requests(
@@ -326,37 +300,33 @@ class Conversations:
         n_messages = messages.draw(in_rng, count).tolist()
         n_answers = answers.draw(out_rng, count).tolist()
         n_turns = self.turns.draw(turns_rng, count).tolist()
-        live = min(self.live, max(1, count // _ROUNDS))
-        talks: list[_Talk] = []
-        found = []
+        talks = [_Talk() for _ in range(min(self.live, max(1, count // _ROUNDS)))]
+        arrivals = []
         begun = 0
         for number in range(count):
-            place = number % live
-            if place == len(talks):
-                talks.append(_Talk())
-            talk = talks[place]
+            talk = talks[number % len(talks)]
             if not talk.turns_left:
                 begun += 1
                 talk.begin(begun, n_turns[begun - 1], self.n_shared)
             n_prompt, n_output = talk.take_turn(n_messages[number], n_answers[number])
-            found.append(
-                Arrival(
-                    times[number],
-                    n_prompt,
-                    n_output,
-                    conversation=talk.conversation,
-                    n_shared=self.n_shared,
-                )
+            arrival = Arrival(
+                times[number],
+                n_prompt,
+                n_output,
+                conversation=talk.conversation,
+                n_shared=self.n_shared,
             )
-        return found
+            arrivals.append(arrival)
+        return arrivals
 
 
 @dataclass(slots=True)
 class _Talk:
-    """A conversation while its turns are made. n_said: tokens that its next prompt begins with."""
+    """A conversation while its turns are made."""
 
     conversation: int = 0
     turns_left: int = 0
+    #: Tokens that its next prompt begins with.
     n_said: int = 0
 
     def begin(self, conversation: int, turns: int, n_shared: int) -> None:
@@ -374,7 +344,7 @@ class _Talk:
 
 def _generators(seed: int, count: int) -> list[np.random.Generator]:
     """Independent generators; the first ones are the same whatever the count."""
-    return [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(count)]
+    return list(map(np.random.default_rng, np.random.SeedSequence(seed).spawn(count)))
 
 
 class _Workload(NamedTuple):
@@ -436,16 +406,17 @@ def make_arrivals(
 
 
 class LengthSummary(msgspec.Struct, frozen=True):
-    """What lengths came to, in tokens. at_shortest, at_longest: the shares of those that are
-    exactly the shortest and the longest, which for a distribution that was cut are the shares at
-    its cuts. Percentiles interpolate linearly."""
+    """What lengths came to, in tokens. Percentiles interpolate linearly."""
 
     shortest: int
+    #: Share of those that are exactly the shortest: of a distribution that was cut, those at its
+    #: cut.
     at_shortest: float
     median: float
     mean: float
     p95: float
     longest: int
+    #: Likewise.
     at_longest: float
 
     @classmethod
@@ -506,16 +477,13 @@ def parse_lengths(text: str, flag: str) -> Lengths:
     lengths if the flag's name speaks of prompts, else its output lengths). ConfigError names the
     flag.
     """
+    if text.startswith("trace:"):
+        field = "n_prompt" if "prompt" in flag else "n_output"
+        return _lengths_in(text.removeprefix("trace:"), field)
     try:
-        if text.startswith("trace:"):
-            lines = read_trace(text.removeprefix("trace:"))
-            return Empirical(
-                tuple(max(1, a.n_prompt if "prompt" in flag else a.n_output) for a in lines)
-            )
         if text.startswith("lognormal:"):
             return _lognormal(**_named(text.removeprefix("lognormal:")))
-        low, dots, high = text.partition("..")
-        return _checked(Uniform(int(low), int(high)) if dots else Fixed(int(low)))
+        return _plain_lengths(text)
     except (ValueError, TypeError):
         raise ConfigError(
             f"{flag}: {text!r} is no length; write 128, 50..800, "
@@ -524,10 +492,18 @@ def parse_lengths(text: str, flag: str) -> Lengths:
         ) from None
 
 
+def _lengths_in(file: str, field: str) -> Empirical:
+    observed = [getattr(arrival, field) for arrival in read_trace(file)]
+    return Empirical(tuple(np.maximum(1, observed).tolist()))
+
+
 def _named(text: str) -> dict[str, float]:
-    return {
-        name.strip(): float(value) for name, value in (part.split("=") for part in text.split(","))
-    }
+    """ "a=1,b=2" as numbers by name."""
+    named = {}
+    for part in text.split(","):
+        name, value = part.split("=")
+        named[name.strip()] = float(value)
+    return named
 
 
 def _lognormal(mean: float, sigma: float, min: float = 1, max: float = 2**31 - 1) -> LogNormal:
@@ -536,11 +512,17 @@ def _lognormal(mean: float, sigma: float, min: float = 1, max: float = 2**31 - 1
     return LogNormal(mean, sigma, int(min), int(max))
 
 
-def _checked(lengths: Fixed | Uniform) -> Lengths:
-    low, high = (lengths.tokens,) * 2 if isinstance(lengths, Fixed) else (lengths.low, lengths.high)
+def _plain_lengths(text: str) -> Lengths:
+    """Of "128" and "50..800"; ValueError for anything else."""
+    first, dots, last = text.partition("..")
+    low = high = int(first)
+    if dots:
+        high = int(last)
     if not 1 <= low <= high:
         raise ValueError
-    return lengths
+    if dots:
+        return Uniform(low, high)
+    return Fixed(low)
 
 
 #: What each arrival pattern is called on the command line, and how it is made of a rate, a shape

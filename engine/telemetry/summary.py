@@ -4,6 +4,7 @@ times and records.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -29,13 +30,12 @@ class Slo:
 
     def met_by(self, request: RequestRecord) -> bool:
         """True when it was served within the limits; a single token has no gap to be late with."""
+        ttft_s, tpot_s = request.ttft_s, request.tpot_s or 0.0
         if not request.served:
             return False
-        late_first = self.ttft_s is not None and (
-            request.ttft_s is None or request.ttft_s > self.ttft_s
-        )
-        late_later = self.itl_s is not None and (request.tpot_s or 0.0) > self.itl_s
-        return not (late_first or late_later)
+        if self.ttft_s is not None and (ttft_s is None or ttft_s > self.ttft_s):
+            return False
+        return self.itl_s is None or tpot_s <= self.itl_s
 
 
 def summarise(
@@ -52,14 +52,16 @@ def summarise(
 
     Latencies and tokens are those of served requests; `finish` counts the others. records: [steps]
     STEP_DTYPE or None; seats: 0 if unknown. seated_s: seconds that all sequences sat in seats, see
-    `seated`; None if unknown. Percentiles interpolate linearly between the sorted values.
-    seat_fill: seated_s over all seat-seconds, so that neither a seat that a policy holds for nobody
-    counts, nor the time that a preempted sequence waits.
+    `seated`; None: as the requests' stays say. Percentiles interpolate linearly between the sorted
+    values. seat_fill: seated_s over all seat-seconds, so that neither a seat that a policy holds
+    for nobody counts, nor the time that a preempted sequence waits.
     """
     served = [request for request in requests if request.served]
     n_prompt = sum(request.n_prompt for request in served)
     n_output = sum(request.n_output for request in served)
-    figures = {
+    if seated_s is None:
+        seated_s = seated(stay for request in requests for stay in request.stays)
+    return {
         "requests": len(requests),
         "served": len(served),
         "finish": dict(Counter(request.finish for request in requests)),
@@ -70,38 +72,39 @@ def summarise(
         "output_tok_s": _per(n_output, seconds),
         "total_tok_s": _per(n_prompt + n_output, seconds),
         **_latencies(served),
-        "goodput_req_s": None
-        if slo is None
-        else _per(sum(slo.met_by(request) for request in requests), seconds),
-        "slo": None if slo is None else {"ttft_s": slo.ttft_s, "itl_s": slo.itl_s},
+        **_goodput(requests, seconds, slo),
         "seat_fill": seat_fill(seated_s, seats, seconds),
         "price_per_hour": price_per_hour,
         "cost_per_million_tokens": cost_per_million(price_per_hour, seconds, n_output),
+        **_step_figures(records),
     }
-    return figures | _step_figures(records)
+
+
+def _goodput(requests: Sequence[RequestRecord], seconds: float, slo: Slo | None) -> dict[str, Any]:
+    """Requests a second that met the service level; None without one."""
+    if slo is None:
+        return {"goodput_req_s": None, "slo": None}
+    met = sum(map(slo.met_by, requests))
+    return {"goodput_req_s": _per(met, seconds), "slo": dataclasses.asdict(slo)}
 
 
 def _latencies(served: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
     """Distributions of queue wait, time to first token, gaps between tokens, per-request means of
     them, end to end.
     """
-    return {
-        "ttft_s": spread(t.ttft_s for t in served),
-        "itl_s": spread_of(token_gaps(served)),
-        "tpot_s": spread(t.tpot_s for t in served),
-        "e2e_s": spread(t.e2e_s for t in served),
-        "queue_s": spread(t.queue_s for t in served),
-    }
+    distributions = {"itl_s": spread_of(token_gaps(served))}
+    for name in ("ttft_s", "tpot_s", "e2e_s", "queue_s"):
+        distributions[name] = spread([getattr(request, name) for request in served])
+    return distributions
 
 
 def token_gaps(requests: Iterable[RequestRecord]) -> np.ndarray:
     """All gaps between neighbouring tokens of a request, of all requests [gaps] f8 s."""
-    gaps = [
-        np.diff(np.asarray(request.token_times, np.float64))
-        for request in requests
-        if request.token_times is not None
-    ]
-    return np.concatenate(gaps) if gaps else np.empty(0)
+    gaps = [np.empty(0)]
+    for request in requests:
+        if request.token_times is not None:
+            gaps.append(np.diff(np.asarray(request.token_times, np.float64)))
+    return np.concatenate(gaps)
 
 
 def token_waits(
@@ -113,28 +116,31 @@ def token_waits(
     [steps] f8. Every step of a stay brings a token, from its first one on, so the waits are those
     between neighbouring steps; who lost its seat waits from one stay to the next.
     """
-    began, ended, lost, found = [], [], [], []
-    for request in requests:
-        stays = [stay for stay in request.stays if stay.first_step >= 0]
-        began += [stay.first_step for stay in stays]
-        ended += [stay.last_step for stay in stays]
-        lost += [stay.last_step for stay in stays[:-1]]
-        found += [stay.first_step for stay in stays[1:]]
-
-    def place(numbers: list[int]) -> np.ndarray:
-        return np.searchsorted(steps, np.array(numbers, np.int64))
-
+    first, last, follows = _stay_steps(requests)
+    began, ended = np.searchsorted(steps, first), np.searchsorted(steps, last)
     # A stay's tokens but the first have waited for one step: add at its second, take off behind
     # its last.
-    more = np.bincount(place(began) + 1, minlength=len(steps) + 1)
-    fewer = np.bincount(place(ended) + 1, minlength=len(steps) + 1)
+    more = np.bincount(began + 1, minlength=len(steps) + 1)
+    fewer = np.bincount(ended + 1, minlength=len(steps) + 1)
     counts = np.cumsum(more - fewer)[1 : len(steps)]
     waited = counts > 0
-    between_stays = done[place(found)] - done[place(lost)]
-    return (
-        np.concatenate((np.diff(done)[waited], between_stays)),
-        np.concatenate((counts[waited], np.ones(len(between_stays), np.int64))),
-    )
+    between_stays = done[began[1:][follows]] - done[ended[:-1][follows]]
+    waits = np.concatenate((np.diff(done)[waited], between_stays))
+    return waits, np.concatenate((counts[waited], np.ones(len(between_stays), np.int64)))
+
+
+def _stay_steps(requests: Iterable[RequestRecord]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps of the first [n] i8 and last [n] i8 token of each stay that brought one; and whether
+    each but the first stay [n - 1] bool is of the same request as the one before it.
+    """
+    first, last, owner = [], [], []
+    for number, request in enumerate(requests):
+        for stay in request.stays:
+            if stay.first_step >= 0:
+                first.append(stay.first_step)
+                last.append(stay.last_step)
+                owner.append(number)
+    return np.array(first, np.int64), np.array(last, np.int64), np.diff(owner) == 0
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
@@ -146,11 +152,11 @@ def spread_of(values: np.ndarray) -> dict[str, float] | None:
     """As `spread`, of an array [n] f8."""
     if not len(values):
         return None
-    points = np.percentile(values, list(QUANTILES.values()))
-    return dict(zip(QUANTILES, points.tolist(), strict=True)) | {
-        "mean": float(values.mean()),
-        "max": float(values.max()),
-    }
+    points = np.percentile(values, list(QUANTILES.values())).tolist()
+    figures = dict(zip(QUANTILES, points, strict=True))
+    figures["mean"] = float(values.mean())
+    figures["max"] = float(values.max())
+    return figures
 
 
 def seated(stays: Iterable[Stay], since: float = -math.inf, until: float = math.inf) -> float:
@@ -159,8 +165,7 @@ def seated(stays: Iterable[Stay], since: float = -math.inf, until: float = math.
     """
     total = 0.0
     for stay in stays:
-        end = until if stay.end is None else min(stay.end, until)
-        total += max(0.0, end - max(stay.start, since))
+        total += max(0.0, min(stay.left, until) - max(stay.start, since))
     return total
 
 
@@ -186,20 +191,26 @@ def _step_figures(records: np.ndarray | None) -> dict[str, Any]:
     """
     if records is None or not len(records):
         return dict.fromkeys(("steps", "rows", "padding_share", "kv_use", "device_s", "preempted"))
-    computed = int(records["bucket_tokens"].sum())
-    weights = records["device_s"].astype(np.float64)
-    weights = weights if weights.sum() > 0 else np.ones(len(records))
+    rows = {kind: int(records[kind].sum()) for kind in ROW_KINDS}
     return {
         "steps": len(records),
-        "rows": {kind: int(records[kind].sum()) for kind in ROW_KINDS},
-        "padding_share": float(records["padding"].sum() / computed) if computed else 0.0,
-        "kv_use": float(
-            np.average(records["pages_used"] / np.maximum(1, records["pages"]), weights=weights)
-        ),
+        "rows": rows,
+        "padding_share": rows["padding"] / max(1, int(records["bucket_tokens"].sum())),
+        "kv_use": _kv_use(records),
         "device_s": math.fsum(records["device_s"].tolist()),
         "preempted": int(records["preempted"].sum()),
     }
 
 
+def _kv_use(records: np.ndarray) -> float:
+    used = records["pages_used"] / np.maximum(1, records["pages"])
+    weights = records["device_s"].astype(np.float64)
+    if weights.sum() <= 0:
+        return float(used.mean())
+    return float(np.average(used, weights=weights))
+
+
 def _per(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 0 else 0.0
+    if seconds <= 0:
+        return 0.0
+    return amount / seconds
