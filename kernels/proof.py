@@ -101,7 +101,6 @@ def prove(kernels: KernelSet, shapes: ServedShapes) -> tuple[Proof, ...]:
 
 
 def _replaces_reference(kernels: KernelSet, kernel: str) -> bool:
-    """Whether the set has a kernel of its own under this key of FIELDS."""
     plain = reference()
     return any(getattr(kernels, field) is not getattr(plain, field) for field in FIELDS[kernel])
 

@@ -169,8 +169,9 @@ def _written(step: _AttentionStep, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 def _in_floats(kv: np.ndarray, step: _AttentionStep) -> np.ndarray:
     """The numbers that a pool [N, page, 2K, D] stands for, float32."""
     wide = kv.astype(np.float32)
-    factors = step.arrays.factors
-    return wide * factors["kv_scales"][:, None] if factors else wide
+    if step.arrays.factors:
+        wide *= step.arrays.factors["kv_scales"][:, None]
+    return wide
 
 
 def _context_lengths(shapes: ServedShapes, count: int) -> list[int]:

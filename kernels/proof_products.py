@@ -119,7 +119,6 @@ def _random_product(shapes: ServedShapes, matrix: Matrix) -> tuple[np.ndarray, n
 
 
 def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Numbers spread evenly over [-1, 1)."""
     return (2 * rng.random(shape, np.float32) - 1).astype(jnp.dtype(dtype))
 
 

@@ -153,7 +153,6 @@ async def _read(answer: Answer, stream: AsyncIterator[bytes]) -> None:
 
 
 def _take(answer: Answer, chunk: dict[str, Any]) -> None:
-    """Note one chunk: text, the end, the counts."""
     for choice in chunk["choices"]:
         if _text_of(choice):
             answer.chunks.append(time.monotonic())

@@ -72,7 +72,6 @@ def _shares(total: int, counts: Sequence[int]) -> list[int]:
 
 
 def _step_seconds(samples: Samples) -> float:
-    """Device time of all steps since the server started."""
     return sum(value for (name, _), value in samples.items() if name == "jitney_step_seconds_sum")
 
 

@@ -191,14 +191,12 @@ class _Session:
         return run
 
     def _texts(self, arrivals: Sequence[Arrival], salt: int) -> list[str]:
-        """The prompts; another salt gives others."""
         texts = []
         for number, arrival in enumerate(arrivals):
             texts.append(arrival_prose(arrival, self.ruler.words, number, salt))
         return texts
 
     async def _read_bill(self, run: OnlineRun, before: Samples) -> None:
-        """Write into the run what the server says of it since `before`."""
         after = await read_metrics(self.client, self.endpoint.base)
         if after is not None:
             run.bill = bill_between(before, after, run.load.seconds)

@@ -63,7 +63,6 @@ class _Measurement(NamedTuple):
     outputs: list[int]
 
     def describe(self) -> dict[str, Any]:
-        """What it sends, for the report."""
         prompts = LengthSummary.of(len(prompt) for prompt in self.prompts)
         outputs = LengthSummary.of(self.outputs)
         return {
@@ -81,7 +80,6 @@ class _Measurement(NamedTuple):
 
 
 def _figure_of(name: str) -> str:
-    """The figure that a measurement is for."""
     if name.startswith("prompts_"):
         return "prompt_tok_s"
     return "output_tok_s"
@@ -104,7 +102,6 @@ class _PeerResult:
     failed: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For the report."""
         return {
             "version": self.version,
             "device": self.device,

@@ -56,7 +56,6 @@ def _offered(share: float | None) -> str:
 
 
 def _agreement(unlike: Sequence[Mapping[str, Any]]) -> str:
-    """Whether all policies gave the same tokens, and of which requests they did not."""
     if not unlike:
         return "all policies gave every request the same tokens"
     requests = {difference["request"] for difference in unlike}
@@ -130,7 +129,6 @@ def _request_shares(
 
 
 def _load_curve(report: Mapping[str, Any]) -> PageSection:
-    """p99 time to first token over the load, simulated and, where it was asked for, measured."""
     simulated, measured = report["load_curve"], report["measured_loads"]
     shown = [tables.curve_table(simulated)]
     if measured:

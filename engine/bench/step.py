@@ -253,7 +253,6 @@ def _copy_bandwidth() -> float:
 
 
 def _product_rate(dtype: str) -> float:
-    """Operations/s of a large square matrix product."""
     import jax
     import jax.numpy as jnp
 
@@ -344,7 +343,6 @@ def table_of(timings: Sequence[StepTiming], host: HostTimes, source: str) -> Ste
 
 
 def _row_of(timing: StepTiming, table: StepTable, floor: Roofline) -> dict[str, Any]:
-    """One case for the report."""
     case, work = timing.case, timing.work
     return {
         "bucket": str(case.bucket),

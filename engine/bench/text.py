@@ -111,7 +111,6 @@ _LONGEST_SENTENCE = 18
 
 
 def _sentence(rng: np.random.Generator) -> list[str]:
-    """The words of one sentence of 9 to 18 words."""
 
     def pick(words: Sequence[str]) -> str:
         return words[int(rng.integers(len(words)))]

@@ -77,7 +77,6 @@ def read_gguf_config(
 
 
 def _family_named(name: Any) -> tuple[str, Family]:
-    """The class name and family that GGUF calls `name`; Mistral's files say llama."""
     known = []
     for architecture, family in FAMILIES.items():
         if family.from_gguf is not None:

@@ -151,7 +151,6 @@ def _norm(path: Path, name: str, size: int, names: Dialect) -> Target:
 
 
 def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
-    """The norms of one layer."""
     size, dim = config.hidden_size, config.head_dim
     norms: list[tuple[Path, str, int]] = [
         (("attention_norm",), names.attention_norm, size),

@@ -113,7 +113,6 @@ def read_settings(environ: Mapping[str, str]) -> IndexSettings:
 
 
 def _indexes(environ: Mapping[str, str], pip: Mapping[str, str]) -> list[str]:
-    """The index, then the extra ones."""
     index = (
         environ.get("PIP_INDEX_URL")
         or _named(environ.get("UV_DEFAULT_INDEX", ""))
@@ -377,7 +376,6 @@ def _take(client: httpx.Client, link: _Link, place: str, folder: Path, watch: _W
 
 
 def _read_link(client: httpx.Client, link: _Link, place: str, watch: _Watch) -> Iterator[bytes]:
-    """The file's bytes, in order."""
     if _is_web(link.url):
         return _web_bytes(client, link, watch)
     if _is_web(place):

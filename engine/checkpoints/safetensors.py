@@ -97,7 +97,6 @@ def _stored_bytes(path: Path, name: str) -> np.ndarray:
 
 
 def _shard_names(folder: Path) -> list[str]:
-    """Names of the safetensors files that make up the model."""
     if safe_file(folder, _INDEX, missing_ok=True) is None:
         if safe_file(folder, _SINGLE, missing_ok=True) is None:
             raise ModelError(

@@ -84,7 +84,6 @@ def is_repository(model: str) -> bool:
 
 
 def _hf_source(folder: Path, name: str) -> ModelSource:
-    """A folder with config.json."""
     config = read_hf_config(
         read_json(folder, "config.json"),
         read_json(folder, "generation_config.json", missing_ok=True),
@@ -117,7 +116,6 @@ def _tokenizer_end_id(folder: Path) -> int | None:
 
 
 def _gguf_source(path: Path, name: str) -> ModelSource:
-    """A .gguf file."""
     if path.suffix != ".gguf":
         raise ModelError(f"{path.name} is neither a model folder nor a .gguf file")
     return ModelSource("gguf", str(path), name, config_of(GGUFFile(path)))

@@ -56,7 +56,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _folder(named: str | None) -> Path:
-    """Where the report goes. Raises ConfigError if there is no such folder."""
     folder = _RESULTS if _RESULTS.is_dir() else Path()
     if named:
         folder = Path(named)

@@ -110,7 +110,6 @@ def _encoder(model: str) -> Encode:
 
 
 def _deliver(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
-    """Print the table and write the files that were asked for."""
     table = markdown(report)
     if args.markdown:
         try:

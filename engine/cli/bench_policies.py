@@ -105,18 +105,15 @@ class _Traffic:
 
     @property
     def open_loop(self) -> bool:
-        """True when they come at times that were drawn for a rate."""
         return is_drawn(self.args)
 
     def paced(self, rate: float) -> list[PromptedArrival]:
-        """The requests at so many a second."""
         paced = []
         for arrival, request in zip(at_load(self.arrivals, rate), self.requests, strict=True):
             paced.append(PromptedArrival(arrival, request.prompt))
         return paced
 
     def due(self) -> list[PromptedArrival]:
-        """The requests as they come."""
         if self.open_loop:
             return self.paced(self.rate)
         return self.requests
@@ -162,7 +159,6 @@ class _Comparison:
         return rate
 
     def _say_duration(self, table: StepTable) -> None:
-        """How long all runs should take, by simulation, on standard error."""
         seconds = 0.0
         for traffic in self.traffics.values():
             for policy in self.policies:
@@ -182,7 +178,6 @@ class _Comparison:
         return simulate(arrivals, shape, table, concurrency=concurrency).seconds
 
     def _run(self, case: str, traffic: _Traffic) -> dict[str, OfflineRun]:
-        """The case under each policy."""
         return run_policies(
             self.bench,
             traffic.due(),
@@ -322,7 +317,6 @@ def _add_comparison(parser: Parser) -> None:
 
 
 def _policies_from(args: argparse.Namespace) -> list[str]:
-    """The policies to run, each once."""
     names = names_from("--policies", args.policies, POLICIES)
     if args.concurrency and not is_closed(args):
         raise ConfigError(
@@ -332,7 +326,6 @@ def _policies_from(args: argparse.Namespace) -> list[str]:
 
 
 def _loads_from(args: argparse.Namespace) -> list[float]:
-    """The loads to measure beside the simulated curve."""
     if args.measure_loads is None:
         return []
     return numbers_from("--measure-loads", args.measure_loads, float)
@@ -371,7 +364,6 @@ def with_flags(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
 
 
 def _config_from(args: argparse.Namespace) -> Config:
-    """The configuration, with the seats that were asked for."""
     if args.seats is not None and "max_seats" in vars(args):
         raise ConfigError("--seats and --max-seats are the same setting: give one")
     if args.seats is not None:
@@ -396,7 +388,6 @@ def _make_report(
     runs: Mapping[str, Mapping[str, OfflineRun]],
     info: EngineInfo,
 ) -> dict[str, Any]:
-    """Everything that was found, ready for JSON."""
     first = next(iter(traffics))
     return {
         "cases": {name: _case_report(args, traffics[name], runs[name]) for name in runs},
@@ -409,7 +400,6 @@ def _make_report(
 def _case_report(
     args: argparse.Namespace, traffic: _Traffic, runs: Mapping[str, OfflineRun]
 ) -> dict[str, Any]:
-    """What was found of one case."""
     figures, limits, measured = {}, {}, {}
     for name, run in runs.items():
         figures[name] = _run_figures(args, run)
@@ -432,7 +422,6 @@ def _case_report(
 
 
 def _run_figures(args: argparse.Namespace, run: OfflineRun) -> dict[str, Any]:
-    """The figures of one run, its ledger and its queue."""
     price = args.price_per_hour
     shares, _ = run.owners.bill(run.records)
     figures = run.figures(slo_from(args), price)
@@ -473,7 +462,6 @@ def _deliver(
     report: Mapping[str, Any],
     runs: Mapping[str, Mapping[str, OfflineRun]],
 ) -> None:
-    """Print the tables and write the files that were asked for."""
     from jitney.engine.bench.policies_page import write_policies_page
 
     _write_runs(args, runs)
@@ -525,7 +513,6 @@ def _print_case(
     runs: Mapping[str, OfflineRun],
     price_per_hour: float | None,
 ) -> None:
-    """What was found of one case."""
     from jitney.engine.bench.policies_page import case_lines
     from jitney.engine.report import tables
 

@@ -129,7 +129,6 @@ def _key() -> str:
 
 
 def _rate_from(args: argparse.Namespace) -> float:
-    """Requests a second. ConfigError where arrivals need a rate, or have none."""
     if is_closed(args) and args.rate:
         raise ConfigError(
             "--rate is for --arrivals poisson or gamma, or for --trace: closed arrivals have none"
@@ -142,7 +141,6 @@ def _rate_from(args: argparse.Namespace) -> float:
 def _make_report(
     args: argparse.Namespace, online: OnlineRun, arrivals: list[Arrival]
 ) -> dict[str, Any]:
-    """Everything that was found, ready for JSON."""
     load, price = online.load, args.price_per_hour
     figures = load.figures(slo_from(args), price)
     figures["backlog"] = backlog_json(load.requests, is_closed(args))
@@ -168,7 +166,6 @@ def _make_report(
 
 
 def _short_outputs(online: OnlineRun, arrivals: Sequence[Arrival]) -> int:
-    """Served requests that ended before their length."""
     short = 0
     for request, arrival in zip(online.load.requests, arrivals, strict=True):
         if request.served and request.n_output < _NEARLY_ALL * arrival.n_output:
@@ -187,7 +184,6 @@ def _errors_of(online: OnlineRun) -> dict[str, dict[str, Any]]:
 
 
 def _deliver(args: argparse.Namespace, report: Mapping[str, Any], online: OnlineRun) -> None:
-    """Print the tables and write the files that were asked for."""
     from jitney.engine.bench.saved import write_recording
 
     if args.trace_to:
@@ -212,7 +208,6 @@ def _print_report(args: argparse.Namespace, report: Mapping[str, Any], online: O
 
 
 def _summary(report: Mapping[str, Any]) -> list[str]:
-    """What was sent where, and whatever casts doubt on the figures."""
     about = EngineAbout(**report["engine"])
     return [
         f"{report['model']} at {report['url']}",
@@ -226,7 +221,6 @@ def _summary(report: Mapping[str, Any]) -> list[str]:
 
 
 def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
-    """Too few requests, a queue, failures, and outputs that ended early."""
     figures = report["figures"]
     if 0 < figures["served"] < ENOUGH_FOR_P99:
         yield f"p99 of {figures['served']} requests is nearly the slowest of them"
@@ -242,7 +236,6 @@ def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _server_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """What the server said of the run."""
     if report["server_queue_mean_s"] is not None:
         milliseconds = 1e3 * report["server_queue_mean_s"]
         yield f"requests waited {milliseconds:.1f} ms in the server's queue, on average"

@@ -151,7 +151,6 @@ def _rate_at(axis: str, value: float) -> float:
 
 
 def _args_at(args: argparse.Namespace, axis: str, value: float) -> argparse.Namespace:
-    """The arguments as they hold for one point."""
     if axis == "concurrency":
         requests = max(args.requests or _CLOSED_REQUESTS, 4 * int(value))
         changes = {"arrivals": "closed", "requests": requests}
@@ -206,7 +205,6 @@ def _sweep(
 def _point(
     axis: str, value: float, capacity: float | None, figures: dict[str, Any]
 ) -> dict[str, Any]:
-    """A point of the curve; capacity: requests a second at load 1."""
     point = {axis: value, **point_of(figures), "figures": figures}
     if capacity is not None:
         point["rate"] = value * capacity
@@ -214,7 +212,6 @@ def _point(
 
 
 def _last_traffic(args: argparse.Namespace, axis: str, value: float) -> dict[str, Any]:
-    """What came at the last point."""
     arrivals = _arrivals_at(args, axis, value)
     return describe_traffic(_args_at(args, axis, value), arrivals, _rate_at(axis, value))
 
@@ -305,12 +302,10 @@ class _AtEndpoint:
         return figures
 
     def close(self) -> dict[str, str]:
-        """What it said of itself."""
         return self._about._asdict()
 
 
 def _deliver(args: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:
-    """Print the curve and write the files that were asked for."""
     from jitney.engine.report.page import write_page
     from jitney.engine.report.tables import print_table
 
@@ -328,7 +323,6 @@ def _deliver(args: argparse.Namespace, report: Mapping[str, Any], knee: int | No
 
 
 def _summary(report: Mapping[str, Any]) -> list[str]:
-    """What was swept on what, and whatever casts doubt on the figures."""
     lines = [
         f"{report['target']}; {_engine_line(report)}",
         f"{traffic_line(report['traffic'])} (the last point)",
@@ -340,7 +334,6 @@ def _summary(report: Mapping[str, Any]) -> list[str]:
 
 
 def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
-    """Too few requests, queues that grew, and failures."""
     axis, points = report["axis"], report["points"]
     served = [point["figures"]["served"] for point in points]
     if min(served) < ENOUGH_FOR_P99:
@@ -354,7 +347,6 @@ def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _client_lines(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """How well the client kept up, where there was one."""
     shares, troubles = [], set()
     for point in points:
         client = point["figures"].get("client")
@@ -397,7 +389,6 @@ def _curve_table(report: Mapping[str, Any], knee: int | None) -> Table:
 
 
 def _cells(axis: str, point: Mapping[str, Any]) -> dict[str, str]:
-    """A point's cells by the names of their columns."""
     from jitney.engine.report.tables import duration, number, queue
 
     cells = {"open" if axis == "concurrency" else axis: f"{point[axis]:g}"}

@@ -99,7 +99,6 @@ def _serve(config: Config, urls: Sequence[str], key: str) -> None:
 
 
 async def _until_signal(server: uvicorn.Server, bound: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM."""
 
     def leave() -> None:
         server.should_exit = True

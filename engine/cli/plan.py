@@ -113,7 +113,6 @@ def _add_assumptions(flags: Flags) -> None:
 
 
 def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, Any]:
-    """Everything, as plain data."""
     return {
         "device": roofline.device.name,
         "count": roofline.count,
@@ -127,7 +126,6 @@ def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, 
 
 
 def _show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None:
-    """The curve as a table, the answers and the assumptions in lines."""
     from jitney.engine.report.page import Table
     from jitney.engine.report.tables import print_lines, print_table
 

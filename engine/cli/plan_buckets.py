@@ -111,7 +111,6 @@ def _simulated_steps(args: argparse.Namespace, config: Config, present: Buckets)
 
 
 def _show(proposal: Proposal, steps: int, budget: int) -> None:
-    """The sizes, and what they save."""
     saved = sum(proposal.padding_now.values()) - sum(proposal.padding.values())
     print(f"from {steps:,} steps, {proposal.executables} of {budget} executables:")
     print(f"  --seat-buckets {','.join(map(str, proposal.seat_buckets))}")

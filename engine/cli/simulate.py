@@ -374,9 +374,6 @@ def source_of(table: StepTimes) -> str:
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    """The figures of all policies side by side, then each beside its measurement, if there is
-    one.
-    """
     from jitney.engine.report.tables import CROSS_TITLE, cross_table, print_lines, print_table
 
     print_lines(_notes(report))
@@ -421,7 +418,6 @@ def _error_table(report: Mapping[str, Any], policy: str) -> Table:
 
 
 def _cell(name: str, value: float | None) -> str:
-    """A figure as people read it."""
     if value is None:
         return ""
     if name in ("padding_share", "seat_fill", "kv_use"):

@@ -89,7 +89,6 @@ async def watch(url: str, key: str) -> None:
 
 
 async def _draw_feed(watched: _Watched, live: Live) -> None:
-    """Draw until the feed ends."""
     drawn = 0.0
     async for now in watched.frames():
         live.start()

@@ -158,7 +158,6 @@ def _loading(replica: Replica) -> str:
 
 
 def _figures(replica: Replica, rates: Rates) -> Columns:
-    """The main numbers, as many in a row as fit."""
     latency = replica.metrics.get("latency") or {}
     figures = {
         "output tok/s": _number(rates.per_second("decode")),

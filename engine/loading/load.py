@@ -183,7 +183,6 @@ def _shared(arrays: dict[Path, jax.Array], shares: Shares | None) -> dict[Path, 
 
 
 def _declared_dtypes(config: ModelConfig, dtype: DType) -> dict[Path, DType]:
-    """The dtype of each weight in a model of `dtype`."""
     state = nnx.state(abstract_model(config, dtype=dtype))
     return {path: leaf.dtype for path, leaf in _flat_leaves(state)}
 
@@ -202,7 +201,6 @@ def _assemble(config: ModelConfig, dtype: DType, arrays: dict[Path, jax.Array]) 
 
 
 def _linear_at(model: Model, path: Path) -> Linear:
-    """The layer whose kernel has that path."""
     module: Any = model
     for name in path[:-1]:
         module = module[name] if isinstance(name, int) else getattr(module, name)
@@ -210,7 +208,6 @@ def _linear_at(model: Model, path: Path) -> Linear:
 
 
 def _flat_leaves(state: Any) -> list[tuple[Path, Any]]:
-    """nnx's variables and their paths."""
     leaves: Any = nnx.to_flat_state(state)
     return list(leaves)
 

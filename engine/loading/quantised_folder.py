@@ -215,7 +215,6 @@ class QuantisedFolder(SafetensorsFolder):
         return 0.0
 
     def _number(self, name: str) -> float:
-        """A tensor of one number; 0 if there is none."""
         if name not in self.stored:
             return 0.0
         value = super().read(name)

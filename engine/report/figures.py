@@ -171,7 +171,6 @@ def _spans(name: str, spans: Sequence[_Span], started: float, colour: str) -> go
 
 
 def _columns(spans: Sequence[_Span]) -> tuple[list[Any], ...]:
-    """Seats, starts, ends and requests of spans."""
     if not spans:
         return [], [], [], []
     return tuple(list(column) for column in zip(*spans, strict=True))

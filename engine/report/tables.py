@@ -142,7 +142,6 @@ def ledgers_table(
 
 
 def _kind_row(kind: str, lines: Sequence[Line]) -> list[str]:
-    """Rows and time of each run."""
     row = [LEDGER_LABELS.get(kind, kind)]
     for line in lines:
         row += [f"{line.rows:,}", f"{line.seconds:.2f} s"]
@@ -165,7 +164,6 @@ def _cost_head(price_per_hour: float | None) -> list[str]:
 
 
 def _cost(line: Line, price_per_hour: float | None) -> list[str]:
-    """The line's cost as a cell, none without a price."""
     if price_per_hour is None:
         return []
     return [f"{line.money(price_per_hour):.6f}"]
@@ -282,5 +280,4 @@ def share(value: float | None) -> str:
 
 
 def _times(value: float | None) -> str:
-    """As a factor."""
     return "" if value is None else f"{value:.2f}x"

@@ -220,7 +220,6 @@ def delivered(request: RequestRecord, end: float) -> float:
 
 
 def _result_of(run: SimulatedRun, price_per_hour: float | None) -> dict[str, Any]:
-    """Figures and stays of a run, times from its beginning."""
     stays = run.stays
     return {
         "figures": run.figures(price_per_hour=price_per_hour),

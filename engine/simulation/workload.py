@@ -335,7 +335,6 @@ class _Talk:
         self.n_said = n_shared
 
     def take_turn(self, n_message: int, n_answer: int) -> tuple[int, int]:
-        """Prompt and output tokens of the next turn."""
         n_prompt = self.n_said + n_message
         self.n_said = n_prompt + n_answer
         self.turns_left -= 1

@@ -117,7 +117,6 @@ def tiny_fast() -> PreTrainedTokenizerFast:
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:
-    """Token -> id."""
     return dict(zip(tokens, range(len(tokens)), strict=True))
 
 

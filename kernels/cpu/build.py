@@ -107,7 +107,6 @@ def levels_here() -> list[Level]:
 
 
 def _sources() -> list[Path]:
-    """The files that are compiled."""
     return sorted(_NATIVE.glob("*.cc"))
 
 
@@ -136,7 +135,8 @@ def is_current(path: Path) -> bool:
 def compilers() -> Iterator[list[str]]:
     """Commands of the C++ compilers that are there, the one asked for first."""
     wanted = os.environ.get("CXX")
-    for command in [wanted] if wanted else ["c++", "g++", "clang++"]:
+    commands = [wanted] if wanted else ["c++", "g++", "clang++"]
+    for command in commands:
         words = shlex.split(command)
         if shutil.which(words[0]):
             yield words
@@ -154,31 +154,37 @@ def compiler() -> list[str]:
 def headers() -> Path:
     """jaxlib's own headers; BuildError if it is not installed."""
     found = importlib.util.find_spec("jaxlib")
-    for folder in (found.submodule_search_locations or ()) if found else ():
-        include = Path(folder) / "include"
-        if (include / "xla" / "ffi" / "api" / "ffi.h").is_file():
-            return include
+    if found is not None:
+        for folder in found.submodule_search_locations or ():
+            include = Path(folder) / "include"
+            if (include / "xla" / "ffi" / "api" / "ffi.h").is_file():
+                return include
     raise BuildError("jaxlib's headers are not installed here")
 
 
 def machine_flags(level: Level, command: Sequence[str]) -> list[str]:
     """The level, as this compiler names it."""
     if "ziglang" in command or Path(command[0]).name == "zig":
-        return [f"-mcpu={'+'.join((level.march.replace('-', '_'), *level.features))}"]
+        names = [level.march.replace("-", "_"), *level.features]
+        return [f"-mcpu={'+'.join(names)}"]
     return [f"-march={level.march}", *(f"-m{feature}" for feature in level.features)]
 
 
 def run(command: Sequence[str]) -> None:
     """Run a compiler; BuildError with the line that says what is wrong if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
-        return
-    lines = [
-        line for line in done.stderr.splitlines() if "error" in line
-    ] or done.stderr.splitlines()[-1:]
-    raise BuildError(
-        f"{shlex.join(command[:3])} ... failed: {lines[0] if lines else done.returncode}"
-    )
+    if done.returncode:
+        reason = _first_error(done.stderr) or done.returncode
+        raise BuildError(f"{shlex.join(command[:3])} ... failed: {reason}")
+
+
+def _first_error(text: str) -> str:
+    """The first line that speaks of an error, else the last one."""
+    lines = text.splitlines() or [""]
+    for line in lines:
+        if "error" in line:
+            return line
+    return lines[-1]
 
 
 def compile_level(
@@ -190,32 +196,31 @@ def compile_level(
     stated = f'-DJITNEY_SOURCES="{MARK}{digest()}"'
     flags = [*_FLAGS, *machine_flags(level, command), "-isystem", str(headers()), stated, *extra]
     with tempfile.TemporaryDirectory() as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in _sources()]
 
-        def compile_one(source: Path, made: Path) -> None:
-            run([*command, *flags, "-c", str(source), "-o", str(made)])
+        def compile_one(source: Path, made: str) -> None:
+            run([*command, *flags, "-c", str(source), "-o", made])
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, _sources(), objects))
         linked = Path(folder) / target.name
-        link = [
-            *command,
-            "-shared",
-            "-s",
-            "-pthread",
-            *extra,
-            *map(str, objects),
-            "-o",
-            str(linked),
-        ]
-        try:
-            run([*link, *_STATIC])
-        except BuildError:  # some systems have no static ones
-            run(link)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copyfile(linked, beside)
-        os.replace(beside, target)
+        _link([*command, "-shared", "-s", "-pthread", *extra, *objects, "-o", str(linked)])
+        _move(linked, target)
+
+
+def _link(command: Sequence[str]) -> None:
+    try:
+        run([*command, *_STATIC])
+    except BuildError:  # some systems have no static ones
+        run(command)
+
+
+def _move(made: Path, target: Path) -> None:
+    """Whole at once, also from another file system."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(made, beside)
+    os.replace(beside, target)
 
 
 @contextmanager
@@ -248,16 +253,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    levels = {level.name: level for level in LEVELS}
     parser.add_argument(
         "levels",
         nargs="*",
         metavar="LEVEL",
-        choices=[*(level.name for level in LEVELS), []],
-        help=f"{', '.join(level.name for level in LEVELS)}; this CPU's if none is named",
+        choices=[*levels, []],
+        help=f"{', '.join(levels)}; this CPU's if none is named",
     )
     args = parser.parse_args(arguments)
     try:
-        wanted = [level for level in LEVELS if level.name in args.levels] or levels_here()[:1]
+        wanted = [levels[name] for name in args.levels] or levels_here()[:1]
         for path in build(wanted):
             print(path)
     except BuildError as error:

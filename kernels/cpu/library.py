@@ -87,9 +87,14 @@ def available(levels: Sequence[Level]) -> Level:
             if build.is_current(build.library(level)):
                 log.warning("kernels for %s instead of %s: %s", level.name, first.name, error)
                 return level
-        state = "is made of other sources" if build.library(first).exists() else "is not built"
-        advice = "" if ADVICE in str(error) else f"; {ADVICE}"
-        raise NoLibrary(f"their library {state}, and {error}{advice}") from error
+        raise NoLibrary(_why_none(first, str(error))) from error
+
+
+def _why_none(level: Level, reason: str) -> str:
+    state = "is made of other sources" if build.library(level).exists() else "is not built"
+    if ADVICE not in reason:
+        reason += f"; {ADVICE}"
+    return f"their library {state}, and {reason}"
 
 
 def opened(level: Level) -> Library:

@@ -388,5 +388,4 @@ def _power_of_two(n: int) -> int:
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of x, for an output."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)

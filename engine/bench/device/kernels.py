@@ -230,7 +230,6 @@ def writes(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 
 
 def _write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
-    """One decode-like write: every row to a page of its own."""
     if kernels.rotate_and_write is None:
         note = "not a kernel of its own in this set: XLA rotates, attention writes"
         yield noted(row, note)

@@ -89,7 +89,6 @@ def _random_requests(
 
 
 def _batch_rows(job: PartJob, get: _GetTraffic, row: Row) -> Iterator[Row]:
-    """All requests at once, as many as there are seats."""
     traffic, bench = get()
     n_prompt, n_output = job.sizes.batch
     streams = job.sizes.streams
@@ -126,7 +125,6 @@ def _run_row(job: PartJob, bench: StepBench, run: OfflineRun, row: Row) -> Row:
 
 
 def _floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[float]:
-    """The floor of each recorded step."""
     names = ["bucket_tokens", "bucket_seats", "decode", "prefill", "keys", "longest", "pairs"]
     for tokens, seats, *work in records[names].tolist():
         done = StepWork(*work)

@@ -102,7 +102,6 @@ def wait() -> None:
 
 
 def _make_model(job: PartJob) -> Any:
-    """A model of the job's shape with random weights, made on the device."""
     torch, transformers, shape = module("torch"), module("transformers"), job.config
     family = "Qwen3" if shape.qk_norm else "Llama"
     config = getattr(transformers, f"{family}Config")(

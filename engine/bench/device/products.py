@@ -50,7 +50,6 @@ def _product_row(
     rows: int,
     row: Row,
 ) -> Iterator[Row]:
-    """One product with random weights, checked against float32."""
     weights = _make_weights(scheme, shape, dtype, 0)
     x = jax.random.normal(jax.random.key(9), (rows, shape[0]), dtype)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))

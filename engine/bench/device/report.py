@@ -30,7 +30,6 @@ _HOW_TO_READ = (
 
 
 def _slug(results: DeviceResults) -> str:
-    """device_<its name>_<shape>: of both files."""
     device = _device_of(results).lower()
     name = re.sub(r"[^a-z0-9.]+", "_", device).strip("_")
     return f"device_{name}_{results.shape}"
@@ -105,7 +104,6 @@ def markdown(results: DeviceResults) -> str:
 
 
 def _opening(results: DeviceResults) -> Iterator[str]:
-    """What was measured, on what, and how to read it."""
     about, floors = results.about, results.floors
     yield f"# jitney bench device: {results.shape} on {_device_of(results)}"
     yield ""
@@ -167,7 +165,6 @@ def bound(goal: Goal, limit: float) -> str:
 
 
 def _row_tables(results: DeviceResults) -> Iterator[str]:
-    """A table a part, in the order of the run."""
     for part, what in PARTS.items():
         rows = [row for row in results.rows if row.part == part]
         if rows:

@@ -173,7 +173,6 @@ def _extended(wanted: Mapping[str, str]) -> dict[str, str]:
 
 
 def _take(results: DeviceResults, line: PartMessage, report: _Report) -> None:
-    """Keep what a line says, and report it."""
     about, floors, row = line.about, line.floors, line.row
     if about is not None:
         results.about = about
@@ -191,7 +190,6 @@ def _take(results: DeviceResults, line: PartMessage, report: _Report) -> None:
 
 
 def _outcome(row: Row) -> str:
-    """A row in a few words."""
     if row.seconds is None:
         return row.note
     text = f"{1e3 * row.seconds:.3f} ms"
@@ -280,7 +278,6 @@ def _read_lines(stream: IO[bytes], seconds: float) -> Iterator[PartMessage]:
 
 
 def _last_line(errors: IO[bytes]) -> str:
-    """The last thing said, shortened."""
     errors.seek(0)
     said = errors.read().decode(errors="replace").strip().splitlines()
     if not said:

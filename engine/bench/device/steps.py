@@ -252,7 +252,6 @@ def _decode_buckets(groups: Sequence[Sequence[int]]) -> Buckets:
 
 
 def _counts(job: PartJob, seats: int, context: int, weights: str) -> bool:
-    """Whether such a decode step counts for the goal."""
     short = seats <= 32 and context <= 1024
     return short and weights == "plain" and job.part != "graphs"
 
