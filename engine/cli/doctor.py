@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import listen
+from jitney.engine.config.cache_folder import make_folders, make_private
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import (
     Config,
@@ -24,7 +25,6 @@ from jitney.engine.config.schema import (
 )
 from jitney.engine.errors import JitneyError
 from jitney.engine.executor.memory import claim_memory
-from jitney.engine.process.main import refuse_open_folder
 from jitney.engine.types import KernelProof
 
 _REQUIRED = ("jitney", "jax", "jaxlib", "flax", "transformers")
@@ -160,13 +160,15 @@ def _device_memory(stats: dict[str, int]) -> str:
 
 def _folders(config: Config) -> Iterator[_Finding]:
     folder = cache_dir()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     with tempfile.TemporaryFile(dir=folder):
         yield _Finding("cache folder", str(folder), True)
     if config.engine.compilation_cache:
-        refuse_open_folder(compilation_cache_dir())
-        programs = sum(1 for _ in compilation_cache_dir().glob("*"))
-        yield _Finding("compiled programs", f"{programs} files in {compilation_cache_dir()}")
+        kept_in = compilation_cache_dir()
+        reason = make_private(kept_in)
+        programs = sum(1 for _ in kept_in.glob("*"))
+        found = f"not kept: {reason}" if reason else f"{programs} files in {kept_in}"
+        yield _Finding("compiled programs", found)
 
 
 def _port(config: Config) -> Iterator[_Finding]:

@@ -14,12 +14,10 @@ import logging
 import math
 import os
 import signal
-import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,8 +25,8 @@ import zmq
 
 from jitney.engine import messages
 from jitney.engine.checkpoints.sources import ModelSource, resolve
-from jitney.engine.config.schema import Config, compilation_cache_dir
-from jitney.engine.errors import ConfigError, ErrorInfo, JitneyError
+from jitney.engine.config.schema import Config
+from jitney.engine.errors import ErrorInfo, JitneyError
 from jitney.engine.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -130,8 +128,6 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
         outbox.send(messages.encode(progress))
 
     config = Config.model_validate(start.config, strict=False)
-    if config.engine.compilation_cache:
-        refuse_open_folder(compilation_cache_dir())
     source = resolve(config.model.id, revision=config.model.revision or None)
     core, info = _builder(start.builder)(config, source, report)
     core.on_first_step = lambda step: outbox.send(messages.encode(messages.FirstStep(step)))
@@ -142,17 +138,6 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
 def _builder(name: str) -> _Builder:
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
-
-
-def refuse_open_folder(folder: Path) -> None:
-    """Raise ConfigError if other users can write to `folder`: compiled programs are loaded from it
-    and run.
-    """
-    if folder.exists() and folder.stat().st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{folder} is writable by every user, and programs are run from it: chmod o-w it, or "
-            "turn compilation_cache off"
-        )
 
 
 def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:

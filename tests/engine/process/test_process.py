@@ -20,10 +20,10 @@ import pytest
 from places import SUPPORT
 
 from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
-from jitney.engine.errors import ConfigError, EngineDead, RequestError
+from jitney.engine.errors import EngineDead, RequestError
 from jitney.engine.process import supervisor
 from jitney.engine.process.folder import private_folder, remove_left_folders
-from jitney.engine.process.main import TICK_S, refuse_open_folder
+from jitney.engine.process.main import TICK_S
 from jitney.engine.process.stream import Stream
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
@@ -558,11 +558,3 @@ def test_keys_do_not_reach_the_core(monkeypatch: pytest.MonkeyPatch):
                 assert b"sesame" not in Path(f"/proc/{pid_of(client)}/{name}").read_bytes()
 
     run(test)
-
-
-def test_a_folder_that_others_can_write_is_refused(tmp_path: Path):
-    refuse_open_folder(tmp_path)
-    refuse_open_folder(tmp_path / "absent")
-    tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match="writable by every user"):
-        refuse_open_folder(tmp_path)

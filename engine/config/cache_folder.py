@@ -1,0 +1,115 @@
+"""The folder of compiled programs, which are machine code that is loaded and run: it is used only
+where nobody else can have put anything into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+from jitney.engine.config.schema import EngineSection, compilation_cache_dir
+
+_log = logging.getLogger("jitney")
+
+_PRIVATE = 0o700
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def open_compilation_cache(engine: EngineSection) -> Path | None:
+    """The folder to keep compiled programs in, made if there is none. None if the settings want
+    none, or others could write to it, of which one line in the log tells.
+    """
+    if not engine.compilation_cache:
+        return None
+    folder = compilation_cache_dir()
+    reason = make_private(folder)
+    if reason:
+        _log.warning(
+            "COMPILED PROGRAMS ARE NOT KEPT, and every start compiles anew: %s; name another "
+            "folder in JITNEY_CACHE, or turn compilation_cache off",
+            reason,
+        )
+        return None
+    return folder
+
+
+def make_private(folder: Path) -> str:
+    """Make `folder`, for us alone, unless it is there. Returns why it must not be trusted, or an
+    empty text.
+    """
+    # Without "..", which means another folder once a link is followed.
+    folder = Path(os.path.abspath(folder))
+    try:
+        # Looked at before anything is made: not even a folder of ours belongs in somebody else's.
+        reason = _why_others_write(_nearest(folder), folder)
+        if not reason:
+            make_folders(folder)
+            reason = why_unsafe(folder)
+    except OSError as error:
+        return f"{folder} cannot be used: {error.strerror}"
+    return reason
+
+
+def why_unsafe(folder: Path) -> str:
+    """Why somebody else may have written into an existing folder, or an empty text.
+
+    It and all folders above it must belong to us or to root and be writable by nobody else. A
+    folder like /tmp, where all may write and each may remove only its own, is safe only above a
+    folder that is ours and closed to all others. Raises OSError.
+    """
+    status = folder.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        return f"{folder} is a symbolic link"
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{folder} is not a folder"
+    return _why_others_write(folder, folder)
+
+
+def _why_others_write(folder: Path, used: Path) -> str:
+    """Of an existing folder and those above it, by its name and by where links lead. used: the one
+    that programs are to be kept in.
+    """
+    real = folder.resolve()
+    for place in dict.fromkeys((*folder.parents, folder, *real.parents, real)):
+        reason = _why_others_write_here(place, used)
+        if reason:
+            return reason
+    return ""
+
+
+def _why_others_write_here(place: Path, used: Path) -> str:
+    """Of one folder, or a link to one, whatever stands above it."""
+    status = place.lstat()
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{place} belongs to another user (number {status.st_uid})"
+    if stat.S_ISLNK(status.st_mode) or not status.st_mode & _WRITABLE_BY_OTHERS:
+        return ""
+    if place != used and status.st_mode & stat.S_ISVTX and _is_closed(used):
+        return ""
+    return f"{place} can be written to by other users (chmod go-w, or 700 below a shared folder)"
+
+
+def _is_closed(folder: Path) -> bool:
+    """Ours, and closed to all others; a folder that is yet to be made will be."""
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return True
+    return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    return folder
+
+
+def make_folders(folder: Path) -> None:
+    """Like `mkdir -p`, with each new folder for us alone. Raises OSError."""
+    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    for place in reversed(missing):
+        place.mkdir(_PRIVATE, exist_ok=True)
