@@ -62,7 +62,9 @@ class TextStream:
         prompt_ids: list[int] | tuple[int, ...] = (),
     ):
         self._token_bytes = tokenizer.token_bytes
-        self._skip = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._skip: Set[int] = frozenset()
+        if params.skip_special_tokens:
+            self._skip = tokenizer.special_ids
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._finders = [_StopFinder(stop) for stop in params.stop]
@@ -108,28 +110,35 @@ class TextStream:
         return text
 
     def _bytes(self, token: int) -> bytes:
-        return b"" if token in self._skip else self._token_bytes(token)
+        if token in self._skip:
+            return b""
+        return self._token_bytes(token)
 
     def _settle(self, piece: str, delta: TextDelta) -> str:
         """Take decoded characters; return those that can no longer become part of a stop string."""
-        start = self._decoded
-        self._decoded += len(piece)
         if not self._finders or self._tokens <= self._min_tokens:
+            self._decoded += len(piece)
             return piece
         text = self._held + piece
-        for position, char in enumerate(piece, start=1):
-            stop = self._completed_by(char)
-            if stop is not None:
-                delta.stop = stop
-                end = len(self._held) + position
-                self._decoded = start + position
-                self._held = ""
-                return text[:end] if self._include_stop else text[: end - len(stop)]
+        end = len(self._held)
+        for char in piece:
+            end += 1
+            self._decoded += 1
+            delta.stop = self._completed_by(char)
+            if delta.stop is not None:
+                return self._stopped(text[:end], delta.stop)
         held = 0
         if not self._include_stop:
             held = max([finder.matched for finder in self._finders])
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
+
+    def _stopped(self, text: str, stop: str) -> str:
+        """What of a text that ends with a stop string is shown."""
+        self._held = ""
+        if self._include_stop:
+            return text
+        return text.removesuffix(stop)
 
     def _completed_by(self, char: str) -> str | None:
         """The longest stop string that this character completes."""

@@ -39,8 +39,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _TINY_SPECIALS = ("<|unk|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 _TINY_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor "
-    "%}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -86,8 +86,12 @@ def fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
     try:
         return _fast_class().from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # from OSError to the Rust parser's bare Exception
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"the model's tokenizer cannot be read: {reason}") from error
+        raise ModelError(f"the model's tokenizer cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """In one line."""
+    return " ".join(str(error).split())[:200]
 
 
 def tiny_fast() -> PreTrainedTokenizerFast:
@@ -98,8 +102,7 @@ def tiny_fast() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer as RustTokenizer
 
     pairs = list(itertools.product("etaoinshrdlucm", "etaoinshrdlucmgpyk"))
-    spelling = byte_characters()
-    tokens = [spelling[byte] for byte in range(256)]
+    tokens = [character for _, character in sorted(byte_characters().items())]
     tokens += _TINY_SPECIALS
     tokens += map("".join, pairs)
     rust = RustTokenizer(models.BPE(vocab=_ids(tokens), merges=pairs))
@@ -133,8 +136,7 @@ def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     except ModelError:
         raise
     except Exception as error:  # the Rust constructors raise bare Exceptions
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"GGUF: the tokenizer cannot be built: {reason}") from error
+        raise ModelError(f"GGUF: the tokenizer cannot be built: {_reason(error)}") from error
     named = {f"{name}_token": tokens[id] for name, id in ids.items()}
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str):
@@ -169,8 +171,8 @@ def _gguf_rust(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[RustToke
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
     """GPT-2 style BPE over bytes; `tokenizer.ggml.pre` says how text is cut into words first."""
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import decoders, models, normalizers
 
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
@@ -181,17 +183,23 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustToken
     pattern, digits, compose, whole_words = PRE_TOKENIZERS[pre]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     rust = RustTokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=whole_words))
+    rust.pre_tokenizer = _word_splitter(pattern, digits=digits)
+    if compose:
+        rust.normalizer = normalizers.NFC()
+    rust.decoder = decoders.ByteLevel()
+    return rust
+
+
+def _word_splitter(pattern: str, *, digits: bool) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
     steps: list[Any] = []
     if digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     if pattern:
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern))
-    rust.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    if compose:
-        rust.normalizer = normalizers.NFC()
-    rust.decoder = decoders.ByteLevel()
-    return rust
+    return pre_tokenizers.Sequence(steps)
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
@@ -199,7 +207,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTo
     first.
     """
     from tokenizers import Tokenizer as RustTokenizer
-    from tokenizers import decoders, models, normalizers
+    from tokenizers import models
 
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
@@ -213,15 +221,22 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTo
         unk_token=tokens[unknown],
         byte_fallback=True,
     )
+    rust = RustTokenizer(model)
+    _mark_spaces(rust, prefix=metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return rust
+
+
+def _mark_spaces(rust: RustTokenizer, *, prefix: bool) -> None:
+    """As SentencePiece writes them. prefix: a text begins with one."""
+    from tokenizers import decoders, normalizers
+
     before: list[Any] = [normalizers.Replace(" ", "▁")]
     after: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if prefix:
         before.insert(0, normalizers.Prepend("▁"))
         after.append(decoders.Strip(" ", 1, 0))
-    rust = RustTokenizer(model)
     rust.normalizer = normalizers.Sequence(before)
     rust.decoder = decoders.Sequence(after)
-    return rust
 
 
 def _merges_by_score(
@@ -246,12 +261,13 @@ def _named_tokens(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
     named = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if id is not None and (type(id) is not int or not 0 <= id < size):
+        if id is None:
+            continue
+        if type(id) is not int or not 0 <= id < size:
             raise ModelError(
                 f"GGUF: tokenizer.ggml.{key}_token_id lies outside the vocabulary of {size}"
             )
-        if id is not None:
-            named[name] = id
+        named[name] = id
     return named
 
 
@@ -281,16 +297,15 @@ def _add_template(
     from tokenizers.processors import TemplateProcessing
 
     named = _named_tokens(metadata, len(tokens))
-    first = metadata.get("tokenizer.ggml.add_bos_token", add_bos) and "bos" in named
-    last = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in named
+    bos, eos = named.get("bos"), named.get("eos")
     single = ["$A"]
-    special = {}
-    if first:
-        single.insert(0, tokens[named["bos"]])
-        special[tokens[named["bos"]]] = named["bos"]
-    if last:
-        single.append(tokens[named["eos"]])
-        special[tokens[named["eos"]]] = named["eos"]
+    special: dict[str, int] = {}
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", add_bos):
+        single.insert(0, tokens[bos])
+        special[tokens[bos]] = bos
+    if eos is not None and metadata.get("tokenizer.ggml.add_eos_token", False):
+        single.append(tokens[eos])
+        special[tokens[eos]] = eos
     if special:
         rust.post_processor = TemplateProcessing(
             single=single, special_tokens=list(special.items())
