@@ -31,8 +31,8 @@ class Stream:
         self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
         #: Ends that were asked of the core.
         self.asked: dict[int, FinishReason] = {}
-        #: Cores that died while one of its sequences sat in them.
-        self.deaths = 0
+        #: Cores that crashed while they had it; see `suspicion`.
+        self.crashes = 0
         #: Ends it when the core should have done so.
         self.timer: asyncio.TimerHandle | None = None
         self._forget = forget

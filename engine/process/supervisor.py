@@ -30,6 +30,7 @@ from jitney.engine.process.link import CoreLink, Workshop, open_link
 from jitney.engine.process.main import BUILDER
 from jitney.engine.process.quarantine import Quarantine
 from jitney.engine.process.stream import Stream
+from jitney.engine.process.suspicion import Suspicion
 from jitney.engine.process.watchdog import Watchdog
 from jitney.engine.records import step_of
 from jitney.engine.telemetry.history import History
@@ -50,8 +51,6 @@ _SHUTDOWN_S = 5.0
 _LOOK_S = 0.25
 #: Seconds after its deadline at which a request is ended here if the core has not done so.
 _DEADLINE_GRACE_S = 1.0
-#: A request that sat in so many cores when they died is not given to another.
-_MOST_DEATHS = 3
 _REFUSALS = {
     "loading": "the model is still loading",
     "restarting": "the engine is being started again after it died",
@@ -63,10 +62,8 @@ _CUT_OFF = ErrorInfo(
     "draining", "the server is shutting down, and this request was not done in time"
 )
 _LOST = ErrorInfo("engine_dead", "the engine stopped before this request was done")
-_LOST_AGAIN = ErrorInfo(
-    "engine_dead",
-    f"the engine stopped {_MOST_DEATHS + 1} times while it had this request, which is not tried "
-    "again",
+_GUILTY = ErrorInfo(
+    "request_failed", "the engine stopped each time it had this request, which is not tried again"
 )
 
 #: Why a core ended: by itself or killed from outside; after saying why; killed for its silence; or
@@ -83,6 +80,15 @@ class _CoreEnd:
     why: str
     #: It had got ready.
     ready: bool = False
+    #: One of its requests may be the reason: nobody killed it from outside.
+    crashed: bool = False
+
+    @property
+    def told(self) -> str:
+        """One line for the page, without an exception's text."""
+        if self.cause == "failed":
+            return "the engine process stopped after an error, which the log names"
+        return self.why
 
 
 class ProcessClient:
@@ -121,6 +127,7 @@ class ProcessClient:
         self._watchdog = Watchdog(config.server.step_timeout_s)
         self._workshop: Workshop | None = None
         self._quarantine = Quarantine()
+        self._suspicion = Suspicion()
         #: When cores were started again, seconds; within _RESTART_WINDOW_S.
         self._restarts: deque[float] = deque()
 
@@ -175,7 +182,7 @@ class ProcessClient:
             if delay is None:
                 self._give_up(end)
                 return
-            went_on, ended = self._lose_core()
+            went_on, ended = self._lose_core(end)
             log.error(
                 "%s; starting it again in %.1f s (restart %d of at most %d in ten minutes); "
                 "%d open requests go on in the new one, %d have ended",
@@ -186,7 +193,7 @@ class ProcessClient:
                 went_on,
                 ended,
             )
-            self.history.outage_began(end.why, n_resumed=went_on, n_lost=ended)
+            self.history.outage_began(end.told, n_resumed=went_on, n_lost=ended)
             self.counters.observe_restart(end.cause, went_on)
             self.progress = None  # it was the dead core's
             self._set_state("draining" if self._draining else "restarting")
@@ -216,7 +223,7 @@ class ProcessClient:
         """The engine is dead for good."""
         self.failure = end.why
         if self.info is not None:
-            self.history.outage_began(end.why, n_resumed=0, n_lost=len(self._streams))
+            self.history.outage_began(end.told, n_resumed=0, n_lost=len(self._streams))
         if self._restarts:
             self.failure += f"; given up after {len(self._restarts)} restarts in ten minutes"
         self._end_streams(_LOST)
@@ -224,7 +231,7 @@ class ProcessClient:
         self.counters.observe_lost(0)
         self._set_state("dead")
 
-    def _lose_core(self) -> tuple[int, int]:
+    def _lose_core(self, end: _CoreEnd) -> tuple[int, int]:
         """The core is gone: its requests wait for the next one, or end. Returns how many of
         each.
         """
@@ -233,19 +240,15 @@ class ProcessClient:
         if not resume:
             self._end_streams(_LOST)
         for stream in list(self._streams.values()):
-            stream.deaths += self._sat(stream)
             self._take_outputs(stream.asked_ends())
-            if stream.deaths > _MOST_DEATHS:
-                self._quarantine.add(stream.request)
-                self._take_outputs(stream.ends("error", _LOST_AGAIN))
+        guilty = None
+        if end.crashed:
+            guilty = self._suspicion.core_crashed(list(self._streams.values()))
+        if guilty is not None:
+            self._take_outputs(guilty.ends("error", _GUILTY))
         self.history.seats_lost()
         self.counters.observe_lost(sum(len(stream.open) for stream in self._streams.values()))
         return len(self._streams), n_open - len(self._streams)
-
-    def _sat(self, stream: Stream) -> bool:
-        """Whether any sequence of a request had a seat when the core died."""
-        records = (self.history.find(stream.id, index) for index in stream.open)
-        return any(record is not None and record.seat >= 0 for record in records)
 
     async def _run_core(self) -> _CoreEnd:
         """From the start of a core process to its end."""
@@ -278,12 +281,13 @@ class ProcessClient:
     def _end_of(self, link: CoreLink) -> _CoreEnd:
         """How a core ended, once its process has."""
         if link.fatal is not None:
-            return _CoreEnd("failed", link.fatal.message, link.ready)
+            return _CoreEnd("failed", link.fatal.message, link.ready, crashed=True)
         if link.hung:
             silence = f"the engine process said nothing for {self._watchdog.silence:.0f} s"
-            return _CoreEnd("hung", silence + " and was killed", link.ready)
-        how = _how_it_ended(link.process.returncode)
-        return _CoreEnd("died", f"the engine process died ({how})", link.ready)
+            return _CoreEnd("hung", silence + " and was killed", link.ready, crashed=True)
+        status = link.process.returncode
+        why = f"the engine process died ({_how_it_ended(status)})"
+        return _CoreEnd("died", why, link.ready, crashed=status != -signal.SIGKILL)
 
     async def _watch(self, link: CoreLink) -> None:
         """Kill a core that has been silent for too long.
@@ -342,10 +346,14 @@ class ProcessClient:
         self.info, link.ready = info, True
         self.history.core_ready(info)
         self._watchdog.core_ready()
-        for stream in self._streams.values():
-            link.send(messages.Add(stream.resumed()))
+        self._send_resumed(link, self._suspicion.core_ready(self._streams.values()))
         if self.state in ("loading", "restarting"):
             self._set_state("ready")
+
+    def _send_resumed(self, link: CoreLink, streams: list[Stream]) -> None:
+        """Have the core go on with these."""
+        for stream in streams:
+            link.send(messages.Add(stream.resumed()))
 
     def _take_report(self, report: messages.StepReport) -> None:
         record = self.history.take(report)
@@ -371,6 +379,13 @@ class ProcessClient:
                 stream.put(output)
                 if not stream.open:
                     self._close_stream(stream)
+                if stream is self._suspicion.on_trial:
+                    self._go_on_after_trial(stream)
+
+    def _go_on_after_trial(self, stream: Stream) -> None:
+        """Something came of a request that is suspected: others may be given to the core now."""
+        if self._link is not None and self._link.ready:
+            self._send_resumed(self._link, self._suspicion.progressed(stream))
 
     def _close_stream(self, stream: Stream) -> None:
         """Nothing more is to come of a request."""

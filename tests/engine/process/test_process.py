@@ -284,23 +284,29 @@ def test_requests_go_on_in_the_next_core(how: str, caplog: pytest.LogCaptureFixt
 
     run(test)
     (line,) = [r.getMessage() for r in caplog.records if "starting it again" in r.getMessage()]
-    words = {"died": "killed by SIGKILL, signal 9", "failed": "asked to fail", "hung": "nothing"}
+    died = "killed by SIGKILL, signal 9" if how == "kill -9" else "exit status 3"
+    words = {"died": died, "failed": "asked to fail", "hung": "nothing"}
     assert words[cause] in line and "go on in the new one, 0 have ended" in line
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_request_that_kills_every_core_is_not_tried_for_ever():
+@pytest.mark.parametrize("bad", [DIE, RAISE])
+def test_a_request_that_ends_every_core_is_found_and_costs_nobody_else(bad: int):
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            await collect(client.submit(request("first", PAUSE, tokens=5)))  # all seats are known
-            other = client.submit(request("other", PAUSE, tokens=60))
-            await anext(other)
-            bad = client.submit(request("bad", DIE))
-            assert [o.finish for o in await collect(other)][-1] in ("length", "error")
-            (end,) = await collect(bad)
-            assert end.error is not None and end.error.code == "engine_dead"
-            assert client.counters.engine_restarts <= 5
+            before = [client.submit(request(f"a{i}", PAUSE, tokens=30)) for i in range(3)]
+            poison = client.submit(request("poison", bad))
+            after = [client.submit(request(f"b{i}", PAUSE, tokens=30)) for i in range(3)]
+            outputs = await asyncio.gather(*map(collect, [*before, *after]))
+            for got in outputs:
+                tokens = [token for output in got for token in output.tokens]
+                assert tokens == list(range(PAUSE, PAUSE + 30)) and got[-1].finish == "length"
+            (end,) = await collect(poison)
+            assert end.error is not None and end.error.code == "request_failed"
+            assert client.counters.engine_restarts == 3
+            with pytest.raises(RequestError, match="not tried again"):
+                client.submit(request("again", bad))
 
     run(test)
 
@@ -338,6 +344,23 @@ def test_what_is_aborted_while_no_core_is_there_ends_at_once():
             ends = {o.index: o.finish for o in await collect(kept) if o.finish}
             assert ends == {0: "length", 1: "stop"}
             assert client.history.n_open == 0
+
+    run(test)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_core_that_dies_while_draining_is_replaced_for_those_who_are_open():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=30))
+            await anext(stream)
+            client.drain()
+            os.kill(pid_of(client), signal.SIGKILL)
+            assert (await collect(stream))[-1].finish == "length"
+            assert client.state == "draining"
+            with pytest.raises(RequestError, match="shutting down"):
+                client.submit(request("b"))
 
     run(test)
 
@@ -448,7 +471,7 @@ def test_a_core_that_keeps_dying_is_given_up():
                 client.submit(request("x", DIE_ONCE))
                 await client.until("restarting", "dead")
             assert client.state == "dead"
-            with pytest.raises(EngineDead, match=r"died \(killed by SIGKILL.*after 1 restarts"):
+            with pytest.raises(EngineDead, match=r"died \(exit status 3.*after 1 restarts"):
                 await client.wait_ready()
             assert client.counters.engine_restarts == 1
 
