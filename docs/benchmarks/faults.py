@@ -1,0 +1,394 @@
+"""Faults done to a served engine, and what its clients see of them.
+
+    python docs/benchmarks/faults.py [--model tiny-random] [--disconnects 10000] [--json FILE]
+
+Starts `jitney serve` with a compile cache of its own, no key and a record file on a disk that is
+full, learns the answers to a set of requests while nothing disturbs it, and then asks for them
+again beside each fault, on a server of its own each: clients that leave, the core killed and
+stopped in several phases, a compile cache that is broken. Prints a table with a line for each:
+requests that did not get exactly the answer of before, the longest time that a stream was silent,
+the time until the server was ready again, and what it holds afterwards, beside what it held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from jitney.engine.machine import cpu_name
+
+#: Seconds that the server may take to be ready, with nothing compiled yet.
+READY_S = 300.0
+#: Seconds that a stream may be silent before it counts as lost.
+SILENCE_S = 120.0
+#: Resident bytes from which on a core is more than a process that starts.
+LOADING_BYTES = 100e6
+#: Output tokens of a request.
+TOKENS = 240
+
+
+@dataclass
+class Held:
+    """What the server holds when nobody is served."""
+
+    pages: int  # KV pages of running sequences
+    seats: int  # that somebody sits in
+    waiting: int
+    descriptors: int  # of the server's process
+    threads: int  # of the server's process
+    server_mb: float  # resident memory
+    core_mb: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pages} / {self.seats} / {self.waiting}; {self.descriptors} / {self.threads}; "
+            f"{self.server_mb:.0f} + {self.core_mb:.0f}"
+        )
+
+
+@dataclass
+class Row:
+    """One fault."""
+
+    fault: str
+    requests: int  # sent beside it
+    lost: int  # that did not get the answer they get when nothing happens
+    silence_s: float  # longest time between two pieces of a stream
+    recovery_s: float  # until the server said that it was ready again
+    before: Held
+    after: Held
+
+
+@dataclass
+class Answer:
+    """What a stream brought."""
+
+    text: str = ""
+    pieces: int = 0
+    silence_s: float = 0.0
+    trouble: str = ""
+
+
+class Server:
+    """A `jitney serve` of our own."""
+
+    def __init__(self, url: str, model: str, process: subprocess.Popen[bytes]):
+        self.model = model
+        self.process = psutil.Process(process.pid)
+        self.client = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(SILENCE_S, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+
+    def core(self) -> psutil.Process:
+        """The core's process: the largest child. LookupError while there is none."""
+        children = self.process.children()
+        if not children:
+            raise LookupError("no core runs")
+        return max(children, key=lambda child: child.memory_info().rss)
+
+    async def next_core(self, before: psutil.Process) -> psutil.Process:
+        """The core that replaces another, as soon as it has begun to load."""
+        while True:
+            await asyncio.sleep(0.1)
+            with suppress(LookupError, psutil.Error):
+                core = self.core()
+                if core != before and core.memory_info().rss > LOADING_BYTES:
+                    return core
+
+    async def ready(self, seconds: float = READY_S) -> float:
+        """Wait until it is ready; returns for how long. Raises TimeoutError."""
+        started = time.monotonic()
+        while time.monotonic() - started < seconds:
+            if await self._is_ready():
+                return time.monotonic() - started
+            await asyncio.sleep(0.05)
+        raise TimeoutError(f"not ready after {seconds:.0f} s")
+
+    async def _is_ready(self) -> bool:
+        try:
+            return (await self.client.get("/readyz", timeout=5.0)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def gauges(self) -> dict[str, float]:
+        """The metrics without labels."""
+        text = (await self.client.get("/metrics")).text
+        found = {}
+        for line in text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if not line.startswith("#") and "{" not in name:
+                found[name] = float(value)
+        return found
+
+    async def held(self) -> Held:
+        """What it holds once nobody is served any more."""
+        for _ in range(200):
+            gauges = await self.gauges()
+            if not gauges["jitney_seats_busy"] and not gauges["jitney_requests_waiting"]:
+                break
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        gauges = await self.gauges()
+        return Held(
+            pages=int(gauges["jitney_kv_pages_used"]),
+            seats=int(gauges["jitney_seats_busy"]),
+            waiting=int(gauges["jitney_requests_waiting"]),
+            descriptors=self.process.num_fds(),
+            threads=self.process.num_threads(),
+            server_mb=self.process.memory_info().rss / 1e6,
+            core_mb=self.core().memory_info().rss / 1e6,
+        )
+
+    async def ask(self, number: int, answer: Answer) -> None:
+        """Fill in the answer to request `number`, greedy or seeded, as it streams."""
+        last = time.monotonic()
+        try:
+            async with self.client.stream(
+                "POST", "/v1/completions", json=request(self.model, number)
+            ) as stream:
+                if stream.status_code != 200:
+                    answer.trouble = (await stream.aread()).decode()[:200]
+                async for line in stream.aiter_lines():
+                    now = time.monotonic()
+                    answer.silence_s = max(answer.silence_s, now - last)
+                    last = now
+                    take(answer, line)
+        except httpx.HTTPError as error:
+            answer.trouble = f"{type(error).__name__}: {error}"
+
+    async def leave(self, number: int, lines: int) -> None:
+        """Begin request `number` and go away after so many lines."""
+        try:
+            async with self.client.stream(
+                "POST", "/v1/completions", json=request(self.model, number)
+            ) as stream:
+                async for _ in stream.aiter_lines():
+                    lines -= 1
+                    if lines <= 0:
+                        return
+        except httpx.HTTPError:
+            pass  # it may be refused for the length of the queue
+
+
+def request(model: str, number: int) -> dict[str, Any]:
+    draw = random.Random(number)
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [draw.randrange(10, 400) for _ in range(draw.randrange(4, 120))],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "stream": True,
+    }
+    if number % 2:
+        body |= {"temperature": 1.0, "seed": number, "frequency_penalty": 0.3}
+    return body
+
+
+def take(answer: Answer, line: str) -> None:
+    """One line of a stream."""
+    if not line.startswith("data: {"):
+        return
+    event = json.loads(line.removeprefix("data: "))
+    if "error" in event:
+        answer.trouble = event["error"]["message"]
+        return
+    answer.text += event["choices"][0]["text"]
+    answer.pieces += 1
+
+
+@asynccontextmanager
+async def serving(model: str, folder: Path, *flags: str) -> AsyncIterator[Server]:
+    """A server on a free port; everything it writes is in `folder`."""
+    port = random.randrange(20_000, 40_000)
+    log = (folder / "log.txt").open("ab")
+    command = [
+        *(str(Path(sys.executable).parent / "jitney"), "serve"),
+        *("--model", model, "--port", str(port)),
+        *flags,
+    ]
+    environ = os.environ | {"JITNEY_CACHE": str(folder / "cache")}
+    process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
+    server = Server(f"http://127.0.0.1:{port}", model, process)
+    try:
+        await server.ready()
+        yield server
+    finally:
+        await server.client.aclose()
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+async def beside(
+    server: Server, name: str, known: list[Answer], fault: Callable[[list[Answer]], Awaitable[None]]
+) -> Row:
+    """Ask for everything that is known, and do something meanwhile."""
+    before = await server.held()
+    answers = [Answer() for _ in known]
+    asked = [
+        asyncio.create_task(server.ask(number, answer)) for number, answer in enumerate(answers)
+    ]
+    await fault(answers)
+    recovery_s = await server.ready()
+    await asyncio.gather(*asked)
+    troubles = [answer.trouble for answer in answers if answer.trouble]
+    if troubles:
+        print(f"{name}: {troubles[0]}", file=sys.stderr, flush=True)
+    lost = sum(
+        ours.text != theirs.text or bool(ours.trouble)
+        for ours, theirs in zip(answers, known, strict=True)
+    )
+    silence_s = max(answer.silence_s for answer in answers)
+    return Row(name, len(known), lost, silence_s, recovery_s, before, await server.held())
+
+
+async def disconnects(server: Server, known: list[Answer], count: int, most_open: int) -> Row:
+    """Clients that leave while others stay."""
+    draw = random.Random(1)
+    slots = asyncio.Semaphore(most_open)
+
+    async def one(number: int) -> None:
+        async with slots:
+            await server.leave(number, draw.randrange(0, 12))
+
+    async def fault(_: list[Answer]) -> None:
+        await asyncio.gather(*(one(1000 + number) for number in range(count)))
+
+    return await beside(server, f"{count:,} clients leave, {most_open} open", known, fault)
+
+
+#: (name of the fault, signal that the core gets, after how many pieces of each stream on average).
+SIGNALS = (
+    ("core killed while it reads prompts", signal.SIGKILL, 0),
+    ("core killed while it generates", signal.SIGKILL, 20),
+    ("core stopped while it generates", signal.SIGSTOP, 20),
+    ("core crashes while it generates (SIGSEGV)", signal.SIGSEGV, 20),
+)
+
+
+async def signalled(
+    known: list[Answer], name: str, number: signal.Signals, pieces: int, server: Server
+) -> Row:
+    """The core gets a signal after a while."""
+
+    async def fault(answers: list[Answer]) -> None:
+        await asyncio.sleep(0.05)
+        while sum(answer.pieces for answer in answers) < pieces * len(answers):
+            await asyncio.sleep(0.01)
+        server.core().send_signal(number)
+        await asyncio.sleep(0.3)
+
+    return await beside(server, name, known, fault)
+
+
+async def killed_twice(server: Server, known: list[Answer]) -> Row:
+    """The core is killed, and the one after it while it loads."""
+
+    async def fault(_: list[Answer]) -> None:
+        await asyncio.sleep(0.3)
+        core = server.core()
+        core.kill()
+        (await server.next_core(core)).kill()
+        await asyncio.sleep(0.3)
+
+    return await beside(server, "core killed, and again while it loads", known, fault)
+
+
+async def broken_cache(server: Server, known: list[Answer], cache: Path) -> Row:
+    """Every file of the compile cache is cut in half before the core is killed."""
+
+    async def fault(_: list[Answer]) -> None:
+        for file in cache.rglob("*"):
+            if file.is_file():
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        server.core().kill()
+        await asyncio.sleep(0.3)
+
+    return await beside(server, "compile cache cut in half, core killed", known, fault)
+
+
+async def nothing(_: list[Answer]) -> None:
+    """No fault."""
+
+
+async def measure(args: argparse.Namespace) -> list[Row]:
+    """Every fault is done to a server of its own, so that restarts do not add up."""
+    with tempfile.TemporaryDirectory(prefix="jitney-faults-") as name:
+        folder = Path(name)
+        async with serving(args.model, folder) as server:
+            known = [Answer() for _ in range(args.streams)]
+            for number, answer in enumerate(known):
+                await server.ask(number, answer)
+        for answer in known:
+            if answer.trouble or not answer.text:
+                raise SystemExit(f"nothing was done to the server, and yet: {answer.trouble}")
+        faults: list[Callable[[Server], Awaitable[Row]]] = [
+            lambda server: beside(server, "nothing", known, nothing),
+            lambda server: disconnects(server, known, args.disconnects, args.open),
+            *(partial(signalled, known, *when) for when in SIGNALS),
+            lambda server: killed_twice(server, known),
+            lambda server: broken_cache(server, known, folder / "cache"),
+        ]
+        rows = []
+        for fault in faults:
+            async with serving(args.model, folder, "--record", "/dev/full") as server:
+                rows.append(await fault(server))
+            show(rows[-1])
+        return rows
+
+
+def show(row: Row) -> None:
+    print(
+        f"| {row.fault} | {row.requests} | {row.lost} | {row.silence_s:.2f} | "
+        f"{row.recovery_s:.2f} | {row.before} | {row.after} |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("--model", default="tiny-random")
+    flags.add_argument("--streams", type=int, default=32, help="requests beside each fault")
+    flags.add_argument("--disconnects", type=int, default=10_000)
+    flags.add_argument("--open", type=int, default=200, help="of them at a time")
+    flags.add_argument("--json")
+    args = flags.parse_args()
+    print(f"{args.model}, {cpu_name()}\n")
+    print(
+        "| fault | requests | lost | longest silence, s | ready again, s | "
+        "pages / seats / waiting; descriptors / threads; MB before | after |\n"
+        "|---|---|---|---|---|---|---|",
+        flush=True,
+    )
+    rows = asyncio.run(measure(args))
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()
