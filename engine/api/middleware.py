@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import uuid
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jitney.engine.api.access import Role
 from jitney.engine.api.errors import HttpError, echo, error_response
 from jitney.engine.api.routing import RouteTable, route_path
 from jitney.engine.api.schema import SAFE_ID
@@ -25,9 +25,8 @@ _log = logging.getLogger("jitney.api")
 _HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
 _PORT = re.compile(rb":[0-9]+\Z")
 _JSON = re.compile(r'application/json\s*(?:;\s*charset="?utf-8"?\s*)?\Z', re.IGNORECASE)
-#: Seconds for which bytes over the limit are still taken, so that a client that writes before it
-#: reads gets its 413.
-LINGER_S = 0.5
+#: In the state of a scope: the request came over one connection too many.
+CROWDED = "jitney_crowded"
 _MAX_HEADERS = 256
 _MAX_HEADER_BYTES = 1 << 16
 #: Status logged for a client that left before its answer.
@@ -135,6 +134,7 @@ class HeaderLimits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            _check_room(scope)
             _check_size(scope)
             self._check_host(_headers_named(scope, b"host"))
         await self.app(scope, receive, send)
@@ -154,6 +154,20 @@ class HeaderLimits:
                 code="host_not_allowed",
                 close=True,
             )
+
+
+def _check_room(scope: Scope) -> None:
+    """Probes are answered all the same: a full server is no broken one."""
+    route = context_of(scope).route
+    is_probe = route is not None and route.role is Role.ANYBODY
+    if scope.get("state", {}).get(CROWDED) and not is_probe:
+        raise HttpError(
+            503,
+            "too many connections are open (max_connections)",
+            code="too_many_connections",
+            headers={"retry-after": "1"},
+            close=True,
+        )
 
 
 def _check_size(scope: Scope) -> None:
@@ -186,7 +200,7 @@ class BodyLimit:
         limit = (route.body_limit if route else 0) or self.settings.body_limit
         length = _headers_named(scope, b"content-length")
         if length and int(length[0]) > limit:
-            raise await _too_large(receive, limit)
+            raise _too_large(limit)
         first: Message | None = await self._first(receive, limit)
 
         async def replay() -> Message:
@@ -217,19 +231,12 @@ class BodyLimit:
                 close=True,
             ) from None
         if len(body) > limit:
-            raise await _too_large(receive, limit, more)
+            raise _too_large(limit)
         return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
-async def _too_large(receive: Receive, limit: int, more: bool = True) -> HttpError:
-    """The error to raise, after throwing away a bounded part of what is still under way."""
-    left = limit
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            while more and left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                more = message.get("more_body", False)
+def _too_large(limit: int) -> HttpError:
+    """What still comes of the body is thrown away by the protocol."""
     return HttpError(413, f"the body may have at most {limit} bytes", close=True)
 
 

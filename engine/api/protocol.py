@@ -1,8 +1,8 @@
-"""uvicorn's h11 protocol with the two things it lacks: a time limit for headers, and our form of
-error.
+"""uvicorn's h11 protocol with what it lacks: a time limit for headers, our form of error, limits
+for slow clients, and an end that does not take the answer with it.
 
-Give `http_protocol(settings)` to `uvicorn.Config(http=...)`. What h11 cannot parse never reaches
-the application, so it is answered here.
+Give `http_protocol(settings, connections)` to `uvicorn.Config(http=...)`. What h11 cannot parse
+never reaches the application, so it is answered here.
 """
 
 from __future__ import annotations
@@ -10,46 +10,131 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jitney.engine.api.connections import Connections
 from jitney.engine.api.errors import HttpError, error_response
-from jitney.engine.api.middleware import LINGER_S
+from jitney.engine.api.middleware import CROWDED
 from jitney.engine.api.settings import ServerSettings
 
+#: What is still read, and thrown away, of a request that was answered before all of it came. A
+#: close with unread bytes resets the connection, and a client that writes before it reads would
+#: lose its answer.
+_DISCARDED_BYTES = 64 << 20
+_DISCARDING_S = 5.0
+#: The same of what is no HTTP.
+_LINGER_S = 0.5
 
-def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
+
+def http_protocol(settings: ServerSettings, connections: Connections) -> type[asyncio.Protocol]:
     """The protocol class for these limits (uvicorn wants a class, and makes the instances
-    itself).
+    itself). connections: hears of every one that comes and goes.
     """
 
     class LimitedProtocol(_BoundedProtocol):
         header_timeout_s = settings.header_timeout_s
+        all_open = connections
 
     return LimitedProtocol
+
+
+class _Outbound:
+    """A transport as uvicorn sees it: what is written is counted, and a close is the protocol's."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: _BoundedProtocol):
+        self.written = 0
+        self._transport = transport
+        self._protocol = protocol
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._protocol.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class _BoundedProtocol(H11Protocol):
     """A connection whose request head must be complete within `header_timeout_s` of its start."""
 
     header_timeout_s = 10.0
-    _refused = False
+    all_open: Connections
+    #: The rest of what the client sends is thrown away, at most so many bytes.
+    _discarding = False
+    _left_to_discard = _DISCARDED_BYTES
     _head_timer: asyncio.TimerHandle | None = None
+    _bare: asyncio.Transport
+    _outbound: _Outbound
+
+    @property
+    def written(self) -> int:
+        return self._outbound.written
+
+    @property
+    def waiting(self) -> int:
+        return self._bare.get_write_buffer_size()
+
+    def drop(self) -> None:
+        self._bare.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._bare = transport
+        self._outbound = _Outbound(transport, self)
+        super().connection_made(self._outbound)  # type: ignore[arg-type]
+        self.all_open.opened(self)
+        if self.all_open.crowded:
+            self.app_state = {**self.app_state, CROWDED: True}
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.all_open.closed(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._discarding:
+            self._discard(data)
             return
         super().data_received(data)
         self._watch_head()
+
+    def on_response_complete(self) -> None:
+        """A request that was answered before its body was there ends the connection."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self.close()
+        else:
+            super().on_response_complete()
+
+    def close(self) -> None:
+        """Close once what is written has left; if a body is still coming, its rest is read
+        first.
+        """
+        if self.conn.their_state is h11.SEND_BODY and not self._discarding:
+            self._close_slowly(_DISCARDING_S)
+        elif not self._discarding:
+            self._bare.close()
+
+    def _close_slowly(self, seconds: float) -> None:
+        self._discarding = True
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        if self._bare.is_closing():
+            return
+        if self._bare.can_write_eof():
+            self._bare.write_eof()
+        self.loop.call_later(seconds, self._bare.close)
+
+    def _discard(self, data: bytes) -> None:
+        self._left_to_discard -= len(data)
+        if self._left_to_discard < 0:
+            self._bare.close()
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this while handling h11's error, which knows whether the head was too large
@@ -65,7 +150,7 @@ class _BoundedProtocol(H11Protocol):
         uvicorn's own runs.
         """
         is_awaited = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
-        if self._refused or not is_awaited:
+        if self._discarding or not is_awaited:
             self._stop_timer()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(self.header_timeout_s, self._head_is_late)
@@ -81,20 +166,13 @@ class _BoundedProtocol(H11Protocol):
         self._refuse(HttpError(408, message, close=True))
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer, if nothing has been answered on this turn yet, and close.
-
-        A close with unread bytes resets the connection, and the answer is lost with it: so what
-        still comes is thrown away for a moment first.
-        """
-        self._refused = True
-        self._stop_timer()
+        """Answer, if nothing has been answered on this turn yet, and close."""
         may_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
-        if not may_answer or self.transport.is_closing():
-            self.transport.close()
+        if not may_answer or self._bare.is_closing():
+            self._bare.close()
             return
         self._write(error)
-        self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.close)
+        self._close_slowly(_LINGER_S)
 
     def _write(self, error: HttpError) -> None:
         request_id = uuid.uuid4().hex
@@ -106,4 +184,4 @@ class _BoundedProtocol(H11Protocol):
             h11.EndOfMessage(),
         )
         for event in events:
-            self.transport.write(self.conn.send(event) or b"")
+            self._outbound.write(self.conn.send(event) or b"")

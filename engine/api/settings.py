@@ -27,6 +27,9 @@ class ServerSettings:
     #: How long the head and the body of a request may take to arrive.
     header_timeout_s: float = 10.0
     body_timeout_s: float = 10.0
+    #: How long a client may take to read what is written to it.
+    write_timeout_s: float = 30.0
+    max_connections: int = 1024
     tokenize_timeout_s: float = 10.0
     #: Deadline of a request that names none, and the longest it may name; 0 for no limit.
     request_timeout_s: float = 0.0

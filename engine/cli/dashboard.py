@@ -82,15 +82,19 @@ def _serve(config: Config, urls: Sequence[str], key: str) -> None:
     """Raises ConfigError for an engine that cannot be one."""
     from jitney.dashboard.remote import RemoteEngine
     from jitney.dashboard.standalone import create_standalone
+    from jitney.engine.api.connections import Connections
+    from jitney.engine.cli.descriptors import raise_descriptor_limit
     from jitney.engine.cli.display import make_display
     from jitney.engine.cli.serve import limits, web_server
 
     if len(set(urls)) < len(urls):
         raise ConfigError("--engine names one engine twice")
+    raise_descriptor_limit()
     settings = limits(config, read_keys(config.server))
     engines = [RemoteEngine(url, key) for url in urls]
     make_display().close()
-    server = web_server(config, settings, create_standalone(engines, settings))
+    app = create_standalone(engines, settings)
+    server = web_server(config, settings, app, Connections(settings))
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
         names = ", ".join(engine.url for engine in engines)
         page = base_url(config.server, bound.getsockname()[1])

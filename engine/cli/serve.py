@@ -16,6 +16,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from jitney.engine.cli.descriptors import (
+    connections_within,
+    descriptor_limit,
+    raise_descriptor_limit,
+)
 from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import AcceptedKeys, base_url, listen, read_keys
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from jitney.engine.api.chat_templates import ChatTemplates
+    from jitney.engine.api.connections import Connections
     from jitney.engine.api.settings import ServerSettings
     from jitney.engine.checkpoints.sources import ModelSource
     from jitney.engine.process.client import EngineClient
@@ -72,6 +78,7 @@ def _start(config: Config) -> int:
             "no administrator's key is set: metrics, slots, texts, traces, reports, the policy lab "
             "and other users' requests are closed to everybody (admin_key_file opens them)"
         )
+    raise_descriptor_limit()
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
         server = _Server(config, keys, bound, make_display())
         return asyncio.run(server.serve())
@@ -81,6 +88,7 @@ class _Server:
     """One run of `jitney serve`: the parts, and the order in which they come and go."""
 
     def __init__(self, config: Config, keys: AcceptedKeys, bound: socket.socket, display: Display):
+        from jitney.engine.api.connections import Connections
         from jitney.engine.process.supervisor import ProcessClient
         from jitney.engine.process.trace_recorder import Recorder
 
@@ -98,9 +106,10 @@ class _Server:
             self.client.history.listeners.append(self.recorder.ended)
         settings = limits(config, keys)
         self.app = _build_app(config, settings, self.client)
-        self.web = web_server(config, settings, self.app)
         #: Renders chats, once the model's template is known.
         self.chat_templates: ChatTemplates | None = None
+        self.connections = Connections(settings)
+        self.web = web_server(config, settings, self.app, self.connections)
         #: Numbers of the signals that came.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
@@ -170,6 +179,7 @@ class _Server:
         service = self.app.state.service
         limit = self.config.server.drain_s
         service.begin_drain()
+        self.connections.hurry()
         self.client.drain()
         _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
         done = asyncio.create_task(service.drained())
@@ -208,6 +218,8 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
         body_limit=server.body_limit,
         header_timeout_s=server.read_timeout_s,
         body_timeout_s=server.read_timeout_s,
+        write_timeout_s=server.write_timeout_s,
+        max_connections=connections_within(descriptor_limit(), server.max_connections),
         request_timeout_s=server.request_timeout_s,
         stall_s=server.heartbeat_s,
         metrics_compat=server.metrics_compat,
@@ -237,7 +249,9 @@ def _build_app(config: Config, settings: ServerSettings, client: EngineClient) -
     return app
 
 
-def web_server(config: Config, settings: ServerSettings, app: Starlette) -> uvicorn.Server:
+def web_server(
+    config: Config, settings: ServerSettings, app: Starlette, connections: Connections
+) -> uvicorn.Server:
     """uvicorn with bounded headers; signals are ours, because a drain is more than closing
     connections.
     """
@@ -253,7 +267,7 @@ def web_server(config: Config, settings: ServerSettings, app: Starlette) -> uvic
     return WebServer(
         uvicorn.Config(
             app,
-            http=http_protocol(settings),
+            http=http_protocol(settings, connections),
             ws="none",
             lifespan="on",
             log_config=None,

@@ -492,8 +492,25 @@ class ServerSection(Section):
         gt=0,
         description="seconds that the model's chat template may take for one request",
     )
+    write_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description=(
+            "seconds a client has to read what is written to it; who takes longer is let go, and "
+            "its sequences end"
+        ),
+    )
     keep_alive_s: float = Field(
         default=5.0, gt=0, description="seconds an idle connection stays open"
+    )
+    max_connections: int = Field(
+        default=1024,
+        ge=1,
+        le=1_000_000,
+        description=(
+            "open connections; requests over more are answered 503, but for probes; fewer where "
+            "the limit of open files (ulimit -Hn) allows no more"
+        ),
     )
     request_timeout_s: float = Field(
         default=0.0, ge=0, description="deadline of a request that names none; 0: none"

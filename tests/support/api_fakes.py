@@ -18,6 +18,7 @@ import numpy as np
 import uvicorn
 
 from jitney.engine.api.app import create_app
+from jitney.engine.api.connections import Connections
 from jitney.engine.api.protocol import http_protocol
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ErrorInfo, RequestError
@@ -343,8 +344,13 @@ def run(coroutine):
 
 
 @contextlib.contextmanager
-def served(app, settings: ServerSettings | None = None) -> Iterator[tuple[str, int]]:
+def served(
+    app, settings: ServerSettings | None = None, connections: Connections | None = None
+) -> Iterator[tuple[str, int]]:
     """A real server in a thread; yields its base URL and port."""
+    settings = settings or ServerSettings()
+    if connections is None:
+        connections = Connections(settings)
     config = uvicorn.Config(
         app,
         host="127.0.0.1",
@@ -352,7 +358,7 @@ def served(app, settings: ServerSettings | None = None) -> Iterator[tuple[str, i
         log_config=None,
         access_log=False,
         server_header=False,
-        http=http_protocol(settings or ServerSettings()),
+        http=http_protocol(settings, connections),
         timeout_keep_alive=2,
     )
     server = uvicorn.Server(config)

@@ -1,0 +1,119 @@
+"""The open connections of a server: how many there may be, and who of them does not read.
+
+A client that stops reading costs what waits for it, and keeps its sequences in their seats. So what
+was written to a connection must have left within `write_timeout_s`, and all that waits for slow
+readers together is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from jitney.engine.api.settings import ServerSettings
+
+_log = logging.getLogger("jitney.api")
+
+#: Bytes that may wait for all clients together.
+_MOST_BYTES = 64 << 20
+#: Connections beyond `max_connections` that are still told so; more are closed without a word.
+_SPARE = 64
+#: Seconds between two looks, at most.
+_LOOK_S = 1.0
+#: The write timeout during a drain.
+_HURRY_S = 2.0
+
+
+class Connection(Protocol):
+    """What is asked of a connection."""
+
+    @property
+    def written(self) -> int:
+        """Bytes written to it so far."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """How many of them wait for the client to read."""
+        ...
+
+    def drop(self) -> None:
+        """Close it at once; what waits is lost."""
+        ...
+
+
+@dataclass(slots=True)
+class _Mark:
+    """What a client has to have taken, and since when."""
+
+    written: int
+    since: float
+
+
+class Connections:
+    """Lives on one event loop; looks at the connections now and then while there are any."""
+
+    def __init__(self, settings: ServerSettings, *, most_bytes: int = _MOST_BYTES):
+        self.most = settings.max_connections
+        self.timeout_s = settings.write_timeout_s
+        self._most_bytes = most_bytes
+        self._open: dict[Connection, _Mark] = {}
+        self._look: asyncio.TimerHandle | None = None
+
+    @property
+    def n_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def crowded(self) -> bool:
+        """More are open than may be."""
+        return len(self._open) > self.most
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that wait for all clients together."""
+        return sum(connection.waiting for connection in self._open)
+
+    def opened(self, connection: Connection) -> None:
+        """A client has come; it is dropped at once if not even a refusal can be spared for it."""
+        if len(self._open) >= self.most + _SPARE:
+            connection.drop()
+            return
+        self._open[connection] = _Mark(0, time.monotonic())
+        if self._look is None:
+            self._look_later()
+
+    def closed(self, connection: Connection) -> None:
+        self._open.pop(connection, None)
+
+    def hurry(self) -> None:
+        """The server is about to stop: who does not read is not waited for."""
+        self.timeout_s = min(self.timeout_s, _HURRY_S)
+        for mark in self._open.values():
+            mark.since = time.monotonic()
+
+    def _look_later(self) -> None:
+        pause = min(_LOOK_S, self.timeout_s / 4)
+        self._look = asyncio.get_running_loop().call_later(pause, self._look_around)
+
+    def _look_around(self) -> None:
+        self._look = None
+        now = time.monotonic()
+        for connection, mark in list(self._open.items()):
+            if connection.written - connection.waiting >= mark.written:
+                mark.written, mark.since = connection.written, now
+            elif now - mark.since > self.timeout_s:
+                self._let_go(connection, f"did not read for {self.timeout_s:g} s")
+        while self._open and self.waiting > self._most_bytes:
+            largest = max(self._open, key=lambda connection: connection.waiting)
+            self._let_go(largest, "reads too slowly, and too much waits for all clients")
+        if self._open:
+            self._look_later()
+
+    def _let_go(self, connection: Connection, why: str) -> None:
+        _log.warning("a client %s: let go, with %d bytes unread", why, connection.waiting)
+        self.closed(connection)
+        connection.drop()

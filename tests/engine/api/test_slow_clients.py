@@ -1,0 +1,249 @@
+"""Clients that read slowly or not at all, that come in crowds, and that still send when they are
+answered: real sockets, a fake engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from api_fakes import FakeClient, Script, http_client, make_app, run, served, until
+
+from jitney.engine.api import connections as connections_module
+from jitney.engine.api import protocol
+from jitney.engine.api.connections import Connections
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.cli.descriptors import connections_within, raise_descriptor_limit
+
+#: Bytes that a connection may have waiting: the transport's own mark, and a block.
+_MOST_WAITING = 300_000
+#: Bytes from which on more is not written to a connection.
+_STUCK = 1 << 16
+#: Some 400 kB as an answer.
+_BIG: dict[str, Any] = {
+    "model": "m",
+    "prompt": "ab",
+    "logprobs": 20,
+    "max_tokens": 2000,
+    "ignore_eos": True,
+}
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+class _SmallBuffers(protocol._BoundedProtocol):
+    """The system keeps little for a client that does not read; by default it is megabytes."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        super().connection_made(transport)
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setattr(protocol, "_BoundedProtocol", _SmallBuffers)
+
+
+@contextlib.contextmanager
+def server(
+    script: Script | None = None, **settings
+) -> Iterator[tuple[FakeClient, Connections, int]]:
+    engine = FakeClient(script, context_length=100_000, pages=8192)
+    limits = ServerSettings(**settings)
+    connections = Connections(limits)
+    app = make_app(engine, **settings)
+    with served(app, limits, connections) as (_, port):
+        yield engine, connections, port
+
+
+def connect(port: int, receive_buffer: int = 4096) -> socket.socket:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(10)
+    sock.connect(("127.0.0.1", port))
+    return sock
+
+
+def post(sock: socket.socket, body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    sock.sendall(_HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    answer = b""
+    while chunk := sock.recv(1 << 16):
+        answer += chunk
+    return answer
+
+
+def lives(port: int) -> bool:
+    with http_client(f"http://127.0.0.1:{port}") as client:
+        return client.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_does_not_read_is_let_go_and_costs_little(stream):
+    script = Script("x" * 2000, chunk=50)
+    with server(script, write_timeout_s=0.5) as (engine, connections, port):
+        socks = [connect(port) for _ in range(4)]
+        for sock in socks:
+            post(sock, _BIG | {"stream": stream})
+        until(lambda: connections.waiting > _STUCK, 20)
+        most = 0
+        deadline = time.monotonic() + 30
+        while connections.n_open:
+            assert time.monotonic() < deadline
+            most = max(most, connections.waiting)
+            time.sleep(0.01)
+        assert most < len(socks) * _MOST_WAITING
+        until(lambda: not engine.open)
+        assert lives(port)
+        for sock in socks:
+            sock.close()
+
+
+def test_who_reads_slowly_gets_everything():
+    script = Script("x" * 2000, chunk=2000)
+    with server(script, write_timeout_s=1.0) as (_, connections, port), connect(port) as sock:
+        post(sock, _BIG)
+        answer = bytearray()
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += sock.recv(1 << 15)
+            time.sleep(0.002)
+        assert len(answer) > 400_000 and connections.n_open == 1
+
+
+def test_a_drain_does_not_wait_for_who_does_not_read(monkeypatch):
+    monkeypatch.setattr(connections_module, "_HURRY_S", 0.3)
+    script = Script("x" * 2000, chunk=50)
+    with (
+        server(script, write_timeout_s=60.0) as (engine, connections, port),
+        connect(port) as sock,
+    ):
+        post(sock, _BIG | {"stream": True})
+        until(lambda: connections.waiting > _STUCK, 20)
+        connections.hurry()
+        until(lambda: not engine.open and not connections.n_open, 5)
+
+
+def test_all_that_waits_together_is_bounded():
+    class Reader:
+        def __init__(self, waiting: int):
+            self.written = self.waiting = waiting
+            self.dropped = False
+
+        def drop(self) -> None:
+            self.dropped = True
+
+    async def look() -> list[bool]:
+        connections = Connections(ServerSettings(), most_bytes=100)
+        readers = [Reader(size) for size in (10, 60, 50, 30)]
+        for reader in readers:
+            connections.opened(reader)
+        connections._look_around()
+        assert connections.n_open == 3 and connections.waiting == 90
+        return [reader.dropped for reader in readers]
+
+    assert run(look()) == [False, True, False, False]
+
+
+def test_connections_beyond_the_limit_are_told_so_and_probes_are_answered(monkeypatch):
+    monkeypatch.setattr(connections_module, "_SPARE", 2)
+    with server(max_connections=2) as (_, connections, port):
+        kept = [connect(port) for _ in range(2)]
+        until(lambda: connections.n_open == 2)
+        with connect(port) as third:
+            post(third, {"model": "m", "prompt": "a"})
+            head, _, body = read_all(third).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in head
+            assert json.loads(body)["error"]["code"] == "too_many_connections"
+        until(lambda: connections.n_open == 2)
+        assert lives(port)
+        until(lambda: connections.n_open == 2)
+        more = [connect(port) for _ in range(2)]
+        until(lambda: connections.n_open == 4)
+        with connect(port) as too_many, contextlib.suppress(ConnectionError):
+            assert too_many.recv(100) == b""
+        for sock in [*kept, *more]:
+            sock.close()
+        until(lambda: not connections.n_open)
+        with http_client(f"http://127.0.0.1:{port}") as client:
+            assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (_HEAD + b"Content-Length: %d\r\n\r\n", 413),
+        (_HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n", 413),
+        (_HEAD + b"Host: y\r\nContent-Length: %d\r\n\r\n", 400),
+        (_HEAD.replace(b"json", b"xml") + b"Content-Length: %d\r\n\r\n", 415),
+        (_HEAD + b"X: y\r\n" * 300 + b"Z: z\r\nContent-Length: %d\r\n\r\n", 431),
+        (_HEAD.replace(b"POST", b"GET") + b"Content-Length: %d\r\n\r\n", 405),
+    ],
+    ids=["length", "chunked", "two hosts", "type", "headers", "method"],
+)
+def test_a_refusal_reaches_who_writes_all_before_reading(head, status):
+    size = 30 << 20
+    with server(body_limit=10_000) as (_, connections, port):
+        with connect(port) as sock:
+            sock.sendall(head % size + b"x" * size)
+            answer = read_all(sock)
+            assert answer.startswith(b"HTTP/1.1 %d" % status)
+        until(lambda: not connections.n_open)
+
+
+def test_what_is_thrown_away_is_bounded(monkeypatch):
+    monkeypatch.setattr(protocol, "_DISCARDED_BYTES", 1 << 20)
+    monkeypatch.setattr(protocol._BoundedProtocol, "_left_to_discard", 1 << 20)
+    monkeypatch.setattr(protocol, "_DISCARDING_S", 0.5)
+    with server(body_limit=10_000) as (_, connections, port):
+        with connect(port) as flood, pytest.raises(OSError):
+            flood.sendall(_HEAD + b"Content-Length: %d\r\n\r\n" % (1 << 30))
+            for _ in range(1000):
+                flood.sendall(b"x" * (1 << 20))
+        with connect(port) as drip:
+            started = time.monotonic()
+            with pytest.raises(OSError):
+                drip.sendall(_HEAD + b"Content-Length: 1000000\r\n\r\n")
+                for _ in range(1000):
+                    drip.sendall(b"x")
+                    time.sleep(0.02)
+            assert time.monotonic() - started < 3
+        until(lambda: not connections.n_open)
+
+
+def test_nobody_notices_a_crowd_of_dead_readers():
+    """A neighbour's stream goes on while others do not read."""
+    script = Script("x" * 2000, chunk=50)
+    with server(script) as (engine, connections, port):
+        socks = [connect(port) for _ in range(8)]
+        for sock in socks:
+            post(sock, _BIG | {"stream": True})
+        until(lambda: connections.waiting > 8 * _STUCK, 20)
+        engine.script = Script("y" * 50, delay_s=0.005)
+        started = time.monotonic()
+        with http_client(f"http://127.0.0.1:{port}") as client:
+            answer = client.post("/v1/completions", json={"model": "m", "prompt": "a"} | {"n": 2})
+        assert answer.status_code == 200 and time.monotonic() - started < 3
+        for sock in socks:
+            sock.close()
+
+
+def test_the_limit_of_open_files_is_raised_and_said_when_it_is_low(caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+        assert raise_descriptor_limit() >= min(hard if hard >= 0 else 1 << 20, 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert connections_within(5000, 1024) == 1024 and not caplog.text
+    assert connections_within(300, 1024) == 172
+    assert "at most 172 connections instead of 1024" in caplog.text
