@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -29,8 +30,14 @@ from jitney.engine.api.settings import ServerSettings
 _PASSED = {route.path.split("/")[1]: route.methods for route in ENGINE_ROUTES}
 #: Parts of a path that would lead elsewhere.
 _NOT_PARTS = {"", ".", ".."}
-#: Headers of an engine's answer that are passed on.
-_HEADERS = ("content-type", "content-disposition", "retry-after")
+#: What an engine answers with: data, but for these, which are files to keep, by the first part of
+#: the path. Nothing else of an engine is shown under this page's own origin, where it could act for
+#: whoever looks.
+_DATA = "application/json"
+_FILES = {
+    "trace": (_DATA, "jitney-trace.json"),
+    "report": ("text/html", "jitney-report.html"),
+}
 #: Seconds that each engine has to say how it is.
 _STATE_S = 2.0
 
@@ -91,8 +98,8 @@ async def _relayed(
 ) -> Response:
     """The answer of an engine, passed on as it comes. Raises HttpError 502 when there is none."""
     stack = AsyncExitStack()
-    headers = {"content-type": "application/json"} if body else None
-    context = engine.answer(method, path, headers=headers, query=query, body=body)
+    sent = {"content-type": _DATA} if body else None
+    context = engine.answer(method, path, headers=sent, query=query, body=body)
     try:
         answer = await stack.enter_async_context(context)
     except Unreachable as error:
@@ -110,8 +117,34 @@ async def _relayed(
             async for part in answer.aiter_bytes():
                 yield part
 
-    kept = {name: answer.headers[name] for name in _HEADERS if name in answer.headers}
-    return StreamingResponse(body_parts(), answer.status_code, kept)
+    try:
+        headers = _own_headers(path, answer)
+    except ValueError:
+        await stack.aclose()
+        raise HttpError(
+            502,
+            f"{engine.url} answers as no Jitney engine does; is it one, of this version?",
+            code="engine_unexpected",
+        ) from None
+    return StreamingResponse(body_parts(), answer.status_code, headers)
+
+
+def _own_headers(path: str, answer: httpx.Response) -> dict[str, str]:
+    """The headers that we give to an engine's answer: ours, after a look at its own. Raises
+    ValueError for an answer that is not what was asked for.
+    """
+    is_error = answer.status_code >= 400
+    expected, name = (_DATA, "") if is_error else _FILES.get(path, (_DATA, ""))
+    given = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != expected or not (is_error or 200 <= answer.status_code < 300):
+        raise ValueError(given)
+    headers = {"content-type": f"{expected}; charset=utf-8"}
+    if name:
+        headers["content-disposition"] = f'attachment; filename="{name}"'
+    retry_after = answer.headers.get("retry-after", "")
+    if retry_after.isascii() and retry_after.isdigit():
+        headers["retry-after"] = retry_after
+    return headers
 
 
 def create_standalone(engines: Sequence[RemoteEngine], settings: ServerSettings) -> Starlette:

@@ -216,3 +216,83 @@ def test_the_program_serves_and_leaves_when_told(client, number):
 def test_wrong_flags_are_named(flags, says, capsys):
     assert main(["dashboard", *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+SCRIPT = b"fetch('/engines').then(steal)"
+
+
+def hostile(status: int = 200, **headers: str) -> RemoteEngine:
+    """An engine that answers everything with a script, and these headers."""
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.Response(status, content=SCRIPT, headers=named)
+
+    return RemoteEngine("http://engine", "", httpx.MockTransport(answer))
+
+
+def asked_of(engine: RemoteEngine, path: str) -> httpx.Response:
+    (answer,) = ask(create_standalone([engine], ServerSettings()), f"/engines/0/{path}")
+    return answer
+
+
+@pytest.mark.parametrize("path", ["slots", "requests", "timeline", "request/x", "trace", "report"])
+@pytest.mark.parametrize(
+    "kind",
+    ["text/javascript", "text/html", "image/svg+xml", "application/xml", "text/css", ""],
+)
+def test_an_engine_cannot_choose_what_its_answer_is(path: str, kind: str):
+    answer = asked_of(hostile(content_type=kind) if kind else hostile(), path)
+    if (path, kind) == ("report", "text/html"):
+        assert answer.status_code == 200
+        assert answer.headers["content-disposition"].startswith("attachment;")
+        assert "sandbox" in answer.headers["content-security-policy"]
+    else:
+        assert answer.status_code == 502 and answer.json()["error"]["code"] == "engine_unexpected"
+        assert SCRIPT not in answer.content
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_an_engines_headers_stay_behind():
+    answer = asked_of(
+        hostile(
+            content_type="application/json; charset=utf-7",
+            content_disposition="inline",
+            content_security_policy="script-src *",
+            set_cookie="jitney_session=fixed",
+            clear_site_data='"*"',
+            access_control_allow_origin="*",
+            retry_after="5, evil",
+            location="http://evil.example",
+            service_worker_allowed="/",
+            x_content_type_options="",
+        ),
+        "slots",
+    )
+    assert answer.status_code == 200 and answer.content == SCRIPT
+    assert answer.headers["content-type"] == "application/json; charset=utf-8"
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 's")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    for name in (
+        "set-cookie",
+        "clear-site-data",
+        "access-control-allow-origin",
+        "retry-after",
+        "location",
+        "service-worker-allowed",
+        "content-disposition",
+    ):
+        assert name not in answer.headers
+
+
+@pytest.mark.parametrize("status", [301, 302, 101])
+def test_an_engine_cannot_send_anybody_elsewhere(status: int):
+    engine = hostile(status, content_type="application/json", location="http://evil.example")
+    assert asked_of(engine, "slots").status_code == 502
+
+
+def test_an_errors_form_is_looked_at_too():
+    assert asked_of(hostile(503, content_type="text/html"), "report").status_code == 502
+    busy = asked_of(hostile(503, content_type="application/json", retry_after="7"), "report")
+    assert busy.status_code == 503 and busy.headers["retry-after"] == "7"
+    assert "content-disposition" not in busy.headers
