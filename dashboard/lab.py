@@ -256,7 +256,8 @@ def _recorded(history: History, minutes: float) -> _Traffic:
     now = time.monotonic()
     requests = _arrived_since(history, max(now - 60 * minutes, history.kept_from))
     records = history.records.since(-1)[-_MOST_RECORDS:]
-    if not len(records) or not any(request.finished and request.stays for request in requests):
+    ended = [request for request in requests if request.finished is not None and request.stays]
+    if not ended or not len(records):
         raise RequestError(
             "no request of that time has ended yet: there is no traffic to replay",
             param="minutes",

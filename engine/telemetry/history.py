@@ -67,10 +67,8 @@ class RequestRecords:
         self.n_open += len(records)
 
     def _new_record(self, request: EngineRequest, index: int) -> RequestRecord:
-        number = self._next_number
-        self._next_number += 1
-        return RequestRecord(
-            number=number,
+        record = RequestRecord(
+            number=self._next_number,
             request_id=request.id,
             index=index,
             tenant=request.tenant,
@@ -78,9 +76,13 @@ class RequestRecords:
             n_prompt=len(request.prompt),
             max_tokens=request.sampling.max_tokens or 0,
             arrival=request.arrival,
-            tokens=list(request.prompt) if self._keep_tokens else None,
-            token_times=[] if self._keep_times else None,
         )
+        self._next_number += 1
+        if self._keep_tokens:
+            record.tokens = list(request.prompt)
+        if self._keep_times:
+            record.token_times = []
+        return record
 
     def apply(self, report: StepReport, step: int, now: float) -> None:
         """Take in a report. step: number of the step it tells of, or of the one before if it tells
@@ -100,7 +102,9 @@ class RequestRecords:
                 if self._keeps or not record.stays or record.stays[-1].first_token is None:
                     self._take_tokens(record, output, step, now)
             if output.finish is not None:
-                code = output.error.code if output.error else ""
+                code = ""
+                if output.error is not None:
+                    code = output.error.code
                 self._end(record, output.finish, code, step, now)
         for event in report.events:
             self._take_event(event)
@@ -113,10 +117,9 @@ class RequestRecords:
         if record.token_times is not None:
             record.token_times += [now] * len(output.tokens)
         # Who was just preempted may have a token on its way: it belongs to the stay before.
-        stay = record.stays[-1] if record.stays else None
-        if stay is not None and stay.first_token is None:
-            stay.first_token = now
-            stay.first_step = step
+        if record.stays and record.stays[-1].first_token is None:
+            record.stays[-1].first_token = now
+            record.stays[-1].first_step = step
         if record.first_token is None:
             record.first_token = now
             record.cached_tokens = output.cached_tokens

@@ -49,7 +49,9 @@ class Stay(msgspec.Struct):
     @property
     def left(self) -> float:
         """When the seat was left, infinity while on board."""
-        return math.inf if self.end is None else self.end
+        if self.end is None:
+            return math.inf
+        return self.end
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
@@ -99,24 +101,22 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     @property
     def end(self) -> float:
         """When it ended, infinity while it goes on."""
-        return math.inf if self.finished is None else self.finished
+        if self.finished is None:
+            return math.inf
+        return self.finished
 
     def until(self, t: float) -> RequestRecord:
         """It as it stood at t: who had not ended is said to end then, in the state it was in.
 
         Without stays, chunks and tokens.
         """
-        open_still = self.finished is None
-        return msgspec.structs.replace(
-            self,
-            finished=t if open_still else self.finished,
-            finish=self.state if open_still else self.finish,
-            request_id="",
-            tenant="",
-            stays=[],
-            chunks=[],
-            tokens=None,
+        record = msgspec.structs.replace(
+            self, request_id="", tenant="", stays=[], chunks=[], tokens=None
         )
+        if self.finished is None:
+            record.finished = t
+            record.finish = self.state
+        return record
 
     @property
     def served(self) -> bool:
@@ -134,7 +134,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     def seat(self) -> int:
         """Its seat, -1 while it has none."""
         stay = self.stay
-        return -1 if stay is None else stay.seat
+        if stay is None:
+            return -1
+        return stay.seat
 
     @property
     def state(self) -> _RequestState:
@@ -144,7 +146,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         stay = self.stay
         if stay is None:
             return "waiting"
-        return "prefill" if stay.first_token is None else "decode"
+        if stay.first_token is None:
+            return "prefill"
+        return "decode"
 
     @property
     def n_computed(self) -> int:
@@ -161,17 +165,22 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     @property
     def queue_s(self) -> float | None:
         """Seconds from its arrival to its first seat."""
-        return None if self.boarded is None else max(0.0, self.boarded - self.arrival)
+        return self._after(self.boarded)
 
     @property
     def ttft_s(self) -> float | None:
         """Seconds to its first token."""
-        return None if self.first_token is None else max(0.0, self.first_token - self.arrival)
+        return self._after(self.first_token)
 
     @property
     def e2e_s(self) -> float | None:
         """Seconds to its end."""
-        return None if self.finished is None else max(0.0, self.finished - self.arrival)
+        return self._after(self.finished)
+
+    def _after(self, t: float | None) -> float | None:
+        if t is None:
+            return None
+        return max(0.0, t - self.arrival)
 
     @property
     def tpot_s(self) -> float | None:
