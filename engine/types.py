@@ -198,6 +198,15 @@ def _ranges(params: type[SamplingParams]) -> list[tuple[str, Range]]:
     ]
 
 
+class Whole(msgspec.Struct, frozen=True):
+    """Requests that came together, one for each prompt of a client's: all wait, or none does."""
+
+    id: str
+    #: How many they are, and the tokens of all their prompts.
+    requests: int
+    prompt_tokens: int
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the core sees it: token ids, never text."""
 
@@ -216,6 +225,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     #: Whom the client says it asks for; in the fair order it tells apart those without a key.
     user: str = ""
+    #: What it is a part of, if it did not come alone. Its parts are submitted one after the other.
+    whole: Whole | None = None
     #: Of a request that an earlier core had: the output tokens of each of its sequences so far,
     #: None for one that has ended.
     resumed: list[list[int] | None] | None = None

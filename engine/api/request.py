@@ -16,7 +16,7 @@ from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody, Message
 from jitney.engine.api.service import Context, Service
 from jitney.engine.errors import RequestError
-from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams
+from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, Whole
 
 if TYPE_CHECKING:
     from jitney.engine.text.tokenizer import Tokenizer
@@ -180,7 +180,7 @@ def _generation_request(
         for prompt in prompts:
             _truncate(prompt, body.truncate_prompt_tokens)
     context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-    wanted = _engine_request(service, body, context, sampling)
+    wanted = _engine_request(service, body, context, sampling, len(prompts))
     info, _ = service.ready()
     engine_requests: list[EngineRequest] = []
     for number, prompt in enumerate(prompts):
@@ -204,14 +204,16 @@ def _generation_request(
 
 
 def _engine_request(
-    service: Service, body: GenerationBody, context: Context, sampling: SamplingParams
+    service: Service, body: GenerationBody, context: Context, sampling: SamplingParams, prompts: int
 ) -> EngineRequest:
-    """What the engine requests of all prompts share."""
+    """What the engine requests of so many prompts share."""
     info, _ = service.ready()
     if body.priority and info.order != "priority":
         raise RequestError("priority needs a server started with order priority", param="priority")
+    id = uuid.uuid4().hex
     return EngineRequest(
-        id=uuid.uuid4().hex,
+        id=id,
+        whole=Whole(id, prompts, context.prompt_tokens) if prompts > 1 else None,
         prompt=[],
         sampling=sampling,
         arrival=context.started,

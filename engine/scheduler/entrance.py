@@ -7,13 +7,15 @@ does nothing.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.predicted_wait import PredictedWait
 from jitney.engine.scheduler.promises import Promises, name_of
-from jitney.engine.scheduler.queues import RequestWork, work_of
+from jitney.engine.scheduler.queues import RequestWork, work_of, work_of_all
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
 
@@ -23,6 +25,8 @@ _NEWCOMERS = 0.5
 #: Share of a bound down to which the queue goes before the first promise falls due: what is left
 #: takes in that places do not come free evenly.
 _CALM = 0.75
+#: Verdicts kept; more are never open, since parts come one after the other.
+_MOST_VERDICTS = 64
 
 
 class _Bound(NamedTuple):
@@ -39,6 +43,16 @@ class _Bound(NamedTuple):
     overflow: float = 2.0
 
 
+@dataclass(slots=True)
+class _Verdict:
+    """On requests that came together."""
+
+    #: So many of them have not been asked about.
+    to_come: int
+    #: Why none of them may wait; None if all may.
+    refusal: RequestError | None = None
+
+
 class Entrance:
     """Lets requests in, or refuses them with the seconds after which to come again."""
 
@@ -47,12 +61,34 @@ class Entrance:
         self.state = state
         self.predicted_wait = wait
         self.promises = Promises()
+        # By the id of what they are parts of: what was said of requests of which more are to come.
+        self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
 
     def admit(self, leader: Sequence, now: float) -> None:
         """Raise RequestError queue_full or deadline_unreachable unless the leader's request may
-        wait.
+        wait. The first of several that came together is judged for all.
         """
-        work = work_of(leader.request, leader.expected)
+        whole = leader.request.whole
+        if whole is None:
+            self._judge(leader, now)
+            return
+        verdict = self._verdicts.get(whole.id)
+        if verdict is None:
+            verdict = self._verdicts[whole.id] = _Verdict(whole.requests)
+            if len(self._verdicts) > _MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+            try:
+                self._judge(leader, now)
+            except RequestError as error:
+                verdict.refusal = error
+        verdict.to_come -= 1
+        if not verdict.to_come:
+            del self._verdicts[whole.id]
+        if verdict.refusal is not None:
+            raise verdict.refusal
+
+    def _judge(self, leader: Sequence, now: float) -> None:
+        work = work_of_all(leader.request, leader.expected)
         wait = self._wait(leader)
         self.predicted_wait.check_deadline(leader, wait, now)
         if self._finds_seats(work):
@@ -147,7 +183,7 @@ class Entrance:
     def _may_overflow(self, leader: Sequence) -> bool:
         """Whether others have filled the queue, and the leader's tenant has not."""
         accounts, request = self.state.backlog.accounts, leader.request
-        own = accounts[request.account] + request.sampling.n
+        own = accounts[request.account] + work_of_all(request, 0).sequences
         most = self.limits.max_waiting_requests
         return self.state.queue.may_overflow(own, len(accounts), most)
 

@@ -167,7 +167,15 @@ class Promises:
 def name_of(request: EngineRequest) -> bytes:
     """By what a request is known when it comes again: whose it is, its prompt and its lengths."""
     sampling = request.sampling
-    parts = (request.account, request.cache_salt, sampling.n, sampling.max_tokens, sampling.seed)
+    together = request.whole.requests if request.whole else 1
+    parts = (
+        request.account,
+        request.cache_salt,
+        sampling.n,
+        sampling.max_tokens,
+        sampling.seed,
+        together,
+    )
     digest = blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16)
     digest.update(array("i", request.prompt).tobytes())
     return digest.digest()

@@ -121,6 +121,15 @@ def work_of(request: EngineRequest, expected: int) -> RequestWork:
     return RequestWork(n, len(request.prompt), n * expected)
 
 
+def work_of_all(request: EngineRequest, expected: int) -> RequestWork:
+    """As `work_of`, with all that came together with the request."""
+    whole = request.whole
+    if whole is None:
+        return work_of(request, expected)
+    n = whole.requests * request.sampling.n
+    return RequestWork(n, whole.prompt_tokens, n * expected)
+
+
 class Backlog:
     """The sequences that wait for their first seat. Who lost a seat waits too, but has been let in
     once and for all.

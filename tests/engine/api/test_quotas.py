@@ -217,3 +217,12 @@ def test_the_user_goes_to_the_engine_for_the_fair_order():
     assert [(request.tenant, request.user, request.account) for request in client.requests] == [
         ("", "ann", "user ann")
     ]
+
+
+def test_the_prompts_of_one_request_go_to_the_engine_as_one():
+    client = FakeClient()
+    assert run(call(make_app(client), PATH, BODY | {"prompt": ["a", "bcd"]})).status == 200
+    assert run(call(make_app(client), PATH, BODY)).status == 200
+    first, second, alone = client.requests
+    assert first.whole is not None and first.whole == second.whole and alone.whole is None
+    assert (first.whole.requests, first.whole.prompt_tokens) == (2, 4)

@@ -8,6 +8,7 @@ import random
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from crowd import CrowdRun, crowd
 from fakes import FakeClock, make_core, make_request
@@ -23,6 +24,7 @@ from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
+from jitney.engine.types import EngineRequest, Whole
 
 #: 8 seats, answers of 35 tokens on average, 50 ms a step.
 CAPACITY = 8 / (35 * 0.05)
@@ -167,6 +169,53 @@ def test_aborted_siblings_give_back_their_places():
     core.scheduler.abort("crowd")
     assert (backlog.sequences, backlog.work, dict(backlog.accounts)) == (0, 0, {})
     core.check()
+
+
+def together(name: str, count: int, prompt: int = 2) -> list[EngineRequest]:
+    """The requests of one client's that has so many prompts."""
+    whole = Whole(name, count, count * prompt)
+    requests = []
+    for number in range(count):
+        request = make_request(f"{name}-{number}", [number + 1] * prompt, max_tokens=200)
+        requests.append(msgspec.structs.replace(request, whole=whole))
+    return requests
+
+
+def codes(core: EngineCore, requests: list[EngineRequest]) -> list[tuple[str, float | None]]:
+    """What is said of each: its code and Retry-After, ("", None) where it may wait."""
+    said = []
+    for request in requests:
+        try:
+            core.scheduler.add(request)
+            said.append(("", None))
+        except RequestError as error:
+            said.append((error.info.code, error.info.retry_after))
+    return said
+
+
+def test_prompts_that_came_together_wait_together_or_not_at_all():
+    """Two of four places are left for three, and for two; those three get one promise."""
+    core = crowded_core(FakeClock(), max_requests=4, max_tokens=10**9)
+    core.scheduler.add(make_request("two", [1], n=2, max_tokens=200))
+    said = codes(core, together("three", 3))
+    assert {code for code, _ in said} == {"queue_full"} and len(set(said)) == 1
+    assert core.scheduler.state.n_waiting == 2 and len(core.scheduler._entrance.promises) == 1
+    core.clock.now += 10_000.0
+    assert codes(core, together("pair", 2)) == [("", None)] * 2
+    core.check()
+
+
+def test_prompts_that_come_back_together_are_taken_together():
+    clock = FakeClock()
+    core = crowded_core(clock, max_requests=4, max_tokens=10**9)
+    core.scheduler.add(make_request("four", [1], n=4, max_tokens=200))
+    [(_, retry), *_] = codes(core, together("three", 3))
+    core.scheduler.abort("four")
+    assert retry is not None
+    assert codes(core, [make_request("newcomer", [1], n=3)])[0][0] == "queue_full"
+    clock.now += retry
+    assert codes(core, together("back", 3)) == [("", None)] * 3
+    assert not core.scheduler._entrance._verdicts
 
 
 def ended(tokens: int, n: int = 1) -> Sequence:
