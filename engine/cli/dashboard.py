@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.flags import Parser
 from jitney.engine.cli.keys import add_key_flag, engine_key
-from jitney.engine.cli.listen import base_url, listen, read_keys
+from jitney.engine.cli.listen import base_url, check_tls, listen, read_keys
 from jitney.engine.config.layers import NOTHING, load_config
+from jitney.engine.config.layers import settings as all_settings
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 
@@ -33,6 +34,10 @@ def run(arguments: Sequence[str]) -> int:
         "port": args.port,
         "insecure": args.insecure,
         "allowed_hosts": args.allowed_hosts,
+        "ssl_certfile": args.ssl_certfile,
+        "ssl_keyfile": args.ssl_keyfile,
+        "root_path": args.root_path,
+        "trusted_proxies": args.trusted_proxies,
         # The engines' key is also what visitors sign in with, and the engines know what it may see.
         "admin_keys": (key,) if key else (),
     }
@@ -69,6 +74,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             "is open to other machines"
         ),
     )
+    for name, metavar in (
+        ("ssl_certfile", "FILE"),
+        ("ssl_keyfile", "FILE"),
+        ("root_path", "TEXT"),
+        ("trusted_proxies", "A,B,..."),
+    ):
+        setting = all_settings()[name]
+        add(setting.flag, default="", metavar=metavar, help=str(setting.field.description))
     add(
         "--insecure",
         action="store_true",
@@ -90,6 +103,7 @@ def _serve(config: Config, urls: Sequence[str], key: str) -> None:
     if len(set(urls)) < len(urls):
         raise ConfigError("--engine names one engine twice")
     raise_descriptor_limit()
+    check_tls(config.server)
     settings = limits(config, read_keys(config.server))
     engines = [RemoteEngine(url, key) for url in urls]
     make_display().close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
 import stat
 from pathlib import Path
 from typing import NamedTuple
@@ -39,12 +40,35 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"port {port} on {host} {reason}") from None
 
 
+def check_tls(server: ServerSection) -> None:
+    """Raise ConfigError, in one line, for a certificate or key that cannot be served with."""
+    if not server.ssl_certfile:
+        return
+    key_file = Path(server.ssl_keyfile or server.ssl_certfile)
+    try:
+        if key_file.stat().st_mode & stat.S_IRWXO:
+            raise ConfigError(f"{key_file} is open to other users of this machine: chmod o= it")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # An encrypted key would be asked about in the terminal.
+        context.load_cert_chain(server.ssl_certfile, key_file, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"ssl_certfile {server.ssl_certfile} and its key cannot be used: "
+            f"{error.reason or 'they are no PEM files, or the key is encrypted'}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"ssl_certfile {server.ssl_certfile} or its key cannot be read: {error.strerror}"
+        ) from None
+
+
 def base_url(server: ServerSection, port: int) -> str:
-    """http://host:port as a client on this machine writes it."""
+    """http(s)://host:port as a client on this machine writes it."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
     if ":" in host:
         host = f"[{host}]"
-    return f"http://{host}:{port}"
+    scheme = "https" if server.ssl_certfile else "http"
+    return f"{scheme}://{host}:{port}"
 
 
 class AcceptedKeys(NamedTuple):

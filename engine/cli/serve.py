@@ -23,7 +23,7 @@ from jitney.engine.cli.descriptors import (
 )
 from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.flags import Parser, add_settings, config_from
-from jitney.engine.cli.listen import AcceptedKeys, base_url, listen, read_keys
+from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_keys
 from jitney.engine.config.layers import to_toml
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection
@@ -72,6 +72,7 @@ def run(arguments: Sequence[str]) -> int:
 def _start(config: Config) -> int:
     """Check what can be checked at once (platform, keys, port), then load and serve."""
     check_platform(config.engine.platform)
+    check_tls(config.server)
     keys = read_keys(config.server)
     if keys.users and not keys.admins:
         _log.warning(
@@ -264,6 +265,7 @@ def web_server(
         def capture_signals(self) -> Iterator[None]:
             yield
 
+    server = config.server
     return WebServer(
         uvicorn.Config(
             app,
@@ -273,7 +275,11 @@ def web_server(
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,
+            ssl_certfile=server.ssl_certfile or None,
+            ssl_keyfile=server.ssl_keyfile or None,
+            root_path=server.root_path,
+            proxy_headers=bool(server.trusted_proxies),
+            forwarded_allow_ips=list(server.trusted_proxies),
             timeout_keep_alive=max(1, round(config.server.keep_alive_s)),
             timeout_graceful_shutdown=_FAREWELL_S,
             h11_max_incomplete_event_size=_HEADER_LIMIT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -474,6 +475,24 @@ class ServerSection(Section):
             "localhost, 127.0.0.1 and ::1, else any name"
         ),
     )
+    ssl_certfile: str = Field(
+        default="", description="certificate (PEM, with its chain): speak TLS, and nothing else"
+    )
+    ssl_keyfile: str = Field(
+        default="", description="private key of ssl_certfile; empty: it stands in the same file"
+    )
+    root_path: str = Field(
+        default="",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="path before all routes that a proxy in front takes away, such as /jitney",
+    )
+    trusted_proxies: _Names = Field(
+        default=(),
+        description=(
+            "addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are "
+            "believed; empty: nobody's"
+        ),
+    )
     cors_origins: _Names = Field(
         default=(),
         description=(
@@ -614,6 +633,19 @@ class ServerSection(Section):
                 raise ValueError(f"{name!r} is not a host name: give it without scheme and port")
         return names
 
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies_are_addresses(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
+        for proxy in proxies:
+            try:
+                ip_network(proxy)
+            except ValueError:
+                raise ValueError(
+                    f"{proxy!r} is not an address such as 10.0.0.1, nor a network such as "
+                    "10.0.0.0/8"
+                ) from None
+        return proxies
+
     @field_validator("cors_origins")
     @classmethod
     def _origins_are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
@@ -623,6 +655,12 @@ class ServerSection(Section):
                     f"{origin!r} is not an origin: give https://NAME or https://NAME:PORT"
                 )
         return origins
+
+    @model_validator(mode="after")
+    def _tls_key_needs_a_certificate(self) -> ServerSection:
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ValueError("ssl_keyfile is given without ssl_certfile")
+        return self
 
     @model_validator(mode="after")
     def _network_needs_a_key(self) -> ServerSection:
