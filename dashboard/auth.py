@@ -133,8 +133,6 @@ def _add_headers(message: Message, path: str) -> None:
 class _FeedSource(Protocol):
     """A feed, of an engine here or elsewhere."""
 
-    @property
-    def viewers(self) -> int: ...
     def viewer(
         self, last_id: str = "", identity: Identity = EVERYBODY
     ) -> AbstractContextManager[Viewer]: ...
@@ -156,10 +154,10 @@ class FeedEndpoint:
                     await until_disconnect(receive, _send_all(viewer, send))
                 with contextlib.suppress(OSError):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TooManyViewers:
+        except TooManyViewers as error:
             raise HttpError(
                 503,
-                f"all {self.feed.viewers} viewers' places are taken",
+                str(error),
                 code="too_many_viewers",
                 headers={"retry-after": "5"},
             ) from None

@@ -47,6 +47,8 @@ KEY_FRAME_S = 2.0
 _PAGES_S, _FIRST_PAGES_S = 0.5, 0.25
 #: Seconds without a change after which a frame goes out all the same.
 _HEARTBEAT_S = 1.0
+#: Viewers that one user may have, so that none takes all places.
+_MOST_OF_A_USER = 8
 #: Frames kept for those who come back within a few seconds.
 _KEPT_FRAMES = 30
 #: Seconds that percentiles look back, and that histograms do; how often percentiles are renewed.
@@ -105,9 +107,13 @@ class Feed:
         """A viewer for as long as the block runs; last_id: of the last frame it had, if any;
         identity: whose it is, which decides what it is shown. Raises TooManyViewers.
         """
+        if identity.is_admin:
+            identity = EVERYBODY  # all of them are sent the same
+        elif self._viewers_of(identity) >= _MOST_OF_A_USER:
+            raise TooManyViewers(_MOST_OF_A_USER)
         if len(self._viewers) >= self._max_viewers:
-            raise TooManyViewers
-        viewer = self._welcome(last_id, EVERYBODY if identity.is_admin else identity)
+            raise TooManyViewers(self._max_viewers)
+        viewer = self._welcome(last_id, identity)
         self._viewers.add(viewer)
         if not self.sampling:
             self._start_sampling()
@@ -117,6 +123,9 @@ class Feed:
             self._viewers.discard(viewer)
             if not self._viewers:
                 self._stop_sampling()
+
+    def _viewers_of(self, identity: Identity) -> int:
+        return sum(viewer.identity == identity for viewer in self._viewers)
 
     def _start_sampling(self) -> None:
         self._last = None

@@ -47,7 +47,7 @@ class Relay:
         what the engine shows to our key. Raises TooManyViewers.
         """
         if len(self._viewers) >= self._max_viewers:
-            raise TooManyViewers
+            raise TooManyViewers(self._max_viewers)
         if self._since_key_frame:
             viewer = Viewer([self._hello, *self._since_key_frame])
         else:

@@ -16,7 +16,10 @@ _HELLO = b"event: hello"
 
 
 class TooManyViewers(Exception):
-    """All places are taken."""
+    """All places are taken; says how many there are."""
+
+    def __init__(self, places: int):
+        super().__init__(f"all {places} viewers' places are taken")
 
 
 class Viewer:

@@ -358,3 +358,33 @@ def test_the_ledger_chart_has_the_colours_of_the_row_kinds(client, open_page):
         page.wait_for_function(f"() => ({shown})()[0][1] === '{kinds[0].dark}'")
         assert page.evaluate(shown) == [[kind.label, kind.dark, kind.pattern] for kind in kinds]
     assert open_page.problems == []
+
+
+def test_a_user_sees_its_own_and_signs_out(client, open_page):
+    """Somebody else's seats are taken and nothing more; what computes for all is not offered."""
+    page = open_page.page
+    settings = ServerSettings(
+        api_keys=(digest_key("a user's key"),), admin_keys=(digest_key("the operator's"),)
+    )
+    with served(create_dashboard(client, settings)) as url:
+        page.goto(url)
+        page.fill("#key", "a user's key")
+        page.click("button")
+        state(page, "live")
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        for id in ("lab", "report", "trace"):
+            page.wait_for_function(f"document.getElementById('{id}').hidden")
+        page.click("#seat-details summary")
+        table_is(page, "seat-table", [["0", "decode"], ["1", "prefill"], ["2", "free"]])
+        assert "req-" not in page.content()
+        page.click("#sign-out")
+        page.wait_for_selector("#key")
+        page.fill("#key", "the operator's")
+        page.click("button")
+        state(page, "live")
+        page.click("#seat-details summary")
+        table_is(page, "seat-table", [["0", "decode", "req-a"], ["1", "prefill", "req-b"]])
+        assert not page.locator("#lab").is_hidden() and page.locator("#sign-out").is_visible()
+        page.goto("about:blank")
+    problems = [one for one in open_page.problems if "401" not in one]
+    assert problems == []

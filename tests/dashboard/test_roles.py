@@ -4,6 +4,7 @@ users see of others that a seat is taken, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -268,6 +269,27 @@ def test_deltas_and_events_name_nobody_else(shared):
     assert "ben" not in json.dumps(hers)
     both = {row[0]: row[2] for row in everything[-1][1]["seats"]}
     assert both[2] == "ben-new-0" and both[3] == "ann-new-0"
+
+
+def test_no_user_takes_all_places_of_the_feed(shared):
+    from jitney.dashboard.feed import Feed
+    from jitney.dashboard.viewers import TooManyViewers
+    from jitney.engine.api.access import Identity
+
+    async def session() -> None:
+        feed = Feed(shared)
+        ann, ben = (Identity(Role.USER, digest_key(key)) for key in (ANN, BEN))
+        with contextlib.ExitStack() as stack:
+            for _ in range(8):
+                stack.enter_context(feed.viewer(identity=ann))
+            with pytest.raises(TooManyViewers, match="all 8"):
+                stack.enter_context(feed.viewer(identity=ann))
+            stack.enter_context(feed.viewer(identity=ben))
+            for _ in range(20):
+                stack.enter_context(feed.viewer())
+            assert feed.viewers == 29
+
+    run(session())
 
 
 def test_a_page_elsewhere_shows_what_its_key_may_see(shared):
