@@ -8,6 +8,7 @@ never reaches the application, so it is answered here.
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import uuid
 from typing import Any
@@ -39,6 +40,14 @@ def http_protocol(settings: ServerSettings, connections: Connections) -> type[as
         all_open = connections
 
     return LimitedProtocol
+
+
+def _send_at_once(sock: socket.socket | None) -> None:
+    """asyncio does so only where a socket names its protocol, which accepted ones do not. Without
+    it a part of an answer waits until the client's system has acknowledged the one before: 40 ms.
+    """
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class _Outbound:
@@ -86,6 +95,7 @@ class _BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._bare = transport
         self._outbound = _Outbound(transport, self)
+        _send_at_once(transport.get_extra_info("socket"))
         super().connection_made(self._outbound)  # type: ignore[arg-type]
         self.all_open.opened(self)
         if self.all_open.crowded:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -345,7 +346,10 @@ def run(coroutine):
 
 @contextlib.contextmanager
 def served(
-    app, settings: ServerSettings | None = None, connections: Connections | None = None
+    app,
+    settings: ServerSettings | None = None,
+    connections: Connections | None = None,
+    sockets: list[socket.socket] | None = None,
 ) -> Iterator[tuple[str, int]]:
     """A real server in a thread; yields its base URL and port."""
     settings = settings or ServerSettings()
@@ -360,9 +364,10 @@ def served(
         server_header=False,
         http=http_protocol(settings, connections),
         timeout_keep_alive=2,
+        loop="asyncio",  # what `jitney serve` runs on
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=(sockets,), daemon=True)
     thread.start()
     for _ in range(500):
         if server.started:

@@ -21,6 +21,7 @@ from jitney.engine.api import protocol
 from jitney.engine.api.connections import Connections
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.cli.descriptors import connections_within, raise_descriptor_limit
+from jitney.engine.cli.listen import listen
 
 #: Bytes that a connection may have waiting: the transport's own mark, and a block.
 _MOST_WAITING = 300_000
@@ -218,6 +219,21 @@ def test_what_is_thrown_away_is_bounded(monkeypatch):
                     time.sleep(0.02)
             assert time.monotonic() - started < 3
         until(lambda: not connections.n_open)
+
+
+def test_parts_of_an_answer_do_not_wait_for_each_other(monkeypatch):
+    """On the socket that `jitney serve` listens on."""
+    options: list[int] = []
+
+    class Looking(_SmallBuffers):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            sock = transport.get_extra_info("socket")
+            options.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(protocol, "_BoundedProtocol", Looking)
+    with listen("127.0.0.1", 0) as bound, served(make_app(), sockets=[bound]) as (_, port):
+        assert lives(port) and options == [1]
 
 
 def test_nobody_notices_a_crowd_of_dead_readers():
