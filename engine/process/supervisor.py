@@ -313,6 +313,7 @@ class ProcessClient:
         try:
             while True:
                 self._take(link, await link.receive())
+                await asyncio.sleep(0)  # `receive` lets nobody else run while messages are there
         except Exception:  # a message we cannot follow leaves requests hanging; a new core does not
             log.exception("lost track of the engine process")
             link.kill()

@@ -1,0 +1,247 @@
+"""How long a served engine says nothing while it makes its longest answers.
+
+    jitney serve tiny-random --port 9100
+    python docs/benchmarks/loop_silence.py http://127.0.0.1:9100 [--seconds 20] [--history 8000]
+
+One thread asks /livez over and over and others read streams, while a process of its own sends the
+worst there is: prompts scored with 20 alternatives a token, the largest bodies, and the page's long
+answers with thousands of requests to tell of. A silence is the time until /livez answers, and
+between two events of a stream; the engine's own steps are part of the latter, so compare it with
+the quiet case. --key: an administrator's, if the server asks for keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+#: Seconds between two probes.
+_PAUSE_S = 0.002
+_SCORED_PROMPT = 2000
+_PAGE = (
+    "/dashboard/trace?from=0",
+    "/dashboard/timeline?from=0&bins=600",
+    "/dashboard/requests?limit=1000",
+    "/dashboard/frames",
+    "/dashboard/report?minutes=10",
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where and how to ask."""
+
+    address: str
+    key: str
+    model: str = ""
+    #: Tokens of a prompt and its answer.
+    context: int = 0
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.address, timeout=600)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"content-type": "application/json"}
+        if self.key:
+            headers["authorization"] = f"Bearer {self.key}"
+        return headers
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body."""
+        return self._ask("GET", path, None)
+
+    def complete(self, **fields: Any) -> tuple[int, bytes]:
+        """Status and body of a completion."""
+        body = json.dumps({"model": self.model} | fields, separators=(",", ":"))
+        return self._ask("POST", "/v1/completions", body.encode())
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        connection = self.connect()
+        try:
+            connection.request(method, path, body, self.headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+
+@dataclass
+class Silences:
+    """Seconds."""
+
+    probes: list[float] = field(default_factory=list)
+    streams: list[float] = field(default_factory=list)
+
+
+def _probe(server: Server, stop: threading.Event, silences: Silences) -> None:
+    connection = server.connect()
+    while not stop.wait(_PAUSE_S):
+        asked = time.perf_counter()
+        connection.request("GET", "/livez")
+        connection.getresponse().read()
+        silences.probes.append(time.perf_counter() - asked)
+    connection.close()
+
+
+def _read_streams(server: Server, stop: threading.Event, silences: Silences) -> None:
+    """One stream after another."""
+    body = {"model": server.model, "prompt": [5], "stream": True, "ignore_eos": True}
+    data = json.dumps(body | {"max_tokens": server.context - 8})
+    while not stop.is_set():
+        connection = server.connect()
+        connection.request("POST", "/v1/completions", data, server.headers)
+        answer = connection.getresponse()
+        answer.readline()
+        last = time.perf_counter()
+        while not stop.is_set() and (line := answer.readline()):
+            if line.startswith(b"data:"):
+                now = time.perf_counter()
+                silences.streams.append(now - last)
+                last = now
+        connection.close()
+
+
+def _send_scored(server: Server) -> None:
+    prompts = [
+        [3 + (place + prompt) % 200 for place in range(_scored_length(server))]
+        for prompt in range(4)
+    ]
+    while True:
+        _expect(200, *server.complete(prompt=prompts, echo=True, logprobs=20, max_tokens=1))
+
+
+def _scored_length(server: Server) -> int:
+    return min(_SCORED_PROMPT, server.context - 2)
+
+
+def _send_large(server: Server) -> None:
+    """A megabyte of token ids, of which admission may refuse some; and text that is too long."""
+    length = server.context - 2
+    prompts = [
+        [3 + place % 6 for place in range(length)] for _ in range(min(128, 500_000 // length))
+    ]
+    while True:
+        status, _ = server.complete(prompt=prompts, max_tokens=1)
+        assert status in (200, 429), status
+        status, _ = server.complete(prompt=["word " * 8000] * 25, max_tokens=1)
+        assert status in (200, 400, 429), status
+
+
+def _send_page(server: Server) -> None:
+    while True:
+        for path in _PAGE:
+            _expect(200, *server.get(path))
+
+
+def _expect(wanted: int, status: int, body: bytes) -> None:
+    if status != wanted:
+        raise SystemExit(f"status {status}: {body[:300].decode(errors='replace')}")
+
+
+def _fill_history(server: Server, count: int) -> None:
+    """So many short requests."""
+    with ThreadPoolExecutor(16) as threads:
+        work = [threads.submit(server.complete, prompt=[7, 8], max_tokens=2) for _ in range(count)]
+        for each in work:
+            _expect(200, *each.result())
+
+
+@contextmanager
+def _beside(send: Callable[[Server], None] | None, server: Server) -> Iterator[None]:
+    """A process that sends, while the block runs."""
+    if send is None:
+        yield
+        return
+    process = multiprocessing.get_context("spawn").Process(target=send, args=(server,))
+    process.start()
+    time.sleep(1.0)
+    try:
+        yield
+        assert process.is_alive(), "the load ended early"
+    finally:
+        process.terminate()
+        process.join()
+
+
+def measure(
+    server: Server, send: Callable[[Server], None] | None, seconds: float, streams: int
+) -> Silences:
+    silences = Silences()
+    stop = threading.Event()
+    threads = [threading.Thread(target=_probe, args=(server, stop, silences))]
+    for _ in range(streams):
+        threads.append(threading.Thread(target=_read_streams, args=(server, stop, silences)))
+    with _beside(send, server):
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)
+        stop.set()
+        for thread in threads:
+            thread.join()
+    return silences
+
+
+def _row(name: str, silences: Silences) -> str:
+    cells = [name, str(len(silences.probes))]
+    for values in (silences.probes, silences.streams):
+        ms = 1000 * np.asarray(values or [np.nan])
+        cells += [f"{np.quantile(ms, q):.1f}" for q in (0.5, 0.99, 0.999)]
+        cells.append(f"{ms.max():.1f}")
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {len(names)} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("url")
+    parser.add_argument("--key", default="")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each case")
+    parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument(
+        "--history", type=int, default=8000, help="requests for the page to tell of"
+    )
+    args = parser.parse_args()
+    server = Server(urlsplit(args.url).netloc, args.key)
+    status, body = server.get("/v1/models")
+    _expect(200, status, body)
+    [model] = json.loads(body)["data"]
+    server = Server(server.address, server.key, model["id"], model["max_model_len"])
+    print(f"{_cpu()}; {server.model}, {args.streams} streams; ms\n")
+    print("| beside | probes | p50 | p99 | p99.9 | max | stream p50 | p99 | p99.9 | max |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    scored = f"4 x {_scored_length(server)} tokens scored with 20"
+    cases: dict[str, Callable[[Server], None] | None] = {
+        "nothing": None,
+        scored: _send_scored,
+        "bodies of 1 MB": _send_large,
+        f"the page, {args.history} requests": _send_page,
+    }
+    for name, send in cases.items():
+        if send is _send_page:
+            _fill_history(server, args.history)
+        silences = measure(server, send, args.seconds, args.streams)
+        print(_row(name, silences), flush=True)
+
+
+if __name__ == "__main__":
+    main()
