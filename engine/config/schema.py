@@ -576,7 +576,7 @@ class ServerSection(Section):
         ge=0,
         description=(
             "seconds without a step, or without an idle tick, after which the core process is "
-            "killed and started again; the first step of each bucket gets 120 at least; 0: ten "
+            "killed and started again; the first step of each bucket gets 60 at least; 0: ten "
             "seconds, or eight times the longest step seen if that is more (at most 120 seconds "
             "more than that step)"
         ),

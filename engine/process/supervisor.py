@@ -265,6 +265,7 @@ class ProcessClient:
         workshop.free_spare()
         async with open_link(self._config, self._builder, workshop.context) as link:
             self._link = link
+            self._watchdog.core_starts()
             tasks = [
                 asyncio.create_task(self._read(link)),
                 asyncio.create_task(self._watch(link)),
@@ -299,11 +300,8 @@ class ProcessClient:
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
-            waited = min(now - before, 2 * _LOOK_S)
+            self._watchdog.waited(min(now - before, 2 * _LOOK_S))
             before = now
-            if not link.ready:
-                continue
-            self._watchdog.waited(waited)
             if self._watchdog.overdue:
                 link.hung = True
                 link.kill()

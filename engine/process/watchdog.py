@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 #: By default a core may be silent for so many seconds, or so many times as long as its longest
 #: step, but not for more than so many seconds longer than that step.
 _LEAST_S, _TIMES, _MOST_MORE_S = 10.0, 8.0, 120.0
 #: Seconds that a bucket's first step may take: programs are set up, or even compiled, in it.
-_FIRST_STEP_S = 120.0
+_FIRST_STEP_S = 60.0
+#: A start that replaces a core may be silent for so many seconds, or so many times as long as the
+#: longest start so far took: its programs and weights are the same, and mostly cached.
+_LEAST_START_S, _START_TIMES = 120.0, 3.0
 
 
 class Watchdog:
@@ -26,12 +30,23 @@ class Watchdog:
         #: Seconds of the longest step seen, of this core and those before it.
         self.longest = 0.0
         self._step_timeout_s = step_timeout_s
+        #: Seconds of the longest start seen; 0 before the first core was ready.
+        self.longest_start = 0.0
+        # A core is starting, and for how long.
+        self._starts = False
+        self._started_s = 0.0
         # Number of the step that is the first of its bucket and not done, 0 if there is none.
         self._first_step = 0
 
     @property
     def limit(self) -> float:
-        """Seconds of silence that are borne now."""
+        """Seconds of silence that are borne now. A first start has no limit: it may download a
+        model, and whoever began it looks on.
+        """
+        if self._starts and not self.longest_start:
+            return math.inf
+        if self._starts:
+            return max(_LEAST_START_S, _START_TIMES * self.longest_start)
         learnt = max(_LEAST_S, min(_TIMES * self.longest, self.longest + _MOST_MORE_S))
         limit = self._step_timeout_s or learnt
         return max(limit, _FIRST_STEP_S) if self._first_step else limit
@@ -40,10 +55,17 @@ class Watchdog:
     def overdue(self) -> bool:
         return self.silence > self.limit
 
-    def core_ready(self) -> None:
-        """A new core is ready."""
-        self.silence = 0.0
+    def core_starts(self) -> None:
+        """A new core is being started."""
+        self.silence = self._started_s = 0.0
+        self._starts = True
         self._first_step = 0
+
+    def core_ready(self) -> None:
+        """It can serve."""
+        self.silence = 0.0
+        self._starts = False
+        self.longest_start = max(self.longest_start, self._started_s)
 
     def heard(self) -> None:
         """The core said something."""
@@ -52,6 +74,7 @@ class Watchdog:
     def waited(self, seconds: float) -> None:
         """So many seconds went by in which nothing came."""
         self.silence += seconds
+        self._started_s += seconds
 
     def first_step(self, step: int) -> None:
         """The core is about to run this step, the first of its bucket."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -17,15 +18,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from core_runs import random_request
+from fakes import solo
 from places import SUPPORT
 
 from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
 from jitney.engine.errors import EngineDead, RequestError
-from jitney.engine.process import supervisor
+from jitney.engine.process import supervisor, watchdog
 from jitney.engine.process.folder import private_folder, remove_left_folders
 from jitney.engine.process.main import TICK_S
 from jitney.engine.process.stream import Stream
 from jitney.engine.process.supervisor import ProcessClient
+from jitney.engine.scheduler.admission import sibling_seed
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
 # As in process_core.
@@ -71,8 +75,10 @@ async def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None
 
 
 @asynccontextmanager
-async def running(builder: str = "build", **server: object) -> AsyncIterator[ProcessClient]:
-    client = ProcessClient(config(**server), builder=f"process_core:{builder}")
+async def running(
+    builder: str = "build", module: str = "process_core", **server: object
+) -> AsyncIterator[ProcessClient]:
+    client = ProcessClient(config(**server), builder=f"{module}:{builder}")
     await client.start()
     try:
         yield client
@@ -287,6 +293,50 @@ def test_requests_go_on_in_the_next_core(how: str, caplog: pytest.LogCaptureFixt
     died = "killed by SIGKILL, signal 9" if how == "kill -9" else "exit status 3"
     words = {"died": died, "failed": "asked to fail", "hung": "nothing"}
     assert words[cause] in line and "go on in the new one, 0 have ended" in line
+
+
+def check_like_alone(one: EngineRequest, index: int, got: list[SequenceOutput]) -> None:
+    """A sequence of a fake device has every token once, in order, with its log-probability."""
+    seed = sibling_seed(one.sampling.seed or 0, index)
+    want = solo(one, seed, 64 - len(one.prompt))
+    assert [token for output in got for token in output.tokens] == want
+    assert [output.finish in ("stop", "length") for output in got if output.finish] == [True]
+    entries = [entry for output in got for entry in output.logprobs or ()]
+    assert len(entries) == (0 if one.sampling.logprobs is None else len(want))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_live_through_random_deaths(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """The engine's own scheduler behind the sockets, on a fake device, killed and stopped at any
+    time: each request gets exactly the tokens of a run alone.
+    """
+    rng = random.Random(seed)
+    monkeypatch.setattr(watchdog, "_FIRST_STEP_S", 2.0)
+
+    async def test() -> None:
+        async with running(module="fake_core", step_timeout_s=2, max_restarts=50) as client:
+            await client.wait_ready()
+            requests, streams = [], []
+            for number in range(14):
+                one = random_request(rng, number, time.monotonic())
+                if one.deadline is None and len(one.prompt) < 40:
+                    requests.append(one)
+                    streams.append(client.submit(one))
+            outputs = asyncio.gather(*map(collect, streams))
+            for how in (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP):
+                await asyncio.sleep(rng.uniform(0.02, 0.25))
+                if client._link is not None and client.state == "ready":
+                    os.kill(pid_of(client), how)
+                await client.until("restarting")
+                await client.until("ready")
+            for one, got in zip(requests, await outputs, strict=True):
+                for index in range(one.sampling.n):
+                    check_like_alone(one, index, [o for o in got if o.index == index])
+            assert client.history.n_open == 0
+            assert client.counters.engine_restarts == 3
+
+    run(test)
 
 
 @pytest.mark.usefixtures("quick")

@@ -39,11 +39,11 @@ def test_a_step_that_compiled_teaches_nothing():
 def test_the_first_step_of_a_bucket_has_time_until_it_is_done():
     watchdog = Watchdog(1.0)
     watchdog.first_step(7)
-    watchdog.waited(100.0)
+    watchdog.waited(50.0)
     assert not watchdog.overdue
     watchdog.heard()
     watchdog.step_done(6, record(0.1))  # it came while step 7 ran
-    watchdog.waited(100.0)
+    watchdog.waited(50.0)
     assert not watchdog.overdue
     watchdog.step_done(7, record(0.1))
     assert watchdog.overdue
@@ -59,3 +59,18 @@ def test_silence_adds_up_until_something_is_heard():
     watchdog.waited(2.0)
     watchdog.core_ready()
     assert not watchdog.overdue
+
+
+def test_a_start_is_measured_by_those_before_it():
+    watchdog = Watchdog(1.0)
+    watchdog.core_starts()
+    for _ in range(3):
+        watchdog.waited(1000.0)
+        assert not watchdog.overdue
+        watchdog.heard()
+    watchdog.core_ready()
+    watchdog.core_starts()
+    watchdog.waited(8999.0)
+    assert not watchdog.overdue
+    watchdog.waited(2.0)
+    assert watchdog.overdue

@@ -1,0 +1,32 @@
+"""The engine's own scheduler on a fake device, in a process of its own:
+`ProcessClient(builder="fake_core:build")`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from fakes import FakeRunner, make_core
+from process_core import INFO
+
+SEATS, PAGES, PAGE_SIZE, CONTEXT = 4, 33, 4, 64
+
+
+class SlowRunner(FakeRunner):
+    """Each step takes a few milliseconds, so that there is time to interrupt one."""
+
+    def fetch(self, ticket):
+        time.sleep(0.004)
+        return super().fetch(ticket)
+
+
+def build(config, source, progress):
+    core = make_core(
+        seats=SEATS,
+        pages=PAGES,
+        page_size=PAGE_SIZE,
+        context=CONTEXT,
+        device=SlowRunner,
+        clock=time.monotonic,  # pyright: ignore[reportArgumentType]
+    )
+    return core, INFO
