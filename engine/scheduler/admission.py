@@ -11,9 +11,11 @@ from hashlib import blake2b
 from jitney.engine.scheduler.estimates import OutputLengths, kind_of
 from jitney.engine.scheduler.kv_pages import PagePool, owner_key, root_key
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.sequence import OwnPages, Sequence
+from jitney.engine.scheduler.sequence import OwnPages, Replay, Sequence
 from jitney.engine.types import EngineRequest, RequestLimits
 
+#: Output tokens that are generated again at most. They take as long as they took the first time.
+_MOST_REPLAYED = 512
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -98,8 +100,11 @@ class Admission:
         return OwnPages(len(request.prompt), owner)
 
 
-def continued(sequences: list[Sequence], outputs: list[list[int] | None]) -> list[Sequence]:
-    """The sequences that had not ended in an earlier core, with the tokens that they have.
+def continued(
+    sequences: list[Sequence], outputs: list[list[int] | None], *, again: bool
+) -> list[Sequence]:
+    """The sequences that had not ended in an earlier core, with the tokens that they have. again:
+    short outputs are generated again, see `Replay`.
 
     Those that have none come first: the first of all computes the prompt for the others, and its
     log-probabilities, which those with tokens have told already.
@@ -108,8 +113,11 @@ def continued(sequences: list[Sequence], outputs: list[list[int] | None]) -> lis
     begun: list[Sequence] = []
     for seq, tokens in zip(sequences, outputs, strict=True):
         if tokens:
-            seq.tokens += tokens
-            seq.computed_high = len(seq.tokens) - 1
+            if again and len(tokens) <= _MOST_REPLAYED:
+                seq.replay = Replay(tokens)
+            else:
+                seq.tokens += tokens
+            seq.computed_high = seq.n_prompt + len(tokens) - 1
             seq.first_token_at = seq.request.arrival
             seq.scored = seq.n_prompt - 1
             begun.append(seq)

@@ -11,7 +11,7 @@ from jitney.engine.errors import ErrorInfo
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Chunk, Plan, StepResult
 from jitney.engine.scheduler.prompt_scores import PromptScores
-from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.scheduler.sequence import Replay, Sequence
 from jitney.engine.scheduler.state import SchedulerState
 from jitney.engine.types import FinishReason, SequenceOutput, TokenLogprobs
 
@@ -137,8 +137,14 @@ class Results:
         """One new token: append it, see whether it ends the sequence, emit both."""
         token = result.tokens[row]
         seq.in_flight -= 1
+        if seq.replay is not None and seq.replay.stale:
+            self._drop_stale(seq, seq.replay)
+            return
         if token < 0:
             self._fail(seq)
+            return
+        if seq.replay is not None:
+            self._compare(seq, seq.replay, token, now)
             return
         tokens = seq.tokens
         output = SequenceOutput(seq.request_id, seq.index, [token])
@@ -155,6 +161,28 @@ class Results:
                 output.finish = finish
                 output.stop_token = token if finish == "stop" else None
         self.state.outputs.append(output)
+
+    def _compare(self, seq: Sequence, replay: Replay, token: int, now: float) -> None:
+        """A token that was told before has come again. If it is another one now, what was told is
+        kept, and computed like a prompt.
+        """
+        if token == replay.told[seq.n_output]:
+            seq.tokens.append(token)
+            if seq.n_output == len(replay.told):
+                seq.replay = None
+            return
+        self.state.start_over(seq, now)
+        seq.tokens[seq.n_prompt :] = replay.told
+        replay.stale = seq.in_flight
+        if not replay.stale:
+            seq.replay = None
+
+    @staticmethod
+    def _drop_stale(seq: Sequence, replay: Replay) -> None:
+        """A token came that follows one which does not count."""
+        replay.stale -= 1
+        if not replay.stale:
+            seq.replay = None
 
     @staticmethod
     def _first_token(seq: Sequence, output: SequenceOutput, now: float) -> None:

@@ -104,8 +104,6 @@ class Scheduler:
         # Rows that a step has at most; less than the largest bucket's where that was too much for
         # the device's memory.
         self._token_budget = buckets.token_budget
-        # Who lost its seat other than for a plan, since somebody asked last.
-        self._unseated: list[Sequence] = []
         self._arrivals = 0
         self._steps = 0
 
@@ -135,7 +133,7 @@ class Scheduler:
             self._entrance.admit(leader, self.clock())
         sequences = [leader, *self._admission.siblings(leader)]
         if request.resumed is not None:
-            sequences = continued(sequences, request.resumed)
+            sequences = continued(sequences, request.resumed, again=not self.pool.share_outputs)
         work = RequestWork(len(sequences), len(request.prompt), len(sequences) * leader.expected)
         self.state.add(request, sequences, work)
 
@@ -221,7 +219,7 @@ class Scheduler:
         step is possible, prompts get fewer rows from now on; else each sequence of the step is
         computed alone, and the one that fails again ends with its request.
         """
-        self._unseated += self.state.unseat_all(now)
+        self.state.unseat_all(now)
         guilty = self._suspects.on_trial(plan)
         if out_of_memory and self._shrink():
             return
@@ -254,14 +252,13 @@ class Scheduler:
             return
         self._suspects.acquit()
         if seq.seated:
-            self.state.preempt(seq, now)
-            self._unseated.append(seq)
+            self.state.start_over(seq, now)
         if not self._suspects:
             log.warning("a step failed, and none of its sequences fails alone")
 
     def take_unseated(self) -> list[Sequence]:
         """Who has lost its seat since the last call, other than for a plan."""
-        unseated, self._unseated = self._unseated, []
+        unseated, self.state.unseated = self.state.unseated, []
         return unseated
 
     def take_released(self) -> list[int]:

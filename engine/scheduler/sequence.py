@@ -27,6 +27,20 @@ class OwnPages(NamedTuple):
     owner: bytes
 
 
+@dataclass(slots=True)
+class Replay:
+    """Output that an earlier core has told, and that is being generated again without telling it.
+
+    Its rows then come of decode steps as they did before, so that what follows is the same to the
+    last bit where a row is the same in every step of its kind.
+    """
+
+    #: All output tokens that were told.
+    told: list[int]
+    #: Tokens on their way that do not count: the one before them came out as another one.
+    stale: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence on the host; the scheduler alone writes it, the batch builder reads it."""
@@ -93,6 +107,8 @@ class Sequence:
     #: brought; a text's first token has none.
     scored: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    #: None: every new token is told.
+    replay: Replay | None = None
     #: Of the request, at hand for each token.
     request_id: str = field(init=False)
     logprobs: int | None = field(init=False)

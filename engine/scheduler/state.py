@@ -88,6 +88,8 @@ class SchedulerState:
         self.most_pages = 0
         #: Times that somebody gave back its seat and pages.
         self.departures = 0
+        #: Who lost its seat other than for a plan, and that was not told yet.
+        self.unseated: list[Sequence] = []
         #: Outputs not handed out yet.
         self.outputs: list[SequenceOutput] = []
         # Somebody in `decoding` is not in its place yet.
@@ -317,22 +319,27 @@ class SchedulerState:
         self.queue.push(seq)
         self.stalled[seq] = None
 
-    def unseat_all(self, now: float) -> list[Sequence]:
-        """The device has lost everything, launched steps included: whoever had a seat waits again,
-        with the tokens that are known. Returns them in the order in which they will board.
-        """
-        unseated = sorted([*self.seated, *self.leaving], key=_by_rank)
-        for seq in unseated:
-            if seq.seated:
-                self._unseat(seq, ended=False)
-            else:
-                self.leaving.remove(seq)
+    def start_over(self, seq: Sequence, now: float) -> None:
+        """An open sequence gives up its seat, if it has one, to compute again what it has."""
+        if seq.seated:
+            self.preempt(seq, now)
+        elif seq in self.leaving:
+            self.leaving.remove(seq)
             self._wait_again(seq, now)
+        else:
+            return  # it waits
+        self.unseated.append(seq)
+
+    def unseat_all(self, now: float) -> None:
+        """The device has lost everything, launched steps included: whoever had a seat waits again,
+        with the tokens that are known.
+        """
+        for seq in sorted([*self.seated, *self.leaving], key=_by_rank):
+            self.start_over(seq, now)
         self.pool.clear()
         for group in self.groups.values():
             for seq in group.open:
                 _forget_launched(seq)
-        return unseated
 
     def _unseat(self, seq: Sequence, *, ended: bool = True) -> None:
         if self.pool.retain:
@@ -458,6 +465,8 @@ def _by_rank(seq: Sequence) -> tuple[float, int, int]:
 def _forget_launched(seq: Sequence) -> None:
     """What launched steps would have brought will not come."""
     seq.in_flight = 0
+    if seq.replay is not None and seq.replay.stale:
+        seq.replay = None
     # The rows that count as computed before are those of the tokens that are known.
     seq.computed_high = min(seq.computed_high, len(seq.tokens) - 1)
     if seq.first_token_at is None:

@@ -39,9 +39,10 @@ def resume(core: EngineCore, streams: dict[str, Stream]) -> None:
             core.add(stream.resumed())
 
 
+@pytest.mark.parametrize("share_outputs", [True, False])
 @pytest.mark.parametrize("policy", ["continuous", "static"])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_requests_go_on_through_three_cores(seed: int, policy: str):
+def test_random_requests_go_on_through_three_cores(seed: int, policy: str, share_outputs: bool):
     rng = random.Random(seed)
     requests = [random_request(rng, number) for number in range(12)]
     requests = [r for r in requests if len(r.prompt) < CONTEXT and r.deadline is None]
@@ -54,6 +55,7 @@ def test_random_requests_go_on_through_three_cores(seed: int, policy: str):
             budget=13,
             context=CONTEXT,
             policy=policy,
+            share_outputs=share_outputs,
             batch_size=3,
             static_timeout_ms=50.0,
             clock=FakeClock(tick=0.001),
@@ -94,7 +96,8 @@ def check_sequence(request: EngineRequest, index: int, outputs: list[SequenceOut
     assert got == [score(prompt[:i], prompt[i]).logprob for i in range(1, len(prompt))]
 
 
-def test_a_resumed_sequence_counts_its_tokens_as_output():
+@pytest.mark.parametrize("share_outputs", [True, False])
+def test_a_resumed_sequence_counts_its_tokens_as_output(share_outputs: bool):
     """For penalties and min_tokens, for the ledger, and for its own length."""
     request = make_request(
         "a", [7] * 9, max_tokens=12, min_tokens=11, presence_penalty=1.0, ignore_eos=True
@@ -104,7 +107,7 @@ def test_a_resumed_sequence_counts_its_tokens_as_output():
     run_steps(core, streams, 6)
     had = list(streams["a"].tokens[0])
     assert 2 < len(had) < 10
-    core = make_core()
+    core = make_core(share_outputs=share_outputs)
     plans = watch(core)
     resume(core, streams)
     outputs = run_steps(core, streams, 100)
@@ -117,6 +120,40 @@ def test_a_resumed_sequence_counts_its_tokens_as_output():
     assert totals["recomputed"] == 9 + len(had) - 1 and totals["prefill"] == 0
     assert totals["decode"] == 12 - len(had)
     assert all(output.queued_s is None and not output.cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("policy", ["continuous", "static"])
+@pytest.mark.parametrize("max_tokens", [4, 5, 6, 30])
+@pytest.mark.parametrize("same", range(5))
+def test_what_was_told_stays_where_it_does_not_come_again(same: int, max_tokens: int, policy: str):
+    """As where a device rounds otherwise: the first tokens come again, the next one does not."""
+    one = make_request("a", [5] * 6, n=2, max_tokens=max_tokens, ignore_eos=True)
+    told = [solo(one, sibling_seed(0, i), 4)[:4] for i in range(2)]
+    for tokens in told:
+        for at in range(same, 4):
+            tokens[at] = (tokens[at] + 1 + at) % 40
+    if max_tokens == 4:
+        told = [tokens[:3] for tokens in told]
+    streams = streams_of([one, make_request("b", [6] * 9, ignore_eos=True)])
+    for index, tokens in enumerate(told):
+        streams["a"].put(SequenceOutput("a", index, list(tokens)))
+    core = make_core(
+        share_outputs=False,
+        policy=policy,
+        batch_size=3,
+        static_timeout_ms=50.0,
+        clock=FakeClock(tick=0.001),
+    )
+    resume(core, streams)
+    outputs = run_steps(core, streams, 200)
+    assert not core.has_work
+    core.check()
+    for index, tokens in enumerate(told):
+        left = max_tokens - len(tokens)
+        after = make_request("a", [5] * 6 + tokens, max_tokens=left, ignore_eos=True)
+        rest = solo(after, sibling_seed(0, index), left)
+        assert tokens_of(outputs, "a", index) == rest
+        assert streams["a"].tokens[index] == tokens + rest
 
 
 def test_a_resumed_request_is_let_in_however_many_wait():

@@ -26,6 +26,7 @@ def build(config, source, progress):
         pages=PAGES,
         page_size=PAGE_SIZE,
         context=CONTEXT,
+        share_outputs=False,
         device=SlowRunner,
         clock=time.monotonic,  # pyright: ignore[reportArgumentType]
     )
