@@ -3,6 +3,7 @@ their definition."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -44,8 +45,8 @@ class _AttentionStep:
 
 
 @dataclass
-class _Sequences:
-    """The metadata of a step in the making; axes as in `AttentionMeta`."""
+class MetaBuilder:
+    """The metadata of a made-up step, sequence by sequence; axes as in `AttentionMeta`."""
 
     kv_lens: np.ndarray
     cu_q: np.ndarray
@@ -56,6 +57,26 @@ class _Sequences:
     page_size: int
     count: int = 0  # sequences so far
     rows: int = 0  # and their rows
+
+    @classmethod
+    def empty(
+        cls,
+        shape: tuple[int, int, int],
+        n_pages: int,
+        page_size: int,
+        rng: np.random.Generator,
+    ) -> MetaBuilder:
+        """shape: S, T and P; page 0 is trash, the others are given out in random order."""
+        seqs, rows, pages = shape
+        return cls(
+            kv_lens=np.zeros(seqs, np.int32),
+            cu_q=np.zeros(seqs + 1, np.int32),
+            page_table=np.zeros((seqs, pages), np.int32),
+            write_rows=np.full(rows, n_pages * page_size, np.int32),
+            positions=np.zeros(rows, np.int32),
+            free=rng.permutation(n_pages - 1) + 1,
+            page_size=page_size,
+        )
 
     def add(self, length: int, rows: int) -> None:
         """A sequence of `length` tokens, the last `rows` of them new."""
@@ -72,6 +93,17 @@ class _Sequences:
         self.rows += rows
         self.cu_q[self.count :] = self.rows
 
+    def meta(self, n_decode: int) -> AttentionMeta:
+        """Of the sequences so far, of which the first `n_decode` decode."""
+        return AttentionMeta(
+            kv_lens=jnp.asarray(self.kv_lens),
+            cu_q=jnp.asarray(self.cu_q),
+            page_table=jnp.asarray(self.page_table),
+            write_rows=jnp.asarray(self.write_rows),
+            positions=jnp.asarray(self.positions),
+            counts=jnp.array([n_decode, self.count, self.rows], jnp.int32),
+        )
+
 
 def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Decode steps of the least and the most seats, and a step with prompts; for each window.
@@ -84,32 +116,37 @@ def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
     writes = kernels.rotate_and_write is None
     if not writes:
         yield from _rotation_errors(kernels, shapes, steps[-1])
-    scale = shapes.head_dim**-0.5
-
-    def call(given: _StepArrays, window: int) -> tuple[jax.Array, jax.Array]:
-        q, k, v, kv, meta, factors = given
-        options: dict[str, Any] = {"scale": scale, "window": window, **factors}
-        if shapes.softcap:
-            options["softcap"] = shapes.softcap
-        if writes:
-            return kernels.paged_attention(q, k, v, kv, meta, **options)
-        return kernels.attend(q, kv, meta, **options), kv
 
     def call_all(inputs: list[_StepArrays]) -> list[tuple[jax.Array, jax.Array]]:
-        return [call(given, window) for window in shapes.windows for given in inputs]
+        cases = itertools.product(shapes.windows, inputs)
+        return [_attend(kernels, shapes, given, window) for window, given in cases]
 
-    results = iter(jax.jit(call_all)([step.arrays for step in steps]))
-    for window in shapes.windows:
-        for step in steps:
-            pool = _written(step, step.arrays.k, step.arrays.v) if writes else step.arrays.kv
-            wanted = _definition(shapes, step, pool, scale, window)
-            o, kv = next(results)
-            yield distance(np.asarray(o)[: step.rows], wanted[: step.rows])
-            yield distance(_in_floats(np.asarray(kv), step), _in_floats(pool, step))
+    results = jax.jit(call_all)([step.arrays for step in steps])
+    cases = itertools.product(shapes.windows, steps)
+    for (window, step), (o, kv) in zip(cases, results, strict=True):
+        pool = step.arrays.kv
+        if writes:
+            pool = _written(step, step.arrays.k, step.arrays.v)
+        wanted = _definition(shapes, step, pool, window)
+        yield distance(np.asarray(o)[: step.rows], wanted[: step.rows])
+        yield distance(_in_floats(np.asarray(kv), step), _in_floats(pool, step))
+
+
+def _attend(
+    kernels: KernelSet, shapes: ServedShapes, given: _StepArrays, window: int
+) -> tuple[jax.Array, jax.Array]:
+    """(outputs, pool) of the kernel that models call."""
+    q, k, v, kv, meta, factors = given
+    options: dict[str, Any] = {"scale": shapes.head_dim**-0.5, "window": window, **factors}
+    if shapes.softcap:
+        options["softcap"] = shapes.softcap
+    if kernels.rotate_and_write is None:
+        return kernels.paged_attention(q, k, v, kv, meta, **options)
+    return kernels.attend(q, kv, meta, **options), kv
 
 
 def _definition(
-    shapes: ServedShapes, step: _AttentionStep, pool: np.ndarray, scale: float, window: int
+    shapes: ServedShapes, step: _AttentionStep, pool: np.ndarray, window: int
 ) -> np.ndarray:
     """What the step's rows ought to be, [T, H, D], over this pool."""
     meta = step.arrays.meta
@@ -119,7 +156,7 @@ def _definition(
         np.asarray(meta.kv_lens),
         np.asarray(meta.cu_q),
         np.asarray(meta.page_table),
-        scale=scale,
+        scale=shapes.head_dim**-0.5,
         window=window,
         softcap=shapes.softcap,
     )
@@ -222,31 +259,15 @@ def _make_step(
     page = shapes.page_size
     rng = np.random.default_rng(len(pieces) + rows)
     n_pages = 2 + sum(-(-length // page) for length, _ in pieces)
-    sequences = _Sequences(
-        kv_lens=np.zeros(seqs, np.int32),
-        cu_q=np.zeros(seqs + 1, np.int32),
-        page_table=np.zeros((seqs, shapes.pages), np.int32),
-        write_rows=np.full(rows, n_pages * page, np.int32),
-        positions=np.zeros(rows, np.int32),
-        free=rng.permutation(n_pages - 1) + 1,
-        page_size=page,
-    )
+    sequences = MetaBuilder.empty((seqs, rows, shapes.pages), n_pages, page, rng)
     for length, count in pieces:
         sequences.add(length, count)
-    meta = AttentionMeta(
-        kv_lens=jnp.asarray(sequences.kv_lens),
-        cu_q=jnp.asarray(sequences.cu_q),
-        page_table=jnp.asarray(sequences.page_table),
-        write_rows=jnp.asarray(sequences.write_rows),
-        positions=jnp.asarray(sequences.positions),
-        counts=jnp.array([len(decoding), len(pieces), sequences.rows], jnp.int32),
-    )
     dtype = jnp.dtype(shapes.dtype)
     q = rng.standard_normal((rows, shapes.n_heads, shapes.head_dim), np.float32).astype(dtype)
     new_shape = (2, rows, shapes.n_kv_heads, shapes.head_dim)
     k, v = rng.standard_normal(new_shape, np.float32).astype(dtype)
     pool, factors, limit = _random_pool(rng, shapes, n_pages)
-    arrays = _StepArrays(q, k, v, pool, meta, factors)
+    arrays = _StepArrays(q, k, v, pool, sequences.meta(len(decoding)), factors)
     return _AttentionStep(arrays, rows=sequences.rows, limit=limit)
 
 

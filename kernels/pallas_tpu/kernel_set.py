@@ -152,11 +152,7 @@ class PallasKernels:
                 grid=(1,),
                 in_specs=[in_vmem] * len(factors) + [in_hbm] * len(arrays),
                 out_specs=[in_hbm] * len(results),
-                scratch_shapes=[
-                    pltpu.VMEM((fixed.depth, fixed.keys, *pool.shape[2:]), pool.dtype),
-                    pltpu.SemaphoreType.DMA((fixed.depth,)),
-                    pltpu.SemaphoreType.DMA(()),
-                ],
+                scratch_shapes=_scratch(fixed, pool),
             ),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
             input_output_aliases=aliases,
@@ -165,6 +161,15 @@ class PallasKernels:
         scalars = (meta.kv_lens, meta.cu_q, meta.page_table, meta.write_rows, meta.counts)
         *written, o = call(*scalars, *factors, *arrays)
         return fixed.layout.values(o), written[0] if written else pool
+
+
+def _scratch(fixed: Constants, pool: jax.Array) -> list[Any]:
+    """The blocks of keys in memory, and what their copies and the writes are waited for by."""
+    return [
+        pltpu.VMEM((fixed.depth, fixed.keys, *pool.shape[2:]), pool.dtype),
+        pltpu.SemaphoreType.DMA((fixed.depth,)),
+        pltpu.SemaphoreType.DMA(()),
+    ]
 
 
 def _by_lanes(scales: jax.Array, heads: int) -> jax.Array:

@@ -258,51 +258,45 @@ class TritonKernels:
             whole = jax.new_ref(o)
             parts = decode(whole, out=(part_o, part_stats))
         if splits > 1:
-            self.launch(
-                attention.merge_splits,
-                meta.kv_lens,
-                meta.counts,
-                *parts,
-                whole,
-                out=(),
-                grid=(n_kv, n_seqs),
-                warps=4,
-                stages=2,
-                **splitting,
-                **{name: constants[name] for name in ("H", "K", "D", "DP", "WINDOW")},
-            )
+            shared = {name: constants[name] for name in ("H", "K", "D", "DP", "WINDOW")}
+            self._merge(meta, parts, whole, {**splitting, **shared})
         return jax.freeze(whole)
+
+    def _merge(
+        self, meta: AttentionMeta, parts: list[jax.Array], whole: Any, constants: dict[str, Any]
+    ) -> None:
+        """Write the splits' parts, as one, into the rows of `whole`."""
+        self.launch(
+            attention.merge_splits,
+            meta.kv_lens,
+            meta.counts,
+            *parts,
+            whole,
+            out=(),
+            grid=(constants["K"], meta.kv_lens.shape[0]),
+            warps=4,
+            stages=2,
+            **constants,
+        )
 
     def matmul_int4(self, x: jax.Array, weights: Int4) -> jax.Array:
         """See `jitney.kernels.int4.Int4Matmul`; beyond NARROW_ROWS rows it is XLA's, with the
         weights written out.
         """
-        n_rows, size_in = x.shape
-        size_out, group = weights.shape[1], weights.group_size
-        if n_rows > _NARROW_ROWS[x.dtype.itemsize]:
+        if len(x) > _NARROW_ROWS[x.dtype.itemsize]:
             return matmul_int4(x, weights)
-        tiles, splits = matmul_tiles(self.launch.sm, size_in // group, size_out)
-        y = self.launch(
+        packed, scales, zeros = weights
+        return self._narrow_product(
             narrow_products.matmul_int4,
             x,
-            weights.packed,
-            weights.scales,
-            weights.packed if weights.zeros is None else weights.zeros,
-            out=jax.ShapeDtypeStruct((splits, n_rows, size_out), jnp.float32),
-            grid=(-(-size_out // tiles.block_n), splits),
-            warps=tiles.warps,
-            stages=tiles.stages,
-            M=n_rows,
-            SIZE_IN=size_in,
-            SIZE_OUT=size_out,
-            R=group,
-            BLOCK_M=max(16, _power_of_two(n_rows)),
-            BLOCK_N=tiles.block_n,
-            SPLITS=splits,
-            ZEROS=weights.zeros is not None,
-            PRECISION="tf32x3",
+            packed,
+            scales,
+            packed if zeros is None else zeros,
+            size_out=weights.shape[1],
+            inputs=weights.group_size,
+            R=weights.group_size,
+            ZEROS=zeros is not None,
         )
-        return jnp.sum(y, axis=0)
 
     def matmul(self, x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
         """See `jitney.kernels.interface.Matmul`: XLA's product, but for the fp8 weights that it
@@ -311,16 +305,37 @@ class TritonKernels:
         On Hopper it widens them inside the product. On sm_80 and sm_89 it makes a bfloat16 copy of
         every weight in every step: 4.9 times the bytes of a decode step of Llama-3.1-8B.
         """
-        n_rows, size_in = x.shape
-        size_out = w.shape[1]
         written_out = w.dtype == jnp.float8_e4m3fn and self.launch.sm < 90
-        if not written_out or n_rows > _NARROW_ROWS[x.dtype.itemsize]:
+        if not written_out or len(x) > _NARROW_ROWS[x.dtype.itemsize]:
             return reference.matmul(x, w, dtype)
-        tiles, splits = matmul_tiles(self.launch.sm, size_in // _FP8_INPUTS, size_out)
-        y = self.launch(
+        y = self._narrow_product(
             narrow_products.matmul_fp8,
             x,
             jax.lax.bitcast_convert_type(w, jnp.uint8),
+            size_out=w.shape[1],
+            inputs=_FP8_INPUTS,
+            BLOCK_K=_FP8_INPUTS,
+        )
+        return y.astype(dtype)
+
+    def _narrow_product(
+        self,
+        kernel: Any,
+        x: jax.Array,
+        *weights: jax.Array,
+        size_out: int,
+        inputs: int,
+        **constants: Any,
+    ) -> jax.Array:
+        """x [M, I] times weights of `size_out` columns, read `inputs` rows at a time: float32
+        [M, O].
+        """
+        n_rows, size_in = x.shape
+        tiles, splits = matmul_tiles(self.launch.sm, size_in // inputs, size_out)
+        y = self.launch(
+            kernel,
+            x,
+            *weights,
             out=jax.ShapeDtypeStruct((splits, n_rows, size_out), jnp.float32),
             grid=(-(-size_out // tiles.block_n), splits),
             warps=tiles.warps,
@@ -330,11 +345,11 @@ class TritonKernels:
             SIZE_OUT=size_out,
             BLOCK_M=max(16, _power_of_two(n_rows)),
             BLOCK_N=tiles.block_n,
-            BLOCK_K=_FP8_INPUTS,
             SPLITS=splits,
             PRECISION="tf32x3",
+            **constants,
         )
-        return jnp.sum(y, axis=0).astype(dtype)
+        return jnp.sum(y, axis=0)
 
     def threshold(self, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
         """See `jitney.kernels.interface.Threshold`."""

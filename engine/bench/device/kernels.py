@@ -21,7 +21,9 @@ from jitney.engine.bench.device.rows import FULL, PartJob, Row, Task, Tasks, not
 from jitney.engine.bench.device.timing import copies_for, distance, timed
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.quantization import KV_TYPES
+from jitney.engine.types import JsonDict
 from jitney.kernels.interface import AttentionMeta, KernelSet
+from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.scales import LIMITS, as_stored
 from jitney.kernels.select import reference
 
@@ -80,29 +82,14 @@ def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, in
     """(the metadata, pages of the pool): pages of all sequences shuffled, `total` rows, no padding
     of sequences.
     """
-    lengths, rows = load.lengths, load.rows
-    used = [-(-length // page) for length in lengths]
+    used = [-(-length // page) for length in load.lengths]
     n_pages = sum(used) + 1  # the trash page
-    free = np.random.default_rng(0).permutation(n_pages - 1).astype(np.int32) + 1
-    table = np.zeros((len(lengths), -(-max(used) // _TABLE) * _TABLE), np.int32)
-    positions = np.zeros(total, np.int32)
-    write_rows = np.full(total, n_pages * page, np.int32)
-    ends = np.cumsum(rows)
-    for s, pages in enumerate(np.split(free, np.cumsum(used)[:-1])):
-        new = slice(ends[s] - rows[s], ends[s])
-        at = np.arange(lengths[s] - rows[s], lengths[s])
-        table[s, : len(pages)] = pages
-        positions[new] = at
-        write_rows[new] = pages[at // page] * page + at % page
-    meta = AttentionMeta(
-        kv_lens=jnp.array(lengths, jnp.int32),
-        cu_q=jnp.array([0, *ends], jnp.int32),
-        page_table=jnp.asarray(table),
-        write_rows=jnp.asarray(write_rows),
-        positions=jnp.asarray(positions),
-        counts=jnp.array([len(load.decode), len(lengths), sum(rows)], jnp.int32),
-    )
-    return meta, n_pages
+    width = -(-max(used) // _TABLE) * _TABLE
+    rng = np.random.default_rng(0)
+    builder = MetaBuilder.empty((len(used), total, width), n_pages, page, rng)
+    for length, rows in zip(load.lengths, load.rows, strict=True):
+        builder.add(length, rows)
+    return builder.meta(len(load.decode)), n_pages
 
 
 def make_inputs(
@@ -184,7 +171,7 @@ def attend_row(
     attend = partial(_attend_with, kernels, job.config.head_dim**-0.5)
     error = _attention_error(kernels, attend, given, sum(load.rows))
 
-    def time() -> dict[str, Any]:
+    def time() -> JsonDict:
         copies = [given]
         for seed in range(1, copies_for(job, moved)):
             copies.append(make_inputs(load, job, dtype, seed, kv))
@@ -214,7 +201,7 @@ def _attention_error(
     return float(distance(jax.jit(attend)(given)[:rows], theirs[:rows]))
 
 
-def checked(row: Row, limit: float, time: Callable[[], dict[str, Any]]) -> Row:
+def checked(row: Row, limit: float, time: Callable[[], JsonDict]) -> Row:
     """The row with its times; a kernel farther than `limit` from the reference is not timed."""
     if row.error is not None and not row.error < limit:
         return replace(noted(row, f"WRONG: {row.error:.3g} from the reference"), floor_s=None)
