@@ -7,13 +7,17 @@ are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
 from jitney.engine.errors import ErrorInfo, RequestError
+
+#: An object of JSON, to be read; and one in the making.
+JsonObject = Mapping[str, Any]
+JsonDict = dict[str, Any]
 
 #: Why a sequence ended. "stop": end-of-sequence, a stop token or a stop string. "length":
 #: max_tokens or the context. "abort": the client left or cancelled. "deadline": its time ran out.

@@ -9,15 +9,15 @@ heavy case and a light one, and a curve of waits over loads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
 from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import StepTimes
 from jitney.engine.simulation.workload import Arrival
+from jitney.engine.types import JsonDict, JsonObject
 
 #: Loads of the curve, as shares of what continuous batching can serve.
 CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)
@@ -109,7 +109,7 @@ def load_curve(
     table: StepTimes,
     policies: Sequence[str],
     loads: Sequence[float] = CURVE_LOADS,
-) -> list[dict[str, Any]]:
+) -> list[JsonDict]:
     """First-token waits of each policy over the load, by simulation: one point a load.
 
     arrivals: at one request a second. A point says for each policy which share of its own capacity
@@ -132,7 +132,7 @@ def load_curve(
     return points
 
 
-def waits_of(figures: Mapping[str, Any], share_of_capacity: float | None) -> dict[str, Any]:
+def waits_of(figures: JsonObject, share_of_capacity: float | None) -> JsonDict:
     """What the curve shows of a run. share_of_capacity: None where it is not known."""
     waits = figures["ttft_s"] or {}
     return {

@@ -8,12 +8,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 import orjson
 
 from jitney.engine.errors import ConfigError, JitneyError
+from jitney.engine.types import JsonDict
 
 #: Fields that are no part of OpenAI's API and that an endpoint may refuse.
 EXTRA_FIELDS = ("ignore_eos",)
@@ -55,11 +55,11 @@ class RemoteEndpoint:
             return {}
         return {"authorization": f"Bearer {self.api_key}"}
 
-    def body(self, text: str, max_tokens: int, user: str = "") -> dict[str, Any]:
+    def body(self, text: str, max_tokens: int, user: str = "") -> JsonDict:
         """A greedy streaming request for exactly max_tokens tokens, as far as the endpoint lets one
         say so.
         """
-        body: dict[str, Any] = {
+        body: JsonDict = {
             "model": self.model,
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -107,7 +107,7 @@ class Answer:
         self.detail = detail
 
 
-async def ask(client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: dict[str, Any]) -> Answer:
+async def ask(client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: JsonDict) -> Answer:
     """Send one request and read its stream to the end. Raises nothing but cancellation."""
     answer = Answer(sent=time.monotonic())
     try:
@@ -124,7 +124,7 @@ async def ask(client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: dict[st
 
 
 async def _exchange(
-    client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: dict[str, Any], answer: Answer
+    client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: JsonDict, answer: Answer
 ) -> None:
     """Send the request and write into `answer` what comes."""
     content = orjson.dumps(body)
@@ -152,7 +152,7 @@ async def _read(answer: Answer, stream: AsyncIterator[bytes]) -> None:
         answer.fail("broken_stream", "it ended without a finish_reason")
 
 
-def _take(answer: Answer, chunk: dict[str, Any]) -> None:
+def _take(answer: Answer, chunk: JsonDict) -> None:
     for choice in chunk["choices"]:
         if _text_of(choice):
             answer.chunks.append(time.monotonic())
@@ -162,14 +162,14 @@ def _take(answer: Answer, chunk: dict[str, Any]) -> None:
         _take_usage(answer, usage)
 
 
-def _take_usage(answer: Answer, usage: dict[str, Any]) -> None:
+def _take_usage(answer: Answer, usage: JsonDict) -> None:
     details = usage.get("prompt_tokens_details") or {}
     answer.n_prompt = usage["prompt_tokens"]
     answer.n_output = usage["completion_tokens"]
     answer.n_cached = details.get("cached_tokens") or 0
 
 
-def _text_of(choice: dict[str, Any]) -> str | None:
+def _text_of(choice: JsonDict) -> str | None:
     """New text of a completion or of a chat."""
     if choice.get("delta") is None:
         return choice.get("text")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
+from jitney.engine.bench.offline import OfflineBench, OfflineRun, PolicyRuns, PromptedArrival
+from jitney.engine.types import JsonDict, JsonObject
 
 POLICIES = ("static", "dynamic", "continuous")
 #: What others report for in-flight batching over each of these, as (least, most) times the
@@ -52,7 +53,7 @@ def run_policies(
     return runs
 
 
-def differences(runs: Mapping[str, OfflineRun]) -> list[_Difference]:
+def differences(runs: PolicyRuns) -> list[_Difference]:
     """Requests that did not get the same tokens under every policy; the first policy is the one
     compared with.
     """
@@ -81,9 +82,7 @@ def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return min(len(ours), len(theirs))
 
 
-def ratios(
-    figures: Mapping[str, Mapping[str, Any]], best: str = "continuous"
-) -> dict[str, dict[str, Any]]:
+def ratios(figures: Mapping[str, JsonObject], best: str = "continuous") -> dict[str, JsonDict]:
     """What `best` gains over each other policy: times its throughput, and how many times shorter
     its waits are.
     """
@@ -97,8 +96,8 @@ def ratios(
     return gains
 
 
-def _gains(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    gains: dict[str, Any] = {}
+def _gains(ours: JsonObject, theirs: JsonObject) -> JsonDict:
+    gains: JsonDict = {}
     for rate in ("output_tok_s", "req_s"):
         gains[rate] = _ratio(ours[rate], theirs[rate])
     for wait in ("ttft_s", "e2e_s"):
@@ -109,7 +108,7 @@ def _gains(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
     return gains
 
 
-def _percentile(figures: Mapping[str, Any], name: str, quantile: str) -> float | None:
+def _percentile(figures: JsonObject, name: str, quantile: str) -> float | None:
     """One percentile of a distribution among the figures; None if it is not known."""
     distribution = figures.get(name) or {}
     return distribution.get(quantile)

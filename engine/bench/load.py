@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from jitney.engine.simulation.accuracy import span
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.telemetry.summary import Slo, spread, summarise
+from jitney.engine.types import JsonDict
 
 #: How often the event loop is asked whether it is late, seconds.
 _LAG_EVERY_S = 0.02
@@ -61,7 +61,7 @@ class Sender:
             return ""
         return f"the client may be the bottleneck: {', '.join(reasons)}"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonDict:
         return {
             "cpu_share": self.cpu_share,
             "lag_s": spread(self.lag_s),
@@ -90,9 +90,7 @@ class LoadResult:
     seconds: float
     sender: Sender
 
-    def figures(
-        self, slo: Slo | None = None, price_per_hour: float | None = None
-    ) -> dict[str, Any]:
+    def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> JsonDict:
         """As `summary.summarise`, without what only the server knows."""
         return summarise(
             self.requests,

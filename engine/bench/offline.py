@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from jitney.engine.telemetry.cost import RowOwners
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
 from jitney.engine.telemetry.summary import Slo, summarise
-from jitney.engine.types import EngineRequest
+from jitney.engine.types import EngineRequest, JsonDict
 
 #: So many tokens may wait.
 _NO_CAP = 2**31 - 1
@@ -80,9 +80,7 @@ class OfflineRun:
         """The run as the simulator compares it with a prediction."""
         return MeasuredRun(self.requests, self.records, RunNote(self.shape, self.concurrency))
 
-    def figures(
-        self, slo: Slo | None = None, price_per_hour: float | None = None
-    ) -> dict[str, Any]:
+    def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> JsonDict:
         """As `engine.telemetry.summary.summarise`."""
         return summarise(
             self.requests,
@@ -92,6 +90,10 @@ class OfflineRun:
             slo=slo,
             price_per_hour=price_per_hour,
         )
+
+
+#: Runs by the policy's name.
+PolicyRuns = Mapping[str, OfflineRun]
 
 
 class _NotingRunner:
@@ -199,7 +201,7 @@ class OfflineBench:
         )
 
     def _fresh(
-        self, runner: Runner, requests: Sequence[PromptedArrival], limits: dict[str, Any]
+        self, runner: Runner, requests: Sequence[PromptedArrival], limits: JsonDict
     ) -> EngineCore:
         """A core as the engine's own, with other limits; nobody is refused for the length of the
         queue.

@@ -26,6 +26,8 @@ from jitney.engine.bench.peer_process import Peer, free_port, serving
 from jitney.engine.bench.text import prompt_ids
 from jitney.engine.errors import JitneyError
 from jitney.engine.machine import cpu_name
+from jitney.engine.report.page import Table
+from jitney.engine.report.tables import markdown_lines
 from jitney.engine.simulation.workload import (
     Arrival,
     Closed,
@@ -35,6 +37,7 @@ from jitney.engine.simulation.workload import (
     synthesise,
 )
 from jitney.engine.telemetry.summary import spread_of, token_gaps
+from jitney.engine.types import JsonDict, JsonObject
 
 #: Log-normal lengths around 96 and 64 tokens.
 PROMPTS, OUTPUTS = LogNormal(96, 0.5, 4, 384), LogNormal(64, 0.5, 4, 256)
@@ -62,7 +65,7 @@ class _Measurement(NamedTuple):
     #: Tokens of each output.
     outputs: list[int]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonDict:
         prompts = LengthSummary.of(len(prompt) for prompt in self.prompts)
         outputs = LengthSummary.of(self.outputs)
         return {
@@ -97,11 +100,11 @@ class _PeerResult:
     #: Seconds of each start.
     start_s: list[float] = field(default_factory=list)
     #: For each repetition the figures by the measurement's name.
-    runs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    runs: list[dict[str, JsonDict]] = field(default_factory=list)
     #: Why it was left out from then on; "" if it was not.
     failed: str = ""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonDict:
         return {
             "version": self.version,
             "device": self.device,
@@ -145,11 +148,11 @@ class PeerBench:
     #: Where they listen; 0: any free port.
     port: int
     #: Called with the report so far, after every measurement.
-    save: Callable[[dict[str, Any]], None]
+    save: Callable[[JsonDict], None]
     say: _Say
     results: list[_PeerResult] = field(default_factory=list)
 
-    def compare(self, peers: Sequence[Peer], repetitions: int) -> dict[str, Any]:
+    def compare(self, peers: Sequence[Peer], repetitions: int) -> JsonDict:
         """Start the engines in turn, `repetitions` times over, and measure each; returns the
         report. An engine that fails is left out from then on, with the reason in the report.
         """
@@ -188,7 +191,7 @@ class PeerBench:
                 self.save(self.report())
                 self.say(_progress_line(measurement.name, figures))
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonDict:
         """Everything that is known so far, ready for JSON."""
         return {
             "machine": cpu_name(),
@@ -200,7 +203,7 @@ class PeerBench:
         }
 
 
-def _progress_line(name: str, figures: Mapping[str, Any]) -> str:
+def _progress_line(name: str, figures: JsonObject) -> str:
     return (
         f"  {name}: {figures['output_tok_s']:.0f} output tok/s, "
         f"{figures['prompt_tok_s']:.0f} prompt tok/s, "
@@ -241,7 +244,7 @@ def _check_answer(name: str, arrival: Arrival, answer: Answer) -> None:
         )
 
 
-def _figures_of(load: LoadResult) -> dict[str, Any]:
+def _figures_of(load: LoadResult) -> JsonDict:
     """The figures of one measurement; tokens by the engine's usage counts, seconds from the first
     request's sending to the last one's end.
     """
@@ -267,13 +270,13 @@ _MEDIANS = {
 }
 
 
-def medians_of(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def medians_of(runs: Sequence[Mapping[str, JsonObject]]) -> dict[str, JsonDict]:
     """For each measurement the median, least and most of its figures over the repetitions."""
     names = dict.fromkeys(name for run in runs for name in run)  # in order, each once
     return {name: _medians([run[name] for run in runs if name in run]) for name in names}
 
 
-def _medians(repetitions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def _medians(repetitions: Sequence[JsonObject]) -> dict[str, dict[str, float]]:
     medians = {}
     for name, path in _MEDIANS.items():
         values = [_at(figures, path) for figures in repetitions]
@@ -287,7 +290,7 @@ def _at(figures: Any, path: Sequence[str]) -> float:
     return figures
 
 
-def kernel_ratios(report: Mapping[str, Any], engines: tuple[str, str]) -> dict[str, float]:
+def kernel_ratios(report: JsonObject, engines: tuple[str, str]) -> dict[str, float]:
     """For each measurement, the first engine's median over the second's: prompt tokens where
     outputs are one token long, else output tokens. Empty if one of them was not measured.
     """
@@ -301,51 +304,48 @@ def kernel_ratios(report: Mapping[str, Any], engines: tuple[str, str]) -> dict[s
     return ratios
 
 
-def _speed(medians: Mapping[str, Any], name: str) -> float:
+def _speed(medians: JsonObject, name: str) -> float:
     return medians[name][_figure_of(name)]["median"]
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(report: JsonObject) -> str:
     """The table for a page, with what it was taken on above it."""
     work = report["work"]
     busiest = _busiest(work)
     heads = [_head(name, sent) for name, sent in work.items()]
     heads.append(f"first token at {work[busiest]['streams']} streams, p50 / p99")
-    lines = [
-        f"{report['machine']}; over HTTP with streaming, the client on the same machine; medians "
-        "(least - most).",
-        "",
-        f"| | {' | '.join(heads)} |",
-        f"|---|{'---|' * len(heads)}",
-    ]
+    rows = []
     for name, engine in report["engines"].items():
         if engine["medians"]:
             title = f"{name} {engine['version']}".strip()
-            lines.append(_engine_row(title, engine["medians"], work, busiest))
-    return "\n".join(lines) + "\n"
+            rows.append(_engine_row(title, engine["medians"], work, busiest))
+    table = markdown_lines(Table(["", *heads], rows))
+    taken = (
+        f"{report['machine']}; over HTTP with streaming, the client on the same machine; medians "
+        "(least - most)."
+    )
+    return "\n".join([taken, "", *table, ""])
 
 
-def _busiest(work: Mapping[str, Any]) -> str:
+def _busiest(work: JsonObject) -> str:
     """The closed loop of most streams."""
     loops = [name for name in work if name.startswith("streams_")]
     return max(loops, key=lambda name: work[name]["streams"])
 
 
-def _engine_row(
-    title: str, medians: Mapping[str, Any], work: Mapping[str, Any], busiest: str
-) -> str:
+def _engine_row(title: str, medians: JsonObject, work: JsonObject, busiest: str) -> list[str]:
     speeds = [_speed_cell(name, medians) for name in work]
-    return f"| {' | '.join([title, *speeds, _wait_cell(busiest, medians)])} |"
+    return [title, *speeds, _wait_cell(busiest, medians)]
 
 
-def _head(name: str, sent: Mapping[str, Any]) -> str:
+def _head(name: str, sent: JsonObject) -> str:
     if name.startswith("prompts_"):
         return f"prompt tok/s, {sent['prompt_lengths']['longest']}-token prompts"
     plural = "" if sent["streams"] == 1 else "s"
     return f"{sent['streams']} stream{plural}, output tok/s"
 
 
-def _speed_cell(name: str, medians: Mapping[str, Any]) -> str:
+def _speed_cell(name: str, medians: JsonObject) -> str:
     """Median, and in brackets least and most where they differ; empty where nothing was
     measured.
     """
@@ -358,7 +358,7 @@ def _speed_cell(name: str, medians: Mapping[str, Any]) -> str:
     return f"{middle} ({figure['least']:,.0f} - {figure['most']:,.0f})"
 
 
-def _wait_cell(name: str, medians: Mapping[str, Any]) -> str:
+def _wait_cell(name: str, medians: JsonObject) -> str:
     if name not in medians:
         return ""
     p50 = medians[name]["ttft_p50_s"]["median"]

@@ -5,21 +5,21 @@ waits over the load.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from jitney.engine.bench.offline import OfflineRun
+from jitney.engine.bench.offline import PolicyRuns
 from jitney.engine.report import figures, tables
 from jitney.engine.report.page import PageSection, write_page
 from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.telemetry.cost import bill
+from jitney.engine.types import JsonObject
 
 
 def write_policies_page(
     path: str,
-    report: Mapping[str, Any],
-    runs: Mapping[str, Mapping[str, OfflineRun]],
+    report: JsonObject,
+    runs: Mapping[str, PolicyRuns],
     summary: Sequence[str],
     price_per_hour: float | None,
 ) -> None:
@@ -38,7 +38,7 @@ def write_policies_page(
     write_page(path, title, summary, sections)
 
 
-def case_lines(case: Mapping[str, Any]) -> list[str]:
+def case_lines(case: JsonObject) -> list[str]:
     """What came, whether the answers agree, and whose queue grew for the whole run."""
     lines = [case["what"], _agreement(case["differences"])]
     for policy, figures_of in case["policies"].items():
@@ -55,7 +55,7 @@ def _offered(share: float | None) -> str:
     return f"; it was offered {share:.2f} times what it can serve"
 
 
-def _agreement(unlike: Sequence[Mapping[str, Any]]) -> str:
+def _agreement(unlike: Sequence[JsonObject]) -> str:
     if not unlike:
         return "all policies gave every request the same tokens"
     requests = {difference["request"] for difference in unlike}
@@ -66,7 +66,7 @@ def _agreement(unlike: Sequence[Mapping[str, Any]]) -> str:
     return f"got other tokens under another policy: {len(requests)}; {', '.join(examples)}"
 
 
-def _figures(name: str, case: Mapping[str, Any]) -> PageSection:
+def _figures(name: str, case: JsonObject) -> PageSection:
     shown = [tables.figures_table(case["policies"])]
     if case["ratios"]:
         shown.append(tables.ratio_table(case["ratios"]))
@@ -74,12 +74,12 @@ def _figures(name: str, case: Mapping[str, Any]) -> PageSection:
     return PageSection(f"Figures: {name}", notes, shown)
 
 
-def _cross_errors(name: str, case: Mapping[str, Any]) -> PageSection:
+def _cross_errors(name: str, case: JsonObject) -> PageSection:
     table = tables.cross_table(case["cross_errors"])
     return PageSection(f"Predicted from one another: {name}", [tables.CROSS_NOTE], [table])
 
 
-def _seats(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
+def _seats(name: str, runs: PolicyRuns) -> PageSection:
     until = max(run.seconds for run in runs.values())
     charts = []
     for policy, run in runs.items():
@@ -91,7 +91,7 @@ def _seats(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
     return PageSection(f"Seats: {name}", notes, charts=charts)
 
 
-def _over_time(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
+def _over_time(name: str, runs: PolicyRuns) -> PageSection:
     ends, requests = {}, {}
     for policy, run in runs.items():
         requests[policy] = run.requests
@@ -101,7 +101,7 @@ def _over_time(name: str, runs: Mapping[str, OfflineRun]) -> PageSection:
     return PageSection(f"Over time: {name}", charts=charts)
 
 
-def _ledger(name: str, runs: Mapping[str, OfflineRun], price_per_hour: float | None) -> PageSection:
+def _ledger(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSection:
     bills = {policy: bill(run.records, run.seconds) for policy, run in runs.items()}
     note = (
         "Where every computed row went. A step's time is split evenly over its rows, padding "
@@ -111,9 +111,7 @@ def _ledger(name: str, runs: Mapping[str, OfflineRun], price_per_hour: float | N
     return PageSection(f"Ledger: {name}", [note], [table], [figures.ledger_bars(bills)])
 
 
-def _request_shares(
-    name: str, runs: Mapping[str, OfflineRun], price_per_hour: float | None
-) -> PageSection:
+def _request_shares(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSection:
     """The costliest requests of continuous batching, or of the first policy that ran."""
     policy = "continuous"
     if policy not in runs:
@@ -128,7 +126,7 @@ def _request_shares(
     return PageSection(f"What each request took ({name}, {policy})", [note], [table], [chart])
 
 
-def _load_curve(report: Mapping[str, Any]) -> PageSection:
+def _load_curve(report: JsonObject) -> PageSection:
     simulated, measured = report["load_curve"], report["measured_loads"]
     shown = [tables.curve_table(simulated)]
     if measured:

@@ -4,7 +4,7 @@ in one .npz.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jitney.engine.bench.offline import OfflineRun
+from jitney.engine.bench.offline import OfflineRun, PolicyRuns
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import RunNote
 from jitney.engine.simulation.workload import TraceLine
@@ -64,7 +64,7 @@ def _trace_line(request: RequestRecord, started: float) -> TraceLine:
     )
 
 
-def write_records(path: str | Path, runs: Mapping[str, OfflineRun]) -> None:
+def write_records(path: str | Path, runs: PolicyRuns) -> None:
     """An .npz with records_<name> (STEP_DTYPE), times_<name>, rides_<name> (seconds since the run's
     start, NaN: never) and note_<name> (`accuracy.RunNote` as JSON) for each run.
 

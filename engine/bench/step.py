@@ -35,7 +35,7 @@ from jitney.engine.simulation.step_table import (
     kind_of,
     noise_factors,
 )
-from jitney.engine.types import EngineRequest, SamplingParams
+from jitney.engine.types import EngineRequest, JsonDict, SamplingParams
 
 if TYPE_CHECKING:
     from jitney.engine.checkpoints.model_config import ModelConfig
@@ -305,7 +305,7 @@ def measure(
     repeats: int,
     seconds: float,
     watch: _Watch = lambda done, total: None,
-) -> dict[str, Any]:
+) -> JsonDict:
     """The whole report, ready for JSON; "table" is what `StepTable.load` reads. Raises ConfigError
     if the pool is too small for any step."""
     core, info = llm.core, llm.info
@@ -342,7 +342,7 @@ def table_of(timings: Sequence[StepTiming], host: HostTimes, source: str) -> Ste
     return StepTable.from_points(points, host, source, noise)
 
 
-def _row_of(timing: StepTiming, table: StepTable, floor: Roofline) -> dict[str, Any]:
+def _row_of(timing: StepTiming, table: StepTable, floor: Roofline) -> JsonDict:
     case, work = timing.case, timing.work
     return {
         "bucket": str(case.bucket),

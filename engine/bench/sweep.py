@@ -4,16 +4,17 @@ little.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+
+from jitney.engine.types import JsonObject
 
 _RATES = ("output_tok_s", "req_s", "goodput_req_s", "seat_fill")
 _LATENCIES = ("ttft", "itl", "e2e")
 
 
-def point_of(figures: Mapping[str, Any]) -> dict[str, float | None]:
+def point_of(figures: JsonObject) -> dict[str, float | None]:
     """The few figures of a run that the curve shows: rates, and latencies as ttft_p50_s."""
     point = {name: figures[name] for name in _RATES}
     for name in _LATENCIES:
@@ -50,7 +51,7 @@ def _unit(values: np.ndarray) -> np.ndarray:
     return above / (above.max() or 1.0)
 
 
-def knee_of(axis: str, points: Sequence[Mapping[str, Any]]) -> int | None:
+def knee_of(axis: str, points: Sequence[JsonObject]) -> int | None:
     """The knee of a sweep: where throughput flattens over concurrency, where p99 end-to-end time
     steepens over rate or load.
     """

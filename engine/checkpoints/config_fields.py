@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jitney.engine.errors import ModelError
+from jitney.engine.types import JsonObject
 
 #: No model comes near these; a file that does is broken or hostile.
 MAX_LAYERS = 1024
@@ -22,7 +23,7 @@ class Fields:
     `where` names the file in errors. A key that is null counts as left out.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str):
+    def __init__(self, values: JsonObject, where: str):
         self.values = values
         self.where = where
 
@@ -48,7 +49,7 @@ class Fields:
             self.reject(key, value, "true or false")
         return value
 
-    def table(self, key: str) -> Mapping[str, Any]:
+    def table(self, key: str) -> JsonObject:
         """A table of key-values; empty when left out."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):

@@ -20,6 +20,7 @@ from jitney.engine.checkpoints.config_fields import (
 from jitney.engine.checkpoints.model_config import Activation, ModelConfig
 from jitney.engine.checkpoints.rope_config import extended_context, hf_rope
 from jitney.engine.errors import ModelError
+from jitney.engine.types import JsonDict, JsonObject
 
 #: transformers' names of activations -> ours.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -31,7 +32,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 
 
-def read_decoder(values: Mapping[str, Any], **defaults: Any) -> tuple[Fields, ModelConfig]:
+def read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
     """The keys of config.json that all families share, and what they say.
 
     defaults: what transformers assumes for keys that the file leaves out. A key set to null is not
@@ -98,24 +99,24 @@ def _windows_by_type(fields: Fields, layers: int) -> tuple[int, ...] | None:
     return tuple(windows[kind] for kind in kinds)
 
 
-def _llama(values: Mapping[str, Any]) -> ModelConfig:
+def _llama(values: JsonObject) -> ModelConfig:
     fields, config = read_decoder(values, max_position_embeddings=2048)
     return replace(config, o_bias=config.qkv_bias, mlp_bias=fields.flag("mlp_bias"))
 
 
-def _mistral(values: Mapping[str, Any]) -> ModelConfig:
+def _mistral(values: JsonObject) -> ModelConfig:
     fields, config = read_decoder(
         values, max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096
     )
     return replace(config, windows=(_window(fields),) * config.n_layers)
 
 
-def _qwen2(values: Mapping[str, Any]) -> ModelConfig:
+def _qwen2(values: JsonObject) -> ModelConfig:
     fields, config = _qwen(values)
     return replace(config, qkv_bias=True, windows=_qwen_windows(fields, config.n_layers))
 
 
-def _qwen3(values: Mapping[str, Any]) -> ModelConfig:
+def _qwen3(values: JsonObject) -> ModelConfig:
     fields, config = _qwen(values, head_dim=128)
     return replace(
         config,
@@ -125,7 +126,7 @@ def _qwen3(values: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _qwen(values: Mapping[str, Any], **defaults: Any) -> tuple[Fields, ModelConfig]:
+def _qwen(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
     return read_decoder(
         values,
         max_position_embeddings=32768,
@@ -146,7 +147,7 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
     return (0,) * first + (_window(fields),) * (layers - first)
 
 
-def _gemma2(values: Mapping[str, Any]) -> ModelConfig:
+def _gemma2(values: JsonObject) -> ModelConfig:
     defaults = {
         "max_position_embeddings": 8192,
         "attn_logit_softcapping": 50.0,
@@ -155,7 +156,7 @@ def _gemma2(values: Mapping[str, Any]) -> ModelConfig:
     return _gemma(defaults | dict(values), every=2)
 
 
-def _gemma3(values: Mapping[str, Any]) -> ModelConfig:
+def _gemma3(values: JsonObject) -> ModelConfig:
     """Gemma 3: layers with a window have a theta of their own."""
     settings = {"max_position_embeddings": 131072, "rope_theta": 1e6} | dict(values)
     local = Fields(settings, "config.json").number("rope_local_base_freq", 10000.0)
@@ -174,7 +175,7 @@ def _gemma3(values: Mapping[str, Any]) -> ModelConfig:
     return replace(config, qk_norm=True, local_rope_theta=local)
 
 
-def _gemma(values: Mapping[str, Any], every: int) -> ModelConfig:
+def _gemma(values: JsonObject, every: int) -> ModelConfig:
     """What the Gemmas share; every: without `layer_types`, each so manieth layer sees all."""
     fields, config = read_decoder(
         values,
@@ -255,12 +256,12 @@ class Family:
     #: In `tiny-random:NAME`, and `general.architecture` of its GGUF files.
     name: str
     #: The configuration in a config.json, but for `architecture`; raises ModelError.
-    from_hf: Callable[[Mapping[str, Any]], ModelConfig]
+    from_hf: Callable[[JsonObject], ModelConfig]
     #: From the metadata of a GGUF file and what the common keys said; None: they are not read, or
     #: go by another family's name.
     from_gguf: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     #: How its tiny random model differs from TINY.
-    tiny: dict[str, Any] = field(default_factory=dict)
+    tiny: JsonDict = field(default_factory=dict)
 
 
 #: The smallest model that still has more than one of everything.
@@ -279,7 +280,7 @@ TINY = ModelConfig(
     eos_ids=(259,),
 )
 #: Untied, unlike the published ones: a random one with scaled embeddings would repeat a token.
-_TINY_GEMMA: dict[str, Any] = {
+_TINY_GEMMA: JsonDict = {
     "windows": (32, 0),
     "float32_norms": True,
     "activation": "gelu_tanh",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from jitney.engine.errors import ModelError
+from jitney.engine.types import JsonDict
 
 #: config.json and its like are a few kB; an index of a very large model some MB; a tokenizer up to
 #: tens of MB.
@@ -44,7 +45,7 @@ def safe_file(folder: Path, name: str, *, missing_ok: bool = False) -> Path | No
 
 def read_json(
     folder: Path, name: str, *, missing_ok: bool = False, limit: int = _MAX_JSON_BYTES
-) -> dict[str, Any]:
+) -> JsonDict:
     """The object in a JSON file of the folder; {} if the file is absent and that is fine;
     ModelError if unsound.
     """

@@ -18,6 +18,7 @@ from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.rope_config import extended_context, gguf_rope
 from jitney.engine.errors import ModelError
+from jitney.engine.types import JsonObject
 
 
 def config_of(file: GGUFFile) -> ModelConfig:
@@ -29,7 +30,7 @@ def config_of(file: GGUFFile) -> ModelConfig:
 
 
 def read_gguf_config(
-    metadata: Mapping[str, Any],
+    metadata: JsonObject,
     shapes: Mapping[str, tuple[int, ...]],
     rope_factors: tuple[float, ...] = (),
 ) -> ModelConfig:
@@ -86,7 +87,7 @@ def _family_named(name: Any) -> tuple[str, Family]:
     raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {', '.join(known)}")
 
 
-def _fields_of(metadata: Mapping[str, Any], name: str) -> Fields:
+def _fields_of(metadata: JsonObject, name: str) -> Fields:
     """The keys of the architecture, without its name."""
     prefix = f"{name}."
     own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}

@@ -6,7 +6,6 @@ The file is untrusted: each number is checked for type and range before anything
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +14,12 @@ from jitney.engine.checkpoints.families import FAMILIES
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.quantization_config import read_packing
 from jitney.engine.errors import ModelError
+from jitney.engine.types import JsonObject
 
 log = logging.getLogger(__name__)
 
 
-def read_hf_config(
-    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
-) -> ModelConfig:
+def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> ModelConfig:
     """Read the contents of `config.json` (and of `generation_config.json`, which may name more end
     tokens).
 
@@ -47,7 +45,7 @@ def _known_architecture(names: Any) -> str:
     )
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(config: JsonObject) -> None:
     """Raise for settings that would change the answer in a way this engine does not compute."""
     if "auto_map" in config:
         log.warning(

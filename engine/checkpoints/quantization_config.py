@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jitney.engine.errors import ModelError
+from jitney.engine.types import JsonObject
 
 _Method = Literal["gptq", "awq", "fp8", "compressed-tensors"]
 _METHODS: tuple[_Method, ...] = ("gptq", "awq", "fp8", "compressed-tensors")
@@ -51,7 +52,7 @@ def read_packing(settings: Any) -> Packing | None:
     raise _refusal(f"names the method {str(method)[:40]!r}; known: {', '.join(_METHODS)}")
 
 
-def _gptq(settings: Mapping[str, Any]) -> Packing:
+def _gptq(settings: JsonObject) -> Packing:
     """GPTQ; its first format stores zero points less one."""
     _demand(settings, "bits", 4)
     layout = settings.get("checkpoint_format", "gptq")
@@ -60,7 +61,7 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
     return Packing("gptq", zero_offset=int(layout == "gptq"))
 
 
-def _compressed(settings: Mapping[str, Any]) -> Packing:
+def _compressed(settings: JsonObject) -> Packing:
     """compressed-tensors; every group of layers must hold 8-bit numbers, or 4-bit ones in words."""
     layout = settings.get("format")
     if layout not in (*_WHOLE_NUMBERS, _PACKED):
@@ -78,14 +79,14 @@ def _compressed(settings: Mapping[str, Any]) -> Packing:
     return Packing("compressed-tensors")
 
 
-def _table(value: Any) -> Mapping[str, Any]:
+def _table(value: Any) -> JsonObject:
     """The value, if it is a table; else an empty one."""
     if isinstance(value, Mapping):
         return value
     return {}
 
 
-def _demand(settings: Mapping[str, Any], key: str, wanted: Any, default: Any = None) -> None:
+def _demand(settings: JsonObject, key: str, wanted: Any, default: Any = None) -> None:
     """ModelError unless the setting has the one value that is read."""
     value = settings.get(key, default)
     if isinstance(value, str):

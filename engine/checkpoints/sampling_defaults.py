@@ -20,7 +20,7 @@ from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource
 from jitney.engine.config.schema import SamplingSection
 from jitney.engine.errors import ConfigError, ModelError, RequestError
-from jitney.engine.types import SAMPLING_DEFAULTS, SamplingParams
+from jitney.engine.types import SAMPLING_DEFAULTS, JsonObject, SamplingParams
 
 log = logging.getLogger("jitney.core")
 
@@ -132,7 +132,7 @@ def _from_path(path: Path) -> dict[str, int | float]:
 
 
 def _from_values(
-    values: Mapping[str, Any],
+    values: JsonObject,
     file: str,
     names: Mapping[str, str],
     others: Mapping[str, tuple[Any, ...]],

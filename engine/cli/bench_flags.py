@@ -4,12 +4,12 @@ reports go.
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,6 +31,7 @@ from jitney.engine.simulation.workload import (
 from jitney.engine.telemetry.backlog import backlog_of
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.telemetry.summary import Slo
+from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
     from jitney.engine.bench.compare import NamedWatch
@@ -88,7 +89,7 @@ def add_limits(flags: Flags) -> None:
     flags.add("--slo-itl-ms", later, type=float, metavar="MS")
 
 
-def check_numbers(args: argparse.Namespace, **least: float) -> None:
+def check_numbers(args: Namespace, **least: float) -> None:
     """Raise ConfigError naming the first flag below its least value; absent flags (None) pass."""
     for name, low in least.items():
         value = getattr(args, name)
@@ -131,24 +132,24 @@ def numbers_from[N: (int, float)](flag: str, text: str, kind: type[N]) -> list[N
     return numbers
 
 
-def is_closed(args: argparse.Namespace) -> bool:
+def is_closed(args: Namespace) -> bool:
     """True where a request comes when another one ends."""
     return not args.trace and args.arrivals == "closed"
 
 
-def is_drawn(args: argparse.Namespace) -> bool:
+def is_drawn(args: Namespace) -> bool:
     """True where requests come at times that are drawn for a rate."""
     return not args.trace and args.arrivals != "closed"
 
 
-def backlog_json(requests: Sequence[RequestRecord], closed: bool) -> dict[str, Any] | None:
+def backlog_json(requests: Sequence[RequestRecord], closed: bool) -> JsonDict | None:
     """How the queue went, None for a closed loop: there it cannot grow."""
     if closed:
         return None
     return msgspec.to_builtins(backlog_of(requests))
 
 
-def traffic_from(args: argparse.Namespace, rate: float) -> list[Arrival]:
+def traffic_from(args: Namespace, rate: float) -> list[Arrival]:
     """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
     check_numbers(args, requests=1, scale=0.001, burst_shape=0.001, seed=0)
     if args.trace:
@@ -163,7 +164,7 @@ def traffic_from(args: argparse.Namespace, rate: float) -> list[Arrival]:
     return arrivals
 
 
-def _made_up(args: argparse.Namespace, rate: float) -> list[Arrival]:
+def _made_up(args: Namespace, rate: float) -> list[Arrival]:
     return make_arrivals(
         WORKLOADS[args.preset],
         args.requests,
@@ -180,9 +181,7 @@ def _lengths(text: str | None, flag: str) -> Lengths | None:
     return parse_lengths(text, flag)
 
 
-def describe_traffic(
-    args: argparse.Namespace, arrivals: list[Arrival], rate: float
-) -> dict[str, Any]:
+def describe_traffic(args: Namespace, arrivals: list[Arrival], rate: float) -> JsonDict:
     """The traffic for the report: what was asked for, and what it came to."""
     prompts = [arrival.n_prompt for arrival in arrivals]
     outputs = [arrival.n_output for arrival in arrivals]
@@ -203,7 +202,7 @@ def describe_traffic(
     }
 
 
-def _source(args: argparse.Namespace) -> dict[str, str | None]:
+def _source(args: Namespace) -> dict[str, str | None]:
     """What was asked for; a preset is "custom" where a flag says other lengths than it has."""
     source = dict.fromkeys(("preset", "about", "prompt", "output"))
     if args.trace:
@@ -218,7 +217,7 @@ def _source(args: argparse.Namespace) -> dict[str, str | None]:
     return source | {"arrivals": args.arrivals}
 
 
-def traffic_line(traffic: Mapping[str, Any]) -> str:
+def traffic_line(traffic: JsonObject) -> str:
     """The same in a sentence, with what its lengths came to."""
     line = (
         f"{traffic['trace'] or traffic['preset']}: {traffic['requests']} requests, "
@@ -240,7 +239,7 @@ def traffic_line(traffic: Mapping[str, Any]) -> str:
     return line
 
 
-def slo_from(args: argparse.Namespace) -> Slo | None:
+def slo_from(args: Namespace) -> Slo | None:
     """The service level that the flags name, None if they name none."""
     check_numbers(args, slo_ttft_ms=0, slo_itl_ms=0, price_per_hour=0)
     if args.slo_ttft_ms is None and args.slo_itl_ms is None:
@@ -254,7 +253,7 @@ def _as_seconds(milliseconds: float | None) -> float | None:
     return milliseconds / 1e3
 
 
-def write_json(file: str, report: Mapping[str, Any]) -> None:
+def write_json(file: str, report: JsonObject) -> None:
     """To a file, or to standard output for "-". ConfigError if it cannot be written."""
     text = json.dumps(report, indent=1)
     if file == "-":
@@ -266,7 +265,7 @@ def write_json(file: str, report: Mapping[str, Any]) -> None:
         raise ConfigError(f"--json {file}: {error.strerror or error}") from None
 
 
-def check_writable(args: argparse.Namespace, *names: str) -> None:
+def check_writable(args: Namespace, *names: str) -> None:
     """Raise ConfigError before anything runs if a file that the flags name could not be written at
     the end.
     """
@@ -292,7 +291,7 @@ def progress() -> Iterator[NamedWatch]:
         disable=not console.is_terminal,
         refresh_per_second=2,
     ) as shown:
-        tasks: dict[str, Any] = {}
+        tasks: JsonDict = {}
 
         def watch(name: str, done: int, of: int) -> None:
             if name not in tasks:

@@ -4,11 +4,10 @@ client over HTTP.
 
 from __future__ import annotations
 
-import argparse
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jitney.engine.bench.peer_process import Peer, ours, vllm
 from jitney.engine.bench.peers import Encode, PeerBench, kernel_ratios, make_measurements, markdown
@@ -21,6 +20,7 @@ from jitney.engine.cli.bench_flags import (
 )
 from jitney.engine.cli.flags import Flags, Parser, say
 from jitney.engine.errors import ConfigError
+from jitney.engine.types import JsonObject
 
 _ENGINES = {
     "auto": "this engine with the kernels that it chooses",
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     peers = _peers_from(args)
     measurements = make_measurements(_encoder(args.model), streams, args.requests)
 
-    def save(report: Mapping[str, Any]) -> None:
+    def save(report: JsonObject) -> None:
         if args.json and args.json != "-":
             write_json(args.json, report)
 
@@ -77,7 +77,7 @@ def _make_parser() -> Parser:
     return parser
 
 
-def _peers_from(args: argparse.Namespace) -> list[Peer]:
+def _peers_from(args: Namespace) -> list[Peer]:
     """The engines to measure; one line for each that is not here."""
     peers = []
     for name in names_from("--engines", args.engines, _ENGINES):
@@ -89,7 +89,7 @@ def _peers_from(args: argparse.Namespace) -> list[Peer]:
     return peers
 
 
-def _vllm_from(args: argparse.Namespace) -> Peer | None:
+def _vllm_from(args: Namespace) -> Peer | None:
     program = shutil.which(args.vllm or "vllm")
     if program is None:
         say("vLLM is not installed here and is left out; --vllm FILE names its program")
@@ -109,7 +109,7 @@ def _encoder(model: str) -> Encode:
     return load_tokenizer(resolve(model)).encode
 
 
-def _deliver(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
+def _deliver(args: Namespace, report: JsonObject) -> None:
     table = markdown(report)
     if args.markdown:
         try:
@@ -125,7 +125,7 @@ def _deliver(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
         print(line)
 
 
-def remarks(report: Mapping[str, Any]) -> list[str]:
+def remarks(report: JsonObject) -> list[str]:
     """What a reader of the table has to know beside it."""
     lines = []
     for name, engine in report["engines"].items():
@@ -136,7 +136,7 @@ def remarks(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _engine_remarks(name: str, engine: Mapping[str, Any]) -> Iterator[str]:
+def _engine_remarks(name: str, engine: JsonObject) -> Iterator[str]:
     if engine["failed"]:
         yield f"{name} failed: {engine['failed']}"
     shares = [figures["client_cpu_share"]["median"] for figures in engine["medians"].values()]

@@ -7,7 +7,7 @@ comes make it one.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from jitney.engine.bench.compare import (
     ratios,
     run_policies,
 )
-from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
+from jitney.engine.bench.offline import OfflineBench, OfflineRun, PolicyRuns, PromptedArrival
 from jitney.engine.cli.bench_flags import (
     add_report,
     add_traffic,
@@ -61,6 +61,7 @@ from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.cost import as_json, bill
+from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
     from jitney.engine.types import EngineInfo
@@ -90,7 +91,7 @@ class _Traffic:
     """A case with its requests."""
 
     #: The parsed arguments, as if this case had been asked for alone.
-    args: argparse.Namespace
+    args: Namespace
     #: At one request a second if `open_loop`.
     arrivals: list[Arrival]
     #: The same with their prompts.
@@ -137,7 +138,7 @@ class _Comparison:
     def first(self) -> _Traffic:
         return next(iter(self.traffics.values()))
 
-    def run_all(self) -> tuple[dict[str, dict[str, OfflineRun]], list[dict[str, Any]]]:
+    def run_all(self) -> tuple[dict[str, dict[str, OfflineRun]], list[JsonDict]]:
         """(the runs by case and policy, the measured points of the curve)."""
         rate = self._pace()
         runs = {name: self._run(name, traffic) for name, traffic in self.traffics.items()}
@@ -187,7 +188,7 @@ class _Comparison:
             static_timeout_ms=self.static_timeout_ms,
         )
 
-    def _measure_load(self, load: float, rate: float) -> dict[str, Any]:
+    def _measure_load(self, load: float, rate: float) -> JsonDict:
         """A point of `cases.load_curve`, measured on the first case; shares of capacity are not
         known here.
         """
@@ -252,7 +253,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace, cases: _Cases) -> None:
+def _check(args: Namespace, cases: _Cases) -> None:
     """Bad flags are reported before the model loads."""
     check_writable(args, "json", "html", "records", "traces")
     check_numbers(args, rate=0.001, load=0.001, concurrency=0, warmup_s=0)
@@ -316,7 +317,7 @@ def _add_comparison(parser: Parser) -> None:
     flags.number("--warmup-s", "seconds of work before anything is timed", 2.0)
 
 
-def _policies_from(args: argparse.Namespace) -> list[str]:
+def _policies_from(args: Namespace) -> list[str]:
     names = names_from("--policies", args.policies, POLICIES)
     if args.concurrency and not is_closed(args):
         raise ConfigError(
@@ -325,17 +326,17 @@ def _policies_from(args: argparse.Namespace) -> list[str]:
     return names
 
 
-def _loads_from(args: argparse.Namespace) -> list[float]:
+def _loads_from(args: Namespace) -> list[float]:
     if args.measure_loads is None:
         return []
     return numbers_from("--measure-loads", args.measure_loads, float)
 
 
 #: By name: the flags that describe the case, and None for the one that the given flags describe.
-_Cases = dict[str, tuple[argparse.Namespace, TrafficCase | None]]
+_Cases = dict[str, tuple[Namespace, TrafficCase | None]]
 
 
-def cases_from(args: argparse.Namespace) -> _Cases:
+def cases_from(args: Namespace) -> _Cases:
     """The cases that the flags ask for."""
     defaults = make_parser().parse([])
     given = [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(defaults, name)]
@@ -354,16 +355,16 @@ def cases_from(args: argparse.Namespace) -> _Cases:
     return cases
 
 
-def _requests(args: argparse.Namespace, default: int) -> int:
+def _requests(args: Namespace, default: int) -> int:
     return default if args.requests is None else args.requests
 
 
-def with_flags(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+def with_flags(args: Namespace, **changes: Any) -> Namespace:
     """The same arguments with some of them changed."""
-    return argparse.Namespace(**(vars(args) | changes))
+    return Namespace(**(vars(args) | changes))
 
 
-def _config_from(args: argparse.Namespace) -> Config:
+def _config_from(args: Namespace) -> Config:
     if args.seats is not None and "max_seats" in vars(args):
         raise ConfigError("--seats and --max-seats are the same setting: give one")
     if args.seats is not None:
@@ -371,7 +372,7 @@ def _config_from(args: argparse.Namespace) -> Config:
     return config_from(args)
 
 
-def draw(bench: OfflineBench, args: argparse.Namespace, case: TrafficCase | None) -> _Traffic:
+def draw(bench: OfflineBench, args: Namespace, case: TrafficCase | None) -> _Traffic:
     """The requests of a case, with their texts."""
     rate = args.rate or 0.0
     arrivals = traffic_from(args, rate=1.0 if is_drawn(args) else rate)
@@ -383,11 +384,11 @@ def draw(bench: OfflineBench, args: argparse.Namespace, case: TrafficCase | None
 
 
 def _make_report(
-    args: argparse.Namespace,
+    args: Namespace,
     traffics: Mapping[str, _Traffic],
-    runs: Mapping[str, Mapping[str, OfflineRun]],
+    runs: Mapping[str, PolicyRuns],
     info: EngineInfo,
-) -> dict[str, Any]:
+) -> JsonDict:
     first = next(iter(traffics))
     return {
         "cases": {name: _case_report(args, traffics[name], runs[name]) for name in runs},
@@ -397,9 +398,7 @@ def _make_report(
     }
 
 
-def _case_report(
-    args: argparse.Namespace, traffic: _Traffic, runs: Mapping[str, OfflineRun]
-) -> dict[str, Any]:
+def _case_report(args: Namespace, traffic: _Traffic, runs: PolicyRuns) -> JsonDict:
     figures, limits, measured = {}, {}, {}
     for name, run in runs.items():
         figures[name] = _run_figures(args, run)
@@ -421,7 +420,7 @@ def _case_report(
     }
 
 
-def _run_figures(args: argparse.Namespace, run: OfflineRun) -> dict[str, Any]:
+def _run_figures(args: Namespace, run: OfflineRun) -> JsonDict:
     price = args.price_per_hour
     shares, _ = run.owners.bill(run.records)
     figures = run.figures(slo_from(args), price)
@@ -431,7 +430,7 @@ def _run_figures(args: argparse.Namespace, run: OfflineRun) -> dict[str, Any]:
     return figures
 
 
-def _shares_of_capacity(traffic: _Traffic, runs: Mapping[str, OfflineRun]) -> dict[str, float]:
+def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]:
     """For each policy the load over what it can serve, simulated with its own run's steps; empty
     without a rate.
     """
@@ -445,7 +444,7 @@ def _shares_of_capacity(traffic: _Traffic, runs: Mapping[str, OfflineRun]) -> di
     return shares
 
 
-def _curve(traffic: _Traffic, runs: Mapping[str, OfflineRun]) -> list[dict[str, Any]]:
+def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
     """Waits over the load, simulated with the steps of all runs together; empty without a rate."""
     import numpy as np
 
@@ -458,9 +457,9 @@ def _curve(traffic: _Traffic, runs: Mapping[str, OfflineRun]) -> list[dict[str, 
 
 
 def _deliver(
-    args: argparse.Namespace,
-    report: Mapping[str, Any],
-    runs: Mapping[str, Mapping[str, OfflineRun]],
+    args: Namespace,
+    report: JsonObject,
+    runs: Mapping[str, PolicyRuns],
 ) -> None:
     from jitney.engine.bench.policies_page import write_policies_page
 
@@ -474,7 +473,7 @@ def _deliver(
         _print_report(args, report, runs)
 
 
-def _write_runs(args: argparse.Namespace, runs: Mapping[str, Mapping[str, OfflineRun]]) -> None:
+def _write_runs(args: Namespace, runs: Mapping[str, PolicyRuns]) -> None:
     """Step records and traces, for the simulator."""
     from jitney.engine.bench.saved import write_recording, write_records
 
@@ -491,9 +490,9 @@ def _write_runs(args: argparse.Namespace, runs: Mapping[str, Mapping[str, Offlin
 
 
 def _print_report(
-    args: argparse.Namespace,
-    report: Mapping[str, Any],
-    runs: Mapping[str, Mapping[str, OfflineRun]],
+    args: Namespace,
+    report: JsonObject,
+    runs: Mapping[str, PolicyRuns],
 ) -> None:
     from jitney.engine.report.tables import curve_table, print_table
 
@@ -509,8 +508,8 @@ def _print_report(
 
 def _print_case(
     name: str,
-    case: Mapping[str, Any],
-    runs: Mapping[str, OfflineRun],
+    case: JsonObject,
+    runs: PolicyRuns,
     price_per_hour: float | None,
 ) -> None:
     from jitney.engine.bench.policies_page import case_lines
@@ -527,7 +526,7 @@ def _print_case(
     tables.print_table(tables.cross_table(case["cross_errors"]), tables.CROSS_TITLE)
 
 
-def _engine_line(engine: Mapping[str, Any]) -> str:
+def _engine_line(engine: JsonObject) -> str:
     return (
         f"{engine['model']} in {engine['dtype']} on {engine['device']} ({engine['platform']}), "
         f"{engine['seats']} seats"

@@ -7,9 +7,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from jitney.engine.bench.client import EXTRA_FIELDS, RemoteEndpoint
 from jitney.engine.bench.online import EngineAbout, OnlineRun, measure
@@ -33,6 +33,7 @@ from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.telemetry.cost import as_json
+from jitney.engine.types import JsonDict, JsonObject
 
 #: Where an API key may stand; a flag would show it to other users of the machine.
 _KEY_VARIABLES = ("JITNEY_BENCH_KEY", "OPENAI_API_KEY")
@@ -107,7 +108,7 @@ def add_endpoint(parser: Parser, *, required: bool = True) -> None:
     flags.number("--timeout-s", "seconds a request may take", 600.0)
 
 
-def endpoint_from(args: argparse.Namespace) -> RemoteEndpoint:
+def endpoint_from(args: Namespace) -> RemoteEndpoint:
     """The endpoint that the flags and the environment describe."""
     if not args.url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {args.url}: must begin with http:// or https://")
@@ -128,7 +129,7 @@ def _key() -> str:
     return ""
 
 
-def _rate_from(args: argparse.Namespace) -> float:
+def _rate_from(args: Namespace) -> float:
     if is_closed(args) and args.rate:
         raise ConfigError(
             "--rate is for --arrivals poisson or gamma, or for --trace: closed arrivals have none"
@@ -138,9 +139,7 @@ def _rate_from(args: argparse.Namespace) -> float:
     return args.rate or 0.0
 
 
-def _make_report(
-    args: argparse.Namespace, online: OnlineRun, arrivals: list[Arrival]
-) -> dict[str, Any]:
+def _make_report(args: Namespace, online: OnlineRun, arrivals: list[Arrival]) -> JsonDict:
     load, price = online.load, args.price_per_hour
     figures = load.figures(slo_from(args), price)
     figures["backlog"] = backlog_json(load.requests, is_closed(args))
@@ -173,9 +172,9 @@ def _short_outputs(online: OnlineRun, arrivals: Sequence[Arrival]) -> int:
     return short
 
 
-def _errors_of(online: OnlineRun) -> dict[str, dict[str, Any]]:
+def _errors_of(online: OnlineRun) -> dict[str, JsonDict]:
     """How many requests failed in which way, and what was said to the first of them."""
-    errors: dict[str, dict[str, Any]] = {}
+    errors: dict[str, JsonDict] = {}
     for answer in online.load.answers:
         if not answer.served:
             error = errors.setdefault(answer.finish, {"count": 0, "first": answer.detail})
@@ -183,7 +182,7 @@ def _errors_of(online: OnlineRun) -> dict[str, dict[str, Any]]:
     return dict(sorted(errors.items(), key=lambda item: -item[1]["count"]))
 
 
-def _deliver(args: argparse.Namespace, report: Mapping[str, Any], online: OnlineRun) -> None:
+def _deliver(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
     from jitney.engine.bench.saved import write_recording
 
     if args.trace_to:
@@ -196,7 +195,7 @@ def _deliver(args: argparse.Namespace, report: Mapping[str, Any], online: Online
         _print_report(args, report, online)
 
 
-def _print_report(args: argparse.Namespace, report: Mapping[str, Any], online: OnlineRun) -> None:
+def _print_report(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
     from jitney.engine.report.tables import figures_table, ledger_table, print_table
 
     for line in _summary(report):
@@ -207,7 +206,7 @@ def _print_report(args: argparse.Namespace, report: Mapping[str, Any], online: O
         print_table(ledger, "Ledger of the server over the run")
 
 
-def _summary(report: Mapping[str, Any]) -> list[str]:
+def _summary(report: JsonObject) -> list[str]:
     about = EngineAbout(**report["engine"])
     return [
         f"{report['model']} at {report['url']}",
@@ -220,7 +219,7 @@ def _summary(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
+def _doubts(report: JsonObject) -> Iterator[str]:
     figures = report["figures"]
     if 0 < figures["served"] < ENOUGH_FOR_P99:
         yield f"p99 of {figures['served']} requests is nearly the slowest of them"
@@ -235,7 +234,7 @@ def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _server_lines(report: Mapping[str, Any]) -> Iterator[str]:
+def _server_lines(report: JsonObject) -> Iterator[str]:
     if report["server_queue_mean_s"] is not None:
         milliseconds = 1e3 * report["server_queue_mean_s"]
         yield f"requests waited {milliseconds:.1f} ms in the server's queue, on average"
@@ -246,7 +245,7 @@ def _server_lines(report: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _write_page(args: argparse.Namespace, report: Mapping[str, Any], online: OnlineRun) -> None:
+def _write_page(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
     """The HTML report: figures, curves, and the server's ledger if it has one."""
     from jitney.engine.report import figures, tables
     from jitney.engine.report.page import PageSection, write_page

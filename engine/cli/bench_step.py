@@ -4,12 +4,12 @@ the floor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_json
 from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
+from jitney.engine.types import JsonObject
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def _make_parser() -> Parser:
     return parser
 
 
-def show(report: Mapping[str, Any]) -> None:
+def show(report: JsonObject) -> None:
     """One row a case, times in ms; the floor is the larger of bytes over bandwidth and operations
     over rate.
     """
@@ -60,7 +60,7 @@ def show(report: Mapping[str, Any]) -> None:
     print_lines(_notes(report))
 
 
-def _cells(case: Mapping[str, Any]) -> list[str]:
+def _cells(case: JsonObject) -> list[str]:
     floor = max(case["bytes_floor_s"], case["flops_floor_s"])
     return [
         case["bucket"],
@@ -74,7 +74,7 @@ def _cells(case: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _notes(report: Mapping[str, Any]) -> Iterator[str]:
+def _notes(report: JsonObject) -> Iterator[str]:
     """How to read the table, what else was measured, and how well the table fits."""
     yield (
         "rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: what the "

@@ -4,9 +4,9 @@ at an endpoint.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +32,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.backlog import QueueGrowth
+from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
     from jitney.engine.bench.load import Watch
@@ -121,7 +122,7 @@ def _make_parser() -> Parser:
     return parser
 
 
-def _axis_from(args: argparse.Namespace) -> tuple[str, list[float]]:
+def _axis_from(args: Namespace) -> tuple[str, list[float]]:
     """What grows, and its values, ascending."""
     given = [name for name in ("concurrencies", "rates", "loads") if getattr(args, name)]
     if len(given) > 1:
@@ -139,7 +140,7 @@ def _axis_from(args: argparse.Namespace) -> tuple[str, list[float]]:
     return name.removesuffix("s"), sorted(numbers_from(f"--{name}", getattr(args, name), float))
 
 
-def _arrivals_at(args: argparse.Namespace, axis: str, value: float) -> list[Arrival]:
+def _arrivals_at(args: Namespace, axis: str, value: float) -> list[Arrival]:
     """The requests of one point, where `value` requests are open or come a second: the same lengths
     at every point, more of them at a high concurrency.
     """
@@ -150,13 +151,13 @@ def _rate_at(axis: str, value: float) -> float:
     return 0.0 if axis == "concurrency" else value
 
 
-def _args_at(args: argparse.Namespace, axis: str, value: float) -> argparse.Namespace:
+def _args_at(args: Namespace, axis: str, value: float) -> Namespace:
     if axis == "concurrency":
         requests = max(args.requests or _CLOSED_REQUESTS, 4 * int(value))
         changes = {"arrivals": "closed", "requests": requests}
     else:
         changes = {"requests": args.requests or _OPEN_REQUESTS}
-    return argparse.Namespace(**vars(args) | changes)
+    return Namespace(**vars(args) | changes)
 
 
 class _Engine(Protocol):
@@ -166,7 +167,7 @@ class _Engine(Protocol):
         """Requests a second at load 1."""
         ...
 
-    def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> dict[str, Any]:
+    def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> JsonDict:
         """The figures of one point; concurrency 0: requests come at their own times."""
         ...
 
@@ -175,9 +176,7 @@ class _Engine(Protocol):
         ...
 
 
-def _sweep(
-    args: argparse.Namespace, axis: str, values: Sequence[float], engine: _Engine
-) -> dict[str, Any]:
+def _sweep(args: Namespace, axis: str, values: Sequence[float], engine: _Engine) -> JsonDict:
     """Measure every point; everything but the knee, ready for JSON."""
     capacity = None
     points = []
@@ -202,16 +201,14 @@ def _sweep(
     }
 
 
-def _point(
-    axis: str, value: float, capacity: float | None, figures: dict[str, Any]
-) -> dict[str, Any]:
+def _point(axis: str, value: float, capacity: float | None, figures: JsonDict) -> JsonDict:
     point = {axis: value, **point_of(figures), "figures": figures}
     if capacity is not None:
         point["rate"] = value * capacity
     return point
 
 
-def _last_traffic(args: argparse.Namespace, axis: str, value: float) -> dict[str, Any]:
+def _last_traffic(args: Namespace, axis: str, value: float) -> JsonDict:
     arrivals = _arrivals_at(args, axis, value)
     return describe_traffic(_args_at(args, axis, value), arrivals, _rate_at(axis, value))
 
@@ -221,7 +218,7 @@ class _InProcess:
     otherwise.
     """
 
-    def __init__(self, args: argparse.Namespace, axis: str, values: Sequence[float]):
+    def __init__(self, args: Namespace, axis: str, values: Sequence[float]):
         from jitney.engine.bench.offline import OfflineBench
         from jitney.engine.cli.display import load_llm
 
@@ -242,7 +239,7 @@ class _InProcess:
         rate, _ = capacity(self._bench, requests, self._bench.limits.max_seats, without_name)
         return rate
 
-    def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> dict[str, Any]:
+    def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> JsonDict:
         requests = self._bench.requests(arrivals, self._args.seed)
         run = self._bench.run(requests, concurrency=concurrency, watch=watch)
         figures = run.figures(slo_from(self._args), self._args.price_per_hour)
@@ -259,7 +256,7 @@ class _InProcess:
 class _AtEndpoint:
     """A server elsewhere."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: Namespace):
         from jitney.engine.bench.online import UNKNOWN_ENGINE
 
         for name in ("max_seats", "policy", "order"):
@@ -283,7 +280,7 @@ class _AtEndpoint:
         )
         return asyncio.run(measuring)
 
-    def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> dict[str, Any]:
+    def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> JsonDict:
         from jitney.engine.bench.online import measure
 
         measuring = measure(
@@ -305,7 +302,7 @@ class _AtEndpoint:
         return self._about._asdict()
 
 
-def _deliver(args: argparse.Namespace, report: Mapping[str, Any], knee: int | None) -> None:
+def _deliver(args: Namespace, report: JsonObject, knee: int | None) -> None:
     from jitney.engine.report.page import write_page
     from jitney.engine.report.tables import print_table
 
@@ -322,7 +319,7 @@ def _deliver(args: argparse.Namespace, report: Mapping[str, Any], knee: int | No
     print_table(table)
 
 
-def _summary(report: Mapping[str, Any]) -> list[str]:
+def _summary(report: JsonObject) -> list[str]:
     lines = [
         f"{report['target']}; {_engine_line(report)}",
         f"{traffic_line(report['traffic'])} (the last point)",
@@ -333,7 +330,7 @@ def _summary(report: Mapping[str, Any]) -> list[str]:
     return [*lines, *_doubts(report), *_client_lines(report["points"])]
 
 
-def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
+def _doubts(report: JsonObject) -> Iterator[str]:
     axis, points = report["axis"], report["points"]
     served = [point["figures"]["served"] for point in points]
     if min(served) < ENOUGH_FOR_P99:
@@ -346,7 +343,7 @@ def _doubts(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"failed requests: {failed}, in no percentile"
 
 
-def _client_lines(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _client_lines(points: Sequence[JsonObject]) -> Iterator[str]:
     shares, troubles = [], set()
     for point in points:
         client = point["figures"].get("client")
@@ -358,7 +355,7 @@ def _client_lines(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from sorted(filter(None, troubles))
 
 
-def _engine_line(report: Mapping[str, Any]) -> str:
+def _engine_line(report: JsonObject) -> str:
     """What the engine runs on; beside it, for an endpoint, what this client runs on."""
     from jitney.engine.bench.online import EngineAbout
 
@@ -370,12 +367,12 @@ def _engine_line(report: Mapping[str, Any]) -> str:
     return f"{about}; client's machine: {report['client_machine']}"
 
 
-def _grew(point: Mapping[str, Any]) -> bool:
+def _grew(point: JsonObject) -> bool:
     backlog = point["figures"]["backlog"]
     return backlog is not None and backlog["grew"]
 
 
-def _curve_table(report: Mapping[str, Any], knee: int | None) -> Table:
+def _curve_table(report: JsonObject, knee: int | None) -> Table:
     from jitney.engine.report.page import Table
 
     cells: dict[str, str] = {}
@@ -388,7 +385,7 @@ def _curve_table(report: Mapping[str, Any], knee: int | None) -> Table:
     return Table(list(cells), rows)
 
 
-def _cells(axis: str, point: Mapping[str, Any]) -> dict[str, str]:
+def _cells(axis: str, point: JsonObject) -> dict[str, str]:
     from jitney.engine.report.tables import duration, number, queue
 
     cells = {"open" if axis == "concurrency" else axis: f"{point[axis]:g}"}
@@ -403,7 +400,7 @@ def _cells(axis: str, point: Mapping[str, Any]) -> dict[str, str]:
     return cells
 
 
-def _sections(report: Mapping[str, Any], table: Table, knee: int | None) -> list[PageSection]:
+def _sections(report: JsonObject, table: Table, knee: int | None) -> list[PageSection]:
     from jitney.engine.report import figures
     from jitney.engine.report.page import PageSection
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 from jitney.engine.cli.dispatch import suggestion
 from jitney.engine.config.layers import Setting, load_config, settings
 from jitney.engine.config.schema import Config
+from jitney.engine.types import JsonDict
 
 #: What help calls the values of a setting.
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
@@ -31,7 +33,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+    def parse(self, arguments: Sequence[str]) -> Namespace:
         """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
         args, unknown = self.parse_known_args(arguments)
         if unknown:
@@ -92,7 +94,7 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
     text = str(setting.field.description)
     if default not in _NO_DEFAULT:
         text += f" [{str(default).lower()}]"
-    options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    options: JsonDict = {"action": argparse.BooleanOptionalAction}
     if setting.kind is not bool:
         choices = "|".join(filter(None, setting.choices))
         options = {"metavar": choices or _METAVARS[setting.kind]}
@@ -105,7 +107,7 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
     )
 
 
-def config_from(args: argparse.Namespace) -> Config:
+def config_from(args: Namespace) -> Config:
     """The configuration from the file, the environment and the flags. Raises ConfigError."""
     flags = {name: value for name, value in vars(args).items() if name in settings()}
     if args.model_word is not None:

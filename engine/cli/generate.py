@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
 from jitney.engine.config.layers import NOTHING
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.types import SamplingParams
+from jitney.engine.types import JsonDict, SamplingParams
 
 if TYPE_CHECKING:
     from jitney.engine.llm import Completion
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> Namespace:
     parser = Parser("generate", "Complete prompts offline and print the texts.")
     parser.add_argument(
         "--prompt",
@@ -91,12 +91,12 @@ def add_sampling(parser: Parser) -> None:
 
 
 def sampling_from(
-    args: argparse.Namespace, *, n: int = 1, defaults: Mapping[str, float] = NOTHING
+    args: Namespace, *, n: int = 1, defaults: Mapping[str, float] = NOTHING
 ) -> SamplingParams:
     """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming the
     flag that is out of range.
     """
-    fields: dict[str, Any] = dict(defaults)
+    fields: JsonDict = dict(defaults)
     for name in _MODEL_DEFAULTED:
         value = getattr(args, name)
         if value is not None:

@@ -4,9 +4,8 @@ was seen.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
@@ -24,6 +23,7 @@ from jitney.engine.simulation.planner import (
 )
 from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
 from jitney.engine.telemetry.summary import Slo
+from jitney.engine.types import JsonDict
 
 _WEIGHTS, KV = ("bf16", "fp8", "int8", "int4"), ("bf16", "fp8", "int8")
 
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     return int(sizing.chosen is None)
 
 
-def _roofline_of(args: argparse.Namespace) -> Roofline:
+def _roofline_of(args: Namespace) -> Roofline:
     assumed = Assumptions(
         args.bandwidth_efficiency,
         args.flops_efficiency,
@@ -59,7 +59,7 @@ def _roofline_of(args: argparse.Namespace) -> Roofline:
     return Roofline(cost, find_device(args.device), args.count, assumed)
 
 
-def _demand_of(args: argparse.Namespace) -> Demand:
+def _demand_of(args: Namespace) -> Demand:
     slo = slo_from(args) or Slo()
     return Demand(
         args.prompt,
@@ -112,7 +112,7 @@ def _add_assumptions(flags: Flags) -> None:
     flags.number("--memory-share", "share of the memory that may be used", default.memory)
 
 
-def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> dict[str, Any]:
+def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> JsonDict:
     return {
         "device": roofline.device.name,
         "count": roofline.count,

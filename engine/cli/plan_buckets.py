@@ -4,7 +4,7 @@ traffic.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -80,7 +80,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def _seen_steps(args: argparse.Namespace, config: Config, present: Buckets) -> np.ndarray:
+def _seen_steps(args: Namespace, config: Config, present: Buckets) -> np.ndarray:
     """The records given, or those of the traffic simulated."""
     if not args.records:
         return _simulated_steps(args, config, present)
@@ -98,7 +98,7 @@ def _seen_steps(args: argparse.Namespace, config: Config, present: Buckets) -> n
     return records
 
 
-def _simulated_steps(args: argparse.Namespace, config: Config, present: Buckets) -> np.ndarray:
+def _simulated_steps(args: Namespace, config: Config, present: Buckets) -> np.ndarray:
     """With a bucket for every size, so that none is rounded up."""
     arrivals = traffic(args)
     table = step_times(args, config)

@@ -4,8 +4,8 @@ traffic.
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from jitney.engine.simulation.accuracy import (
     verdict,
 )
 from jitney.engine.simulation.workload import Arrival, TraceLine, read_trace_lines
+from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
     from jitney.engine.report.page import Table
@@ -89,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     for policy in policies_of(args):
         simulated = partial(simulate_policy, policy, arrivals, shape, table, args, clients)
         policies[policy] = timed_figures(simulated, options)
-    report: dict[str, Any] = {
+    report: JsonDict = {
         "source": source_of(table),
         "engine": describe(shape),
         "policies": policies,
@@ -102,21 +103,19 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def figure_options(args: argparse.Namespace) -> dict[str, Any]:
+def figure_options(args: Namespace) -> JsonDict:
     """Options of `summary.summarise`."""
     return {"slo": slo_from(args), "price_per_hour": args.price_per_hour}
 
 
-def timed_figures(
-    simulated: Callable[[], SimulatedRun], options: Mapping[str, Any]
-) -> dict[str, Any]:
+def timed_figures(simulated: Callable[[], SimulatedRun], options: JsonObject) -> JsonDict:
     """The figures of a run, and how long simulating it took."""
     started = time.perf_counter()
     figures = simulated().figures(**options)
     return figures | {"simulated_in_s": round(time.perf_counter() - started, 3)}
 
 
-def deliver(args: argparse.Namespace, report: dict[str, Any]) -> None:
+def deliver(args: Namespace, report: JsonDict) -> None:
     """Work out the errors of what was also measured, print the tables and write the file."""
     speeds, off = {}, {}
     for policy, figures in report["policies"].items():
@@ -196,7 +195,7 @@ def add_pace(parser: Parser) -> None:
     flags.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0)
 
 
-def _check_flags(args: argparse.Namespace) -> None:
+def _check_flags(args: Namespace) -> None:
     """Raise ConfigError for flags that contradict each other, or that would be ignored."""
     check_numbers(args, rate=1e-9, concurrency=0, count=1, seats=1)
     if args.measured and args.trace:
@@ -217,12 +216,12 @@ def _check_flags(args: argparse.Namespace) -> None:
     check_writable(args, "json")
 
 
-def learns_from_runs(args: argparse.Namespace) -> bool:
+def learns_from_runs(args: Namespace) -> bool:
     """True when step times are learned from measured runs."""
     return not (args.table or args.records or args.chip)
 
 
-def traffic(args: argparse.Namespace) -> list[Arrival]:
+def traffic(args: Namespace) -> list[Arrival]:
     """The requests that the flags describe."""
     if args.concurrency and not is_closed(args):
         raise ConfigError(
@@ -234,14 +233,14 @@ def traffic(args: argparse.Namespace) -> list[Arrival]:
     return traffic_from(args, rate)
 
 
-def _recording(args: argparse.Namespace) -> list[TraceLine]:
+def _recording(args: Namespace) -> list[TraceLine]:
     """The lines of the trace, if it is simulated as it was recorded and can be compared."""
     if not args.trace or args.rate is not None or args.scale != 1:
         return []
     return read_trace_lines(args.trace)
 
 
-def _clients_of(args: argparse.Namespace, lines: Sequence[TraceLine]) -> int:
+def _clients_of(args: Namespace, lines: Sequence[TraceLine]) -> int:
     """Clients that sent the recorded requests, each after its last answer; 0 if they came by
     themselves.
     """
@@ -251,7 +250,7 @@ def _clients_of(args: argparse.Namespace, lines: Sequence[TraceLine]) -> int:
     return closed_concurrency(requests) or 0
 
 
-def step_times(args: argparse.Namespace, config: Config) -> StepTimes:
+def step_times(args: Namespace, config: Config) -> StepTimes:
     """The step times that one of --table, --records and --device asks for."""
     from jitney.engine.simulation.step_table import StepTable
 
@@ -266,7 +265,7 @@ def step_times(args: argparse.Namespace, config: Config) -> StepTimes:
     return _roofline(args, config)
 
 
-def _roofline(args: argparse.Namespace, config: Config) -> StepTimes:
+def _roofline(args: Namespace, config: Config) -> StepTimes:
     from jitney.engine.simulation.devices import find_device
     from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
 
@@ -290,12 +289,12 @@ def read_records(file: str) -> Any:
     return np.concatenate(records)
 
 
-def policies_of(args: argparse.Namespace) -> list[str]:
+def policies_of(args: Namespace) -> list[str]:
     return words_of(getattr(args, "policy", None) or args.policies or _POLICIES)
 
 
 def shape_for(
-    args: argparse.Namespace, config: Config, arrivals: Sequence[Arrival], table: StepTimes
+    args: Namespace, config: Config, arrivals: Sequence[Arrival], table: StepTimes
 ) -> EngineShape:
     """The engine of the settings. What they leave open is chosen so that it does not interfere: the
     context holds the longest request, pages suffice for every seat (or fill the device's memory),
@@ -303,7 +302,7 @@ def shape_for(
     from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape
 
-    changes: dict[str, Any] = {name: none for name, none in _CAPS.items() if name not in vars(args)}
+    changes: JsonDict = {name: none for name, none in _CAPS.items() if name not in vars(args)}
     if args.seats:
         changes["max_seats"] = args.seats
         changes["token_budget"] = max(config.engine.token_budget, 2 * args.seats)
@@ -337,7 +336,7 @@ def simulate_policy(
     arrivals: Sequence[Arrival],
     shape: EngineShape,
     table: StepTimes,
-    args: argparse.Namespace,
+    args: Namespace,
     concurrency: int,
 ) -> SimulatedRun:
     """One run; only the policy differs from those of the others. Static waits for its batch unless
@@ -352,7 +351,7 @@ def simulate_policy(
     return simulate(arrivals, under, table, concurrency=concurrency or None, seed=args.seed)
 
 
-def describe(shape: EngineShape) -> dict[str, Any]:
+def describe(shape: EngineShape) -> JsonDict:
     """The engine's shape, for the report."""
     return {
         "limits": msgspec.to_builtins(shape.limits),
@@ -373,7 +372,7 @@ def source_of(table: StepTimes) -> str:
     return getattr(table, "source", "")
 
 
-def _show(report: Mapping[str, Any]) -> None:
+def _show(report: JsonObject) -> None:
     from jitney.engine.report.tables import CROSS_TITLE, cross_table, print_lines, print_table
 
     print_lines(_notes(report))
@@ -386,7 +385,7 @@ def _show(report: Mapping[str, Any]) -> None:
         print_lines([report["verdict"]])
 
 
-def _notes(report: Mapping[str, Any]) -> Iterator[str]:
+def _notes(report: JsonObject) -> Iterator[str]:
     yield f"step times: {report['source']}"
     if report.get("closed_loop"):
         yield f"closed loop: {report['closed_loop']} requests are open at a time"
@@ -394,7 +393,7 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"{report['cached_tokens']:,} prompt tokens are found cached, as recorded"
 
 
-def _predicted_table(policies: Mapping[str, Mapping[str, Any]]) -> Table:
+def _predicted_table(policies: Mapping[str, JsonObject]) -> Table:
     """Figures that nobody knows are left out."""
     from jitney.engine.report.page import Table
 
@@ -406,7 +405,7 @@ def _predicted_table(policies: Mapping[str, Mapping[str, Any]]) -> Table:
     return Table(["", *policies], rows)
 
 
-def _error_table(report: Mapping[str, Any], policy: str) -> Table:
+def _error_table(report: JsonObject, policy: str) -> Table:
     from jitney.engine.report.page import Table
 
     predicted, measured = report["policies"][policy], report["measured"][policy]

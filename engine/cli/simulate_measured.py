@@ -4,10 +4,10 @@ prediction is.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,12 +24,13 @@ from jitney.engine.cli.simulate import (
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import MeasuredRun, cross_errors, read_runs
+from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
     from jitney.engine.simulation.step_table import StepTimes
 
 
-def run_measured(args: argparse.Namespace, config: Config) -> int:
+def run_measured(args: Namespace, config: Config) -> int:
     """Simulate the arrivals of every run in the file on that run's own engine; exit status 0."""
     runs, wanted = read_runs(args.measured), policies_of(args)
     options = figure_options(args)
@@ -40,7 +41,7 @@ def run_measured(args: argparse.Namespace, config: Config) -> int:
         )
     tables = _calibrated(args, config, runs)
     sources = [source_of(tables[name]) for name in chosen]
-    report: dict[str, Any] = {
+    report: JsonDict = {
         "source": "; ".join(dict.fromkeys(sources)),
         "engine": {},
         "policies": {},
@@ -62,7 +63,7 @@ def run_measured(args: argparse.Namespace, config: Config) -> int:
 
 
 def _calibrated(
-    args: argparse.Namespace, config: Config, runs: Mapping[str, MeasuredRun]
+    args: Namespace, config: Config, runs: Mapping[str, MeasuredRun]
 ) -> dict[str, StepTimes]:
     """The step times to predict each run with: what the flags ask for, else those of the runs
     themselves.

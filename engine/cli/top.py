@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> Namespace:
     parser = Parser("top", "Watch an engine's seats in the terminal, here or over ssh.")
     parser.usage = "jitney top [URL] [FLAG ...]"
     parser.add_argument(

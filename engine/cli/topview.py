@@ -5,7 +5,6 @@ renderable.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from jitney.dashboard.replica import Replica, SeatView
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+from jitney.engine.types import JsonDict
 
 #: Seconds that rates look back.
 _WINDOW_S = 3.0
@@ -40,7 +40,7 @@ class Rates:
 
     def __init__(self) -> None:
         #: Time and totals of the frames within the window, the oldest first.
-        self._frames: deque[tuple[float, dict[str, Any]]] = deque()
+        self._frames: deque[tuple[float, JsonDict]] = deque()
 
     def add(self, replica: Replica) -> None:
         """A new frame; times that go back mean another server."""
@@ -74,7 +74,7 @@ class Rates:
         seconds = last["step_s"] - first["step_s"]
         return 1000 * seconds / steps if steps else None
 
-    def _ends(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _ends(self) -> tuple[JsonDict, JsonDict]:
         """The oldest and the newest totals."""
         return self._frames[0][1], self._frames[-1][1]
 
@@ -132,7 +132,7 @@ def _title(replica: Replica, url: str) -> Text:
     return text.append(f"  {url}", _DIM)
 
 
-def _is_right(proof: dict[str, Any]) -> bool:
+def _is_right(proof: JsonDict) -> bool:
     """Whether a kernel may serve; an error of None is one that is infinite."""
     return proof["error"] is not None and proof["error"] <= proof["limit"]
 

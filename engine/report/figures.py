@@ -14,9 +14,10 @@ import plotly.graph_objects as go
 
 from jitney.engine.report.tables import LEDGER_LABELS
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+from jitney.engine.types import JsonObject
 
 if TYPE_CHECKING:
-    from jitney.engine.telemetry.cost import Line
+    from jitney.engine.telemetry.cost import Bill, Line
     from jitney.engine.telemetry.request_record import RequestRecord, SeatStay
 
 _INK, _GRID, WARNING = "#17202a", "#e4e8ed", "#d55e00"
@@ -214,7 +215,7 @@ def tokens_over_time(runs: Mapping[str, tuple[np.ndarray, float]]) -> go.Figure:
     return figure(traces, "Delivered output tokens", "seconds", "tokens of finished requests")
 
 
-def ledger_bars(bills: Mapping[str, Mapping[str, Line]]) -> go.Figure:
+def ledger_bars(bills: Mapping[str, Bill]) -> go.Figure:
     """Device time by what it was spent on, one bar per run."""
     names = list(bills)[::-1]
     traces = []
@@ -242,7 +243,7 @@ def _ledger_bar(kind: str, names: list[str], lines: Sequence[Line]) -> go.Bar:
     )
 
 
-def request_costs(lines: Mapping[str, Line], price_per_hour: float | None) -> go.Figure:
+def request_costs(lines: Bill, price_per_hour: float | None) -> go.Figure:
     """Device time of each request over the rows it computed."""
     hover = "request %{text}: %{x} rows, %{y:.3f} s"
     if price_per_hour is not None:
@@ -317,9 +318,7 @@ def _crosses(name: str, points: Sequence[tuple[float, float | None]], colour: st
     return go.Scatter(mode="markers", name=name, x=xs, y=ys, marker=marker)
 
 
-def load_curve(
-    simulated: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
-) -> go.Figure:
+def load_curve(simulated: Sequence[JsonObject], measured: Sequence[JsonObject]) -> go.Figure:
     """p99 time to first token over the load, a line for each policy; open marks: its queue grows
     without bound.
 
@@ -337,14 +336,14 @@ def load_curve(
     return figure(traces, title, x, "seconds", yaxis_type="log")
 
 
-def _simulated_waits(policy: str, points: Sequence[Mapping[str, Any]], colour: str) -> go.Scatter:
+def _simulated_waits(policy: str, points: Sequence[JsonObject], colour: str) -> go.Scatter:
     xs, ys = zip(*_waits_of(policy, points), strict=True)
     symbols = [_load_symbol(point["policies"][policy]["share_of_capacity"]) for point in points]
     trace = line(policy, xs, ys, colour, mode="lines+markers")
     return trace.update(marker={"symbol": symbols, "size": 9})
 
 
-def _waits_of(policy: str, points: Sequence[Mapping[str, Any]]) -> list[tuple[float, float | None]]:
+def _waits_of(policy: str, points: Sequence[JsonObject]) -> list[tuple[float, float | None]]:
     """(load, p99 time to first token) of each point."""
     return [(point["load"], point["policies"][policy]["ttft_p99_s"]) for point in points]
 

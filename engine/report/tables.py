@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jitney.engine.report.page import Table
-from jitney.engine.telemetry.cost import IDLE, Line
+from jitney.engine.telemetry.cost import IDLE, Bill, Line
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+from jitney.engine.types import JsonObject
 
 _QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
 _LATENCIES = {
@@ -56,7 +56,7 @@ _CROSS_FIGURES = {
 }
 
 
-def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
+def figures_table(figures: Mapping[str, JsonObject]) -> Table:
     """One column for each run, from `summary.summarise`; a row that no run knows is left out."""
     columns = [_figure_cells(run) for run in figures.values()]
     rows = []
@@ -67,7 +67,7 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     return Table(["", *figures], rows)
 
 
-def _figure_cells(run: Mapping[str, Any]) -> dict[str, str]:
+def _figure_cells(run: JsonObject) -> dict[str, str]:
     """All cells of a run's column by their rows' names; empty where nothing is known."""
     cells = {
         "served / sent": f"{run['served']} / {run['requests']}",
@@ -83,7 +83,7 @@ def _figure_cells(run: Mapping[str, Any]) -> dict[str, str]:
     return cells
 
 
-def _latency_cells(run: Mapping[str, Any]) -> dict[str, str]:
+def _latency_cells(run: JsonObject) -> dict[str, str]:
     cells = {}
     for name, label in _LATENCIES.items():
         spread = run[name] or {}
@@ -92,14 +92,14 @@ def _latency_cells(run: Mapping[str, Any]) -> dict[str, str]:
     return cells
 
 
-def queue(backlog: Mapping[str, Any] | None, grew: str = "grew: p99 is the run's length") -> str:
+def queue(backlog: JsonObject | None, grew: str = "grew: p99 is the run's length") -> str:
     """How the queue went, see `backlog.QueueGrowth`; empty where nothing is known of it."""
     if backlog is None:
         return ""
     return grew if backlog["grew"] else "did not grow"
 
 
-def ledger_table(lines: Mapping[str, Line], price_per_hour: float | None = None) -> Table:
+def ledger_table(lines: Bill, price_per_hour: float | None = None) -> Table:
     """Rows, device time and money by kind, and their sum; kinds that did not occur are left out."""
     heads = ["", "rows", "share of rows", "device time", "share of time"]
     with_sum = _with_sum(lines)
@@ -120,9 +120,7 @@ def _ledger_cells(line: Line, total: Line) -> list[str]:
     ]
 
 
-def ledgers_table(
-    bills: Mapping[str, Mapping[str, Line]], price_per_hour: float | None = None
-) -> Table:
+def ledgers_table(bills: Mapping[str, Bill], price_per_hour: float | None = None) -> Table:
     """Rows and device time of several runs side by side."""
     heads = [""]
     columns = []
@@ -148,7 +146,7 @@ def _kind_row(kind: str, lines: Sequence[Line]) -> list[str]:
     return row
 
 
-def _with_sum(lines: Mapping[str, Line]) -> dict[str, Line]:
+def _with_sum(lines: Bill) -> dict[str, Line]:
     """Lines in the order of `LEDGER_LABELS`, and "all", their sum."""
     rows = nanoseconds = 0
     ordered = {}
@@ -169,9 +167,7 @@ def _cost(line: Line, price_per_hour: float | None) -> list[str]:
     return [f"{line.money(price_per_hour):.6f}"]
 
 
-def costliest_table(
-    lines: Mapping[str, Line], price_per_hour: float | None = None, most: int = 10
-) -> Table:
+def costliest_table(lines: Bill, price_per_hour: float | None = None, most: int = 10) -> Table:
     """The requests that took most of the device's time."""
     ranked = sorted(lines.items(), key=lambda item: -item[1].nanoseconds)
     rows = []
@@ -181,7 +177,7 @@ def costliest_table(
     return Table(["request", "rows", "device time", *_cost_head(price_per_hour)], rows)
 
 
-def ratio_table(ratios: Mapping[str, Mapping[str, Any]]) -> Table:
+def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
     """What continuous batching gains over the others, beside what is published: times the
     throughput, and by what the waits are divided.
     """
@@ -210,7 +206,7 @@ def cross_table(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table
     return Table(["", *_CROSS_FIGURES.values()], rows)
 
 
-def curve_table(points: Sequence[Mapping[str, Any]]) -> Table:
+def curve_table(points: Sequence[JsonObject]) -> Table:
     """p99 time to first token of each policy, one row a load."""
     rows = []
     for point in points:
@@ -254,6 +250,20 @@ def print_lines(lines: Iterable[str]) -> None:
     console = Console()
     for line in lines:
         console.print(line, highlight=False, markup=False)
+
+
+def markdown_lines(table: Table) -> Iterator[str]:
+    """As a table of Markdown."""
+    yield _markdown_row(table.heads)
+    yield f"|{'---|' * len(table.heads)}"
+    yield from map(_markdown_row, table.rows)
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    row = "|"
+    for cell in cells:
+        row += f" {cell}".rstrip() + " |"
+    return row
 
 
 def number(value: float | None) -> str:

@@ -22,6 +22,7 @@ from jitney.engine.simulation.step_table import StepTable, StepTimes
 from jitney.engine.simulation.workload import Arrival, TraceLine
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
 from jitney.engine.telemetry.summary import summarise
+from jitney.engine.types import JsonDict, JsonObject
 
 #: Figures worth comparing: where they stand in `figures.summarise`, and whether they are seconds.
 COMPARED = {
@@ -43,7 +44,7 @@ COMPARED = {
 }
 
 
-def figure(figures: Mapping[str, Any], name: str) -> float | None:
+def figure(figures: JsonObject, name: str) -> float | None:
     """One of COMPARED out of a run's figures, None if that is not known."""
     value: Any = figures
     for key in COMPARED[name]:
@@ -52,7 +53,7 @@ def figure(figures: Mapping[str, Any], name: str) -> float | None:
     return value
 
 
-def errors(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, float]:
+def errors(predicted: JsonObject, measured: JsonObject) -> dict[str, float]:
     """Relative error, predicted / measured - 1, of each figure that both know and that was not
     0.
     """
@@ -93,7 +94,7 @@ def _after(start: float, seconds: float | None) -> float | None:
     return start + seconds
 
 
-def measured_figures(lines: Sequence[TraceLine], **options: Any) -> dict[str, Any] | None:
+def measured_figures(lines: Sequence[TraceLine], **options: Any) -> JsonDict | None:
     """The figures of a recording, from its first arrival to its last end; None if it was not
     measured.
 
@@ -139,7 +140,7 @@ class MeasuredRun(NamedTuple):
             coming.append(Arrival(at, request.n_prompt, request.n_output))
         return coming
 
-    def figures(self, **options: Any) -> dict[str, Any]:
+    def figures(self, **options: Any) -> JsonDict:
         """The figures of the run, from its first arrival to its last end; options as for
         `figures.summarise`.
         """
@@ -327,7 +328,7 @@ def _run_of(arrays: Mapping[str, np.ndarray], name: str) -> MeasuredRun:
     return MeasuredRun(list(requests.values()), arrays[f"records_{name}"], note)
 
 
-def _rows(array: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(array: np.ndarray) -> Iterator[tuple[int, JsonDict]]:
     """(number of the request, values by name) of each item."""
     names = array.dtype.names or ()
     for values in array.tolist():
@@ -335,7 +336,7 @@ def _rows(array: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
         yield row["request"], row
 
 
-def _request_of(row: Mapping[str, Any]) -> RequestRecord:
+def _request_of(row: JsonObject) -> RequestRecord:
     return RequestRecord(
         number=row["request"],
         n_prompt=row["n_prompt"],

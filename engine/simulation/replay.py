@@ -24,6 +24,7 @@ from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay
 from jitney.engine.telemetry.summary import spread, summarise
+from jitney.engine.types import JsonDict
 
 _NICENESS = 15
 #: Most stays told of one policy.
@@ -36,7 +37,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     """The engine that recorded."""
 
     #: [engine] of its configuration.
-    settings: dict[str, Any]
+    settings: JsonDict
     context_length: int
     #: In use by sequences at most, without the trash page.
     pages: int
@@ -46,7 +47,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     #: On a GPU or TPU.
     on_device: bool = False
 
-    def shape(self, changes: dict[str, Any]) -> EngineShape:
+    def shape(self, changes: JsonDict) -> EngineShape:
         """It with some settings changed; with as many seats and as large a budget it keeps its
         buckets.
         """
@@ -80,7 +81,7 @@ class ReplayJob(msgspec.Struct, frozen=True):
     arrivals: list[Arrival]
     engine: RecordedEngine
     #: Settings other than the engine's own.
-    changes: dict[str, Any]
+    changes: JsonDict
     policies: list[str]
     #: A .npy file of step records to learn step times from.
     records: bytes
@@ -121,7 +122,7 @@ def _send(**message: Any) -> None:
     sys.stdout.buffer.flush()
 
 
-def work(job: ReplayJob) -> dict[str, Any]:
+def work(job: ReplayJob) -> JsonDict:
     """Simulate what was recorded, to learn the error of doing so, and then each policy; says how
     far it has come.
     """
@@ -148,7 +149,7 @@ def work(job: ReplayJob) -> dict[str, Any]:
     }
 
 
-def _measured_figures(job: ReplayJob) -> dict[str, Any]:
+def _measured_figures(job: ReplayJob) -> JsonDict:
     """The figures of what was recorded; tokens are counted whether their request has ended or
     not.
     """
@@ -165,7 +166,7 @@ def _measured_figures(job: ReplayJob) -> dict[str, Any]:
 
 
 def _own_error(
-    job: ReplayJob, table: StepTable, clients: int, measured: dict[str, Any]
+    job: ReplayJob, table: StepTable, clients: int, measured: JsonDict
 ) -> dict[str, float]:
     """`accuracy.errors` of simulating the very policy, settings and traffic that were recorded.
 
@@ -180,12 +181,12 @@ def _own_error(
     return errors(_compared(figures), _compared(measured))
 
 
-def _compared(figures: dict[str, Any]) -> dict[str, Any]:
+def _compared(figures: JsonDict) -> JsonDict:
     """Those of them that can be looked at before everybody has ended."""
     return {name: figures[name] for name in ("output_tok_s", "ttft_s", "e2e_s", "itl_s")}
 
 
-def seen_until(requests: list[RequestRecord], seconds: float) -> dict[str, Any]:
+def seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
     """Tokens and latencies as somebody sees them who looks away `seconds` after the first
     arrival.
     """
@@ -219,7 +220,7 @@ def delivered(request: RequestRecord, end: float) -> float:
     return 1 + (request.n_output - 1) * (end - first) / (request.end - first)
 
 
-def _result_of(run: SimulatedRun, price_per_hour: float | None) -> dict[str, Any]:
+def _result_of(run: SimulatedRun, price_per_hour: float | None) -> JsonDict:
     stays = run.stays
     return {
         "figures": run.figures(price_per_hour=price_per_hour),

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from jitney.engine.simulation.workload import Arrival, request_of
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
 from jitney.engine.telemetry.summary import QUANTILES, Slo, summarise, token_waits
-from jitney.engine.types import EngineRequest
+from jitney.engine.types import EngineRequest, JsonDict
 
 #: No request finds anything.
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
@@ -145,9 +145,7 @@ class SimulatedRun:
         """Who sat where, by the beginning of each stay."""
         return stays_of(self.requests)
 
-    def figures(
-        self, slo: Slo | None = None, price_per_hour: float | None = None
-    ) -> dict[str, Any]:
+    def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> JsonDict:
         """The figures of `summary.summarise`; inter-token waits are exact though no token's time is
         kept.
         """

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ import numpy as np
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork
+from jitney.engine.types import JsonDict
 
 #: Points of its own that the common slopes weigh as much as.
 _PULL = 8.0
@@ -179,7 +180,7 @@ class StepTable:
         points, host = _points_of(usable), host_times(usable)
         return cls.from_points(points, host, f"{source} ({len(usable)} steps)")
 
-    def contents(self) -> dict[str, Any]:
+    def contents(self) -> JsonDict:
         """The table as plain data, for JSON."""
         contents = _Contents(list(self.curves), self.source, self.host, self.noise, self.errors)
         return msgspec.to_builtins(contents)

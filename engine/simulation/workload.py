@@ -244,20 +244,6 @@ class Gamma:
         return np.cumsum(rng.gamma(self.shape, 1 / (self.rate * self.shape), count))
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The first `count` of given times (seconds, ascending)."""
-
-    at: tuple[float, ...]
-
-    def times(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        if count > len(self.at):
-            raise ConfigError(
-                f"the trace holds {len(self.at)} requests, fewer than the {count} wanted"
-            )
-        return np.asarray(self.at[:count], np.float64)
-
-
 def synthesise(
     count: int, lengths_in: Lengths, lengths_out: Lengths, pattern: _Pattern, seed: int
 ) -> list[Arrival]:

@@ -9,14 +9,14 @@ the parts of a step, a run or a request always add up to the whole, to the nanos
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from jitney.engine.records import ROW_KINDS
 from jitney.engine.scheduler.plan import Plan
+from jitney.engine.types import JsonDict
 
 #: What a bill has a line for: every kind of row (padding first, so that both splits cut it alike),
 #: and no step at all.
@@ -39,6 +39,10 @@ class Line:
     def money(self, price_per_hour: float) -> float:
         """What that time costs, in the price's own unit."""
         return price_per_hour * self.nanoseconds / (3600 * NANO)
+
+
+#: Lines by what they are of: a kind of row and IDLE, or a request.
+Bill = Mapping[str, Line]
 
 
 def _nanoseconds(records: np.ndarray) -> np.ndarray:
@@ -142,11 +146,9 @@ def _cut(
     return total[at] * ends // whole - total[at] * (ends - rows) // whole
 
 
-def as_json(
-    lines: dict[str, Line], price_per_hour: float | None = None
-) -> dict[str, dict[str, Any]]:
+def as_json(lines: dict[str, Line], price_per_hour: float | None = None) -> dict[str, JsonDict]:
     """Lines as plain numbers; money only with a price."""
-    plain: dict[str, dict[str, Any]] = {}
+    plain: dict[str, JsonDict] = {}
     for name, line in lines.items():
         plain[name] = {"rows": line.rows, "seconds": line.seconds}
         if price_per_hour is not None:

@@ -9,12 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from jitney.engine.records import ROW_KINDS
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
+from jitney.engine.types import JsonDict
 
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
 
@@ -47,7 +47,7 @@ def summarise(
     seated_s: float | None = None,
     slo: Slo | None = None,
     price_per_hour: float | None = None,
-) -> dict[str, Any]:
+) -> JsonDict:
     """All figures of a run that took `seconds`, ready for JSON; what cannot be known is None.
 
     Latencies and tokens are those of served requests; `finish` counts the others. records: [steps]
@@ -80,7 +80,7 @@ def summarise(
     }
 
 
-def _goodput(requests: Sequence[RequestRecord], seconds: float, slo: Slo | None) -> dict[str, Any]:
+def _goodput(requests: Sequence[RequestRecord], seconds: float, slo: Slo | None) -> JsonDict:
     """Requests a second that met the service level; None without one."""
     if slo is None:
         return {"goodput_req_s": None, "slo": None}
@@ -185,7 +185,7 @@ def cost_per_million(price_per_hour: float | None, seconds: float, n_output: int
     return price_per_hour / 3600 * seconds / n_output * 1e6
 
 
-def _step_figures(records: np.ndarray | None) -> dict[str, Any]:
+def _step_figures(records: np.ndarray | None) -> JsonDict:
     """What the steps tell: rows by kind, padding_share of all rows, KV pages in use (mean over
     device time).
     """

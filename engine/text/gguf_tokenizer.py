@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe_file
 from jitney.engine.errors import ModelError
+from jitney.engine.types import JsonObject
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -123,7 +124,7 @@ def _ids(tokens: list[str]) -> dict[str, int]:
     return dict(zip(tokens, range(len(tokens)), strict=True))
 
 
-def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+def fast_from_gguf(metadata: JsonObject) -> PreTrainedTokenizerFast:
     """The tokenizer that GGUF key-values describe; ModelError for kinds that would be tokenised
     wrongly.
     """
@@ -144,7 +145,7 @@ def fast_from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     return _fast_class()(tokenizer_object=rust, chat_template=template, **named)
 
 
-def _tokens_of(metadata: Mapping[str, Any]) -> list[str]:
+def _tokens_of(metadata: JsonObject) -> list[str]:
     """The vocabulary, by id."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens or not isinstance(tokens, list) or set(map(type, tokens)) != {str}:
@@ -154,7 +155,7 @@ def _tokens_of(metadata: Mapping[str, Any]) -> list[str]:
     return tokens
 
 
-def _gguf_rust(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[RustTokenizer, bool]:
+def _gguf_rust(metadata: JsonObject, tokens: list[str]) -> tuple[RustTokenizer, bool]:
     """(tokenizer without its special tokens, whether files of this kind put BOS first unless they
     say otherwise).
     """
@@ -169,7 +170,7 @@ def _gguf_rust(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[RustToke
     )
 
 
-def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
+def _byte_level_bpe(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
     """GPT-2 style BPE over bytes; `tokenizer.ggml.pre` says how text is cut into words first."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, normalizers
@@ -202,7 +203,7 @@ def _word_splitter(pattern: str, *, digits: bool) -> Any:
     return pre_tokenizers.Sequence(steps)
 
 
-def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
+def _sentencepiece_bpe(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
     """SentencePiece BPE with byte fallback: the pair whose joined token scores highest merges
     first.
     """
@@ -254,7 +255,7 @@ def _merges_by_score(
     return [(left, right) for *_, left, right in sorted(ways)]
 
 
-def _named_tokens(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
+def _named_tokens(metadata: JsonObject, size: int) -> dict[str, int]:
     """Ids of bos, eos, unk and pad as far as the file gives them; ModelError for one outside the
     vocabulary.
     """
@@ -271,9 +272,7 @@ def _named_tokens(metadata: Mapping[str, Any], size: int) -> dict[str, int]:
     return named
 
 
-def _add_special_tokens(
-    rust: RustTokenizer, metadata: Mapping[str, Any], tokens: list[str]
-) -> None:
+def _add_special_tokens(rust: RustTokenizer, metadata: JsonObject, tokens: list[str]) -> None:
     """Control tokens become special, user-defined ones are matched before all else."""
     from tokenizers import AddedToken
 
@@ -291,7 +290,7 @@ def _add_special_tokens(
 
 
 def _add_template(
-    rust: RustTokenizer, metadata: Mapping[str, Any], tokens: list[str], add_bos: bool
+    rust: RustTokenizer, metadata: JsonObject, tokens: list[str], add_bos: bool
 ) -> None:
     """Put BOS before and EOS after a text, where the file (or its kind) says so."""
     from tokenizers.processors import TemplateProcessing

@@ -20,6 +20,7 @@ from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted
 from jitney.engine.bench.device.timing import chained, copies_for, distance, timed
 from jitney.engine.executor.sampling import threshold
 from jitney.engine.models.quantization import SCHEMES, Packed, product, quantise, widened
+from jitney.engine.types import JsonDict
 from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
@@ -58,7 +59,7 @@ def _product_row(
     exact = jnp.matmul(x.astype(jnp.float32), widened(weights), precision="highest")
     ours = jax.jit(lambda x, w: product(x, w, kernels))(x, weights)
 
-    def time() -> dict[str, Any]:
+    def time() -> JsonDict:
         copies = [weights]
         for seed in range(1, copies_for(job, moved)):
             copies.append(_make_weights(scheme, shape, dtype, seed))

@@ -8,13 +8,15 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from jitney.engine.bench.device.rows import GOALS, About, Goal, Row, goal_values
 from jitney.engine.bench.device.run import PARTS, DeviceResults
 from jitney.engine.errors import ConfigError
+from jitney.engine.report.page import Table
+from jitney.engine.report.tables import markdown_lines
+from jitney.engine.types import JsonDict, JsonObject
 
 _VERDICTS = {None: "", True: "met", False: "**missed**"}
 HEAD = ("what", "case", "by", "time", "floor", "fraction", "spread", "error", "")
@@ -58,7 +60,7 @@ def _replace(file: Path, text: str) -> None:
     draft.replace(file)
 
 
-def report_of(results: DeviceResults) -> dict[str, Any]:
+def report_of(results: DeviceResults) -> JsonDict:
     """Everything, as plain data."""
     plain = msgspec.to_builtins
     return {
@@ -73,15 +75,15 @@ def report_of(results: DeviceResults) -> dict[str, Any]:
     }
 
 
-def goals(results: DeviceResults) -> list[dict[str, Any]]:
+def goals(results: DeviceResults) -> list[JsonDict]:
     """Each goal with the worst value that counts for it, and whether all of them keep its limits;
     met None: not measured."""
     return [_judged(results, key, goal) for key, goal in GOALS.items()]
 
 
-def _judged(results: DeviceResults, key: str, goal: Goal) -> dict[str, Any]:
+def _judged(results: DeviceResults, key: str, goal: Goal) -> JsonDict:
     values = goal_values(results.rows, key) if results.real else []
-    judged: dict[str, Any] = {
+    judged: JsonDict = {
         "goal": key,
         "what": goal.what,
         "first": goal.first,
@@ -134,22 +136,26 @@ def _programs(about: About) -> str:
 
 def goal_table(results: DeviceResults) -> Iterator[str]:
     """Goals beside the worst that was measured."""
-    yield "| goal | first | then | measured (worst) | figures | first | then |"
-    yield "|---|---|---|---|---|---|---|"
-    for row, goal in zip(goals(results), GOALS.values(), strict=True):
-        worst = "not measured"
-        if row["worst"] is not None:
-            worst = number(goal, row["worst"])
-        cells = [
-            goal.what,
-            bound(goal, goal.first),
-            bound(goal, goal.then),
-            worst,
-            str(row["counted"]),
-            _VERDICTS[row["met_first"]],
-            _VERDICTS[row["met_then"]],
-        ]
-        yield f"| {' | '.join(cells)} |"
+    heads = ["goal", "first", "then", "measured (worst)", "figures", "first", "then"]
+    rows = [_goal_cells(row) for row in goals(results)]
+    yield from markdown_lines(Table(heads, rows))
+
+
+def _goal_cells(row: JsonObject) -> list[str]:
+    """A row of `goals`."""
+    goal = GOALS[row["goal"]]
+    worst = "not measured"
+    if row["worst"] is not None:
+        worst = number(goal, row["worst"])
+    return [
+        goal.what,
+        bound(goal, goal.first),
+        bound(goal, goal.then),
+        worst,
+        str(row["counted"]),
+        _VERDICTS[row["met_first"]],
+        _VERDICTS[row["met_then"]],
+    ]
 
 
 def number(goal: Goal, value: float) -> str:
@@ -166,14 +172,11 @@ def bound(goal: Goal, limit: float) -> str:
 
 def _row_tables(results: DeviceResults) -> Iterator[str]:
     for part, what in PARTS.items():
-        rows = [row for row in results.rows if row.part == part]
+        rows = [cells(row) for row in results.rows if row.part == part]
         if rows:
             yield f"## {part}: {what}"
             yield ""
-            yield f"| {' | '.join(HEAD)} |"
-            yield f"|{'---|' * len(HEAD)}"
-            for row in rows:
-                yield f"| {' | '.join(cells(row))} |"
+            yield from markdown_lines(Table(HEAD, rows))
             yield ""
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import msgspec
 
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.simulation.roofline import SHAPES
+from jitney.engine.types import JsonDict
 
 TINY = "tiny"
 NAMES = (*(name for name in SHAPES if name.endswith("8b")), TINY)
@@ -126,7 +126,7 @@ def noted(row: Row, note: str) -> Row:
     return msgspec.structs.replace(row, note=note, goal="")
 
 
-def timing_fields(samples: Sequence[float]) -> dict[str, Any]:
+def timing_fields(samples: Sequence[float]) -> JsonDict:
     """The fields of a `Row` that tell these samples, in seconds."""
     return {
         "seconds": median(samples),

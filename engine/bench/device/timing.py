@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jitney.engine.bench.device.rows import Floors, PartJob, Sizes, timing_fields
+from jitney.engine.types import JsonDict
 
 REPEATS = 7
 #: Device seconds that one call should take at least, by its floor.
@@ -35,7 +36,7 @@ def timed(
     *,
     floor_s: float,
     sample_s: float,
-) -> dict[str, Any]:
+) -> JsonDict:
     """Time carry = step(carry, one of the copies), the repeats chained through `carry`, which is
     donated -> the fields of a `Row`, for one run of the step.
     """

@@ -23,7 +23,6 @@ from jitney.engine.simulation.workload import (
     LengthSummary,
     LogNormal,
     Poisson,
-    Recorded,
     TraceLine,
     Uniform,
     at_rate,
@@ -151,15 +150,6 @@ def test_a_trace_can_be_played_at_another_rate():
     assert [a.at for a in arrivals] == [0.0, 0.25, 1.0, 2.0]
     with pytest.raises(ConfigError, match="no rate"):
         at_rate([Arrival(0.0, 1, 1)], 2.0)
-
-
-def test_recorded_times_are_used_in_order_and_never_made_up():
-    assert [a.at for a in synthesise(2, Fixed(1), Fixed(1), Recorded((0.5, 0.75, 2.0)), 0)] == [
-        0.5,
-        0.75,
-    ]
-    with pytest.raises(ConfigError, match="fewer than the 4"):
-        synthesise(4, Fixed(1), Fixed(1), Recorded((0.5, 0.75, 2.0)), 0)
 
 
 def test_lengths_are_read_from_flags(tmp_path: Path):
