@@ -97,7 +97,7 @@ def _parameter(name: str) -> dict[str, Any]:
 def _responses(route: HttpRoute) -> dict[str, Any]:
     content = _json(_answer_schema(route)) if route.answer else {"text/plain": {}}
     if route.generates:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     responses: dict[str, Any] = {"200": {"description": route.summary, "content": content}}
     errors = _ERRORS | (_GENERATING if route.generates else {})
     for status, when in errors.items():

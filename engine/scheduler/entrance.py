@@ -121,7 +121,7 @@ class Entrance:
     def _finds_seats(self, work: RequestWork) -> bool:
         state = self.state
         waiting = state.backlog.sequences + work.sequences
-        return not state.groups or waiting <= len(state.free_seats)
+        return not state.groups or waiting <= state.open_seats
 
     def _wait(self, leader: Sequence) -> float:
         """The predicted wait, where anybody wants to know it."""
@@ -138,7 +138,7 @@ class Entrance:
         most = limits.max_waiting_requests
         bounds = [
             _Bound(
-                backlog.sequences + work.sequences - len(self.state.free_seats),
+                backlog.sequences + work.sequences - self.state.open_seats,
                 most,
                 self.state.places.per_place(foreseen),
                 f"too many sequences are waiting: {backlog.sequences}, of at most {most}",
@@ -198,7 +198,7 @@ class Entrance:
 
     def _seconds_per_place(self, leader: Sequence) -> float:
         """By prediction: all seats go on to the end of an answer, one place each."""
-        return self.predicted_wait.answer_s(leader) / self.limits.max_seats
+        return self.predicted_wait.answer_s(leader) / self.state.working_seats
 
 
 def _first_over(bounds: list[_Bound], share: float = 1.0) -> str | None:

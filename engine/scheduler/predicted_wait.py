@@ -68,16 +68,16 @@ class PredictedWait:
         """Steps until so many who are ahead, and then the newcomer, have found a seat.
 
         For the k-th seat to become free the k-th shortest rest must run. Beyond one round of all
-        seats: what is to be generated ahead, spread over the seats, less the half-done answers that
-        run on at that time.
+        seats: what is to be generated ahead, spread over the seats that are at work, less the
+        half-done answers that run on at that time.
         """
         left = self._rests()
-        wanted = ahead + 1 - len(self.state.free_seats)
+        wanted = ahead + 1 - self.state.open_seats
         if wanted <= 0:
             return 0.0
         if wanted <= len(left):
             return sorted(left)[wanted - 1]
-        mean, seats = self._mean_expected(), self.limits.max_seats
+        mean, seats = self._mean_expected(), self.state.working_seats
         return max(1.0, (sum(left) + mean * (ahead - (seats - 1) / 2)) / seats)
 
     def _batch_steps(self, ahead: int) -> float:

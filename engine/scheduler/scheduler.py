@@ -442,7 +442,10 @@ class Scheduler:
         """
         state = self.state
         seq = state.queue.head()
-        if seq is None or seq.in_flight or not self._take_pages(seq, draft, now):
+        if seq is None or seq.in_flight:
+            return None
+        state.short_of_pages = not self._take_pages(seq, draft, now)
+        if state.short_of_pages:
             return None
         state.seat(seq, now)
         draft.boarded.append(seq)

@@ -90,6 +90,8 @@ class SchedulerState:
         self.departures = 0
         #: Who lost its seat other than for a plan, and that was not told yet.
         self.unseated: list[Sequence] = []
+        #: Whoever was to board last was turned away for lack of pages; the scheduler writes it.
+        self.short_of_pages = False
         #: Outputs not handed out yet.
         self.outputs: list[SequenceOutput] = []
         # Somebody in `decoding` is not in its place yet.
@@ -125,8 +127,23 @@ class SchedulerState:
 
     @property
     def crowded(self) -> bool:
-        """True while somebody waits for a first seat and none is free."""
-        return self.backlog.sequences > 0 and not self.free_seats
+        """True while somebody waits for a first seat and none is open."""
+        return self.backlog.sequences > 0 and not self.open_seats
+
+    @property
+    def open_seats(self) -> int:
+        """Seats that a newcomer could take: none, however many are free, where pages are short."""
+        return 0 if self.lacks_pages else len(self.free_seats)
+
+    @property
+    def working_seats(self) -> int:
+        """Seats that are in use while somebody waits."""
+        return max(1, self.n_seated) if self.lacks_pages else self.limits.max_seats
+
+    @property
+    def lacks_pages(self) -> bool:
+        """True while somebody waits for pages."""
+        return self.short_of_pages and bool(self.queue)
 
     def most_of(self, seq: Sequence) -> int:
         """Pages that a sequence holds at once if it gets as long as it may; its last token needs no

@@ -5,6 +5,7 @@ when there will be a place for him.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -91,6 +92,14 @@ def test_a_bound_by_predicted_wait_keeps_it():
     limits = shape(max_waiting_requests=10_000, max_predicted_wait_s=10.0)
     run = crowd(open_loop(10.0, 60.0), limits, TABLE)
     assert run.share_taken >= 0.9 and run.first_token_s(0.99) < 11.0
+
+
+def test_where_pages_are_short_free_seats_are_no_places():
+    """Pages for two or three of eight: the wait is foreseen by who sits, and is kept."""
+    limits = shape(max_waiting_requests=10_000, max_predicted_wait_s=20.0)
+    short = replace(limits, pages=21)
+    run = crowd(open_loop(10.0, 60.0), short, TABLE)
+    assert run.share_taken >= 0.8 and run.first_token_s(0.99) < 1.5 * 20.0
 
 
 def test_at_low_load_nobody_is_refused_by_default():
