@@ -122,7 +122,9 @@ def build_engine(
     model = _load(setup, kernels, progress)
     progress(messages.Progress("proof", 0, 1, kernels.label))
     kernels, proofs = _prove(setup, model, kernels)
-    alone = _core_alone(setup, model) if config.engine.canary_every else None
+    alone = None
+    if config.engine.canary_every:
+        alone = _core_alone(setup, model)
     if setup.mesh is None:
         model.arrange(kernels)
     runner = _make_runner(setup, model, kernels)
@@ -135,12 +137,15 @@ def build_engine(
 
 def _set_up(config: Config, source: ModelSource) -> _Setup:
     devices = start_jax(config)
+    mesh = None
+    if len(devices) > 1:
+        mesh = make_mesh(devices)
     dtype = choose_dtype(config.model.dtype, devices[0].platform)
     return _Setup(
         config=config,
         source=source,
         devices=devices,
-        mesh=make_mesh(devices) if len(devices) > 1 else None,
+        mesh=mesh,
         dtype=dtype,
         kv_dtype=choose_kv_dtype(config.engine.kv_dtype, dtype, devices[0]),
         context=_choose_context(config.model.context, source.config),
@@ -176,23 +181,27 @@ def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, 
 
 
 def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
-    """The sizes to compile for. XLA:CPU's own products are ten times slower at one row than at
-    four, be they with weights, with keys or of the head.
-    """
+    """The sizes to compile for."""
     settings = setup.settings
-    plain = reference()
-    xla_multiplies = any(
-        getattr(kernels, name) is getattr(plain, name)
-        for name in ("matmul", "gated", "project", "attend")
-    )
     return make_buckets(
         max_seats=settings.max_seats,
         token_budget=settings.token_budget,
         seat_sizes=settings.seat_buckets,
         token_sizes=settings.token_buckets,
         on_device=setup.device.platform != "cpu",
-        smallest=4 if xla_multiplies else 1,
+        smallest=_smallest_bucket(kernels),
     )
+
+
+def _smallest_bucket(kernels: KernelSet) -> int:
+    """XLA:CPU's own products are ten times slower at one row than at four, be they with weights,
+    with keys or of the head.
+    """
+    plain = reference()
+    for name in ("matmul", "gated", "project", "attend"):
+        if getattr(kernels, name) is getattr(plain, name):
+            return 4
+    return 1
 
 
 def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
@@ -317,7 +326,9 @@ def devices_of(name: str) -> list[Any]:
         raise ConfigError(f"platform {name}: {str(error).splitlines()[0]}") from error
     actual = devices[0].platform
     if name != "auto" and actual not in DEVICE_PLATFORMS[name]:
-        how = f": {INSTALL[name]}" if name in INSTALL else ""
+        how = ""
+        if name in INSTALL:
+            how = f": {INSTALL[name]}"
         raise ConfigError(
             f"platform {name}: jax runs on {actual} here; see what jitney doctor says, and install "
             f"what the platform needs{how}"
@@ -360,8 +371,9 @@ def choose_dtype(name: str, platform_name: str) -> Any:
     """
     if name != "auto":
         return jnp.dtype(name)
-    fast = platform_name != "cpu" or _cpu_multiplies_bfloat16()
-    return jnp.dtype("bfloat16" if fast else "float32")
+    if platform_name != "cpu" or _cpu_multiplies_bfloat16():
+        return jnp.dtype("bfloat16")
+    return jnp.dtype("float32")
 
 
 def _cpu_multiplies_bfloat16() -> bool:
@@ -426,6 +438,9 @@ def _pool_limit(settings: EngineSection, devices: Sequence[Any], temp_bytes: int
 
 def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) -> None:
     tokens = (n_pages - 1) * sizes.page_size
+    devices = ""
+    if n_devices > 1:
+        devices = f" on each of {n_devices} devices"
     log.info(
         "KV pool: %d pages of %d tokens = %d tokens in %.2f GiB%s; %d sequences of the whole "
         "context (%d), or %d tokens for each of %d seats",
@@ -433,7 +448,7 @@ def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) 
         sizes.page_size,
         tokens,
         n_pages * page_bytes / GIB,
-        f" on each of {n_devices} devices" if n_devices > 1 else "",
+        devices,
         tokens // sizes.context_length,
         sizes.context_length,
         tokens // sizes.seats,
@@ -450,9 +465,7 @@ def _describe(
     defaults: dict[str, int | float],
 ) -> EngineInfo:
     """What the API, the page and `doctor` show of a running engine."""
-    settings, device, buckets = setup.settings, setup.device, runner.buckets
-    count = f"{settings.tensor_parallel} x " if settings.tensor_parallel > 1 else ""
-    chip = cpu_name() if device.platform == "cpu" else device.device_kind
+    settings, buckets = setup.settings, runner.buckets
     return EngineInfo(
         model=setup.source.name,
         context_length=setup.context,
@@ -464,8 +477,8 @@ def _describe(
         policy=settings.policy,
         order=settings.order,
         kernels=kernels.label,
-        platform=device.platform,
-        device=f"{count}{chip}",
+        platform=setup.device.platform,
+        device=_devices_in_words(setup.devices),
         dtype=str(setup.dtype),
         weights=describe_weights(model, setup.source),
         kv_dtype=str(setup.kv_dtype),
@@ -481,3 +494,12 @@ def _describe(
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),
     )
+
+
+def _devices_in_words(devices: Sequence[Any]) -> str:
+    chip = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        chip = cpu_name()
+    if len(devices) == 1:
+        return chip
+    return f"{len(devices)} x {chip}"

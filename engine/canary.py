@@ -17,7 +17,13 @@ import msgspec
 
 from jitney.engine.core import EngineCore
 from jitney.engine.messages import CanaryFinding, StepReport
-from jitney.engine.types import EngineRequest, FinishReason, SamplingParams, SequenceOutput
+from jitney.engine.types import (
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+)
 
 log = logging.getLogger("jitney.core")
 
@@ -64,7 +70,9 @@ class CanaryCore(EngineCore):
 
     @property
     def pause_s(self) -> float:
-        return 0.0 if self.alone.has_work else super().pause_s
+        if self.alone.has_work:
+            return 0.0
+        return super().pause_s
 
     def add(self, request: EngineRequest) -> None:
         super().add(self._chosen(request))
@@ -140,12 +148,8 @@ class CanaryCore(EngineCore):
             log.error("canary: %s could not be computed again: %s", output.request_id, output.error)
             return [CanaryFinding(math.inf, False)]
         scored = output.prompt_logprobs[len(watched.request.prompt) :]
-        apart = 0.0
-        for served, entry in zip(watched.logprobs, scored, strict=True):
-            assert entry is not None  # only a prompt's first token has none
-            apart = max(apart, abs(served - entry.logprob))
-        right = apart <= self.limit
-        if not right:
+        apart = _largest_difference(watched.logprobs, scored)
+        if apart > self.limit:
             log.error(
                 "CANARY: request %s was answered with log-probabilities %.3g away from the "
                 "reference's; rounding explains %g",
@@ -153,8 +157,16 @@ class CanaryCore(EngineCore):
                 apart,
                 self.limit,
             )
-        return [CanaryFinding(apart, right)]
+        return [CanaryFinding(apart, apart <= self.limit)]
 
     def check(self) -> None:
         super().check()
         self.alone.check()
+
+
+def _largest_difference(served: list[float], scored: list[TokenLogprobs | None]) -> float:
+    apart = 0.0
+    for own, entry in zip(served, scored, strict=True):
+        assert entry is not None  # only a prompt's first token has none
+        apart = max(apart, abs(own - entry.logprob))
+    return apart

@@ -17,7 +17,7 @@ from jitney.engine.config.layers import load_config
 from jitney.engine.config.platforms import prepare_platform
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.text.detokenizer import TextStream
+from jitney.engine.text.detokenizer import TextDelta, TextStream
 from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
@@ -112,18 +112,7 @@ class LLM:
         request that fails while it runs has finish_reason "error", and the reason in its output's
         `error`; the others are answered. Interrupted, it leaves nothing running.
         """
-        batch = _as_prompts(prompts)
-        if isinstance(params, Sequence):
-            each = list(params)
-        else:
-            each = [params or self.default_params()] * len(batch)
-        if len(each) != len(batch):
-            raise RequestError(
-                f"{len(batch)} prompts but {len(each)} sampling params", param="params"
-            )
-        requests = [
-            self._request(self._ids(prompt), one) for prompt, one in zip(batch, each, strict=True)
-        ]
+        requests = self._requests(_as_prompts(prompts), params)
         answers: list[_RequestOutput] = []
         waiting = deque(requests)
         try:
@@ -136,8 +125,24 @@ class LLM:
             raise
         return answers
 
+    def _requests(
+        self,
+        prompts: list[_Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[EngineRequest]:
+        if isinstance(params, Sequence):
+            each = params
+        else:
+            each = [params or self.default_params()] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts but {len(each)} sampling params", param="params"
+            )
+        pairs = zip(prompts, each, strict=True)
+        return [self._request(prompt, params) for prompt, params in pairs]
+
     def _may_submit(self, request: EngineRequest) -> bool:
-        """Whether the request finds room to wait; alone it always does."""
+        """Alone it always finds room to wait."""
         return not self._running or self.core.scheduler.has_room(request)
 
     def default_params(self) -> SamplingParams:
@@ -152,8 +157,10 @@ class LLM:
         params: SamplingParams | None = None,
     ) -> list[_RequestOutput]:
         """Answer one conversation, or several; messages as in the chat completions API."""
-        talks = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([self.chat_ids(talk) for talk in talks], params)  # type: ignore[arg-type]
+        talks: Any = messages
+        if messages and isinstance(messages[0], dict):
+            talks = [messages]
+        return self.generate([self.chat_ids(talk) for talk in talks], params)
 
     def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """The prompt ids of a conversation, by the model's own template."""
@@ -168,7 +175,7 @@ class LLM:
         params = params or self.default_params()
         if params.n != 1:
             raise RequestError("stream yields one sequence: n must be 1", param="n")
-        request = self._request(self._ids(prompt), params)
+        request = self._request(prompt, params)
         answer = self._submit(request)
         sent = 0
         try:
@@ -187,14 +194,13 @@ class LLM:
         """Let go of weights, pages and executables."""
         del self.core
 
-    def _ids(self, prompt: _Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
-    def _request(self, prompt: list[int], params: SamplingParams) -> EngineRequest:
+    def _request(self, prompt: _Prompt, params: SamplingParams) -> EngineRequest:
         """A request that can run; RequestError if it cannot."""
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt)
         request = EngineRequest(
             id=f"llm-{next(self._numbers)}",
-            prompt=prompt,
+            prompt=list(prompt),
             sampling=params,
             arrival=time.monotonic(),
         )
@@ -203,13 +209,16 @@ class LLM:
 
     def _submit(self, request: EngineRequest) -> _RequestOutput:
         params = request.sampling
-        wanted = params.logprobs is not None
-        outputs = [Completion(i, logprobs=[] if wanted else None) for i in range(params.n)]
-        answer = _RequestOutput(request.prompt, outputs)
-        streams = [TextStream(self.tokenizer, params, request.prompt) for _ in range(params.n)]
-        self._running[request.id] = _Running(answer, streams)
+        running = _Running(_RequestOutput(request.prompt, []), [])
+        for index in range(params.n):
+            completion = Completion(index)
+            if params.logprobs is not None:
+                completion.logprobs = []
+            running.answer.outputs.append(completion)
+            running.streams.append(TextStream(self.tokenizer, params, request.prompt))
+        self._running[request.id] = running
         self.core.add(request)
-        return answer
+        return running.answer
 
     def _abort(self, ids: Sequence[str]) -> None:
         """End these requests, those that still run, and step until the device is idle unless others
@@ -235,26 +244,30 @@ class LLM:
                 del self._running[output.request_id]
 
     def _take(self, running: _Running, output: SequenceOutput) -> None:
-        """Add one output's tokens and text to its completion; a stop string ends the sequence in
-        the core.
-        """
-        done = running.answer.outputs[output.index]
-        if done.finish_reason is not None:
+        """Add an output to its answer; a stop string ends the sequence in the core."""
+        answer = running.answer
+        completion = answer.outputs[output.index]
+        if completion.finish_reason is not None:
             return  # a stop string was found; these tokens were on their way
-        running.answer.cached_tokens = max(running.answer.cached_tokens, output.cached_tokens)
-        running.answer.prompt_logprobs = output.prompt_logprobs or running.answer.prompt_logprobs
+        answer.cached_tokens = max(answer.cached_tokens, output.cached_tokens)
+        answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
         delta = running.streams[output.index].push(
             output.tokens, final=output.finish is not None, stop_token=output.stop_token
         )
-        done.text += delta.text
-        done.token_ids += output.tokens[: delta.tokens]
-        if done.logprobs is not None and output.logprobs:
-            done.logprobs += output.logprobs[: delta.tokens]
-        done.finish_reason, done.stop = output.finish, delta.stop
-        if delta.stopped:
-            done.finish_reason = "stop"
-            if output.finish is None:
-                self.core.abort(output.request_id, output.index, "stop")
+        _extend(completion, output, delta)
+        if delta.stopped and output.finish is None:
+            self.core.abort(output.request_id, output.index, "stop")
+
+
+def _extend(completion: Completion, output: SequenceOutput, delta: TextDelta) -> None:
+    completion.text += delta.text
+    completion.token_ids += output.tokens[: delta.tokens]
+    if completion.logprobs is not None and output.logprobs:
+        completion.logprobs += output.logprobs[: delta.tokens]
+    completion.finish_reason = output.finish
+    if delta.stopped:
+        completion.finish_reason = "stop"
+        completion.stop = delta.stop
 
 
 def _ignore(progress: messages.Progress) -> None:

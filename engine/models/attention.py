@@ -48,16 +48,16 @@ class Attention(nnx.Module):
 
     @staticmethod
     def _head_norm(config: ModelConfig, dtype: DType) -> RMSNorm | None:
-        return make_norm(config.head_dim, config, dtype) if config.qk_norm else None
+        if not config.qk_norm:
+            return None
+        return make_norm(config.head_dim, config, dtype)
 
     def __call__(
         self, x: jax.Array, rope: Rope, kv: jax.Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
         heads = self.qkv(x, kernels).reshape(x.shape[0], -1, self.head_dim)
-        factors: dict[str, Any] = {}
-        if self.kv_scales is not None:
-            factors["kv_scales"] = self.kv_scales[...]
+        factors = self._pool_factors()
         options: dict[str, Any] = {
             "scale": self.scale,
             "window": self.window,
@@ -71,6 +71,11 @@ class Attention(nnx.Module):
             q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
             o = kernels.attend(q, kv, meta, **options)
         return self.o(o.reshape(x.shape[0], -1), kernels), kv
+
+    def _pool_factors(self) -> dict[str, Any]:
+        if self.kv_scales is None:
+            return {}
+        return {"kv_scales": self.kv_scales[...]}
 
     def rotated(
         self, heads: jax.Array, rope: Rope, kernels: Kernels

@@ -71,9 +71,12 @@ class Gemma(Llama):
         """hidden [R, E] -> float32 [R, V]; see `Llama.logits`."""
         logits = super().logits(hidden, kernels)
         cap = self.config.logit_softcap
-        return cap * jnp.tanh(logits / cap) if cap else logits
+        if not cap:
+            return logits
+        return cap * jnp.tanh(logits / cap)
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names that a format has for them."""
-        return _HF if file_format == "hf" else _GGUF
+        if file_format == "hf":
+            return _HF
+        return _GGUF

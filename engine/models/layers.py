@@ -63,7 +63,10 @@ class Linear(nnx.Module):
         self.scale: nnx.Param | None = None
         self.zeros: nnx.Param | None = None
         self.lows: nnx.Param | None = None
-        self.bias = nnx.Param(normal(rngs, (size_out,), 0.25, dtype)) if bias else None
+        if bias:
+            self.bias = nnx.Param(normal(rngs, (size_out,), 0.25, dtype))
+        else:
+            self.bias = None
 
     def __call__(self, x: jax.Array, kernels: Kernels, dtype: DType = None) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype` (x's own if None)."""
@@ -97,12 +100,14 @@ class Linear(nnx.Module):
     def sizes(self) -> tuple[int, int]:
         """(I, O), over all devices; not of a matrix that is arranged."""
         size_in, size_out = self.kernel.shape
-        return (2 * size_in if self.packed.scheme == "int4" else size_in), size_out
+        if self.packed.scheme == "int4":
+            size_in *= 2
+        return size_in, size_out
 
     def arrange(self, arrange: Arrange) -> None:
         """Lay a plain matrix out as a kernel set wants it."""
         if self.packed.scheme == "plain":
-            parts = 2 if self.gated_by_kernel else 1
+            parts = 1 + self.gated_by_kernel
             self.kernel = nnx.Param(arrange(self.kernel[...], parts))
 
     @property
@@ -116,9 +121,11 @@ class Linear(nnx.Module):
     def set_matrix(self, packed: Packed) -> None:
         """Replace the matrix, and with it the scheme."""
         for name, array in packed._asdict().items():
-            # nnx fixes an attribute without arrays as such when it is first set; data() says that
-            # it may change.
-            setattr(self, name, None if array is None else nnx.data(nnx.Param(array)))
+            if array is not None:
+                # nnx fixes an attribute without arrays as such when it is first set; data() says
+                # that it may change.
+                array = nnx.data(nnx.Param(array))
+            setattr(self, name, array)
 
 
 class RMSNorm(nnx.Module):
@@ -135,7 +142,9 @@ class RMSNorm(nnx.Module):
 
 def make_norm(size: int, config: ModelConfig, dtype: DType) -> RMSNorm:
     """A norm of the model; dtype: of its other weights."""
-    return RMSNorm(size, config.rms_eps, dtype=jnp.float32 if config.float32_norms else dtype)
+    if config.float32_norms:
+        dtype = jnp.float32
+    return RMSNorm(size, config.rms_eps, dtype=dtype)
 
 
 class MLP(nnx.Module):

@@ -61,7 +61,9 @@ def product(x: jax.Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.flo
     if packed.scheme != "int4":
         return (kernels.matmul(x, packed.kernel) * packed.scale).astype(dtype)
     y = kernels.matmul_int4(x, Int4(packed.kernel, packed.scale, packed.zeros))
-    return (y if packed.lows is None else y + _low_product(x, packed)).astype(dtype)
+    if packed.lows is not None:
+        y = y + _low_product(x, packed)
+    return y.astype(dtype)
 
 
 def _low_product(x: jax.Array, packed: Packed) -> jax.Array:
@@ -72,9 +74,8 @@ def _low_product(x: jax.Array, packed: Packed) -> jax.Array:
     float32 first.
     """
     sums = jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], packed.scale.shape[0], -1), axis=-1)
-    low, step = (
-        jnp.matmul(sums, array.astype(jnp.float32)) for array in (packed.lows, packed.scale)
-    )
+    low = jnp.matmul(sums, packed.lows.astype(jnp.float32))
+    step = jnp.matmul(sums, packed.scale.astype(jnp.float32))
     return low + MIDDLE * step
 
 
@@ -84,7 +85,9 @@ def widened(packed: Packed) -> jax.Array:
     if packed.scheme == "int4":
         return _widened_int4(packed)
     wide = packed.kernel.astype(jnp.float32)
-    return wide if packed.scale is None else wide * packed.scale
+    if packed.scale is None:
+        return wide
+    return wide * packed.scale
 
 
 def _widened_int4(packed: Packed) -> jax.Array:
@@ -118,8 +121,7 @@ def group_size(size_in: int) -> int:
             return size
     raise ConfigError(
         f"weights int4 need layers whose inputs divide by {min(GROUP_SIZES)}; this model has one "
-        "with "
-        f"{size_in}: use int8 or fp8"
+        f"with {size_in}: use int8 or fp8"
     )
 
 
@@ -129,7 +131,9 @@ def _quantise_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Packed
     scale = jnp.max(jnp.abs(wide), axis=0) / limit
     scale = jnp.where(scale > 0, scale, 1.0)
     steps = jnp.clip(wide / scale, -limit, limit)
-    return Packed((jnp.rint(steps) if dtype == jnp.int8 else steps).astype(dtype), scale)
+    if dtype == jnp.int8:
+        steps = jnp.rint(steps)
+    return Packed(steps.astype(dtype), scale)
 
 
 def _quantise_int4(weights: jax.Array, group: int) -> Packed:
@@ -145,6 +149,11 @@ def _quantise_int4(weights: jax.Array, group: int) -> Packed:
     step = jnp.where(scale > 0, scale, 1.0).astype(jnp.float32)
     zeros = jnp.clip(jnp.rint(-low / step), 0, 15)
     codes = jnp.clip(jnp.rint(groups / step[:, None]) + zeros[:, None], 0, 15).astype(jnp.uint8)
-    halves = codes.reshape(len(groups), 2, group // 2, -1)
-    packed = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, weights.shape[1])
-    return Packed(packed, scale, zeros.astype(jnp.uint8))
+    return Packed(_nibbles(codes), scale, zeros.astype(jnp.uint8))
+
+
+def _nibbles(codes: jax.Array) -> jax.Array:
+    """uint8 [I // R, R, O] -> [I // 2, O]: the second half of each group above the first."""
+    groups, group, outputs = codes.shape
+    halves = codes.reshape(groups, 2, group // 2, outputs)
+    return (halves[:, 0] | halves[:, 1] << 4).reshape(-1, outputs)

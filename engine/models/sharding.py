@@ -87,20 +87,26 @@ def _axis_of(path: Path, ndim: int) -> int | None:
     names = set(path)
     if names & set(_BY_OUTPUTS) and ndim:
         return ndim - 1
+    if names & set(BY_INPUTS) and ndim == 2:
+        return 0
     # A bias, or a scale of each output, comes after the sum over the devices: it is whole.
-    return 0 if names & set(BY_INPUTS) and ndim == 2 else None
+    return None
 
 
 def _sharding_of(path: Path, ndim: int, mesh: Mesh) -> NamedSharding:
-    """How a weight lies on the mesh."""
     axis = _axis_of(path, ndim)
-    return NamedSharding(mesh, WHOLE if axis is None else PartitionSpec(*[None] * axis, AXIS))
+    if axis is None:
+        return NamedSharding(mesh, WHOLE)
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
 
 
 def _whole_shape(path: Path, own: Sequence[int], shards: int) -> tuple[int, ...]:
     """A weight's shape over all devices, given that of one device's share."""
+    whole = list(own)
     axis = _axis_of(path, len(own))
-    return tuple(size * shards if at == axis else size for at, size in enumerate(own))
+    if axis is not None:
+        whole[axis] *= shards
+    return tuple(whole)
 
 
 def on_mesh(path: Path, own: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -139,15 +145,15 @@ class Shares:
         A fused projection is cut piece by piece, so that each device has (q, k, v) or (gate, up) of
         its own.
         """
-        own, whole = self.own, self.config
+        own = self.own
         if path[-1] == "kv_scales":
             return [_run(2 * self._first_kv(device), 2 * own.n_kv_heads)]
         if "qkv" in path:
             return self._heads(device)
-        inner = own.intermediate_size
         if "gate_up" in path:
+            inner = own.intermediate_size
             gate = device * inner
-            return [_run(gate, inner), _run(whole.intermediate_size + gate, inner)]
+            return [_run(gate, inner), _run(self.config.intermediate_size + gate, inner)]
         if size % own.shards:
             raise ConfigError(
                 f"tensor_parallel {own.shards} does not divide the {size} groups of inputs of "
@@ -184,39 +190,34 @@ class Shares:
         parts = [array[(*before, part)] for part in self.ranges(path, array.shape[axis], device)]
         if len(parts) == 1:
             return parts[0]
-        library = np if isinstance(array, np.ndarray) else jnp
-        return library.concatenate(parts, axis=axis)
+        if isinstance(array, np.ndarray):
+            return np.concatenate(parts, axis=axis)
+        return jnp.concatenate(parts, axis=axis)
 
     def place(self, path: Path, array: Any) -> jax.Array:
         """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding
         its share.
         """
-        pieces = [
-            jax.device_put(self.cut(path, array, i), device)
-            for i, device in enumerate(self.mesh.devices.flat)
-        ]
-        return self.join(path, pieces)
+        return self.send(path, array, lambda piece: piece, transposed=False)
 
     def send(
         self,
         path: Path,
-        stored: np.ndarray,
+        stored: Any,
         finish: Callable[[jax.Array], jax.Array],
         *,
         transposed: bool,
     ) -> jax.Array:
-        """A whole weight as the host has it ([O, I] if transposed) -> in shares, each made by
-        `finish` on its device.
+        """A whole weight ([O, I] if transposed), numpy or jax -> in shares, each made by `finish`
+        on its device.
 
         No device ever holds more of it than its share.
         """
-        return self.join(
-            path,
-            [
-                finish(jax.device_put(self.cut(path, stored, i, transposed=transposed), device))
-                for i, device in enumerate(self.mesh.devices.flat)
-            ],
-        )
+        pieces = []
+        for number, device in enumerate(self.mesh.devices.flat):
+            own = self.cut(path, stored, number, transposed=transposed)
+            pieces.append(finish(jax.device_put(own, device)))
+        return self.join(path, pieces)
 
     def join(self, path: Path, pieces: Sequence[jax.Array]) -> jax.Array:
         """One array out of the devices' shares, each on its device already."""
