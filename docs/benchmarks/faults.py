@@ -99,11 +99,12 @@ class Server:
         )
 
     def core(self) -> psutil.Process:
-        """The core's process: the largest child. LookupError while there is none."""
-        children = self.process.children()
-        if not children:
-            raise LookupError("no core runs")
-        return max(children, key=lambda child: child.memory_info().rss)
+        """The core's process: others render chats. LookupError while there is none."""
+        for child in self.process.children():
+            with suppress(psutil.Error):
+                if "jitney.engine.process.main" in child.cmdline():
+                    return child
+        raise LookupError("no core runs")
 
     async def next_core(self, before: psutil.Process) -> psutil.Process:
         """The core that replaces another, as soon as it has begun to load."""

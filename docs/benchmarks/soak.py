@@ -31,7 +31,9 @@ WARM_UP = 0.2
 def held(pid: int) -> list[float]:
     """Values of NAMES, of the server and of its core."""
     server = psutil.Process(pid)
-    core = max(server.children(), key=lambda child: child.memory_info().rss)
+    (core,) = [
+        child for child in server.children() if "jitney.engine.process.main" in child.cmdline()
+    ]
     return [
         server.memory_info().rss / 1e6,
         core.memory_info().rss / 1e6,
