@@ -45,6 +45,9 @@ _log = logging.getLogger("jitney")
 
 #: Most bytes of a request line with its headers.
 _HEADER_LIMIT = 1 << 16
+#: Objects made between two looks of the garbage collector at the young ones, and seconds between
+#: two at all of them.
+_YOUNG_OBJECTS, _COLLECT_S = 2000, 60.0
 #: Seconds that answers get to leave after the engine has stopped.
 _FAREWELL_S = 2
 _DASHBOARD = "/dashboard"
@@ -124,6 +127,7 @@ class _Server:
         web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
         work = asyncio.create_task(self._work())
         stop = asyncio.create_task(self.signals.get())
+        collecting = asyncio.create_task(_collect_regularly())
         try:
             await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
             status = await self._drain() if stop.done() else 1
@@ -133,6 +137,7 @@ class _Server:
         finally:
             work.cancel()
             stop.cancel()
+            collecting.cancel()
             await self._close(web)
 
     async def _close(self, web: asyncio.Task[None]) -> None:
@@ -200,10 +205,21 @@ class _Server:
 
 def _put_aside() -> None:
     """Modules and tokenizer live for ever: a collection that looked at them would hold the event
-    loop for 60 ms.
+    loop for 60 ms. The collector looks at young objects by itself, and at all of them only when
+    `_collect_regularly` says so.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, 10, 1_000_000)
+
+
+async def _collect_regularly() -> None:
+    """By the clock: with thousands of requests in the history a full collection holds the event
+    loop for 10 to 50 ms, and by the number of objects made it would come every few seconds.
+    """
+    while True:
+        await asyncio.sleep(_COLLECT_S)
+        gc.collect()
 
 
 def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
