@@ -29,6 +29,8 @@ class Stream:
         self.open = set(range(request.sampling.n))
         #: Output tokens of each sequence so far, whether somebody has read them or not.
         self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        #: Nothing more is to come, or nobody listens; written by the client.
+        self.closed = False
         #: Ends that were asked of the core.
         self.asked: dict[int, FinishReason] = {}
         #: Cores that crashed while they had it; see `suspicion`.

@@ -378,17 +378,19 @@ class ProcessClient:
                 stream.put(output)
                 if not stream.open:
                     self._close_stream(stream)
-                if stream is self._suspicion.on_trial:
-                    self._go_on_after_trial(stream)
+                self._go_on_after_trial(stream)
 
     def _go_on_after_trial(self, stream: Stream) -> None:
-        """Something came of a request that is suspected: others may be given to the core now."""
+        """Something came of a request: if it is suspected, others may be given to the core now."""
+        if stream is not self._suspicion.on_trial:
+            return
         if self._link is not None and self._link.ready:
             self._send_resumed(self._link, self._suspicion.progressed(stream))
 
     def _close_stream(self, stream: Stream) -> None:
         """Nothing more is to come of a request."""
         del self._streams[stream.id]
+        stream.closed = True
         if stream.timer is not None:
             stream.timer.cancel()
 
@@ -447,17 +449,19 @@ class ProcessClient:
         if stream is None:
             return
         stream.ask_end(index, reason)
-        if self._link is not None and self._link.ready:
-            self._link.send(messages.Abort(request_id, index, reason))
-        else:  # there is no core to do it
+        link = self._link
+        if link is not None and link.ready and not self._suspicion.waits(stream):
+            link.send(messages.Abort(request_id, index, reason))
+        else:  # no core has it
             self._take_outputs(stream.asked_ends())
 
     def forget(self, stream: Stream) -> None:
         """Nobody listens to `stream` any more: abort what is left of its request."""
         if self._streams.get(stream.id) is stream:
             self.abort(stream.id)
-            if stream.id in self._streams:
+            if not stream.closed:
                 self._close_stream(stream)
+            self._go_on_after_trial(stream)
 
     async def page_states(self) -> bytes:
         """The state of every page now. Raises RequestError if no core answers in time."""

@@ -52,11 +52,16 @@ class Suspicion:
             (self._waiting if suspected else at_once).append(stream)
         return at_once + self._next()
 
+    def waits(self, stream: Stream) -> bool:
+        """Whether the core has not got a request yet."""
+        return stream in self._waiting
+
     def progressed(self, stream: Stream) -> list[Stream]:
-        """Something came of a request. Returns those that the core gets now."""
-        if stream is not self.on_trial:
-            return []
-        if stream.open and _tokens_of(stream) - self._tokens < _ENOUGH_TOKENS:
+        """Something came of the request on trial, or nobody wants it any more. Returns those that
+        the core gets now.
+        """
+        has_passed = _tokens_of(stream) - self._tokens >= _ENOUGH_TOKENS
+        if not (has_passed or stream.closed):
             return []
         stream.crashes = 0
         return self._next()
@@ -66,7 +71,7 @@ class Suspicion:
         self.on_trial = None
         while self._waiting and self.on_trial is None:
             stream = self._waiting.popleft()
-            if stream.open:
+            if not stream.closed:
                 self.on_trial, self._tokens = stream, _tokens_of(stream)
         return [] if self.on_trial is None else [self.on_trial]
 

@@ -137,14 +137,11 @@ class Results:
         """One new token: append it, see whether it ends the sequence, emit both."""
         token = result.tokens[row]
         seq.in_flight -= 1
-        if seq.replay is not None and seq.replay.stale:
-            self._drop_stale(seq, seq.replay)
+        if seq.replay is not None:
+            self._take_again(seq, seq.replay, token, now)
             return
         if token < 0:
             self._fail(seq)
-            return
-        if seq.replay is not None:
-            self._compare(seq, seq.replay, token, now)
             return
         tokens = seq.tokens
         output = SequenceOutput(seq.request_id, seq.index, [token])
@@ -162,15 +159,23 @@ class Results:
                 output.stop_token = token if finish == "stop" else None
         self.state.outputs.append(output)
 
-    def _compare(self, seq: Sequence, replay: Replay, token: int, now: float) -> None:
+    def _take_again(self, seq: Sequence, replay: Replay, token: int, now: float) -> None:
         """A token that was told before has come again. If it is another one now, what was told is
         kept, and computed like a prompt.
         """
-        if token == replay.told[seq.n_output]:
+        if replay.stale:
+            self._drop_stale(seq, replay)
+        elif token < 0:
+            self._fail(seq)
+        elif token == replay.told[seq.n_output]:
             seq.tokens.append(token)
             if seq.n_output == len(replay.told):
                 seq.replay = None
-            return
+        else:
+            self._keep_told(seq, replay, now)
+
+    def _keep_told(self, seq: Sequence, replay: Replay, now: float) -> None:
+        """Go on from what was told; what was launched behind another token does not count."""
         self.state.start_over(seq, now)
         seq.tokens[seq.n_prompt :] = replay.told
         replay.stale = seq.in_flight
