@@ -219,7 +219,7 @@ def test_a_prompt_row_whose_logits_nobody_takes_must_be_finite(llm):
     runner = llm.core.runner
     leaf = next(i for i, leaf in enumerate(runner.leaves) if leaf.shape == (VOCAB, 64))
     embed = runner.leaves[leaf]
-    steps = llm.core.ledger.steps
+    steps = llm.core.scheduler.steps
     runner.leaves[leaf] = embed.at[401].set(jnp.inf)
     try:
         bad, good = llm._request(ids, GREEDY), llm._request(prompt(542, 10), GREEDY)
