@@ -285,13 +285,14 @@ def _job(
     experiment: Experiment, traffic: _Traffic, info: EngineInfo, settings: EngineSection
 ) -> ReplayJob:
     stays = [stay for _, stay in traffic.stays]
+    requests = [request.until(traffic.last) for request in traffic.requests]
     return ReplayJob(
         arrivals=arrivals(traffic.requests, traffic.first),
         engine=_recorded_engine(info, settings),
         changes=experiment.settings,
         policies=experiment.policies,
         records=_npy(traffic.records),
-        requests=[request.until(traffic.last) for request in traffic.requests],
+        requests=requests,
         seconds=traffic.last - traffic.first,
         window=_npy(traffic.window),
         seats=info.seats,
@@ -314,7 +315,6 @@ def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngin
 
 
 def _basis(experiment: Experiment, traffic: _Traffic, info: EngineInfo) -> dict[str, Any]:
-    """What an experiment rests on, for the page."""
     before = {request.number for request, _ in traffic.stays if request.arrival < traffic.first}
     return {
         "minutes": experiment.minutes,

@@ -89,7 +89,6 @@ def _compiles(now: Snapshot, records: np.ndarray) -> list[Note]:
 
 
 def _accidents(before: Snapshot, now: Snapshot) -> list[Note]:
-    """What should never happen."""
     notes = _outages(before, now)
     nan_rows = now.metrics["nan_rows"] - before.metrics["nan_rows"]
     if nan_rows > 0:

@@ -15,6 +15,7 @@ from jitney.dashboard.sse import Note
 from jitney.engine.process.client import EngineClient
 from jitney.engine.report.page import PageSection, Table, page
 from jitney.engine.telemetry.history import History
+from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 if TYPE_CHECKING:
@@ -168,26 +169,32 @@ def _slowest(history: History, start: float, now: float) -> Generator[None, None
     ended = sorted(history.ended(start), key=lambda request: -(request.e2e_s or 0.0))
     rows = []
     for request in ended[:_SLOWEST]:
-        why = causes(request, Steps(history, request, now), now)[:3]
-        row = (
-            f"{request.request_id} {request.index}",
-            str(request.n_prompt),
-            str(request.n_output),
-            _seconds(request.queue_s),
-            _seconds(request.ttft_s),
-            _seconds(request.e2e_s),
-            request.code or request.finish,
-            "; ".join(f"{cause['seconds']:.2f} s {cause['message']}" for cause in why),
-        )
-        rows.append(row)
+        rows.append(_request_row(history, request, now))
         yield
     table = Table(_REQUEST_HEADS, rows, words=True)
     notes = ["End to end, and where the time went."]
     return PageSection("Slowest requests of this time", notes, [table])
 
 
+def _request_row(history: History, request: RequestRecord, now: float) -> tuple[str, ...]:
+    """Cells under _REQUEST_HEADS."""
+    why = causes(request, Steps(history, request, now), now)[:3]
+    return (
+        f"{request.request_id} {request.index}",
+        str(request.n_prompt),
+        str(request.n_output),
+        _seconds(request.queue_s),
+        _seconds(request.ttft_s),
+        _seconds(request.e2e_s),
+        request.code or request.finish,
+        "; ".join(f"{cause['seconds']:.2f} s {cause['message']}" for cause in why),
+    )
+
+
 def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    if value is None:
+        return "–"
+    return f"{value:.2f}"
 
 
 def _chart_sections(shown: Mapping[str, Any]) -> Iterator[PageSection]:

@@ -104,9 +104,9 @@ class Snapshot:
     outages: list[dict[str, Any]] = field(default_factory=list)
 
 
-def shown_seats(seats: _SeatColumns, view: View) -> _SeatColumns:
+def _shown(seats: _SeatColumns, view: View | None) -> _SeatColumns:
     """The seats as somebody may see them."""
-    if view.identity.is_admin:
+    if view is None or view.identity.is_admin:
         return seats
     requests = list(seats.requests)
     numbers = seats.numbers.copy()
@@ -221,17 +221,19 @@ def key_frame(snapshot: Snapshot, page_size: int, view: View | None = None) -> K
     """All of the snapshot that somebody may see. page_size: tokens of a KV page; view: None for
     everything.
     """
-    seats, pages = snapshot.seats, snapshot.pages
-    if seats is not None and view is not None:
-        seats = shown_seats(seats, view)
+    seats = pages = None
+    if snapshot.seats is not None:
+        seats = _seat_lists(_shown(snapshot.seats, view), page_size)
+    if snapshot.pages is not None:
+        pages = page_map(snapshot.pages)
     return {
         "t": round(snapshot.t, 4),
         "step": snapshot.step,
         "state": snapshot.state,
         "last_step_age_s": snapshot.last_step_age_s,
         "progress": snapshot.progress,
-        "seats": None if seats is None else _seat_lists(seats, page_size),
-        "pages": None if pages is None else page_map(pages),
+        "seats": seats,
+        "pages": pages,
         "metrics": snapshot.metrics,
         "histograms": snapshot.histograms,
         "notes": snapshot.notes,

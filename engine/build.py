@@ -91,12 +91,10 @@ class _Setup:
 
     @property
     def device(self) -> Any:
-        """The first device; the others are like it."""
         return self.devices[0]
 
     @property
     def local(self) -> ModelConfig:
-        """The model that one device runs."""
         return self.source.config.local(len(self.devices))
 
     def sizes(self, n_pages: int = 1) -> StateSizes:
@@ -153,7 +151,6 @@ def _set_up(config: Config, source: ModelSource) -> _Setup:
 
 
 def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
-    """The model with its weights on the devices."""
 
     def report(stage: str, done: int, total: int, detail: str) -> None:
         progress(messages.Progress(stage, done, total, detail))
@@ -205,7 +202,6 @@ def _smallest_bucket(kernels: KernelSet) -> int:
 
 
 def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
-    """A runner with as many pages as are configured, or fit."""
     buckets = _make_buckets(setup, kernels)
 
     def make(n_pages: int) -> Runner:
@@ -262,7 +258,6 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
 
 
 def _shares_outputs(settings: EngineSection) -> bool:
-    """Whether pages of generated tokens serve other prompts."""
     if settings.share_outputs == "auto":
         return jax.default_backend() != "cpu"
     return settings.share_outputs == "on"

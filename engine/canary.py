@@ -128,7 +128,6 @@ class CanaryCore(EngineCore):
         return msgspec.structs.replace(output, logprobs=None)
 
     def _compute_again(self, watched: _Watched) -> None:
-        """Have the other core score prompt and answer."""
         request = EngineRequest(
             id=watched.request.id,
             prompt=watched.request.prompt + watched.tokens,

@@ -66,7 +66,6 @@ class SamplingUpload:
 
 
 def _uploaded(params: type[SamplingParams]) -> list[_SeatField]:
-    """The parameters that are declared as `Uploaded`."""
     fields = []
     for name, items in declared(params).items():
         for item in items:
@@ -261,13 +260,11 @@ class _Upload:
         self._pack_into(self._words, 0, *words)
 
     def pack_sampling(self, seats: list[bytes]) -> None:
-        """Write the sampling parameters of the seats of the logit rows."""
         known = b"".join(seats)
         self._sampling[: len(known)] = known
         self._sampling[len(known) :] = bytes(len(self._sampling) - len(known))
 
     def pack_scores(self, rows: _StepRows) -> None:
-        """Write which rows bring prompt log-probabilities."""
         count = len(rows.score_rows)
         self.inputs.score_count[0] = count
         if count:
@@ -306,7 +303,6 @@ class BatchBuilder:
         self._uploads: dict[tuple[Bucket, bool], list[_Upload]] = {}
 
     def layout(self, bucket: Bucket, plain: bool) -> UploadLayout:
-        """The layout of one executable."""
         key = bucket, plain
         if key not in self._layouts:
             self._layouts[key] = UploadLayout(bucket, self.pages, plain)

@@ -156,7 +156,6 @@ def _broken_sequences(hidden: jax.Array, cu_q: jax.Array) -> jax.Array:
 
 
 def _meta_of(inputs: Any) -> AttentionMeta:
-    """The attention's part of a step's upload."""
     return AttentionMeta(
         kv_lens=inputs.kv_lens,
         cu_q=inputs.cu_q,

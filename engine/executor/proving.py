@@ -63,8 +63,12 @@ def served_by(
 
     own: the model's configuration on one device. dtype: of the activations.
     """
-    table = own.vocab_share if own.tie_embeddings else 0
-    norm_dtype = "float32" if own.float32_norms else ""
+    table = 0
+    if own.tie_embeddings:
+        table = own.vocab_share
+    norm_dtype = ""
+    if own.float32_norms:
+        norm_dtype = "float32"
     return ServedShapes(
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
@@ -94,7 +98,6 @@ def _matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:
 
 
 def _matrix_of(linear: Linear, shards: int) -> Matrix:
-    """One layer's matrix, its inputs or its outputs split over devices."""
     size_in, size_out = linear.sizes
     if linear.summed:
         size_in //= shards

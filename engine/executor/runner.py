@@ -62,7 +62,6 @@ class LaunchedStep(msgspec.Struct):
 
 
 def _board_seat(state: SeatState, seat: jax.Array, *row: jax.Array) -> SeatState:
-    """Give a seat the sampling state of the sequence that boards it."""
     columns = zip(state, row, strict=True)
     return SeatState(*[column.at[seat].set(new) for column, new in columns])
 
@@ -171,7 +170,6 @@ class Runner:
         return plain and (bucket.decode_only or self.plain_mixed)
 
     def lower(self, bucket: Bucket, plain: bool) -> Any:
-        """The lowered step of one bucket."""
         return self.program.lower(self.builder.layout(bucket, plain), self.leaves, self.shapes)
 
     def _compile_board(self) -> None:
@@ -279,7 +277,6 @@ def _sampled(plan: Plan, sampled: Any) -> StepResult:
 
 
 def _wants_logprobs(plan: Plan) -> bool:
-    """Whether a row of the plan is sampled with log-probabilities."""
     return any([chunk.sample and chunk.seq.logprobs is not None for chunk in plan.chunks])
 
 

@@ -162,7 +162,6 @@ def shape_logits(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax
 
 
 def _count_tokens(state: SeatState, rows: SamplingRows, tokens: jax.Array) -> SeatState:
-    """Count the sampled tokens [S] of penalised seats."""
     counted = rows.need(PENALISED) & (tokens >= 0)
     seats = jnp.where(counted, rows.seats, state.counts.shape[0])  # M: dropped
     counts = jax.lax.cond(
@@ -415,6 +414,5 @@ def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _no_scores(tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `_score` returns, when nobody asked."""
     shape = (*tokens.shape, MAX_LOGPROBS)
     return jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)

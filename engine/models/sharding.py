@@ -121,7 +121,6 @@ def on_mesh(path: Path, own: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def _run(first: int, count: int) -> slice:
-    """`count` indices from `first` on."""
     return slice(first, first + count)
 
 
