@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from fakes import FakeClock, make_core, make_request
+from fakes import FakeClock, make_core, make_request, tokens_of
 
 from jitney.engine import messages
 from jitney.engine.messages import SequenceEvent
@@ -48,6 +48,10 @@ class Watched:
             msgspec.structs.replace(INFO, policy=core.get("policy", INFO.policy))
         )
         self.outputs: list[SequenceOutput] = []
+
+    def outputs_of(self, request_id: str, index: int) -> list[int]:
+        """Tokens that came of a sequence."""
+        return tokens_of(self.outputs, request_id, index)
 
     def run(self) -> None:
         """Step until there is no work."""

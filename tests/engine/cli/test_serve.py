@@ -398,6 +398,18 @@ def test_a_signal_while_loading_ends_it_with_status_0(number: signal.Signals, ca
         assert serving.end(number) == 0
 
 
+def test_an_engine_that_is_not_started_again_ends_the_server_with_one_line(cache: Path):
+    with Serving(cache, "--max-restarts", "0") as serving:
+        serving.ready()
+        os.kill(serving.core(), signal.SIGKILL)
+        assert serving.process.wait(20) == 1
+        for reader in serving.readers:
+            reader.join(5)
+        (line,) = [line for line in serving.err if line.startswith("jitney: ")]
+        assert "killed by SIGKILL, signal 9" in line
+        assert not [line for line in serving.err if "Traceback" in line]
+
+
 def test_a_model_that_is_not_there_is_one_line(cache: Path):
     with Serving(cache, "--model", str(cache / "absent")) as serving:
         assert serving.process.wait(20) == 1

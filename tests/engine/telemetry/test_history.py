@@ -7,6 +7,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fakes import FakeClock, device_of, ends_of, make_core, make_request
@@ -131,6 +132,33 @@ def test_a_lost_core_ends_every_trip_and_steps_go_on_rising():
         watched.step()
     steps = watched.history.records.since(-1)["step"]
     assert steps[-1] > before and np.all(np.diff(steps) > 0)
+
+
+def test_requests_that_another_core_goes_on_with_wait_meanwhile():
+    """Their stays end, their records go on: one request, one record, whatever cores it had."""
+    watched = Watched()
+    one = make_request("a", [1, 2, 3], max_tokens=9, ignore_eos=True, n=2)
+    watched.history.submit(one)
+    watched.core.add(one)
+    for _ in range(6):
+        watched.step()
+    records = [watched.history.find("a", index) for index in range(2)]
+    had = [watched.outputs_of("a", index) for index in range(2)]
+    assert all(record is not None and record.state == "decode" for record in records)
+    watched.history.seats_lost()
+    assert [record.state for record in records if record] == ["waiting", "waiting"]
+    assert watched.history.seats == [None] * 4 and watched.history.n_waiting == 2
+    lost = watched.history.life_since(0)[-2:]
+    assert [(event.event, event.reason) for event in lost] == [("preempted", "engine_died")] * 2
+    watched.core = make_core(clock=watched.clock)
+    watched.history.core_ready(INFO)
+    watched.core.add(msgspec.structs.replace(one, resumed=had))
+    while watched.core.has_work:
+        watched.step()
+    for record in records:
+        assert record is not None and (record.n_output, record.finish) == (9, "length")
+        assert len(record.stays) == 2 and record.preemptions == 1
+        assert record.stays[0].end is not None and record.stays[0].end <= record.stays[1].start
 
 
 def test_old_trips_are_forgotten():
