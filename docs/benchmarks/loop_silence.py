@@ -1,22 +1,27 @@
 """How long a served engine says nothing while it makes its longest answers.
 
-    jitney serve tiny-random --port 9100
-    python docs/benchmarks/loop_silence.py http://127.0.0.1:9100 [--seconds 20] [--history 8000]
+    python docs/benchmarks/loop_silence.py tiny-random --port 9100 [--seconds 20] [--history 8000]
 
 One thread asks /livez over and over and others read streams, while a process of its own sends the
 worst there is: prompts scored with 20 alternatives a token, the largest bodies, and the page's long
 answers with thousands of requests to tell of. A silence is the time until /livez answers, and
 between two events of a stream; the engine's own steps are part of the latter, so compare it with
-the quiet case. --key: an administrator's, if the server asks for keys.
+the quiet case. Whatever else runs on the machine adds to both. Not to the last column: how much
+of its CPU the server's thread spends in one turn of its event loop.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
 import json
 import multiprocessing
 import platform
+import selectors
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,13 +30,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 #: Seconds between two probes.
 _PAUSE_S = 0.002
 _SCORED_PROMPT = 2000
+_JSON = {"content-type": "application/json"}
+#: Begins the line in which a server tells of the turns of its loop since the last time.
+_TURNS = "TURNS "
 _PAGE = (
     "/dashboard/trace?from=0",
     "/dashboard/timeline?from=0&bins=600",
@@ -46,20 +53,12 @@ class Server:
     """Where and how to ask."""
 
     address: str
-    key: str
     model: str = ""
     #: Tokens of a prompt and its answer.
     context: int = 0
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.address, timeout=600)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {"content-type": "application/json"}
-        if self.key:
-            headers["authorization"] = f"Bearer {self.key}"
-        return headers
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Status and body."""
@@ -73,7 +72,7 @@ class Server:
     def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         connection = self.connect()
         try:
-            connection.request(method, path, body, self.headers)
+            connection.request(method, path, body, _JSON)
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:
@@ -86,6 +85,54 @@ class Silences:
 
     probes: list[float] = field(default_factory=list)
     streams: list[float] = field(default_factory=list)
+    #: Turns of the server's loop: their number, and quantiles of their CPU time in ms.
+    turns: list[float] = field(default_factory=list)
+
+
+class _TimedSelector(selectors.DefaultSelector):
+    """Between two waits for events lies one turn of the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[float] = []
+        self._began: float | None = None
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if self._began is not None:
+            self.turns.append(1000 * (time.thread_time() - self._began))
+        ready = super().select(timeout)
+        self._began = time.thread_time()
+        return ready
+
+
+def serve(arguments: list[str]) -> int:
+    """`jitney serve` in this process; tells of its loop's turns at each SIGUSR1."""
+    from jitney.engine.cli import main as jitney
+
+    selector = _TimedSelector()
+
+    class Policy(asyncio.DefaultEventLoopPolicy):
+        def new_event_loop(self) -> asyncio.AbstractEventLoop:
+            return asyncio.SelectorEventLoop(selector)
+
+    def tell(*_: object) -> None:
+        turns, selector.turns = selector.turns, []
+        told = [float(len(turns)), *np.quantile(turns or [0.0], [0.5, 0.99, 0.999, 1.0])]
+        print(_TURNS + json.dumps(told), flush=True)
+
+    signal.signal(signal.SIGUSR1, tell)
+    asyncio.set_event_loop_policy(Policy())
+    sys.argv = ["jitney", "serve", *arguments]
+    return jitney()
+
+
+def _turns_of(process: subprocess.Popen[str]) -> list[float]:
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(_TURNS):
+            return json.loads(line.removeprefix(_TURNS))
+    raise SystemExit("the server has ended")
 
 
 def _probe(server: Server, stop: threading.Event, silences: Silences) -> None:
@@ -104,7 +151,7 @@ def _read_streams(server: Server, stop: threading.Event, silences: Silences) -> 
     data = json.dumps(body | {"max_tokens": server.context - 8})
     while not stop.is_set():
         connection = server.connect()
-        connection.request("POST", "/v1/completions", data, server.headers)
+        connection.request("POST", "/v1/completions", data, _JSON)
         answer = connection.getresponse()
         answer.readline()
         last = time.perf_counter()
@@ -202,6 +249,7 @@ def _row(name: str, silences: Silences) -> str:
         ms = 1000 * np.asarray(values or [np.nan])
         cells += [f"{np.quantile(ms, q):.1f}" for q in (0.5, 0.99, 0.999)]
         cells.append(f"{ms.max():.1f}")
+    cells.append(" / ".join(f"{value:.1f}" for value in silences.turns[2:]))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -211,24 +259,45 @@ def _cpu() -> str:
     return f"{names[0] if names else platform.processor()}, {len(names)} cores"
 
 
+def _wait_ready(server: Server) -> None:
+    for _ in range(300):
+        try:
+            if server.get("/readyz")[0] == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(1)
+    raise SystemExit("the server does not get ready")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("url")
-    parser.add_argument("--key", default="")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="of jitney serve, which gets flags unknown here, too")
+    parser.add_argument("--port", type=int, default=9100)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each case")
     parser.add_argument("--streams", type=int, default=2)
-    parser.add_argument(
-        "--history", type=int, default=8000, help="requests for the page to tell of"
-    )
-    args = parser.parse_args()
-    server = Server(urlsplit(args.url).netloc, args.key)
-    status, body = server.get("/v1/models")
-    _expect(200, status, body)
-    [model] = json.loads(body)["data"]
-    server = Server(server.address, server.key, model["id"], model["max_model_len"])
+    parser.add_argument("--history", type=int, default=8000, help="requests for the page")
+    args, others = parser.parse_known_args()
+    command = [sys.executable, "-P", __file__, "--serve", args.model, "--port", str(args.port)]
+    process = subprocess.Popen([*command, *others], stdout=subprocess.PIPE, text=True)
+    try:
+        _measure_all(process, f"127.0.0.1:{args.port}", args)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _measure_all(process: subprocess.Popen[str], address: str, args: argparse.Namespace) -> None:
+    server = Server(address)
+    _wait_ready(server)
+    [model] = json.loads(server.get("/v1/models")[1])["data"]
+    server = Server(address, model["id"], model["max_model_len"])
     print(f"{_cpu()}; {server.model}, {args.streams} streams; ms\n")
-    print("| beside | probes | p50 | p99 | p99.9 | max | stream p50 | p99 | p99.9 | max |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| beside | probes | p50 | p99 | p99.9 | max | stream p50 | p99 | p99.9 | max "
+        "| turns p99 / p99.9 / max |"
+    )
+    print("|---" * 11 + "|")
     scored = f"4 x {_scored_length(server)} tokens scored with 20"
     cases: dict[str, Callable[[Server], None] | None] = {
         "nothing": None,
@@ -239,9 +308,13 @@ def main() -> None:
     for name, send in cases.items():
         if send is _send_page:
             _fill_history(server, args.history)
+        _turns_of(process)
         silences = measure(server, send, args.seconds, args.streams)
+        silences.turns = _turns_of(process)
         print(_row(name, silences), flush=True)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        sys.exit(serve(sys.argv[2:]))
     main()
