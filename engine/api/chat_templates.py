@@ -28,7 +28,7 @@ _WORKERS = 2
 #: Seconds that a process may take to start, beside other work.
 _START_S = 60.0
 #: Seconds that a chat waits for a process before it is refused.
-_WAIT_S = 10.0
+_WAIT_S = 20.0
 
 
 class ChatTemplates:
@@ -130,7 +130,8 @@ class ChatTemplates:
         try:
             await self._ready(place)
         except OSError:
-            _log.exception("the chat template's process cannot be started")
+            if not self._closed:
+                _log.exception("the chat template's process cannot be started")
         self._free.put_nowait(place)
 
     async def _ready(self, place: _Place) -> asyncio.subprocess.Process:

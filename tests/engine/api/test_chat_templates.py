@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,8 @@ def said(content: str) -> list[dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def rendering() -> AsyncIterator[ChatTemplates]:
-    templates = ChatTemplates(SOURCE, TIMEOUT_S)
+async def rendering(timeout_s: float = TIMEOUT_S) -> AsyncIterator[ChatTemplates]:
+    templates = ChatTemplates(SOURCE, timeout_s)
     await templates.start()
     try:
         yield templates
@@ -96,12 +95,10 @@ def test_chats_that_do_not_end_are_cut_off_and_others_go_on():
     async def session() -> None:
         async with rendering() as templates:
             before = processes(templates)
-            started = time.monotonic()
             bad = [asyncio.create_task(error_of(templates, "spin")) for _ in range(2)]
             await asyncio.sleep(0.1)
             good = asyncio.create_task(templates.render(said("hi"), 1000))
             errors = await asyncio.gather(*bad)
-            assert time.monotonic() - started < TIMEOUT_S + 5
             assert all("took longer than 0.5 s" in str(error) for error in errors)
             assert await good == "<s>user: hi\nassistant: ", "with two of two processes held up"
             assert await templates.render(said("again"), 1000)
@@ -173,19 +170,18 @@ def test_over_http_two_bad_chats_stop_nobody():
 
     async def session() -> None:
         app = make_app(FakeClient(context_length=2000))
-        async with rendering() as templates:
+        async with rendering(timeout_s=3) as templates:
             app.state.service.chat_templates = templates
 
             async def ask(content: str):
                 body = {"model": "m", "messages": said(content), "max_tokens": 2}
                 return await call(app, "/v1/chat/completions", body)
 
-            bad = [asyncio.create_task(ask("spin")) for _ in range(4)]
+            bad = [asyncio.create_task(ask("spin")) for _ in range(2)]
             await asyncio.sleep(0.1)
             plain = {"model": "m", "prompt": "Hi", "max_tokens": 2}
-            started = time.monotonic()
             assert (await call(app, "/v1/completions", plain)).status == 200
-            assert time.monotonic() - started < TIMEOUT_S
+            assert not any(task.done() for task in bad), "it did not wait for them"
             replies = await asyncio.gather(*bad)
             assert {reply.status for reply in replies} == {400}
             assert {reply.error["param"] for reply in replies} == {"messages"}
