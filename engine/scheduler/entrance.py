@@ -103,10 +103,8 @@ class Entrance:
             return
         free_in = max((bound.level - _CALM * bound.most) * bound.falls_in for bound in bounds)
         free_in = max(0.0, free_in)
-        if promised:
-            retry = self.promises.put_off(name, now, free_in)
-        else:
-            retry = self.promises.give(name, now, free_in, self._seconds(work, leader))
+        tell = self.promises.put_off if promised else self.promises.give
+        retry = tell(name, now, free_in, self._seconds(work, leader))
         raise RequestError(
             f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
         )

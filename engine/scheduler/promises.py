@@ -27,6 +27,8 @@ _HALVE_AT = 256
 _PRIOR_PLACES = 8
 #: Promises are a little sparser than places come free, so that what was promised is kept.
 _SPARSE = 1.05
+#: Places that come free for each one that is promised to somebody who was put off.
+_LATE_SPACING = 2.0
 #: A promise holds from so many seconds before its time to so many after it, and this share of the
 #: time that was to be waited.
 _EARLY_S, _LATE_S, _LATE_SHARE = 0.05, 5.0, 0.1
@@ -97,6 +99,8 @@ class Promises:
         self._count = 0
         # All places that come free until then are promised.
         self._until = -math.inf
+        # The same of those that were put off.
+        self._late_until = -math.inf
         # Of the promises whose time has come, those that were taken up.
         self._share = 1.0
 
@@ -106,7 +110,7 @@ class Promises:
 
     def left(self, now: float) -> float:
         """Seconds for which the places that come free are promised; 0 if none are."""
-        return max(0.0, self._until - now)
+        return max(0.0, max(self._until, self._late_until) - now)
 
     def take(self, name: bytes, now: float) -> bool:
         """Whether a place was promised for this time; that promise is used up then."""
@@ -125,15 +129,22 @@ class Promises:
         comes free as is asked for.
         """
         self._lapse(now)
-        start = max(self._until, now + free_in)
+        start = max(self._until, self._late_until, now + free_in)
         if start - now > LONGEST_RETRY or not self._has_room(name):
             return min(start - now, LONGEST_RETRY) * self._random.uniform(0.9, 1.0)
         self._until = start + work_s * _SPARSE * self._share
         return self._promise(name, now, start - now)
 
-    def put_off(self, name: bytes, now: float, free_in: float) -> float:
-        """As `give` for one who came in time and found no place: it does not go to the end."""
-        return self._promise(name, now, min(free_in, LONGEST_RETRY))
+    def put_off(self, name: bytes, now: float, free_in: float, work_s: float) -> float:
+        """As `give` for one who came in time and found no place: it does not go to the end.
+
+        The engine has become slower than it was when the promises were made, so more come than
+        there are places for. Those put off are told times one after the other too, among those of
+        the others: half of the places are theirs, and all behind the last of the others.
+        """
+        at = max(self._late_until, now + free_in)
+        self._late_until = at + work_s * (_LATE_SPACING if at < self._until else _SPARSE)
+        return self._promise(name, now, min(at - now, LONGEST_RETRY))
 
     def _promise(self, name: bytes, now: float, wait: float) -> float:
         jitter = self._random.uniform(0.0, min(_JITTER_S, _JITTER_SHARE * wait))

@@ -19,10 +19,15 @@ from jitney.engine.core import EngineCore
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.plan import StepResult
+from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.promises import LONGEST_RETRY, PlaceRate, Promises, name_of
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.simulator import (
+    EngineShape,
+    FlyingStep,
+    VirtualDevice,
+    simulate,
+)
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.types import EngineRequest, Whole
@@ -263,8 +268,36 @@ def test_who_came_in_time_and_found_no_place_does_not_go_to_the_end():
     for number in range(50):
         promises.give(bytes([number]), 0.0, 1.0, 10.0)
     assert promises.take(bytes([0]), 1.3)
-    again = promises.put_off(bytes([0]), 1.3, 4.0)
+    again = promises.put_off(bytes([0]), 1.3, 4.0, 10.0)
     assert again == pytest.approx(4.0, abs=0.3) and promises.take(bytes([0]), 1.3 + again)
+
+
+def test_those_put_off_come_one_after_the_other():
+    """Every second place while others are promised too, and every one after that."""
+    promises = Promises()
+    promises.give(b"a", 0.0, 50.0, 1.0)
+    times = [promises.put_off(b"%d" % number, 0.0, 1.0, 10.0) for number in range(6)]
+    assert times == [pytest.approx(at, abs=0.6) for at in (1, 21, 41, 61, 71.5, 82)]
+
+
+def test_an_engine_that_becomes_slower_does_not_drown_in_those_it_told(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """From a third of the time on each step takes twice as long: promises come due too soon."""
+
+    class Slow(VirtualDevice):
+        def launch(self, batch: Plan) -> FlyingStep:
+            before = max(self.clock.now, self._free_at)
+            step = super().launch(batch)
+            more = step.ready - before if self.clock.now > 20.0 else 0.0
+            self._free_at += more
+            return step._replace(ready=step.ready + more)
+
+    monkeypatch.setattr("crowd.VirtualDevice", Slow)
+    run = crowd(open_loop(10.0, 60.0), shape(), TABLE)
+    assert run.share_taken > 0.5, "some come twice, and nobody knocks on and on"
+    last = max(record.end for record in run.served)
+    assert len(run.served) / last > 0.75 * CAPACITY / 2
 
 
 def test_a_client_that_does_not_wait_gets_no_more_places_than_it_uses():
