@@ -167,5 +167,8 @@ def _largest_difference(served: list[float], scored: list[TokenLogprobs | None])
     apart = 0.0
     for own, entry in zip(served, scored, strict=True):
         assert entry is not None  # only a prompt's first token has none
-        apart = max(apart, abs(own - entry.logprob))
+        difference = abs(own - entry.logprob)
+        if math.isnan(difference) and own != entry.logprob:
+            return math.inf
+        apart = max(apart, difference)
     return apart

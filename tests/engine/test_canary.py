@@ -4,6 +4,7 @@ otherwise.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.canary import CanaryCore
 from jitney.engine.messages import CanaryFinding, StepReport
 from jitney.engine.process.client import EngineCounters
+from jitney.engine.scheduler.plan import StepResult
 from jitney.engine.types import EngineRequest
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
@@ -56,6 +58,23 @@ def test_wrong_answers_are_found_wrong(params: SamplingParams, monkeypatch: pyte
     found = findings(served(llm, PROMPTS, params))
     assert len(found) == len(PROMPTS)
     assert not any(finding.right for finding in found)
+
+
+def test_a_reference_that_is_not_a_number_is_not_agreed_with(monkeypatch: pytest.MonkeyPatch):
+    llm = LLM("tiny-random", canary_every=1, **SMALL)
+    assert isinstance(llm.core, CanaryCore)
+    runner = llm.core.alone.runner
+    fetch = runner.fetch
+
+    def broken(ticket: Any) -> StepResult:
+        result = fetch(ticket)
+        for entry in result.prompt_logprobs:
+            entry.logprob = math.nan
+        return result
+
+    monkeypatch.setattr(runner, "fetch", broken)
+    found = findings(served(llm, PROMPTS[:1], GREEDY))
+    assert [finding.right for finding in found] == [False]
 
 
 def test_one_in_so_many_is_watched_and_no_client_notices():
