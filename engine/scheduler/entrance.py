@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.predicted_wait import PredictedWait
 from jitney.engine.scheduler.promises import Promises, name_of
 from jitney.engine.scheduler.queues import RequestWork, work_of, work_of_all
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
+
+if TYPE_CHECKING:
+    from jitney.engine.scheduler.predicted_wait import PredictedWait
 
 #: Share of a bound that newcomers may fill while places are promised: seats never run empty for the
 #: sake of somebody who does not come.
