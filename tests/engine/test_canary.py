@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from api_fakes import FakeClient, call, make_app, run
+from msgspec import structs
 from wrong_kernels import SMALL, choose, wrong_set
 
 from jitney.engine import LLM, SamplingParams
@@ -68,8 +69,8 @@ def test_a_reference_that_is_not_a_number_is_not_agreed_with(monkeypatch: pytest
 
     def broken(ticket: Any) -> StepResult:
         result = fetch(ticket)
-        for entry in result.prompt_logprobs:
-            entry.logprob = math.nan
+        scores = result.prompt_logprobs or []
+        result.prompt_logprobs = [structs.replace(entry, logprob=math.nan) for entry in scores]
         return result
 
     monkeypatch.setattr(runner, "fetch", broken)

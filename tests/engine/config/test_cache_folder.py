@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if self not in folder.parents:
             return status
         fields = list(status)
-        fields[stat.ST_MODE] &= ~0o1022
+        fields[stat.ST_MODE] = status.st_mode & ~0o1022
         fields[stat.ST_UID] = 0
         return os.stat_result(fields)
 
