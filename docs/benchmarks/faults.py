@@ -169,6 +169,8 @@ class Server:
                 if stream.status_code != 200:
                     answer.trouble = (await stream.aread()).decode()[:200]
                 async for line in stream.aiter_lines():
+                    if not line.startswith("data: "):
+                        continue  # a comment, which keeps the connection alive
                     now = time.monotonic()
                     answer.silence_s = max(answer.silence_s, now - last)
                     last = now
@@ -243,17 +245,21 @@ async def serving(model: str, folder: Path, *flags: str) -> AsyncIterator[Server
             process.wait()
 
 
-async def beside(
-    server: Server, name: str, known: list[Answer], fault: Callable[[list[Answer]], Awaitable[None]]
-) -> Row:
+#: Does something to a server beside the answers given, and says when it was done
+#: (time.monotonic()).
+type Fault = Callable[[list[Answer]], Awaitable[float]]
+
+
+async def beside(server: Server, name: str, known: list[Answer], fault: Fault) -> Row:
     """Ask for everything that is known, and do something meanwhile."""
     before = await server.held()
     answers = [Answer() for _ in known]
     asked = [
         asyncio.create_task(server.ask(number, answer)) for number, answer in enumerate(answers)
     ]
-    await fault(answers)
-    recovery_s = await server.ready()
+    done = await fault(answers)
+    await server.ready()
+    recovery_s = time.monotonic() - done
     await asyncio.gather(*asked)
     troubles = [answer.trouble for answer in answers if answer.trouble]
     if troubles:
@@ -275,8 +281,9 @@ async def disconnects(server: Server, known: list[Answer], count: int, most_open
         async with slots:
             await server.leave(number, draw.randrange(0, 12))
 
-    async def fault(_: list[Answer]) -> None:
+    async def fault(_: list[Answer]) -> float:
         await asyncio.gather(*(one(1000 + number) for number in range(count)))
+        return time.monotonic()
 
     return await beside(server, f"{count:,} clients leave, {most_open} open", known, fault)
 
@@ -295,12 +302,14 @@ async def signalled(
 ) -> Row:
     """The core gets a signal after a while."""
 
-    async def fault(answers: list[Answer]) -> None:
+    async def fault(answers: list[Answer]) -> float:
         await asyncio.sleep(0.05)
         while sum(answer.pieces for answer in answers) < pieces * len(answers):
             await asyncio.sleep(0.01)
-        server.core().send_signal(number)
-        await asyncio.sleep(0.3)
+        core, done = server.core(), time.monotonic()
+        core.send_signal(number)
+        await server.next_core(core)
+        return done
 
     return await beside(server, name, known, fault)
 
@@ -308,12 +317,14 @@ async def signalled(
 async def killed_twice(server: Server, known: list[Answer]) -> Row:
     """The core is killed, and the one after it while it loads."""
 
-    async def fault(_: list[Answer]) -> None:
+    async def fault(_: list[Answer]) -> float:
         await asyncio.sleep(0.3)
-        core = server.core()
-        core.kill()
-        (await server.next_core(core)).kill()
-        await asyncio.sleep(0.3)
+        first, done = server.core(), time.monotonic()
+        first.kill()
+        second = await server.next_core(first)
+        second.kill()
+        await server.next_core(second)
+        return done
 
     return await beside(server, "core killed, and again while it loads", known, fault)
 
@@ -321,18 +332,21 @@ async def killed_twice(server: Server, known: list[Answer]) -> Row:
 async def broken_cache(server: Server, known: list[Answer], cache: Path) -> Row:
     """Every file of the compile cache is cut in half before the core is killed."""
 
-    async def fault(_: list[Answer]) -> None:
+    async def fault(_: list[Answer]) -> float:
         for file in cache.rglob("*"):
             if file.is_file():
                 file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        server.core().kill()
-        await asyncio.sleep(0.3)
+        core, done = server.core(), time.monotonic()
+        core.kill()
+        await server.next_core(core)
+        return done
 
     return await beside(server, "compile cache cut in half, core killed", known, fault)
 
 
-async def nothing(_: list[Answer]) -> None:
+async def nothing(_: list[Answer]) -> float:
     """No fault."""
+    return time.monotonic()
 
 
 async def measure(args: argparse.Namespace) -> list[Row]:
