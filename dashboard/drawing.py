@@ -44,8 +44,8 @@ async def _drawn(snapshot: bytes) -> bytes:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
-        "-m",
-        "jitney.dashboard.drawing",
+        "-c",  # with -m, python would warn that the package imports the module too
+        f"from {__name__} import main; main()",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -75,7 +75,3 @@ def main() -> None:
     os.nice(5)  # requests go first
     snapshot: ReportData = pickle.load(sys.stdin.buffer)  # our parent's own
     sys.stdout.buffer.write(render(snapshot).encode())
-
-
-if __name__ == "__main__":
-    main()
