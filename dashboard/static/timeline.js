@@ -10,14 +10,14 @@ const HIGH = 420;
 const HIGHEST_ROW = 18;
 /** Stays in the table twin. */
 const IN_TABLE = 40;
-/** Size of a mark, and the least width of an outage that has words on it, in CSS pixels. */
+/** Size of a mark, in CSS pixels. */
 const MARK = 10;
-const LEAST_FOR_WORDS = 60;
 const TICKS = [0.2, 0.5, 1, 2, 5, 10, 20, 60, 120];
 
-function outageTitle({cause, restart, ready, began}) {
+/** What can be written on an outage, the longest first. */
+function outageTitles({cause, restart, ready, began}) {
   const back = ready === null ? "under way" : `ready after ${seconds(ready - began)}`;
-  return `died: ${cause}; restart ${restart} ${back}`;
+  return [`${cause}; restart ${restart} ${back}`, `restart ${restart} ${back}`, "no engine"];
 }
 
 export class Timeline {
@@ -160,12 +160,11 @@ export class Timeline {
       context.fillRect(from, 0, to - from, this.seats * this.row);
       context.fillStyle = colour("bad");
       context.fillRect(from, 0, 2, this.seats * this.row);
-      if (to - from > LEAST_FOR_WORDS) {
-        context.textAlign = "left";
-        context.textBaseline = "top";
-        context.font = "600 12px system-ui, sans-serif";
-        context.fillText(outageTitle(outage), from + 8, 6, to - from - 12);
-      }
+      context.textAlign = "left";
+      context.textBaseline = "top";
+      context.font = "600 12px system-ui, sans-serif";
+      const fits = (text) => context.measureText(text).width <= to - from - 12;
+      context.fillText(outageTitles(outage).find(fits) ?? "", from + 8, 6);
     }
   }
 
