@@ -5,14 +5,12 @@ thread would take the event loop's interpreter all that time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import pickle
-import sys
 from collections.abc import Generator
 
-from jitney.dashboard.report import ReportData, render
+from jitney.dashboard.report import ReportData
 from jitney.engine.errors import RequestError
+from jitney.engine.process.children import end_child, start_child
 
 #: Seconds after which a drawing is given up.
 _LONGEST_S = 60.0
@@ -41,24 +39,14 @@ class Drawings:
 
 
 async def _drawn(snapshot: bytes) -> bytes:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-c",  # with -m, python would warn that the package imports the module too
-        f"from {__name__} import main; main()",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
+    process = await start_child("jitney.dashboard.report_worker")
     try:
         async with asyncio.timeout(_LONGEST_S):
             page, _ = await process.communicate(snapshot)
     except TimeoutError:
         raise RequestError("the report took too long to draw", code="busy") from None
     finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        await end_child(process)
     if process.returncode != 0:
         raise RuntimeError(f"drawing a report ended with status {process.returncode}")
     return page
@@ -68,10 +56,3 @@ def blocks_of(page: bytes) -> Generator[bytes, None, None]:
     """Pieces of a text that is there already."""
     for start in range(0, len(page), _BLOCK):
         yield page[start : start + _BLOCK]
-
-
-def main() -> None:
-    """A snapshot from standard input, its HTML to standard output."""
-    os.nice(5)  # requests go first
-    snapshot: ReportData = pickle.load(sys.stdin.buffer)  # our parent's own
-    sys.stdout.buffer.write(render(snapshot).encode())

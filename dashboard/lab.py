@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import os
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +23,8 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.api.slices import at_once
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
+from jitney.engine.process.children import end_child, start_child
 from jitney.engine.process.client import EngineClient
-from jitney.engine.process.link import NOT_FOR_THE_CORE
 from jitney.engine.scheduler.policies import POLICIES
 from jitney.engine.simulation.replay import RecordedEngine, ReplayJob
 from jitney.engine.simulation.workload import Arrival
@@ -203,15 +201,13 @@ class Lab:
 
     async def _simulate(self, job: ReplayJob) -> dict[str, Any]:
         """The worker's result. Raises _Failed; leaving early ends the process."""
-        process = await _start_worker()
+        process = await start_child("jitney.engine.simulation.replay", limit=_MOST_BYTES)
         assert process.stdin is not None and process.stdout is not None  # asked for
         try:
             await _send_job(job, process.stdin)
             return await self._result_from(process.stdout)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await end_child(process)
 
     async def _result_from(self, output: asyncio.StreamReader) -> dict[str, Any]:
         async for line in output:
@@ -226,22 +222,6 @@ class Lab:
 
 class _Failed(Exception):
     """An experiment that brought nothing."""
-
-
-async def _start_worker() -> asyncio.subprocess.Process:
-    environment = dict(os.environ)
-    for name in NOT_FOR_THE_CORE:
-        environment.pop(name, None)
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        "jitney.engine.simulation.replay",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=environment,
-        limit=_MOST_BYTES,
-    )
 
 
 async def _send_job(job: ReplayJob, worker: asyncio.StreamWriter) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import msgspec
 
 from jitney.engine.errors import RequestError
-from jitney.engine.process.link import NOT_FOR_THE_CORE
+from jitney.engine.process.children import end_child, start_child
 from jitney.engine.text.template_worker import LENGTH, Chat, Rendered, TemplateSource
 
 _log = logging.getLogger("jitney.api")
@@ -137,7 +135,7 @@ class ChatTemplates:
     async def _ready(self, place: _Place) -> asyncio.subprocess.Process:
         """The place's process, started if it has none that runs. Raises OSError."""
         if place.process is None or not place.runs:
-            place.process = await _start()
+            place.process = await start_child("jitney.engine.text.template_worker")
             if self._closed:
                 await place.end()
                 raise RequestError("the server is shutting down", code="draining")
@@ -157,32 +155,12 @@ class _Place:
 
     async def end(self) -> None:
         if self.process is not None:
-            await _end(self.process)
+            await end_child(self.process)
         self.process = None
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
 
 
 def _refused(reason: str) -> RequestError:
     return RequestError(f"the chat template refused the messages: {reason}", param="messages")
-
-
-async def _start() -> asyncio.subprocess.Process:
-    """A process that waits for a template. Raises OSError."""
-    environ = {name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE}
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        "jitney.engine.text.template_worker",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=environ,
-    )
 
 
 async def _load(process: asyncio.subprocess.Process, source: TemplateSource) -> None:
@@ -190,7 +168,7 @@ async def _load(process: asyncio.subprocess.Process, source: TemplateSource) -> 
     try:
         await asyncio.wait_for(_exchange(process, source), _START_S)
     except (TimeoutError, EOFError) as error:
-        await _end(process)
+        await end_child(process)
         raise OSError("the chat template's process did not start") from error
 
 

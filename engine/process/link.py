@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -16,11 +15,10 @@ import zmq.asyncio
 from jitney.engine import messages
 from jitney.engine.config.schema import Config, platform_environment
 from jitney.engine.errors import ErrorInfo
+from jitney.engine.process.children import child_environ, start_child
 from jitney.engine.process.folder import private_folder
 from jitney.engine.process.main import Start, from_core_address, to_core_address
 
-#: Settings the core has no use for, and should not be able to give away.
-NOT_FOR_THE_CORE = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
 #: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
 #: otherwise.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -128,17 +126,11 @@ async def open_link(config: Config, builder: str, context: zmq.Context) -> Async
 
 
 async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
-    """Start a core. -P: the folder we happen to stand in must not be importable (ours has one
-    called `kernels`).
-    """
-    environ = {name: value for name, value in os.environ.items() if name not in NOT_FOR_THE_CORE}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
+    """Start a core."""
+    process = await start_child(
         "jitney.engine.process.main",
-        stdin=asyncio.subprocess.PIPE,
-        env=_HUGE_PAGES | environ | platform_environment(config.engine),
+        stdout=None,
+        env=_HUGE_PAGES | child_environ() | platform_environment(config.engine),
     )
     assert (
         process.stdin is not None

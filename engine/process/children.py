@@ -1,0 +1,51 @@
+"""Processes of our own that run one of our modules."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+
+#: Environment variables that are the server's alone: no child needs the keys.
+NOT_FOR_CHILDREN = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
+#: asyncio's own limit on a line of a child's output, bytes.
+_LINE_BYTES = 1 << 16
+
+
+def child_environ() -> dict[str, str]:
+    """This process's environment without what is not for children."""
+    return {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
+
+
+async def start_child(
+    module: str,
+    *,
+    stdout: int | None = asyncio.subprocess.PIPE,
+    env: Mapping[str, str] | None = None,
+    limit: int = _LINE_BYTES,
+) -> asyncio.subprocess.Process:
+    """Run a module, with a pipe to its standard input. Raises OSError.
+
+    stdout: None for our own. env: its whole environment; None: `child_environ`. limit: most bytes
+    of a line of its output. -P: the folder we happen to stand in must not be importable (ours has
+    one called `kernels`).
+    """
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        module,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=stdout,
+        env=child_environ() if env is None else env,
+        limit=limit,
+    )
+
+
+async def end_child(process: asyncio.subprocess.Process) -> None:
+    """Kill it if it still runs, and wait until it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
