@@ -261,12 +261,8 @@ class EngineCore:
     def _unseated(self) -> list[SequenceEvent]:
         """Who lost its seat other than for a plan."""
         step, now = self.scheduler.steps, self.clock()
-        return [
-            SequenceEvent(
-                "preempted", seq.request_id, seq.index, -1, step, now, seq.n_prompt, seq.n_output
-            )
-            for seq in self.scheduler.take_unseated()
-        ]
+        unseated = self.scheduler.take_unseated()
+        return [_event_of("preempted", seq, -1, step, now) for seq in unseated]
 
     def _released(self) -> list[SequenceEvent]:
         """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
@@ -364,19 +360,20 @@ def seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
     """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to
     who kept count.
     """
-    preempted = [_event_of("preempted", seq, -1, plan, started) for seq in plan.preempted]
-    boarded = [_event_of("seated", seq, seq.seat, plan, started) for seq in plan.boarded]
+    step = plan.number
+    preempted = [_event_of("preempted", seq, -1, step, started) for seq in plan.preempted]
+    boarded = [_event_of("seated", seq, seq.seat, step, started) for seq in plan.boarded]
     return preempted + boarded
 
 
-def _event_of(event: str, seq: Sequence, seat: int, plan: Plan, started: float) -> SequenceEvent:
+def _event_of(event: str, seq: Sequence, seat: int, step: int, t: float) -> SequenceEvent:
     return SequenceEvent(
         event=event,
         request_id=seq.request_id,
         index=seq.index,
         seat=seat,
-        step=plan.number,
-        t=started,
+        step=step,
+        t=t,
         n_in=seq.n_prompt,
         n_out=seq.n_output,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import history_fakes
 import pytest
 from core_runs import CONTEXT, LONGEST, PAGE_SIZE, PAGES, random_request
 from fakes import (
@@ -20,32 +21,15 @@ from fakes import (
     tokens_of,
     watch,
 )
+from msgspec import structs
 
 from jitney.engine.core import EngineCore
 from jitney.engine.scheduler.admission import sibling_seed
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineInfo, EngineRequest, SequenceOutput
+from jitney.engine.types import EngineRequest, SequenceOutput
 
-INFO = EngineInfo(
-    model="fake",
-    context_length=CONTEXT,
-    vocab_size=40,
-    seats=4,
-    pages=PAGES,
-    page_size=PAGE_SIZE,
-    token_budget=16,
-    policy="continuous",
-    order="fcfs",
-    kernels="none",
-    platform="none",
-    device="none",
-    dtype="float32",
-    kv_dtype="float32",
-    prefix_cache=True,
-    version="0",
-    max_waiting_requests=8,
-)
+INFO = structs.replace(history_fakes.INFO, context_length=CONTEXT, pages=PAGES, page_size=PAGE_SIZE)
 
 
 class FaultyRunner(FakeRunner):
