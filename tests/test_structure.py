@@ -30,6 +30,7 @@ FLOORS = {
     "jitney.engine.scheduler": 2,
     "jitney.engine.checkpoints": 2,
     "jitney.engine.text": 3,
+    "jitney.engine.conversation": 3,
     "jitney.engine.models": 3,
     "jitney.engine.loading": 4,
     "jitney.engine.executor": 4,

@@ -102,12 +102,31 @@ class ChatLogprobs(_Answer):
     refusal: None
 
 
+class CalledFunction(_Answer):
+    """arguments: JSON text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """A call that the client is asked to make."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(_Answer):
-    """What the model said."""
+    """What the model said. content is null where it only called tools; reasoning_content and
+    tool_calls come where there are any.
+    """
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(_Answer):
@@ -115,7 +134,7 @@ class ChatChoice(_Answer):
 
     index: int
     message: ChatMessage
-    finish_reason: _Finish
+    finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: ChatLogprobs | None
     token_ids: list[int] = []
 

@@ -145,6 +145,7 @@ async def _collect(generation: Generation) -> dict[int, ChoiceDelta]:
         for choice, delta in await generation.deltas(None):
             total = totals[choice.index]
             total.text += delta.text
+            total.events += delta.events
             total.tokens.extend(delta.tokens)
             total.finish = delta.finish
     return totals

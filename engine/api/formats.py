@@ -7,6 +7,16 @@ from typing import Any
 
 from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, PromptEcho, TokenList
 from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
+from jitney.engine.conversation.events import (
+    AssistantEvent,
+    AssistantMessage,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    message_of,
+)
 from jitney.engine.text.detokenizer import TokenBytes
 
 DONE = b"data: [DONE]\n\n"
@@ -193,8 +203,8 @@ class ChatFormat(Format):
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
         entry = {
             "index": index,
-            "message": {"role": "assistant", "content": total.text, "refusal": None},
-            "finish_reason": total.finish,
+            "message": _message(message_of(total.events)),
+            "finish_reason": _finish(choice, total),
             "logprobs": self._logprobs(total.tokens),
         }
         return entry | self._token_ids(total.tokens)
@@ -205,17 +215,22 @@ class ChatFormat(Format):
         return {"prompt_token_ids": self.request.prompts[0].ids}
 
     def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        """role first, then content, then the reason of the end, each in a chunk of its own."""
+        """The role first, then what came, then the reason of the end, each in a chunk of its own.
+        The tokens stand in the first chunk after the role.
+        """
         entries: list[dict[str, Any]] = []
         if not choice.started:
             entries.append(self._opening(choice))
+        said = [self._delta(choice, _said(event)) for event in delta.events]
         shows_tokens = self.request.top_logprobs is not None or self.request.return_token_ids
-        if delta.text or (delta.tokens and shows_tokens):
-            entry = self._delta(choice, {"content": delta.text}) | self._token_ids(delta.tokens)
-            entry["logprobs"] = self._logprobs(delta.tokens)
-            entries.append(entry)
+        if delta.tokens and shows_tokens and not said:
+            said.append(self._delta(choice, {"content": ""}))
+        if said:
+            said[0] |= self._token_ids(delta.tokens)
+            said[0]["logprobs"] = self._logprobs(delta.tokens)
+        entries += said
         if delta.finish is not None:
-            entries.append(self._delta(choice, {}, delta.finish))
+            entries.append(self._delta(choice, {}, _finish(choice, delta)))
         return entries
 
     def _opening(self, choice: Choice) -> dict[str, Any]:
@@ -225,7 +240,7 @@ class ChatFormat(Format):
         return entry
 
     def _delta(
-        self, choice: Choice, delta: dict[str, str], finish: str | None = None
+        self, choice: Choice, delta: dict[str, Any], finish: str | None = None
     ) -> dict[str, Any]:
         return {"index": choice.index, "delta": delta, "finish_reason": finish, "logprobs": None}
 
@@ -250,6 +265,46 @@ class ChatFormat(Format):
     def _spelling(self, token: int) -> tuple[str, list[int]]:
         data = self._token_bytes(token)
         return data.decode(errors="replace"), list(data)
+
+
+def _finish(choice: Choice, delta: ChoiceDelta) -> str | None:
+    """Why it ended, as OpenAI says it."""
+    if delta.finish == "stop" and choice.has_called:
+        return "tool_calls"
+    return delta.finish
+
+
+def _message(message: AssistantMessage) -> dict[str, Any]:
+    """Of a whole answer. The content of one that only calls tools is null."""
+    calls = [_whole_call(call) for call in message.tool_calls]
+    shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if calls:
+        shown["content"] = message.content or None
+        shown["tool_calls"] = calls
+    return shown
+
+
+def _whole_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _said(event: AssistantEvent) -> dict[str, Any]:
+    """An event as the delta of a chunk."""
+    match event:
+        case ContentDelta():
+            return {"content": event.text}
+        case ReasoningDelta():
+            return {"reasoning_content": event.text}
+        case ToolCallStart():
+            function = {"name": event.name, "arguments": ""}
+            call = {"index": event.index, "id": event.id, "type": "function"}
+            return {"tool_calls": [call | {"function": function}]}
+        case ToolCallArguments():
+            more = {"index": event.index, "function": {"arguments": event.text}}
+            return {"tool_calls": [more]}
 
 
 def _logprob(tokens: TokenList, place: int) -> float | None:

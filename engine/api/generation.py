@@ -12,11 +12,12 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jitney.engine.api.errors import from_output
 from jitney.engine.api.request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.service import Context, Service
+from jitney.engine.conversation.events import AssistantEvent, AssistantParser, ToolCallStart
 from jitney.engine.text.detokenizer import TextDelta, TextStream, TokenBytes
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
@@ -101,8 +102,10 @@ class ChoiceDelta:
 
     #: All tokens, whether their text is final or still held back.
     tokens: TokenList
-    #: Text that is final.
+    #: Text that is final, markers included.
     text: str = ""
+    #: What that text says, where the request has a parser for it (chats do).
+    events: list[AssistantEvent] = field(default_factory=list)
     #: Why it ended, if it did.
     finish: str | None = None
 
@@ -140,6 +143,10 @@ class Choice:
     stream: TextStream
     #: Tokens whose text is held back.
     unsent: TokenList
+    #: Says what the text means; None where the text is all.
+    parser: AssistantParser | None = None
+    #: Whether it has called a tool.
+    has_called: bool = False
     #: Tokens that came.
     n_tokens: int = 0
     #: Sum of their log-probabilities, if they are asked for.
@@ -164,12 +171,23 @@ class Choice:
         )
         self._count(output, text)
         self.finish = "stop" if text.stopped else output.finish
-        if not text.text and self.finish is None:
+        events = self._parsed(text.text, output.tokens[: text.tokens])
+        has_news = bool(text.text if self.parser is None else events)
+        if not has_news and self.finish is None:
             return None
-        delta = ChoiceDelta(self.unsent, text.text, self.finish)
+        delta = ChoiceDelta(self.unsent, text.text, events, self.finish)
         scores = self.unsent.scores
         self.unsent = TokenList.empty(None if scores is None else scores.width)
         return delta
+
+    def _parsed(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
+        if self.parser is None:
+            return []
+        events = self.parser.push(text, tokens)
+        if self.finish is not None:
+            events += self.parser.finish()
+        self.has_called = self.has_called or any(isinstance(e, ToolCallStart) for e in events)
+        return events
 
     def _count(self, output: SequenceOutput, text: TextDelta) -> None:
         """Take the tokens that count, which a stop string may have cut."""
@@ -376,7 +394,10 @@ def _choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
         for sequence in range(request.sampling.n):
             stream = TextStream(tokenizer, request.sampling, engine_request.prompt)
             unsent = TokenList.empty(request.top_logprobs)
-            choices.append(Choice(len(choices), prompt, sequence, engine_request, stream, unsent))
+            parser = None if request.make_parser is None else request.make_parser()
+            choices.append(
+                Choice(len(choices), prompt, sequence, engine_request, stream, unsent, parser)
+            )
     return choices
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import msgspec
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody, Message
 from jitney.engine.api.service import Context, Service
+from jitney.engine.conversation.events import AssistantParser, ContentParser
 from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, Whole
 
@@ -67,6 +68,8 @@ class GenerationRequest:
     #: Echo without a continuation (max_tokens 0): the one token that the engine must generate is
     #: dropped.
     prompt_only: bool = False
+    #: Makes what splits the text of a choice into thoughts, content and calls; None: nothing does.
+    make_parser: Callable[[], AssistantParser] | None = None
 
     @property
     def sequences(self) -> int:
@@ -126,7 +129,7 @@ async def chat_request(service: Service, body: ChatBody, context: Context) -> Ge
     request = await service.slices.result(
         _generation_request(service, body, context, _CHAT, [prompt], sampling)
     )
-    return replace(request, top_logprobs=sampling.logprobs)
+    return replace(request, top_logprobs=sampling.logprobs, make_parser=ContentParser)
 
 
 def _completion_sampling(body: CompletionBody, info: EngineInfo) -> SamplingParams:

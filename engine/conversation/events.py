@@ -1,0 +1,123 @@
+"""What an assistant's turn is made of, as it comes: thoughts, content, calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """A call of a tool begins. Its arguments follow before the next call begins."""
+
+    #: Of the call in this turn: 0, 1, ...
+    index: int
+    #: Made here; the client's answer names it.
+    id: str
+    #: Of the function.
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """More of a call's arguments: a piece of JSON text."""
+
+    #: Of the call that has begun with it.
+    index: int
+    text: str
+
+
+AssistantEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
+
+
+class AssistantParser(Protocol):
+    """Splits the text of one sequence.
+
+    However the text is cut into pieces, the events say the same once neighbours of one kind are
+    joined. All of the text comes out, but for the markers between its parts.
+    """
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens so far that were thoughts, the marker that ends them not counted."""
+        ...
+
+    def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
+        """Add text, and the tokens that brought it; what is certain now. Text that may be the
+        beginning of a marker is held back.
+        """
+        ...
+
+    def finish(self) -> list[AssistantEvent]:
+        """What was held back when no more text comes."""
+        ...
+
+
+class ContentParser:
+    """Where a model has no markers, or nobody asks for them: all text is content."""
+
+    reasoning_tokens = 0
+
+    def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
+        return [ContentDelta(text)] if text else []
+
+    def finish(self) -> list[AssistantEvent]:
+        return []
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A whole call."""
+
+    id: str
+    name: str
+    #: JSON text, as the model wrote it.
+    arguments: str
+
+
+@dataclass(slots=True)
+class AssistantMessage:
+    """A whole turn."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+def message_of(events: Iterable[AssistantEvent]) -> AssistantMessage:
+    """The events of a whole turn, joined."""
+    message = AssistantMessage()
+    content: list[str] = []
+    reasoning: list[str] = []
+    arguments: list[list[str]] = []
+    for event in events:
+        match event:
+            case ContentDelta():
+                content.append(event.text)
+            case ReasoningDelta():
+                reasoning.append(event.text)
+            case ToolCallStart():
+                message.tool_calls.append(ToolCall(event.id, event.name, ""))
+                arguments.append([])
+            case ToolCallArguments():
+                arguments[event.index].append(event.text)
+    message.content = "".join(content)
+    message.reasoning = "".join(reasoning)
+    for call, pieces in zip(message.tool_calls, arguments, strict=True):
+        call.arguments = "".join(pieces)
+    return message
