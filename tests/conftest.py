@@ -1,6 +1,8 @@
 """What tests of several rooms share."""
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,15 @@ from filelock import FileLock
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.errors import ModelError
 from jitney.engine.scheduler.scheduler import Scheduler
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_nothing() -> Iterator[None]:
+    """Free the engines of a file. A process may hold 65,530 memory maps, and each compiled program
+    takes some.
+    """
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,30 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _COMPILERS = 2
 
 
+class _Compilations:
+    """Counts the compilations of this process.
+
+    One for all runners: jax keeps its listeners for good, and a runner's own method would keep its
+    weights and pools with it.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self._listens = False
+
+    def listen(self) -> None:
+        if not self._listens:
+            self._listens = True
+            jax.monitoring.register_event_duration_secs_listener(self._take)
+
+    def _take(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _COMPILE_EVENT:
+            self.count += 1
+
+
+_compilations = _Compilations()
+
+
 class _Batch(msgspec.Struct):
     """A plan and its upload, ready to launch."""
 
@@ -104,8 +128,8 @@ class Runner:
         #: Shapes until `compile` allocates it: compiling needs no arrays.
         self.state: DeviceState = self.shapes
         self.executables: dict[tuple[Bucket, bool], Any] = {}
-        #: Compilations since `compile`; should stay 0.
-        self.compiles = 0
+        # Of the process, when `compile` was done.
+        self._compiled_before = 0
         #: Seconds that compiling took.
         self.compile_seconds = 0.0
         self._board: Any = None
@@ -122,7 +146,8 @@ class Runner:
         self.state = allocate(self.shapes, self.config)
         self.warm_up()
         self.compile_seconds += time.perf_counter() - started
-        jax.monitoring.register_event_duration_secs_listener(self._count_compile)
+        _compilations.listen()
+        self._compiled_before = _compilations.count
 
     def _kinds(self) -> list[tuple[Bucket, bool]]:
         """(bucket, plain) of every executable, the largest first."""
@@ -189,10 +214,10 @@ class Runner:
             packed = self.builder.empty(bucket, plain)
             jax.block_until_ready(self.run(bucket, plain, packed))
 
-    def _count_compile(self, event: str, duration_secs: float, **_: Any) -> None:
-        """jax.monitoring listener: a compilation after ready is a bug worth showing."""
-        if event == _COMPILE_EVENT:
-            self.compiles += 1
+    @property
+    def compiles(self) -> int:
+        """Compilations in this process since `compile`; one after ready is a bug worth showing."""
+        return _compilations.count - self._compiled_before
 
     def batch(self, plan: Plan) -> _Batch:
         """Pack the plan; numpy only."""

@@ -4,6 +4,8 @@ from shapes alone.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -50,6 +52,18 @@ def runner() -> Runner:
     made.compile()
     assert made.executables[MIXED, False] is first, "the largest step was compiled twice"
     return made
+
+
+def test_a_runner_that_is_let_go_leaves_nothing():
+    """Neither its pools nor its weights: jax keeps whatever listens to it."""
+    made = make_runner()
+    made.compile()
+    pool = weakref.ref(made.state.kv[0])
+    weights = weakref.ref(made.leaves[0])
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert [gone(), pool(), weights()] == [None, None, None]
 
 
 def test_every_kind_has_one_executable(runner: Runner):
