@@ -100,19 +100,29 @@ class Keys:
 
 
 def bearer(keys: Keys) -> Identify:
-    """Identifies by the header 'Authorization: Bearer KEY'; two such headers are none."""
+    """Identifies by the header 'Authorization: Bearer KEY', or where there is none, by 'x-api-key:
+    KEY', as Anthropic's clients send it. Two of either are none.
+    """
 
     def identify(scope: Scope) -> Identity:
         if not keys.needed:
             return EVERYBODY
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        key = key.strip()
-        if scheme.lower() != b"bearer" or not key:
+        key = _key(scope)
+        if not key:
             return NOBODY
         return keys.identify(key.decode("latin-1"), address_of(scope))
 
     return identify
+
+
+def _key(scope: Scope) -> bytes:
+    """What the request shows as its key; empty where it shows none."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if given:
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return key.strip() if scheme.lower() == b"bearer" else b""
+    given = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    return given[0].strip() if len(given) == 1 else b""
 
 
 def address_of(scope: Scope) -> str:

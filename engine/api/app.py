@@ -17,7 +17,7 @@ from starlette.types import Scope
 from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, Role, RoleOf, bearer
 from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
-from jitney.engine.api.errors import HttpError, error_response
+from jitney.engine.api.errors import HttpError, echo, error_response
 from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits
 from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES
@@ -114,10 +114,16 @@ def _identify(keys: Keys) -> Identify:
 def _no_key() -> HttpError:
     return HttpError(
         401,
-        "give a valid API key as 'Authorization: Bearer KEY'",
+        "give a valid API key as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'",
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
         close=True,
+    )
+
+
+def _no_route(path: str) -> HttpError:
+    return HttpError(
+        404, f"no route {echo(path)} here; /openapi.json lists what there is", code="not_found"
     )
 
 
@@ -125,9 +131,12 @@ def _router_error(table: RouteTable) -> Callable[[Request, Exception], Awaitable
     """Answers to a path or method that no route takes."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        allowed = table.allowed(route_path(request.scope))
+        path, context = route_path(request.scope), context_of(request.scope)
+        allowed = table.allowed(path)
         if allowed:  # else the path is one of the extra routes', or nobody's
             error = HTTPException(405, headers={"allow": ", ".join(allowed)})
-        return error_response(error, context_of(request.scope).request_id)
+        elif isinstance(error, HTTPException) and error.status_code == 404:
+            error = _no_route(path)
+        return error_response(error, context.request_id, context.error_form)
 
     return answer

@@ -5,7 +5,7 @@ leaves.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.blocks import BlockAnswer, send_body, start_of
 from jitney.engine.api.disconnect import until_disconnect
-from jitney.engine.api.errors import HttpError, error_event
-from jitney.engine.api.formats import DONE, ChatFormat, CompletionFormat, Format
+from jitney.engine.api.errors import HttpError
+from jitney.engine.api.formats import ChatFormat, CompletionFormat, Format
 from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, TokenList
 from jitney.engine.api.jsonio import read_object
 from jitney.engine.api.request import GenerationRequest, chat_request, completion_request
@@ -23,26 +23,26 @@ from jitney.engine.api.routing import Handler
 from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody, parse_body
 from jitney.engine.api.service import Service, context_of
 from jitney.engine.errors import RequestError
+from jitney.engine.text.detokenizer import TokenBytes
 
-_KEEP_ALIVE = b": keep-alive\n\n"
 #: Names listed in x-ignored-params, and characters of each.
 _MOST_IGNORED = 20
 _IGNORED_CHARS = 64
 
 
 async def completions(service: Service, request: Request) -> ASGIApp:
-    body, headers = await _read(service, request, CompletionBody)
+    body, headers = await read_body(service, request, CompletionBody)
     wanted = await completion_request(service, body, context_of(request.scope))
-    return _Answer(service, wanted, CompletionFormat, headers)
+    return Answer(service, wanted, CompletionFormat, headers)
 
 
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
-    body, headers = await _read(service, request, ChatBody)
+    body, headers = await read_body(service, request, ChatBody)
     wanted = await chat_request(service, body, context_of(request.scope))
-    return _Answer(service, wanted, ChatFormat, headers)
+    return Answer(service, wanted, ChatFormat, headers)
 
 
-async def _read[B: GenerationBody](
+async def read_body[B: GenerationBody](
     service: Service, request: Request, kind: type[B]
 ) -> tuple[B, dict[str, str]]:
     """The checked body, and the header that lists what was ignored of it."""
@@ -64,12 +64,12 @@ def _shown(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class Answer:
     """Runs a request and sends what comes of it, whole or as a stream."""
 
     service: Service
     request: GenerationRequest
-    format: type[Format]
+    format: Callable[[Generation, TokenBytes], Format]
     headers: dict[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,23 +104,29 @@ class _Answer:
         deltas = await generation.deltas(settings.header_wait_s)
         await send(self._stream_start())
         try:
+            opening = format.opening()
+            if opening:
+                await send_body(send, opening)
             await self._send_frames(format, deltas, send)
             while not generation.done:
                 deltas = await generation.deltas(settings.keep_alive_s)
                 await self._send_frames(format, deltas, send)
-            tail = format.tail()
+            await self._send_pieces(format.tail(), send)
         except Exception as error:
-            tail = error_event(error, request_id) + DONE
-        await send_body(send, tail, more=False)
+            await self._send_pieces(format.failure(error, request_id), send)
+        await send_body(send, b"", more=False)
 
     async def _send_frames(
         self, format: Format, deltas: list[tuple[Choice, ChoiceDelta]], send: Send
     ) -> None:
-        """What these deltas have to say; a comment where it is nothing."""
-        if not deltas:
-            await send_body(send, _KEEP_ALIVE)
-            return
-        async with aclosing(self.service.slices.blocks(_frames(format, deltas))) as blocks:
+        """What these deltas have to say; a sign of life where it is nothing."""
+        if deltas:
+            await self._send_pieces(_frames(format, deltas), send)
+        else:
+            await send_body(send, format.keep_alive)
+
+    async def _send_pieces(self, pieces: Generator[bytes, None, None], send: Send) -> None:
+        async with aclosing(self.service.slices.blocks(pieces)) as blocks:
             async for block in blocks:
                 await send_body(send, block)
 

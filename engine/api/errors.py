@@ -6,6 +6,8 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -22,6 +24,16 @@ _ECHO_LIMIT = 200
 
 #: HTTP status -> error type; else server_error from 500 on, and invalid_request_error.
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+#: The same in Anthropic's form; else api_error from 500 on, and invalid_request_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 #: Request error code -> (status, the code shown to the client, seconds for Retry-After when the
 #: error knows none).
 _CODES: dict[str, tuple[int, str | None, float | None]] = {
@@ -44,6 +56,24 @@ _CODES: dict[str, tuple[int, str | None, float | None]] = {
 }
 #: Messages for what the router refuses.
 _ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
+#: Anthropic's routes.
+_MESSAGES = "/v1/messages"
+
+
+class ErrorForm(Enum):
+    """Whose clients read an error."""
+
+    #: {"error": {"message", "type", "param", "code"}}
+    OPENAI = "openai"
+    #: {"type": "error", "error": {"type", "message"}, "request_id"}
+    ANTHROPIC = "anthropic"
+
+
+def error_form(path: str) -> ErrorForm:
+    """Of a path's answers, whether or not a route has it."""
+    if path == _MESSAGES or path.startswith(_MESSAGES + "/"):
+        return ErrorForm.ANTHROPIC
+    return ErrorForm.OPENAI
 
 
 class HttpError(JitneyError):
@@ -71,7 +101,7 @@ class HttpError(JitneyError):
 
 
 @dataclass(slots=True)
-class _ErrorAnswer:
+class ErrorAnswer:
     """What any exception is answered with."""
 
     status: int
@@ -80,7 +110,7 @@ class _ErrorAnswer:
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    def body(self) -> bytes:
+    def openai(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status)
         if kind is None:
             kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -90,24 +120,38 @@ class _ErrorAnswer:
             "param": None if self.param is None else self.param[:_ECHO_LIMIT],
             "code": self.code,
         }
-        return orjson.dumps({"error": error})
+        return {"error": error}
+
+    def anthropic(self, request_id: str) -> dict[str, Any]:
+        """A form without a place for the field at fault, which its message names instead."""
+        kind = _ANTHROPIC_TYPES.get(self.status)
+        if kind is None:
+            kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        message = self.message
+        if self.param is not None and self.param not in message:
+            message = f"{self.param[:_ECHO_LIMIT]}: {message}"
+        error = {"type": kind, "message": message[:_MESSAGE_LIMIT]}
+        return {"type": "error", "error": error, "request_id": request_id}
 
 
-def error_response(error: BaseException, request_id: str) -> Response:
-    answer = _answer_to(error, request_id)
-    return Response(answer.body(), answer.status, answer.headers, "application/json")
+def error_response(
+    error: BaseException, request_id: str, form: ErrorForm = ErrorForm.OPENAI
+) -> Response:
+    answer = answer_to(error, request_id)
+    body = answer.openai() if form is ErrorForm.OPENAI else answer.anthropic(request_id)
+    return Response(orjson.dumps(body), answer.status, answer.headers, "application/json")
 
 
 def error_event(error: BaseException, request_id: str) -> bytes:
     """The same error inside a stream that has already begun: one SSE event."""
-    return b"data: " + _answer_to(error, request_id).body() + b"\n\n"
+    return b"data: " + orjson.dumps(answer_to(error, request_id).openai()) + b"\n\n"
 
 
-def _answer_to(error: BaseException, request_id: str) -> _ErrorAnswer:
+def answer_to(error: BaseException, request_id: str) -> ErrorAnswer:
     """What we did not raise on purpose is a bare 500."""
     match error:
         case HttpError():
-            return _ErrorAnswer(error.status, str(error), error.code, error.param, error.headers)
+            return ErrorAnswer(error.status, str(error), error.code, error.param, error.headers)
         case RequestError(info=info) if info.code != "internal_error":
             return _refusal(info)
         case HTTPException():
@@ -115,24 +159,24 @@ def _answer_to(error: BaseException, request_id: str) -> _ErrorAnswer:
     if not isinstance(error, RequestError):
         _log.error("request %s failed", request_id, exc_info=error)
     message = f"internal error; the log names it by request id {request_id}"
-    return _ErrorAnswer(500, message, "internal_error")
+    return ErrorAnswer(500, message, "internal_error")
 
 
-def _refusal(info: ErrorInfo) -> _ErrorAnswer:
+def _refusal(info: ErrorInfo) -> ErrorAnswer:
     status, code, pause = _CODES[info.code]
     if info.retry_after is not None:
         pause = info.retry_after
-    answer = _ErrorAnswer(status, info.message, code, info.param)
+    answer = ErrorAnswer(status, info.message, code, info.param)
     if pause is not None:
         answer.headers["retry-after"] = str(max(1, math.ceil(pause)))
         answer.headers["retry-after-ms"] = str(max(1, math.ceil(pause * 1000)))
     return answer
 
 
-def _router_answer(error: HTTPException) -> _ErrorAnswer:
+def _router_answer(error: HTTPException) -> ErrorAnswer:
     """The router lists the allowed methods in the order of a set; ours is the same on every run."""
     message, code = _ROUTER.get(error.status_code, (error.detail, None))
-    answer = _ErrorAnswer(error.status_code, message, code)
+    answer = ErrorAnswer(error.status_code, message, code)
     for name, value in (error.headers or {}).items():
         if name.lower() == "allow":
             value = ", ".join(sorted(value.split(", ")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from jitney.engine.api.errors import error_event
 from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, PromptEcho, TokenList
 from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
 from jitney.engine.conversation.events import (
@@ -19,7 +20,7 @@ from jitney.engine.conversation.events import (
 )
 from jitney.engine.text.detokenizer import TokenBytes
 
-DONE = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 #: JSON has no minus infinity; OpenAI writes this for a token that cannot be chosen.
 _LOWEST = -9999.0
 _NO_ECHO = PromptEcho("", TokenList.empty(None))
@@ -38,11 +39,13 @@ class _Known[T](dict[int, T]):
 
 
 class Format:
-    """Answers of one generation. `whole` for a plain answer, `chunks` and `tail` for a stream (SSE
-    frames). Whole answers and chunks come in pieces: work for `Slices`.
+    """Answers of one generation. `whole` for a plain answer; `opening`, `chunks`, and `tail` or
+    `failure` for a stream (SSE frames). All come in pieces: work for `Slices`.
     """
 
     whole_object = chunk_object = ""
+    #: What a stream says while there is nothing to say.
+    keep_alive = b": keep-alive\n\n"
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         self.generation = generation
@@ -75,11 +78,20 @@ class Format:
             yield from self._frame([entry])
         choice.started = True
 
-    def tail(self) -> bytes:
+    def opening(self) -> bytes:
+        """What comes before the first chunk."""
+        return b""
+
+    def tail(self) -> Generator[bytes, None, None]:
         """What follows the last chunk."""
         if self.request.include_usage:
-            return b"".join(self._frame([], self.generation.usage())) + DONE
-        return DONE
+            yield from self._frame([], self.generation.usage())
+        yield _DONE
+
+    def failure(self, error: Exception, request_id: str) -> Generator[bytes, None, None]:
+        """What follows the last chunk if something went wrong."""
+        yield error_event(error, request_id)
+        yield _DONE
 
     def _frame(
         self, choices: list[dict[str, Any]], usage: dict[str, object] | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.access import Role
-from jitney.engine.api.errors import HttpError, echo, error_response
+from jitney.engine.api.errors import ErrorForm, HttpError, echo, error_form, error_response
 from jitney.engine.api.routing import RouteTable, route_path
 from jitney.engine.api.schema import SAFE_ID
 from jitney.engine.api.service import Context, Service, context_of
@@ -53,8 +53,9 @@ class ErrorMiddleware:
             await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self.table.find(route_path(scope), scope["method"])
-        context = scope["jitney"] = Context(_request_id(scope), route)
+        path = route_path(scope)
+        route = self.table.find(path, scope["method"])
+        context = scope["jitney"] = Context(_request_id(scope), route, error_form(path))
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -70,7 +71,8 @@ class ErrorMiddleware:
                     "request %s failed after its answer began", context.request_id, exc_info=error
                 )
                 raise
-            await error_response(error, context.request_id)(scope, receive, send_marked)
+            answer = error_response(error, context.request_id, context.error_form)
+            await answer(scope, receive, send_marked)
         finally:
             self._record(scope, context)
 
@@ -110,10 +112,13 @@ def _request_id(scope: Scope) -> str:
 
 
 def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
-    return [
+    headers = [
         (b"x-request-id", context.request_id.encode()),
         (b"openai-processing-ms", str(round(context.elapsed_ms)).encode()),
     ]
+    if context.error_form is ErrorForm.ANTHROPIC:
+        headers.append((b"request-id", context.request_id.encode()))
+    return headers
 
 
 def _headers_named(scope: Scope, name: bytes) -> list[bytes]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
+from jitney.engine.api.errors import ErrorForm
 from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.quotas import Quotas, Spending
 from jitney.engine.api.routing import HttpRoute
@@ -35,6 +36,8 @@ class Context:
     request_id: str
     #: Its line in the table of routes; None if it has none.
     route: HttpRoute | None = None
+    #: How its errors are written.
+    error_form: ErrorForm = ErrorForm.OPENAI
     #: time.monotonic() of its arrival.
     started: float = field(default_factory=time.monotonic)
     #: Digest of the key it came with.

@@ -106,6 +106,51 @@ def test_a_line_that_generates_counts_against_its_key_and_ends_with_its_client()
 
 
 @pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/embeddings",
+        "/v1/images/generations",
+        "/v1/audio/speech",
+        "/v1/moderations",
+        "/v1/fine_tuning/jobs",
+        "/v1/assistants",
+        "/v1/messages-of-others",
+    ],
+)
+def test_a_route_that_is_not_there_is_named_in_openais_form(path: str):
+    reply = run(call(app_with(), path, b"{}", headers=KEY))
+    assert (reply.status, reply.error["code"]) == (404, "not_found")
+    assert path in reply.error["message"] and reply.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("headers", [{}, KEY])
+def test_errors_below_messages_are_in_anthropics_form(headers: dict):
+    reply = run(call(app_with(), "/v1/messages/nope", b"{}", headers=headers))
+    body = reply.json()
+    kind = "not_found_error" if headers else "authentication_error"
+    assert reply.status == (404 if headers else 401)
+    assert set(body) == {"type", "error", "request_id"} and body["type"] == "error"
+    assert body["error"]["type"] == kind and set(body["error"]) == {"type", "message"}
+    assert body["request_id"] == reply.headers["x-request-id"] == reply.headers["request-id"]
+    assert not headers or "/v1/messages/nope" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": "sekrit"}, 200),
+        ({"x-api-key": "nope"}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": "nope"} | KEY, 200),
+        ({"x-api-key": "sekrit", "authorization": "Bearer nope"}, 401),
+        ({"x-api-key": "sekrit", "authorization": "Basic x"}, 401),
+    ],
+)
+def test_a_key_may_come_as_anthropics_clients_send_it(headers: dict, status: int):
+    assert run(call(app_with(), "/v1/models", method="GET", headers=headers)).status == status
+
+
+@pytest.mark.parametrize(
     ("path", "template"),
     [
         ("/livez", "/livez"),
