@@ -59,6 +59,20 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int]
 
 
+class PromptLogprob(_Answer):
+    """A token that stands, or might have stood, in the prompt. rank: its place among all tokens, 1
+    for the likeliest; null if it is not among those that were asked for.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+#: One entry a token of the prompt, by token id; null for the first. Comes with prompt_logprobs.
+_PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(_Answer):
     """One answer to one prompt. The lists of token ids come with return_token_ids."""
 
@@ -68,6 +82,7 @@ class CompletionChoice(_Answer):
     logprobs: CompletionLogprobs | None
     token_ids: list[int] = []
     prompt_token_ids: list[int] = []
+    prompt_logprobs: _PromptLogprobs = []
 
 
 class CompletionAnswer(_Answer):
@@ -149,15 +164,19 @@ class ChatAnswer(_Answer):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] = []
+    prompt_logprobs: _PromptLogprobs = []
 
 
 class ModelCard(_Answer):
-    """The served model. max_model_len: tokens of a sequence, prompt included."""
+    """The served model under one of its names. root: what answers call it. max_model_len: tokens of
+    a sequence, prompt included.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int | None
 
 

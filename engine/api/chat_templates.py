@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -64,15 +65,21 @@ class ChatTemplates:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def render(self, messages: Sequence[dict[str, Any]], most_chars: int) -> str:
-        """The prompt text. Raises RequestError for messages that the template refuses, that keep it
-        too long, or that make more than most_chars characters.
+    async def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        most_chars: int,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The prompt text. variables: what else the template is given. Raises RequestError for
+        messages that the template refuses, that keep it too long, or that make more than most_chars
+        characters.
         """
         try:
             place = await asyncio.wait_for(self._free.get(), _WAIT_S)
         except TimeoutError:
             raise RequestError("too many chats wait for the chat template", code="busy") from None
-        chat = Chat(list(messages), most_chars, 2 * self._timeout_s)
+        chat = Chat(list(messages), most_chars, 2 * self._timeout_s, dict(variables))
         rendered = await asyncio.shield(self._go_on(self._render_in(place, chat)))
         if rendered.too_long:
             raise RequestError(

@@ -6,7 +6,14 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from jitney.engine.api.errors import error_event
-from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, PromptEcho, TokenList
+from jitney.engine.api.generation import (
+    Choice,
+    ChoiceDelta,
+    Generation,
+    PromptEcho,
+    Scores,
+    TokenList,
+)
 from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
 from jitney.engine.conversation.events import (
     AssistantEvent,
@@ -119,6 +126,32 @@ class Format:
             best += group[:n]
         return best
 
+    def _prompt_logprobs(self, prompt: int) -> dict[str, Any]:
+        """In vLLM's form, by token id; nothing if they were not asked for."""
+        echo = self.generation.echoes[prompt]
+        scores = echo.scores
+        if scores is None:
+            return {}
+        ids = echo.tokens.ids
+        entries = json_list(
+            lambda place: self._ranked(scores, ids[place], place), len(scores.chosen)
+        )
+        return {"prompt_logprobs": entries}
+
+    def _ranked(self, scores: Scores, token: int, place: int) -> dict[str, Any] | None:
+        """A token of the prompt, and the likeliest ones of its place."""
+        own = scores.logprob(place)
+        if own is None:
+            return None
+        entry = {str(token): self._ranked_token(token, own, None)}
+        for rank, (id, logprob) in enumerate(scores.top(place), start=1):
+            entry[str(id)] = self._ranked_token(id, logprob, rank)
+        return entry
+
+    def _ranked_token(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = self._token_bytes(token).decode(errors="replace")
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
     def _token_ids(self, tokens: TokenList) -> dict[str, Any]:
         return {"token_ids": tokens.ids} if self.request.return_token_ids else {}
 
@@ -140,7 +173,8 @@ class CompletionFormat(Format):
         self._texts = _Known(self._text)
 
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
-        return self._entry(index, choice, total, first=True)
+        entry = self._entry(index, choice, total, first=True)
+        return entry | self._prompt_logprobs(choice.prompt)
 
     def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[dict[str, Any]]:
         return [self._entry(choice.index, choice, delta, first=not choice.started)]
@@ -222,9 +256,10 @@ class ChatFormat(Format):
         return entry | self._token_ids(total.tokens)
 
     def _whole_extra(self) -> dict[str, Any]:
-        if not self.request.return_token_ids:
-            return {}
-        return {"prompt_token_ids": self.request.prompts[0].ids}
+        extra = self._prompt_logprobs(0)
+        if self.request.return_token_ids:
+            extra["prompt_token_ids"] = self.request.prompts[0].ids
+        return extra
 
     def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """The role first, then what came, then the reason of the end, each in a chunk of its own.

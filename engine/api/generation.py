@@ -116,16 +116,19 @@ class PromptEcho:
 
     text: str
     tokens: TokenList
-    #: They come with the first output token, an entry a token, and become `tokens.scores`.
+    #: As wide as `prompt_logprobs` asks for; None where it does not.
+    scores: Scores | None = None
+    #: They come with the first output token, an entry a token, and become `tokens.scores` and
+    #: `scores`.
     logprobs: list[TokenLogprobs | None] | None = None
 
     def take_scores(self) -> Generator[None, None, None]:
         """Work for `Slices`."""
         entries, self.logprobs = self.logprobs or [], None
-        if self.tokens.scores is None:
-            return
+        wanted = [scores for scores in (self.tokens.scores, self.scores) if scores is not None]
         for place, entry in enumerate(entries):
-            self.tokens.scores.append(entry)
+            for scores in wanted:
+                scores.append(entry)
             if place % _ECHO_TOKENS == 0:
                 yield
 
@@ -317,7 +320,7 @@ class Generation:
 
     def _take_prompt_facts(self, number: int, output: SequenceOutput) -> None:
         """Keep what comes once per prompt."""
-        if output.prompt_logprobs is not None and self.request.echo:
+        if output.prompt_logprobs is not None:
             self.echoes[number].logprobs = output.prompt_logprobs
         if output.index == 0 and output.cached_tokens:
             self._metrics.cached_tokens.inc(output.cached_tokens - self.cached_tokens[number])
@@ -402,8 +405,14 @@ def _choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
 
 
 def _blank_echo(request: GenerationRequest, prompt: EncodedPrompt) -> PromptEcho:
-    scores = None if request.top_logprobs is None else Scores(request.top_logprobs)
-    return PromptEcho("", TokenList(prompt.ids, [], scores))
+    """Its scores are those that are shown: `logprobs` counts for a prompt only with `echo`."""
+    shown = request.top_logprobs if request.echo else None
+    own = request.prompt_logprobs
+    return PromptEcho(
+        "",
+        TokenList(prompt.ids, [], None if shown is None else Scores(shown)),
+        None if own is None else Scores(own),
+    )
 
 
 def _fill_echo(

@@ -29,23 +29,25 @@ _SHOWN = (
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    return _json({"object": "list", "data": [_model(service)]})
+    models = [_model(service, name) for name in service.model_names]
+    return _json({"object": "list", "data": models})
 
 
 async def show_model(service: Service, request: Request) -> Response:
     name = request.path_params["model"]
-    if name != service.model_name:
+    if name not in service.model_names:
         raise HttpError(404, f"no model {echo(name)}", code="model_not_found", param="model")
-    return _json(_model(service))
+    return _json(_model(service, name))
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
     info = service.client.info
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "jitney",
+        "root": service.model_name,
         "max_model_len": info.context_length if info else None,
     }
 

@@ -28,6 +28,8 @@ _MAX_CHOICES = 128
 _CHARS_PER_TOKEN = 8
 #: Characters that a chat template may add of its own.
 _TEMPLATE_CHARS = 1 << 16
+#: Of `truncate_prompt_tokens`.
+_ALL_THERE_IS_ROOM_FOR = -1
 #: Fields of a body that mean the same to the engine.
 _SAMPLING_FIELDS = [
     name for name in SamplingParams.__struct_fields__ if name in GenerationBody.model_fields
@@ -61,6 +63,8 @@ class GenerationRequest:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    #: Alternatives shown per token of the prompt; None for no log-probabilities of them.
+    prompt_logprobs: int | None
     #: Alternatives shown per token; None for no log-probabilities.
     top_logprobs: int | None
     #: Whether the answer begins with the prompt.
@@ -124,7 +128,8 @@ async def chat_request(service: Service, body: ChatBody, context: Context) -> Ge
     chars = sum(len(str(message["content"])) for message in messages)
     _check_chars(chars, info, _CHAT)
     most_chars = info.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
-    text = await service.render_chat(messages, tokenizer, most_chars)
+    variables = _template_variables(body)
+    text = await service.render_chat(messages, tokenizer, most_chars, variables)
     prompt = await service.off_loop(lambda: _chat_prompt(text, tokenizer))
     request = await service.slices.result(
         _generation_request(service, body, context, _CHAT, [prompt], sampling)
@@ -132,12 +137,21 @@ async def chat_request(service: Service, body: ChatBody, context: Context) -> Ge
     return replace(request, top_logprobs=sampling.logprobs, make_parser=ContentParser)
 
 
+def _template_variables(body: ChatBody) -> dict[str, Any]:
+    """What a chat template is given beside the messages."""
+    goes_on = bool(body.continue_final_message)
+    begins = body.add_generation_prompt
+    if begins is None:
+        begins = not goes_on
+    return {"add_generation_prompt": begins, "continue_final_message": goes_on}
+
+
 def _completion_sampling(body: CompletionBody, info: EngineInfo) -> SamplingParams:
     own: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.max_tokens == 0:
         own["max_tokens"] = 1
     if body.echo:
-        own["prompt_logprobs"] = body.logprobs
+        own["prompt_logprobs"] = _wider(body.logprobs, body.prompt_logprobs)
     if body.best_of is not None:
         own["n"] = body.best_of
         if body.best_of > (body.n or 1) and body.logprobs is None:
@@ -179,12 +193,13 @@ def _generation_request(
     sampling: SamplingParams,
 ) -> Generator[None, None, GenerationRequest]:
     """Without what only one of the routes shows. Work for `Slices`."""
-    if body.truncate_prompt_tokens is not None:
+    info, _ = service.ready()
+    most = _most_prompt_tokens(body, info, kind, sampling)
+    if most is not None:
         for prompt in prompts:
-            _truncate(prompt, body.truncate_prompt_tokens)
+            _truncate(prompt, most)
     context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
     wanted = _engine_request(service, body, context, sampling, len(prompts))
-    info, _ = service.ready()
     engine_requests: list[EngineRequest] = []
     for number, prompt in enumerate(prompts):
         engine_requests.append(_for_prompt(wanted, number, prompt.ids, info, kind))
@@ -193,7 +208,7 @@ def _generation_request(
     return GenerationRequest(
         id=kind.id_prefix + (body.request_id or wanted.id),
         created=int(time.time()),
-        model=body.model,
+        model=service.model_name,
         prompts=prompts,
         engine_requests=engine_requests,
         sampling=sampling,
@@ -202,6 +217,7 @@ def _generation_request(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
+        prompt_logprobs=body.prompt_logprobs,
         top_logprobs=None,
     )
 
@@ -260,8 +276,8 @@ def _with_max_tokens(
     return msgspec.structs.replace(sampling, max_tokens=min(kind.default_tokens or room, room))
 
 
-def _check_model(service: Service, name: str) -> None:
-    if name != service.model_name:
+def _check_model(service: Service, name: str | None) -> None:
+    if name is not None and name not in service.model_names:
         raise HttpError(
             404,
             f"no model {echo(name)}; /v1/models lists what there is",
@@ -298,6 +314,23 @@ def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
         return EncodedPrompt(tokenizer.encode(text, add_special_tokens=False))
     except RequestError as error:
         raise RequestError(str(error), code=error.info.code, param=_CHAT.prompt_field) from error
+
+
+def _wider(one: int | None, other: int | None) -> int | None:
+    """The larger of two numbers of alternatives; None is none at all."""
+    if one is None or other is None:
+        return one if other is None else other
+    return max(one, other)
+
+
+def _most_prompt_tokens(
+    body: GenerationBody, info: EngineInfo, kind: _Kind, sampling: SamplingParams
+) -> int | None:
+    """What a longer prompt is cut to; None: it is not cut."""
+    if body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
+        return body.truncate_prompt_tokens
+    answer = sampling.max_tokens or kind.default_tokens or 1
+    return max(1, info.request_limits.longest - answer)
 
 
 def _truncate(prompt: EncodedPrompt, tokens: int) -> None:

@@ -28,7 +28,8 @@ from jitney.engine.api.errors import echo
 from jitney.engine.errors import RequestError
 from jitney.engine.types import Range, SamplingParams, declared
 
-_MAX_STOPS = 4
+#: Most stop strings of a request.
+_MAX_STOPS = 64
 #: Most characters of a field that only labels a request (user, names, ids).
 _LABEL_CHARS = 512
 #: Most entries of stop_token_ids, before those that are named twice are dropped.
@@ -48,7 +49,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "add_special_tokens": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "function_call": ("none",),
@@ -66,7 +66,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
@@ -82,7 +81,13 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 #: Field of a body -> the field of SamplingParams whose range it has.
 _SAMPLED_AS = {"best_of": "n", "top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
 #: Fields of the sibling route, refused likewise.
-_REFUSED_COMPLETION = {"max_completion_tokens": (), "messages": (), "top_logprobs": ()}
+_REFUSED_COMPLETION: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (),
+    "continue_final_message": (False,),
+    "max_completion_tokens": (),
+    "messages": (),
+    "top_logprobs": (),
+}
 _REFUSED_CHAT = {"best_of": (1,), "echo": (False,), "prompt": ()}
 #: Kinds of content part that exist elsewhere; a text model cannot read them, and no URL is ever
 #: fetched.
@@ -170,7 +175,17 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise ValueError(f"must be a string or at most {_MAX_STOPS} strings")
     if not _all_of(str, texts):
         raise ValueError("must be a string or a list of strings")
-    return tuple(texts)
+    return tuple(dict.fromkeys(texts))
+
+
+def _truncation(value: Any) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or not (value == -1 or 1 <= value < 2**31):
+        raise ValueError(
+            "must be a number of tokens, at least 1, or -1 for all that there is room for"
+        )
+    return value
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -245,7 +260,8 @@ class GenerationBody(_Body):
 
     model_config = ConfigDict(json_schema_extra=_described)
 
-    model: Annotated[str, Field(min_length=1)]
+    #: None: the served model.
+    model: Annotated[str, Field(min_length=1)] | None = None
     n: Annotated[int | None, _ranged("n")] = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -271,7 +287,11 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    #: -1: as many as leave room for max_tokens.
+    truncate_prompt_tokens: Annotated[
+        Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None, PlainValidator(_truncation)
+    ] = None
+    prompt_logprobs: Annotated[int | None, _ranged("prompt_logprobs")] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
     request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
@@ -288,6 +308,8 @@ class GenerationBody(_Body):
             raise _at("stream_options", "is only allowed when stream is true")
         if self.tool_choice not in (None, "none"):
             raise _at("tool_choice", "is only allowed with tools")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _at("prompt_logprobs", "is not available in a stream")
         return self
 
 
@@ -362,16 +384,23 @@ class ChatBody(GenerationBody):
     name, wins.
 
     Several system messages and a last message of the assistant are allowed; the chat template
-    decides how they read, and a new assistant turn always begins. "developer" reads as "system".
+    decides how they read. A new assistant turn begins unless add_generation_prompt is false or
+    continue_final_message is true: then the answer goes on where the last message ends.
+    "developer" reads as "system".
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, _ranged("max_tokens")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _ranged("logprobs")] = None
+    #: None: true, unless continue_final_message is.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _chat_combinations(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _at("continue_final_message", "excludes add_generation_prompt")
         if self.top_logprobs is not None and not self.logprobs:
             raise _at("top_logprobs", "is only allowed when logprobs is true")
         return self

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
@@ -76,7 +77,8 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings
-        self.model_name = model_name
+        #: What requests may call the model; answers call it by the first.
+        self.model_names = settings.served_model_names or (model_name,)
         self.created = int(time.time())
         #: The document of the routes, JSON.
         self.openapi = b""
@@ -91,6 +93,11 @@ class Service:
         self._threads = TextThreads()
         #: Renders chats; None: the text threads do, which a template that never ends would take.
         self.chat_templates: ChatTemplates | None = None
+
+    @property
+    def model_name(self) -> str:
+        """What answers call the model."""
+        return self.model_names[0]
 
     def begin_drain(self) -> None:
         """Refuse new generation requests from now on; those that run go on."""
@@ -161,13 +168,19 @@ class Service:
         return await self._threads.run(work, self.settings.tokenize_timeout_s)
 
     async def render_chat(
-        self, messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, most_chars: int
+        self,
+        messages: Sequence[dict[str, Any]],
+        tokenizer: Tokenizer,
+        most_chars: int,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt text of a conversation. Raises RequestError."""
+        """The prompt text of a conversation. variables: what else the template is given. Raises
+        RequestError.
+        """
         if not tokenizer.has_chat_template:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
         if self.chat_templates is not None:
-            return await self.chat_templates.render(messages, most_chars)
-        return await self.off_loop(lambda: tokenizer.apply_chat_template(messages))
+            return await self.chat_templates.render(messages, most_chars, variables)
+        return await self.off_loop(lambda: tokenizer.apply_chat_template(messages, **variables))

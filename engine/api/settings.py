@@ -23,6 +23,8 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] | None = None
     #: Origins ("https://example.org") whose pages may send requests here; "*": all.
     cors_origins: tuple[str, ...] = ()
+    #: What requests may call the model, the first one in answers; empty: its own name.
+    served_model_names: tuple[str, ...] = ()
     body_limit: int = 1 << 20
     #: How long the head and the body of a request may take to arrive.
     header_timeout_s: float = 10.0

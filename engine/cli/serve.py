@@ -156,7 +156,7 @@ class _Server:
         await self.client.start()
         tokenizer = await _in_thread(lambda: _load_tokenizer(source))
         service = self.app.state.service
-        service.model_name = source.name
+        service.model_names = self.config.server.served_model_name or (source.name,)
         service.chat_templates = await self._chat_templates(tokenizer)
         service.tokenizer = tokenizer
         info = await self.client.wait_ready()
@@ -232,6 +232,7 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
         admin_keys=tuple(map(digest_key, keys.admins)),
         allowed_hosts=server.answered_hosts,
         cors_origins=server.cors_origins,
+        served_model_names=server.served_model_name,
         body_limit=server.body_limit,
         header_timeout_s=server.read_timeout_s,
         body_timeout_s=server.read_timeout_s,

@@ -423,6 +423,8 @@ class SamplingSection(Section):
         return value
 
 
+#: Most characters of a name of the model.
+_MOST_NAME = 256
 #: Least seconds of `step_timeout_s`.
 _LEAST_TIMEOUT_S = 2.0
 
@@ -498,6 +500,13 @@ class ServerSection(Section):
         description=(
             "origins, such as https://example.org, whose web pages may send requests here; *: all; "
             "empty: only the pages of this server itself"
+        ),
+    )
+    served_model_name: _Names = Field(
+        default=(),
+        description=(
+            "names that requests may call the model by, the first of them in answers; empty: the "
+            "model's own"
         ),
     )
     body_limit: int = Field(
@@ -645,6 +654,14 @@ class ServerSection(Section):
                     "10.0.0.0/8"
                 ) from None
         return proxies
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _names_are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not 0 < len(name) <= _MOST_NAME or not name.isprintable():
+                raise ValueError(f"a name must have 1 to {_MOST_NAME} printable characters")
+        return tuple(dict.fromkeys(names))
 
     @field_validator("cors_origins")
     @classmethod

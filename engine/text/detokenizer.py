@@ -67,7 +67,12 @@ class TextStream:
             self._skip = tokenizer.special_ids
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._finders = [_StopFinder(stop) for stop in params.stop]
+        #: By the first character: most characters begin no stop string, however many there are.
+        self._finders: dict[str, list[_StopFinder]] = {}
+        for stop in params.stop:
+            self._finders.setdefault(stop[0], []).append(_StopFinder(stop))
+        #: Those that the text now ends with the beginning of.
+        self._begun: list[_StopFinder] = []
         self._utf8 = _Utf8Decoder(errors="replace")
         self._held = ""
         self._decoded = 0  # characters decoded so far, held ones included
@@ -129,7 +134,7 @@ class TextStream:
                 return self._stopped(text[:end], delta.stop)
         held = 0
         if not self._include_stop:
-            held = max([finder.matched for finder in self._finders])
+            held = max([finder.matched for finder in self._begun], default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -142,7 +147,10 @@ class TextStream:
 
     def _completed_by(self, char: str) -> str | None:
         """The longest stop string that this character completes."""
-        completed = [finder.stop for finder in self._finders if finder.feed(char)]
+        resting = [finder for finder in self._finders.get(char, ()) if not finder.matched]
+        fed = self._begun + resting
+        completed = [finder.stop for finder in fed if finder.feed(char)]
+        self._begun = [finder for finder in fed if finder.matched]
         return max(completed, key=len, default=None)
 
 

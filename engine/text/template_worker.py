@@ -46,6 +46,8 @@ class Chat(msgspec.Struct, frozen=True):
     most_chars: int
     #: Seconds after which this process ends by itself, should nobody be left to end it.
     limit_s: float
+    #: What else goes to the template, and to what renders it (`continue_final_message`).
+    variables: dict[str, Any] = {}
 
 
 class Rendered(msgspec.Struct, frozen=True):
@@ -124,7 +126,7 @@ def _read(stream: BinaryIO) -> bytes | None:
 def _answer(source: TemplateSource, chat: Chat) -> Rendered:
     signal.setitimer(signal.ITIMER_REAL, chat.limit_s)  # SIGALRM ends the process
     try:
-        text = render(source, chat.messages, add_generation_prompt=True)
+        text = render(source, chat.messages, **({"add_generation_prompt": True} | chat.variables))
     except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, ...
         return Rendered(refusal=reason_of(error) or type(error).__name__)
     finally:

@@ -61,9 +61,17 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
 
     def apply_chat_template(
-        self, messages, *, add_generation_prompt: bool = True, tools=None, **variables
+        self,
+        messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools=None,
+        **variables,
     ) -> str:
         lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        if continue_final_message:
+            return lines[:-1]
         return lines + ("assistant: " if add_generation_prompt else "")
 
     def id_to_token(self, id: int) -> str | None:

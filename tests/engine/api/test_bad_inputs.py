@@ -49,7 +49,6 @@ def refuse(
 
 
 BOTH: list[tuple[str, Any]] = [  # field, value: 400 that blames the field
-    ("model", None),
     ("model", ""),
     ("model", 5),
     ("model", ["m"]),
@@ -73,7 +72,7 @@ BOTH: list[tuple[str, Any]] = [  # field, value: 400 that blames the field
         for value in (
             "",
             [""],
-            ["a"] * 5,
+            ["a"] * 65,
             ["a"] * 10**5,
             "x" * 257,
             [None],
@@ -115,7 +114,8 @@ BOTH: list[tuple[str, Any]] = [  # field, value: 400 that blames the field
     ("metadata", {"k" * 65: "x"}),
     ("metadata", {str(i): "x" for i in range(17)}),
     *(("request_id", value) for value in ("", "a b", "x" * 129, "a\r\nb", 5)),
-    *(("truncate_prompt_tokens", value) for value in (0, -1, 2**31, "1")),
+    *(("truncate_prompt_tokens", value) for value in (0, -2, 2**31, "1", True, 1.5)),
+    *(("prompt_logprobs", value) for value in (-1, 2**63, 10**9, True, "1", 1.5)),
     ("tool_choice", "auto"),
     ("tool_choice", "nope"),
     ("tool_choice", {"type": "function"}),
@@ -147,6 +147,8 @@ UNSUPPORTED: dict[str, Any] = {
     "store": True,
     "logits_processors": ["os.system"],
     "use_beam_search": True,
+    "length_penalty": 1.5,
+    "early_stopping": True,
     "reasoning_effort": "high",
     "modalities": ["audio"],
 }
@@ -164,6 +166,8 @@ def test_what_we_do_not_do_is_refused_by_name(path, field):
         ("/v1/completions", "messages", []),
         ("/v1/completions", "top_logprobs", 1),
         ("/v1/completions", "max_completion_tokens", 5),
+        ("/v1/completions", "continue_final_message", True),
+        ("/v1/completions", "add_generation_prompt", False),
         ("/v1/chat/completions", "prompt", "x"),
         ("/v1/chat/completions", "echo", True),
         ("/v1/chat/completions", "best_of", 2),
@@ -213,6 +217,7 @@ def test_bad_prompts(prompt):
         ({"best_of": 10**6}, "best_of"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
@@ -232,6 +237,13 @@ def test_completion_combinations(body, param):
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"top_logprobs": 1}, "top_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        ({"continue_final_message": "yes"}, "continue_final_message"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
         ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
         *(({"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (21, -1, 2**63)),
         ({"logprobs": 1}, "logprobs"),

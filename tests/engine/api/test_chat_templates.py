@@ -91,6 +91,23 @@ def test_what_comes_back_is_what_transformers_makes(monkeypatch: pytest.MonkeyPa
     run(session())
 
 
+def test_an_answer_may_go_on_where_the_last_message_ends():
+    messages = [*said("a"), {"role": "assistant", "content": "The answer"}]
+
+    async def session() -> None:
+        async with rendering() as templates:
+            variables = {"add_generation_prompt": False, "continue_final_message": True}
+            assert await templates.render(messages, 1000, variables) == (
+                "<s>user: a\nassistant: The answer"
+            )
+            variables["continue_final_message"] = False
+            assert await templates.render(messages, 1000, variables) == (
+                "<s>user: a\nassistant: The answer\n"
+            )
+
+    run(session())
+
+
 def test_chats_that_do_not_end_are_cut_off_and_others_go_on():
     async def session() -> None:
         async with rendering() as templates:

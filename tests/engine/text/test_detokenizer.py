@@ -111,6 +111,33 @@ def test_nothing_that_may_become_a_stop_string_is_let_go(case):
         )
 
 
+def longest_beginning(text: str, stops: list[str]) -> int:
+    """The definition: characters at the end of a text with which a stop string may begin."""
+    lengths = [
+        length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])
+    ]
+    return max(lengths)
+
+
+@given(
+    tokenised(st.text("abé", max_size=30)),
+    st.lists(st.text("abé", min_size=1, max_size=5), min_size=1, max_size=8),
+)
+def test_nothing_is_held_that_begins_no_stop_string(case, stops):
+    """What is held is half a character, or exactly what a stop string may begin with."""
+    text, tokenizer, _ = case
+    stream, shown, data = TextStream(tokenizer, SamplingParams(stop=tuple(stops))), "", b""
+    for id, piece in enumerate(tokenizer.pieces):
+        delta = stream.push([id])
+        shown += delta.text
+        data += piece
+        if delta.stopped:
+            return
+        whole = data.decode(errors="ignore")
+        assert shown == whole[: len(whole) - longest_beginning(whole, stops)]
+    assert shown + stream.push([], final=True).text == text
+
+
 def test_tokens_up_to_the_one_that_completes_the_stop_count():
     tokenizer = PieceTokenizer([b"one ", b"EN", b"D tail", b"more"])
     delta = TextStream(tokenizer, SamplingParams(stop=("END",))).push([0, 1, 2, 3])
