@@ -28,6 +28,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         watch.cancel()
         task.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+        del task  # its error, on the way up, holds this frame
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -34,14 +34,15 @@ _NO_ECHO = PromptEcho("", TokenList.empty(None))
 
 
 class _Known[T](dict[int, T]):
-    """What `make` gives for a token id, made once."""
+    """What `make` gives for the bytes of a token id, made once."""
 
-    def __init__(self, make: Callable[[int], T]):
+    def __init__(self, token_bytes: Callable[[int], bytes], make: Callable[[bytes], T]):
         super().__init__()
+        self._token_bytes = token_bytes
         self._make = make
 
     def __missing__(self, token: int) -> T:
-        value = self[token] = self._make(token)
+        value = self[token] = self._make(self._token_bytes(token))
         return value
 
 
@@ -57,7 +58,6 @@ class Format:
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         self.generation = generation
         self.request = generation.request
-        self._token_bytes = tokenizer.token_bytes
         self._head = {
             "id": self.request.id,
             "object": "",
@@ -170,7 +170,7 @@ class CompletionFormat(Format):
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
-        self._texts = _Known(self._text)
+        self._texts = _Known(tokenizer.token_bytes, _key_text)
 
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
         entry = self._entry(index, choice, total, first=True)
@@ -226,16 +226,6 @@ class CompletionFormat(Format):
         top[texts[tokens.ids[place]]] = _finite(own)
         return top
 
-    def _text(self, token: int) -> str:
-        """A token as a JSON key; `bytes:\\x..` (OpenAI's form) where it is no whole character: no
-        two may collide.
-        """
-        data = self._token_bytes(token)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
 
 class ChatFormat(Format):
     whole_object = "chat.completion"
@@ -244,7 +234,7 @@ class ChatFormat(Format):
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
         #: A token's text and its bytes.
-        self._spellings = _Known(self._spelling)
+        self._spellings = _Known(tokenizer.token_bytes, _spelling)
 
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
         entry = {
@@ -309,9 +299,19 @@ class ChatFormat(Format):
         text, data = self._spellings[token]
         return {"token": text, "logprob": _finite(logprob), "bytes": data}
 
-    def _spelling(self, token: int) -> tuple[str, list[int]]:
-        data = self._token_bytes(token)
-        return data.decode(errors="replace"), list(data)
+
+def _key_text(data: bytes) -> str:
+    """A token as a JSON key; `bytes:\\x..` (OpenAI's form) where it is no whole character: no two
+    may collide.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _spelling(data: bytes) -> tuple[str, list[int]]:
+    return data.decode(errors="replace"), list(data)
 
 
 def _finish(choice: Choice, delta: ChoiceDelta) -> str | None:

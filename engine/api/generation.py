@@ -382,6 +382,9 @@ class Generation:
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
+        # Both hold frames, and those hold this.
+        self._pumps.clear()
+        self._failure = None
 
     def _still_open(self, prompt: int) -> int:
         """Sequences of a prompt that have not ended."""

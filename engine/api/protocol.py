@@ -56,14 +56,24 @@ class _Outbound:
     def __init__(self, transport: asyncio.Transport, protocol: _BoundedProtocol):
         self.written = 0
         self._transport = transport
-        self._protocol = protocol
+        #: None once the connection is lost.
+        self._protocol: _BoundedProtocol | None = protocol
 
     def write(self, data: bytes) -> None:
         self.written += len(data)
         self._transport.write(data)
 
     def close(self) -> None:
-        self._protocol.close()
+        if self._protocol is not None:
+            self._protocol.close()
+
+    def let_go(self) -> None:
+        """The connection is lost: transport and protocol no longer hold each other, which only a
+        full collection would part.
+        """
+        self._protocol = None
+        # One that was broken off still holds methods of its own as callbacks; a close drops them.
+        self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -106,6 +116,9 @@ class _BoundedProtocol(H11Protocol):
         self._stop_timer()
         self.all_open.closed(self)
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._outbound.let_go()
+        self.cycle = None  # type: ignore[assignment]  # which calls us when its answer is complete
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:
