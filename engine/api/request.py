@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -82,25 +82,38 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What differs between the two routes."""
+class Kind:
+    """What differs between the routes."""
 
     id_prefix: str
     #: The field of the body that is to blame for a prompt.
     prompt_field: str
     #: max_tokens where none is named, as OpenAI has it; None: to the end of the context.
-    default_tokens: int | None
+    default_tokens: int | None = None
+    #: Whether a max_tokens that is more than there is room for means: to the end of the context.
+    clamps: bool = False
 
 
-_COMPLETION = _Kind("cmpl-", "prompt", 16)
-_CHAT = _Kind("chatcmpl-", "messages", None)
+_COMPLETION = Kind("cmpl-", "prompt", 16)
+_CHAT = Kind("chatcmpl-", "messages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What every route that continues a conversation makes of its body."""
+
+    kind: Kind
+    #: As chat templates know them.
+    messages: list[dict[str, Any]]
+    #: What else the template is given.
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
 async def completion_request(
     service: Service, body: CompletionBody, context: Context
 ) -> GenerationRequest:
     info, tokenizer = service.ready()
-    _check_model(service, body.model)
+    check_model(service, body.model)
     sampling = _completion_sampling(body, info)
     _check_choices(len(body.prompt) * sampling.n, info)
     lengths = [len(item) for item in body.prompt if isinstance(item, str)]
@@ -120,19 +133,27 @@ async def completion_request(
 
 
 async def chat_request(service: Service, body: ChatBody, context: Context) -> GenerationRequest:
-    info, tokenizer = service.ready()
-    _check_model(service, body.model)
+    info, _ = service.ready()
     sampling = _chat_sampling(body, info)
-    _check_choices(sampling.n, info)
     messages = await service.slices.result(_template_messages(body.messages))
-    chars = sum(len(str(message["content"])) for message in messages)
-    _check_chars(chars, info, _CHAT)
-    most_chars = info.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
-    variables = _template_variables(body)
-    text = await service.render_chat(messages, tokenizer, most_chars, variables)
-    prompt = await service.off_loop(lambda: _chat_prompt(text, tokenizer))
+    conversation = Conversation(kind=_CHAT, messages=messages, variables=_template_variables(body))
+    return await conversation_request(service, body, context, conversation, sampling)
+
+
+async def conversation_request(
+    service: Service,
+    body: GenerationBody,
+    context: Context,
+    conversation: Conversation,
+    sampling: SamplingParams,
+) -> GenerationRequest:
+    """The request that continues a conversation. Raises RequestError, HttpError."""
+    info, _ = service.ready()
+    check_model(service, body.model)
+    _check_choices(sampling.n, info)
+    prompt = await conversation_prompt(service, conversation)
     request = await service.slices.result(
-        _generation_request(service, body, context, _CHAT, [prompt], sampling)
+        _generation_request(service, body, context, conversation.kind, [prompt], sampling)
     )
     return replace(request, top_logprobs=sampling.logprobs, make_parser=ContentParser)
 
@@ -146,6 +167,24 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
     return {"add_generation_prompt": begins, "continue_final_message": goes_on}
 
 
+async def conversation_prompt(service: Service, conversation: Conversation) -> EncodedPrompt:
+    """The tokens that the model reads. Raises RequestError."""
+    info, tokenizer = service.ready()
+    kind = conversation.kind
+    chars = sum(len(str(message["content"])) for message in conversation.messages)
+    _check_chars(chars, info, kind)
+    most_chars = info.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
+    try:
+        text = await service.render_chat(
+            conversation.messages, tokenizer, most_chars, conversation.variables
+        )
+        return await service.off_loop(lambda: _chat_prompt(text, tokenizer))
+    except RequestError as error:
+        if error.info.param != _CHAT.prompt_field:
+            raise
+        raise RequestError(str(error), code=error.info.code, param=kind.prompt_field) from error
+
+
 def _completion_sampling(body: CompletionBody, info: EngineInfo) -> SamplingParams:
     own: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.max_tokens == 0:
@@ -156,7 +195,7 @@ def _completion_sampling(body: CompletionBody, info: EngineInfo) -> SamplingPara
         own["n"] = body.best_of
         if body.best_of > (body.n or 1) and body.logprobs is None:
             own["logprobs"] = 0  # what the best are chosen by
-    return _sampling(body, info, own)
+    return sampling_params(body, info, own)
 
 
 def _chat_sampling(body: ChatBody, info: EngineInfo) -> SamplingParams:
@@ -164,10 +203,10 @@ def _chat_sampling(body: ChatBody, info: EngineInfo) -> SamplingParams:
     if max_tokens is None:
         max_tokens = body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _sampling(body, info, {"max_tokens": max_tokens, "logprobs": logprobs})
+    return sampling_params(body, info, {"max_tokens": max_tokens, "logprobs": logprobs})
 
 
-def _sampling(body: GenerationBody, info: EngineInfo, own: dict[str, Any]) -> SamplingParams:
+def sampling_params(body: GenerationBody, info: EngineInfo, own: dict[str, Any]) -> SamplingParams:
     """Sampling parameters, checked. A field that was not given has the model's default, or the
     engine's. own: fields that the route has a meaning of its own for.
     """
@@ -188,7 +227,7 @@ def _generation_request(
     service: Service,
     body: GenerationBody,
     context: Context,
-    kind: _Kind,
+    kind: Kind,
     prompts: list[EncodedPrompt],
     sampling: SamplingParams,
 ) -> Generator[None, None, GenerationRequest]:
@@ -245,7 +284,7 @@ def _engine_request(
 
 
 def _for_prompt(
-    wanted: EngineRequest, number: int, ids: list[int], info: EngineInfo, kind: _Kind
+    wanted: EngineRequest, number: int, ids: list[int], info: EngineInfo, kind: Kind
 ) -> EngineRequest:
     """The engine request of one prompt. What the engine would refuse is refused here, and blamed on
     the field that the client sent.
@@ -267,16 +306,19 @@ def _for_prompt(
 
 
 def _with_max_tokens(
-    sampling: SamplingParams, prompt_tokens: int, info: EngineInfo, kind: _Kind
+    sampling: SamplingParams, prompt_tokens: int, info: EngineInfo, kind: Kind
 ) -> SamplingParams:
     """The parameters with max_tokens made explicit, unless the prompt itself does not fit."""
     room = info.request_limits.longest - prompt_tokens
-    if sampling.max_tokens is not None or room < 1:
+    wanted = sampling.max_tokens
+    if room < 1 or (wanted is not None and (wanted <= room or not kind.clamps)):
         return sampling
+    if wanted is not None:
+        return msgspec.structs.replace(sampling, max_tokens=room)
     return msgspec.structs.replace(sampling, max_tokens=min(kind.default_tokens or room, room))
 
 
-def _check_model(service: Service, name: str | None) -> None:
+def check_model(service: Service, name: str | None) -> None:
     if name is not None and name not in service.model_names:
         raise HttpError(
             404,
@@ -292,7 +334,7 @@ def _check_choices(choices: int, info: EngineInfo) -> None:
         raise RequestError(f"prompts times n (or best_of) may be at most {most}", param="n")
 
 
-def _check_chars(chars: int, info: EngineInfo, kind: _Kind) -> None:
+def _check_chars(chars: int, info: EngineInfo, kind: Kind) -> None:
     """Refuse text that cannot fit before any time goes into tokenising it."""
     most = info.context_length * _CHARS_PER_TOKEN
     if chars > most:
@@ -324,7 +366,7 @@ def _wider(one: int | None, other: int | None) -> int | None:
 
 
 def _most_prompt_tokens(
-    body: GenerationBody, info: EngineInfo, kind: _Kind, sampling: SamplingParams
+    body: GenerationBody, info: EngineInfo, kind: Kind, sampling: SamplingParams
 ) -> int | None:
     """What a longer prompt is cut to; None: it is not cut."""
     if body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
