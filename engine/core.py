@@ -23,6 +23,11 @@ log = logging.getLogger("jitney.core")
 
 #: How XLA says that a device's memory was too small for a step.
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_NO_GRAMMARS = RequestError(
+    "this engine cannot hold an answer to a grammar",
+    code="unsupported_parameter",
+    param="structured_outputs",
+)
 
 
 class Runner(Protocol):
@@ -149,6 +154,8 @@ class EngineCore:
         report.
         """
         try:
+            if request.sampling.grammar is not None:
+                raise _NO_GRAMMARS
             self.scheduler.add(request)
         except RequestError as error:
             self._reject(request, error.info)

@@ -77,6 +77,19 @@ def _kept_candidates(params: SamplingParams) -> int:
     return max(params.top_k, 0)
 
 
+#: What a grammar is written in.
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the whole text of an answer must be. `engine.structured.grammar` makes them."""
+
+    kind: GrammarKind
+    #: json_schema: the schema as JSON. choice: a JSON list of strings. regex, lark and gbnf: as the
+    #: client wrote it. json_object, any object of JSON: nothing.
+    text: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the tokens of one request.
 
@@ -116,6 +129,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
     #: Likewise of the prompt's own tokens.
     prompt_logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
+    #: None: any text.
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -148,7 +163,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """True when argmax of the logits is the whole answer: the all-greedy executable serves this
         row.
         """
-        return self.greedy and not (self.penalised or self.biased or self.scored)
+        shaped = self.penalised or self.biased or self.grammar is not None
+        return self.greedy and not (shaped or self.scored)
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming a field that is out of range.

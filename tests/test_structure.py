@@ -31,6 +31,7 @@ FLOORS = {
     "jitney.engine.checkpoints": 2,
     "jitney.engine.text": 3,
     "jitney.engine.conversation": 3,
+    "jitney.engine.structured": 3,
     "jitney.engine.models": 3,
     "jitney.engine.loading": 4,
     "jitney.engine.executor": 4,
