@@ -245,6 +245,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     #: Whom the client says it asks for; in the fair order it tells apart those without a key.
     user: str = ""
+    #: Nobody waits for it: it boards only where no other request wants the seat, and gives way to
+    #: them (`engine.scheduler.background`).
+    background: bool = False
     #: What it is a part of, if it did not come alone. Its parts are submitted one after the other.
     whole: Whole | None = None
     #: Of a request that an earlier core had: the output tokens of each of its sequences so far,
@@ -429,6 +432,8 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     seat: int
     state: str
     request_id: str | None = None
+    #: Its sequence gives way to others.
+    background: bool = False
     index: int = 0
     n_prompt: int = 0
     n_computed: int = 0

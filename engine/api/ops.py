@@ -115,6 +115,7 @@ def _seat(seat: Seat, info: EngineInfo) -> dict[str, Any]:
         "state": seat.state,
         "n_ctx": info.context_length,
         "request_id": seat.request_id,
+        "background": seat.background,
         "index": seat.index,
         "n_prompt_tokens": seat.n_prompt,
         "n_prompt_tokens_processed": min(seat.n_computed, seat.n_prompt),

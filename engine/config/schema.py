@@ -242,6 +242,15 @@ class EngineSection(Section):
             "expected to get; more are answered 429"
         ),
     )
+    background_seats: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "seats that requests of batches (/v1/batches) may have while others come; they give "
+            "way to these all the same, and may take every seat once nobody else has come for ten "
+            "seconds; 0: a quarter of max_seats"
+        ),
+    )
     kernels: KernelsName = Field(
         default="auto",
         description=(
@@ -322,8 +331,9 @@ class EngineSection(Section):
             raise ValueError(
                 f"token_budget ({self.token_budget}) must be more than max_seats ({self.max_seats})"
             )
-        if self.batch_size > self.max_seats:
-            raise ValueError(f"batch_size must not exceed max_seats ({self.max_seats})")
+        for name in ("batch_size", "background_seats"):
+            if getattr(self, name) > self.max_seats:
+                raise ValueError(f"{name} must not exceed max_seats ({self.max_seats})")
         if self.seat_buckets and self.seat_buckets[-1] > self.max_seats:
             raise ValueError(f"seat_buckets must not exceed max_seats ({self.max_seats})")
         tokens = self.token_buckets

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.promises import Promises, name_of
+from jitney.engine.scheduler.promises import SHORTEST_RETRY, Promises, name_of
 from jitney.engine.scheduler.queues import RequestWork, work_of, work_of_all
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
@@ -70,6 +70,9 @@ class Entrance:
         """Raise RequestError queue_full or deadline_unreachable unless the leader's request may
         wait. The first of several that came together is judged for all.
         """
+        if leader.request.background:
+            self._judge_background(leader)
+            return
         whole = leader.request.whole
         if whole is None:
             self._judge(leader, now)
@@ -111,8 +114,25 @@ class Entrance:
             f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
         )
 
+    def _judge_background(self, leader: Sequence) -> None:
+        """What nobody waits for has a bound of its own, and is promised nothing."""
+        if not self._background_has_room(leader):
+            raise RequestError(
+                "too many requests wait in the background already",
+                code="queue_full",
+                retry_after=SHORTEST_RETRY,
+            )
+
+    def _background_has_room(self, leader: Sequence) -> bool:
+        waiting = self.state.background.backlog.sequences
+        return not waiting or (
+            waiting + leader.request.sampling.n <= self.limits.max_waiting_requests
+        )
+
     def has_room(self, leader: Sequence, now: float) -> bool:
         """Whether `admit` would let it in; nothing is promised."""
+        if leader.request.background:
+            return self._background_has_room(leader)
         work = work_of(leader.request, leader.expected)
         if self._finds_seats(work):
             return True
@@ -121,7 +141,7 @@ class Entrance:
     def _finds_seats(self, work: RequestWork) -> bool:
         state = self.state
         waiting = state.backlog.sequences + work.sequences
-        return not state.groups or waiting <= state.open_seats
+        return not state.live.requests or waiting <= state.open_seats
 
     def _wait(self, leader: Sequence) -> float:
         """The predicted wait, where anybody wants to know it."""

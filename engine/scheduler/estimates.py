@@ -41,6 +41,8 @@ _STRETCH = 1.15
 #: Share AUTO at its least: a step may take so many times as long as one without prompt rows, so
 #: that the slowest of them stays within three times.
 _MOST_SLOWER = 2.7
+#: The same of steps with prompt rows that nobody waits for.
+_BACKGROUND_SLOWER = 2.0
 #: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
 #: rows all the same.
 PATIENCE = 4
@@ -261,6 +263,23 @@ class PrefillBudget:
             self._denied = (self._denied + 1) % PATIENCE
             return 0 if self._denied else min(rows, buckets.mixed[0].tokens - decoding)
         return min(rows, max(timely, buckets.mixed[0].tokens // 8))
+
+    def most_in_background(self, decoding: int, start: int = 0) -> int:
+        """Prompt rows for a step that nobody waits for yet: whoever comes meanwhile waits for its
+        end. Those of the smallest bucket, or more where the step stays short all the same.
+        """
+        buckets = self.step_times.buckets.mixed
+        fewest = buckets[0].tokens - decoding
+        alone = self.step_times.decode(decoding)
+        if alone is None:
+            return fewest
+        limit = _BACKGROUND_SLOWER * alone
+        timely = [
+            self._timely(bucket, decoding, start, limit - usual)
+            for bucket in buckets
+            if (usual := self.step_times.mixed(bucket)) is not None
+        ]
+        return max([fewest, *timely])
 
     def _most_wanted(self, decoding: int, share: float) -> tuple[int, Bucket]:
         """The share of prompt rows, and the bucket of the step; or as many rows as fill the next

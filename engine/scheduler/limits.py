@@ -30,7 +30,8 @@ class SchedulerLimits:
     `engine.scheduler.policies`. batch_size (0: as many as there are seats): of the policies that
     batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0 for none. prefill_share: of the
     token budget, for prompt rows while others decode, or AUTO. target_itl_ms, max_predicted_wait_s:
-    0 for none.
+    0 for none. background_seats: of requests that nobody waits for, while others come; 0: a quarter
+    of all.
     """
 
     max_seats: int
@@ -45,6 +46,7 @@ class SchedulerLimits:
     target_itl_ms: float = 0.0
     max_predicted_wait_s: float = 0.0
     static_timeout_ms: float = 0.0
+    background_seats: int = 0
 
     @classmethod
     def of(cls, settings: EngineSection, *, context_length: int) -> SchedulerLimits:
@@ -71,6 +73,10 @@ class SchedulerLimits:
                 raise ConfigError(f"{name} must be at least 1")
         if self.context_length < 2:
             raise ConfigError("context_length must be at least 2: one prompt token and one more")
+        if not 0 <= self.background_seats <= self.max_seats:
+            raise ConfigError(
+                f"background_seats must be 1 to max_seats ({self.max_seats}), or 0 for a quarter"
+            )
         if not 0 <= self.batch_size <= self.max_seats:
             raise ConfigError(
                 f"batch_size must be 1 to max_seats ({self.max_seats}), or 0 for all seats"

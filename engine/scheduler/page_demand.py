@@ -34,9 +34,15 @@ class PageDemand:
     def __init__(self, pool: PagePool, lengths: OutputLengths, most_each: int = sys.maxsize):
         self.pool, self.lengths, self.most_each = pool, lengths, most_each
 
-    def fits(self, riders: Iterable[Sequence], newcomer: Sequence, fresh: int) -> bool:
+    def fits(
+        self,
+        riders: Iterable[Sequence],
+        newcomer: Sequence,
+        fresh: int,
+        yielding: Iterable[Sequence] = (),
+    ) -> bool:
         """Whether the pool should last if the newcomer, who needs `fresh` pages now, rides with the
-        riders.
+        riders. yielding: who rides too, and gives way to all of these.
 
         Costs O(riders); to be asked only where the pages would not last if everybody took all that
         it may.
@@ -44,9 +50,10 @@ class PageDemand:
         groups: defaultdict[Outlook, list[list[int]]] = defaultdict(list)
         own = 0
         for seq in riders:
-            held = len(seq.pages) - max(seq.shared, seq.dropped)
+            held = _own_pages(seq)
             own += held
             groups[self._outlook(seq)].append(self._row(seq, held))
+        own += sum(map(_own_pages, yielding))
         groups[self._outlook(newcomer)].append(self._row(newcomer, fresh))
         room = self.pool.capacity - (self.pool.used - own)
         rows = np.array([row for group in groups.values() for row in group], np.float64)
@@ -90,6 +97,11 @@ class PageDemand:
         alive = np.where(times <= left, alive, 0.0)
         pages = np.ceil((positions + times) / self.pool.page_size) - shared
         return alive, np.maximum(np.minimum(pages, self.most_each), held)
+
+
+def _own_pages(seq: Sequence) -> int:
+    """Pages of a seated sequence that are nobody else's."""
+    return len(seq.pages) - max(seq.shared, seq.dropped)
 
 
 def times_ahead(left: np.ndarray) -> np.ndarray:

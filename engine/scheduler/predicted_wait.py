@@ -85,8 +85,12 @@ class PredictedWait:
         return max(self._rests(), default=0) + ahead // self.batch * self._mean_expected()
 
     def _rests(self) -> list[int]:
-        """Output tokens that each seated sequence is still expected to generate."""
-        return [max(1, seq.expected - seq.n_output) for seq in self.state.seated]
+        """Output tokens that each seated sequence is still expected to generate; those in the
+        background give way.
+        """
+        return [
+            max(1, seq.expected - seq.n_output) for seq in self.state.seated if not seq.background
+        ]
 
     def _mean_expected(self) -> float:
         """Output tokens that one of those who wait is expected to generate."""
@@ -107,10 +111,10 @@ class PredictedWait:
         state = self.state
         waiting = min(ahead + 1, self.limits.max_seats)
         rows = (
-            self.prefill_budget.share_beside(len(state.decoding), waiting)
+            self.prefill_budget.share_beside(state.n_decoding_live, waiting)
             * self.step_times.buckets.token_budget
         )
-        share = min(1.0, ahead / max(1, self.state.n_waiting))
+        share = min(1.0, ahead / max(1, self.state.live.n_waiting))
         return share * self.state.backlog.tokens / max(1.0, rows)
 
     def _prefill(self, leader: Sequence) -> float:

@@ -1,4 +1,6 @@
-"""Who loses its seat: to a lack of pages, to a stream that stands still, to a tenant's share."""
+"""Who loses its seat: to somebody who waits for an answer, to a lack of pages, to a stream that
+stands still, to a tenant's share.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,27 @@ class Preemption:
             preempted.append(seq)
         return preempted
 
+    def for_live(self, now: float) -> list[Sequence]:
+        """Of those that nobody waits for: as many as others lack seats, and the first of these
+        pages.
+        """
+        state = self._state
+        head = state.queue.head()
+        preempted: list[Sequence] = []
+        if head is None:
+            return preempted
+        ranked = sorted((seq for seq in state.seated if seq.background), key=_keeping_order)
+        while ranked and self._lacks_room(head):
+            seq = ranked.pop()
+            state.preempt(seq, now)
+            preempted.append(seq)
+        return preempted
+
+    def _lacks_room(self, head: Sequence) -> bool:
+        """Whether those who wait have too few seats, or the first of them too few pages."""
+        state = self._state
+        return len(state.free_seats) < len(state.queue) or self._missing_pages(head) > 0
+
     def for_stalled(self, now: float) -> list[Sequence]:
         """For whoever lost its seat longest ago, if that is too long ago.
 
@@ -73,7 +96,10 @@ class Preemption:
         ready = [
             seq
             for seq in self._state.seated
-            if seq.request.account in crowding and not seq.preemptions and seq.n_pages >= missing
+            if seq.request.account in crowding
+            and not seq.background
+            and not seq.preemptions
+            and seq.n_pages >= missing
         ]
         if not ready:
             return []
@@ -101,11 +127,12 @@ def _n_pages(seq: Sequence) -> int:
     return seq.n_pages
 
 
-def _keeping_order(seq: Sequence) -> tuple[float, bool, int, int, int]:
+def _keeping_order(seq: Sequence) -> tuple[bool, float, bool, int, int, int]:
     """The order in which seated sequences keep their seats, the last one loses it first.
 
-    The first class before the last; streams that began before those that did not, whose clients see
-    no stall; then those with most rows to compute again; then the oldest.
+    Those that somebody waits for before the others; among these the first class before the last;
+    streams that began before those that did not, whose clients see no stall; then those with most
+    rows to compute again; then the oldest.
     """
     group, number, index = seq.rank
-    return group, seq.first_token_at is None, -seq.scheduled, number, index
+    return seq.background, group, seq.first_token_at is None, -seq.scheduled, number, index

@@ -130,6 +130,28 @@ def work_of_all(request: EngineRequest, expected: int) -> RequestWork:
     return RequestWork(n, whole.prompt_tokens, n * expected)
 
 
+class Lane:
+    """Requests of one kind: those that somebody waits for, or those in the background."""
+
+    def __init__(self, queue: WaitingQueue):
+        #: Who waits for a seat.
+        self.queue = queue
+        #: The requests that are not begun.
+        self.backlog = Backlog()
+        #: Open requests.
+        self.requests = 0
+        #: Siblings that wait for their leader's prompt.
+        self.n_held = 0
+        #: Sequences in seats, and the pages that they hold together if each gets as long as it may.
+        self.n_seated = 0
+        self.most_pages = 0
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that want a seat: fresh, preempted, or held back for their leader's prompt."""
+        return len(self.queue) + self.n_held
+
+
 class Backlog:
     """The sequences that wait for their first seat. Who lost a seat waits too, but has been let in
     once and for all.

@@ -148,7 +148,7 @@ class Results:
         if seq.logprobs is not None:
             output.logprobs = [_trimmed(_logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
-        self.state.queue.charge(seq, 1)
+        self.state.lane_of(seq).queue.charge(seq, 1)
         if seq.first_token_at is None:
             self._first_token(seq, output, now)
         if len(tokens) >= seq.limit or token in seq.stop_ids:

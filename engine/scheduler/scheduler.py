@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from jitney.engine.errors import ConfigError, ErrorInfo
+from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.scheduler.admission import Admission, continued
 from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.entrance import Entrance
@@ -27,7 +27,7 @@ from jitney.engine.scheduler.policies import Situation, make_order, make_policy
 from jitney.engine.scheduler.predicted_wait import PredictedWait
 from jitney.engine.scheduler.preemption import Preemption, too_long_stalled
 from jitney.engine.scheduler.prompt_scores import PromptScores
-from jitney.engine.scheduler.queues import RequestWork
+from jitney.engine.scheduler.queues import Lane, RequestWork
 from jitney.engine.scheduler.results import Results
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
@@ -36,6 +36,8 @@ from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutpu
 
 log = logging.getLogger("jitney.core")
 
+#: Seconds without a live request after which the background may take every seat.
+_CALM_S = 10.0
 _FAILED = ErrorInfo(
     "request_failed", "computing this request failed, also when it was computed alone"
 )
@@ -77,7 +79,7 @@ class Scheduler:
         self._policy = make_policy(limits.policy, limits.batches)
         #: Every open sequence, in the one place where it is.
         self.state = SchedulerState(
-            limits, pool, order.queue(), holds=self._policy.holds, window=window
+            limits, pool, order.queue, holds=self._policy.holds, window=window
         )
         lengths = self.state.lengths
         self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, lengths)
@@ -127,6 +129,7 @@ class Scheduler:
         not. One that an earlier core had was let in there and may wait here.
         """
         self.state.refuse_duplicate(request)
+        self._refuse_background(request)
         self._arrivals += 1
         leader = self._admission.leader(request, self._arrivals)
         if request.resumed is None:
@@ -136,6 +139,11 @@ class Scheduler:
             sequences = continued(sequences, request.resumed, again=not self.pool.share_outputs)
         work = RequestWork(len(sequences), len(request.prompt), len(sequences) * leader.expected)
         self.state.add(request, sequences, work)
+
+    def _refuse_background(self, request: EngineRequest) -> None:
+        """Where a batch keeps its seats to its end, nobody in it could give way."""
+        if request.background and self._policy.holds:
+            raise RequestError("batches need a server with the policy continuous")
 
     def check_request(self, request: EngineRequest) -> None:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
@@ -161,6 +169,8 @@ class Scheduler:
         first.
         """
         self.state.expire(now)
+        if self.state.live.requests:
+            self.state.live_at = now
         draft = Draft(self._token_budget, self.limits.max_seats)
         suspect = self._suspects.first
         if suspect is not None:
@@ -277,17 +287,43 @@ class Scheduler:
         self.state.check()
 
     def _plan_in_flight(self, draft: Draft, now: float) -> None:
-        """Whoever decodes, then the prompts that have boarded, then whoever may board."""
+        """Whoever decodes, then the prompts that have boarded, then whoever may board; the
+        background last.
+        """
+        if self.state.background.n_seated:
+            draft.preempted += self._preemption.for_live(now)
         if self.state.stalled:
             draft.preempted += self._preemption.for_stalled(now)
         claimant = self._make_way(draft, now)
         self._plan_decode(draft, now)
         if claimant is not None:
             self._seat_claimant(claimant, draft, now)
-        if self.state.prefilling or self.state.queue:
-            draft.tokens_left = min(draft.tokens_left, self._prompt_rows(draft))
-            self._plan_prefill(draft)
-            self._plan_boarding(draft, now)
+        prompts = self.state.live_prompts
+        if prompts or self.state.queue:
+            draft.tokens_left = min(draft.tokens_left, self._prompt_rows(prompts, draft))
+            self._plan_prefill(prompts, draft)
+            self._plan_boarding(self.state.live, self._may_board(now), draft, now)
+        elif self.state.prefilling or self.state.background.queue:
+            self._plan_background(draft, now)
+
+    def _plan_background(self, draft: Draft, now: float) -> None:
+        """Prompts that nobody waits for, in a step without any other."""
+        state = self.state
+        prompts = list(state.prefilling)
+        start = prompts[0].scheduled if prompts else 0
+        most = self._prefill_budget.most_in_background(draft.n_decode, start)
+        draft.tokens_left = min(draft.tokens_left, most)
+        self._plan_prefill(prompts, draft)
+        may_board = min(
+            self._background_seats(now) - state.background.n_seated, len(state.free_seats)
+        )
+        self._plan_boarding(state.background, may_board, draft, now)
+
+    def _background_seats(self, now: float) -> int:
+        """Seats that the background may have: all, once nobody else has been here for a while."""
+        if now - self.state.live_at >= _CALM_S:
+            return self.limits.max_seats
+        return self.limits.background_seats or max(1, self.limits.max_seats // 4)
 
     def _plan_alone(self, seq: Sequence, draft: Draft, now: float) -> None:
         """The next rows of one sequence, with nobody beside it."""
@@ -365,9 +401,13 @@ class Scheduler:
         rows: list[Sequence] = []
         needy: list[Sequence] = []
         done: list[Sequence] = []
+        rests = self.state.background_rests
         for seq in self.state.longest_first():
             if seq.scheduled + 1 >= seq.limit:
                 done.append(seq)
+                continue
+            if rests and seq.background:
+                self.state.reorder()
                 continue
             rows.append(seq)
             # Its pages are full: those of the prompt, and one for as many tokens since.
@@ -389,28 +429,26 @@ class Scheduler:
         draft.fed = needy
         return rows
 
-    def _prompt_rows(self, draft: Draft) -> int:
+    def _prompt_rows(self, prompts: list[Sequence], draft: Draft) -> int:
         """The most prompt rows of this step, by the prompts that want some: of those who sit, and
         of those for whom there is a seat.
         """
         state = self.state
-        first = next(iter(state.prefilling), None)
-        start = first.scheduled if first else 0
+        start = prompts[0].scheduled if prompts else 0
         boarding = min(len(state.queue), len(state.free_seats))
-        return self._prefill_budget.most(draft.n_decode, start, len(state.prefilling) + boarding)
+        return self._prefill_budget.most(draft.n_decode, start, len(prompts) + boarding)
 
-    def _plan_prefill(self, draft: Draft) -> None:
-        """Go on with the prompts that have boarded, in that order."""
-        for seq in list(self.state.prefilling):
+    def _plan_prefill(self, prompts: list[Sequence], draft: Draft) -> None:
+        """Go on with prompts that have boarded, in that order."""
+        for seq in prompts:
             if not draft.tokens_left:
                 return
             self._add_chunk(seq, draft, self._thrifty(seq, draft))
 
-    def _plan_boarding(self, draft: Draft, now: float) -> None:
-        """Fill free seats from the queue, as long as the step can take prompt rows."""
-        may_board = self._may_board(now)
+    def _plan_boarding(self, lane: Lane, may_board: int, draft: Draft, now: float) -> None:
+        """Fill so many seats from a queue, as long as the step can take prompt rows."""
         while may_board > 0 and draft.tokens_left and draft.rows_left:
-            seq = self._seat_next(draft, now)
+            seq = self._seat_next(lane, draft, now)
             if seq is None:
                 return
             self._add_chunk(seq, draft, self._thrifty(seq, draft))
@@ -419,7 +457,7 @@ class Scheduler:
     def _seat_batch(self, draft: Draft, now: float) -> None:
         """Let a whole batch board, or as many of it as find pages."""
         may_board = self._may_board(now)
-        while may_board > 0 and self._seat_next(draft, now) is not None:
+        while may_board > 0 and self._seat_next(self.state.live, draft, now) is not None:
             may_board -= 1
 
     def _may_board(self, now: float) -> int:
@@ -433,21 +471,22 @@ class Scheduler:
         more = self.more_to_come or bool(state.leaving)
         return Situation(now, len(state.free_seats), state.batch, len(state.queue), arrivals, more)
 
-    def _seat_next(self, draft: Draft, now: float) -> Sequence | None:
-        """The head of the queue takes a seat; None if it cannot yet, and then it holds up those
+    def _seat_next(self, lane: Lane, draft: Draft, now: float) -> Sequence | None:
+        """The head of a queue takes a seat; None if it cannot yet, and then it holds up those
         behind.
 
         Nor does one board whose token is in flight since its preemption: it would be sampled a
         second time.
         """
-        state = self.state
-        seq = state.queue.head()
+        seq = lane.queue.head()
         if seq is None or seq.in_flight:
             return None
-        state.short_of_pages = not self._take_pages(seq, draft, now)
-        if state.short_of_pages:
+        found = self._take_pages(seq, draft, now)
+        if not seq.background:
+            self.state.short_of_pages = not found
+        if not found:
             return None
-        state.seat(seq, now)
+        self.state.seat(seq, now)
         draft.boarded.append(seq)
         return seq
 
@@ -505,17 +544,28 @@ class Scheduler:
         to need more.
         """
         state = self.state
-        if not state.n_seated or state.most_pages + state.most_of(seq) <= self.pool.capacity:
+        n_riders, most_pages = state.live.n_seated, state.live.most_pages
+        if seq.background:
+            n_riders += state.background.n_seated
+            most_pages += state.background.most_pages
+        if not n_riders or most_pages + state.most_of(seq) <= self.pool.capacity:
             return True
         if too_long_stalled(seq, now):
             return True
         if self._turned_away == (seq, state.departures):
             return False
-        pays = self.step_times.pays(state.n_seated)
-        if pays and self._demand.fits(state.seated, seq, fresh):
+        if self.step_times.pays(n_riders) and self._fits(seq, fresh):
             return True
         self._turned_away = seq, state.departures
         return False
+
+    def _fits(self, seq: Sequence, fresh: int) -> bool:
+        """Whether the pool should last beside who sits; the background gives way to a live one."""
+        riders, yielding = self.state.seated, list[Sequence]()
+        if not seq.background and self.state.background.n_seated:
+            yielding = [rider for rider in riders if rider.background]
+            riders = [rider for rider in riders if not rider.background]
+        return self._demand.fits(riders, seq, fresh, yielding)
 
     def _find_scores(self, seq: Sequence, keys: list[bytes]) -> None:
         """A prompt that is to be scored boards for the first time: take over what is known of its
@@ -567,8 +617,12 @@ class Scheduler:
     def _is_last(self, seq: Sequence) -> bool:
         """True when no other prompt can use the rows that this one leaves in the step."""
         state = self.state
-        somebody_boards = bool(state.free_seats and state.queue)
-        return next(reversed(state.prefilling)) is seq and not somebody_boards
+        if state.free_seats and state.lane_of(seq).queue:
+            return False
+        last = next(
+            other for other in reversed(state.prefilling) if other.background == seq.background
+        )
+        return last is seq
 
     def _share_prompts(self, draft: Draft) -> None:
         """Publish the full pages that this step computes; only later plans see them: no step reads
@@ -609,7 +663,7 @@ class Scheduler:
             pages_used=self.pool.used,
             pages_cached=self.pool.n_cached,
             waiting=self.state.n_waiting,
-            waiting_tokens=self.state.backlog.tokens,
+            waiting_tokens=self.state.waiting_tokens,
         )
 
 

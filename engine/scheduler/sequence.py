@@ -112,6 +112,7 @@ class Sequence:
     #: Of the request, at hand for each token.
     request_id: str = field(init=False)
     logprobs: int | None = field(init=False)
+    background: bool = field(init=False)
     n_prompt: int = field(init=False)
     #: Tokens, prompt included, at which it ends by length.
     limit: int = field(init=False)
@@ -121,6 +122,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.request_id = self.request.id
         self.logprobs = self.request.sampling.logprobs
+        self.background = self.request.background
         self.n_prompt = len(self.request.prompt)
         self.limit = self.n_prompt + self.max_tokens
         self.kind = kind_of(self.request.account, self.n_prompt, self.request.sampling.max_tokens)

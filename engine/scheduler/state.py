@@ -4,7 +4,9 @@ leaving.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -13,7 +15,7 @@ from jitney.engine.scheduler.estimates import OutputLengths
 from jitney.engine.scheduler.kv_pages import PagePool, publish
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.promises import PlaceRate
-from jitney.engine.scheduler.queues import SLACK, Backlog, RequestWork, WaitingQueue
+from jitney.engine.scheduler.queues import SLACK, Backlog, Lane, RequestWork, WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
 
@@ -47,7 +49,7 @@ class SchedulerState:
         self,
         limits: SchedulerLimits,
         pool: PagePool,
-        queue: WaitingQueue,
+        make_queue: Callable[[], WaitingQueue],
         *,
         holds: bool = False,
         window: int = 0,
@@ -62,9 +64,14 @@ class SchedulerState:
         self.window = window
         #: Open requests by id.
         self.groups: dict[str, _Group] = {}
-        #: Who waits for a seat, and the requests that are not begun.
-        self.queue = queue
-        self.backlog = Backlog()
+        #: Requests that somebody waits for, and those in the background.
+        self.live = Lane(make_queue())
+        self.background = Lane(make_queue())
+        #: Of the live ones: who waits for a seat, and the requests that are not begun.
+        self.queue = self.live.queue
+        self.backlog = self.live.backlog
+        #: When the last live request was here; the scheduler's clock, seconds.
+        self.live_at = -math.inf
         #: How fast places come free.
         self.places = PlaceRate()
         #: A heap: low seats first.
@@ -75,7 +82,7 @@ class SchedulerState:
         self.decoding: dict[Sequence, None] = {}
         #: Their last token is in flight and they need no row any more: seats and pages are free.
         self.leaving: set[Sequence] = set()
-        #: Of those who wait: who lost its seat, in order of that.
+        #: Of the live ones that wait: who lost its seat, in order of that.
         self.stalled: dict[Sequence, None] = {}
         #: Seats that a batch keeps, and who sat there; seats that were kept and are free again.
         self.kept: dict[int, Sequence] = {}
@@ -84,8 +91,6 @@ class SchedulerState:
         self.lengths = OutputLengths()
         #: Sequences that ended since the last commit.
         self.finished = 0
-        #: Pages that those who sit hold together if each gets as long as it may.
-        self.most_pages = 0
         #: Times that somebody gave back its seat and pages.
         self.departures = 0
         #: Who lost its seat other than for a plan, and that was not told yet.
@@ -96,8 +101,6 @@ class SchedulerState:
         self.outputs: list[SequenceOutput] = []
         # Somebody in `decoding` is not in its place yet.
         self._newcomers = False
-        # Siblings that wait for their leader's prompt.
-        self._n_held = 0
         # A heap of (when, arrival, whom), pruned lazily.
         self._deadlines: list[tuple[float, int, _Group]] = []
 
@@ -111,18 +114,44 @@ class SchedulerState:
         return len(self.prefilling) + len(self.decoding)
 
     @property
+    def live_prompts(self) -> list[Sequence]:
+        """Seated, with prompt rows to compute, and somebody waits for it."""
+        return [seq for seq in self.prefilling if not seq.background]
+
+    @property
+    def n_decoding_live(self) -> int:
+        return self.live.n_seated - len(self.live_prompts)
+
+    @property
+    def background_rests(self) -> bool:
+        """True while a live prompt wants the rows of a step for itself: it comes sooner where
+        nothing else is computed beside it.
+        """
+        return self.background.n_seated > 0 and bool(self.queue or self.live_prompts)
+
+    @property
     def n_waiting(self) -> int:
-        """Sequences that want a seat: fresh, preempted, or held back for their leader's prompt."""
-        return len(self.queue) + self._n_held
+        """Sequences that want a seat, of both kinds."""
+        return self.live.n_waiting + self.background.n_waiting
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that are not begun, of both kinds."""
+        return self.live.backlog.tokens + self.background.backlog.tokens
+
+    def lane_of(self, seq: Sequence) -> Lane:
+        """The requests that a sequence belongs to."""
+        return self.background if seq.background else self.live
 
     def n_ahead(self, newcomer: Sequence) -> int:
         """Sequences that should board before a newcomer, by the queue's order: of those who wait
         and of those who are held back.
         """
         held: list[Sequence] = []
-        if self._n_held:
+        if self.live.n_held:
             for group in self.groups.values():
-                held += group.held
+                if not group.request.background:
+                    held += group.held
         return self.queue.ahead(newcomer, held)
 
     @property
@@ -132,13 +161,15 @@ class SchedulerState:
 
     @property
     def open_seats(self) -> int:
-        """Seats that a newcomer could take: none, however many are free, where pages are short."""
-        return 0 if self.lacks_pages else len(self.free_seats)
+        """Seats that a newcomer could take, those of the background too: none, however many are
+        free, where pages are short.
+        """
+        return 0 if self.lacks_pages else len(self.free_seats) + self.background.n_seated
 
     @property
     def working_seats(self) -> int:
         """Seats that are in use while somebody waits."""
-        return max(1, self.n_seated) if self.lacks_pages else self.limits.max_seats
+        return max(1, self.live.n_seated) if self.lacks_pages else self.limits.max_seats
 
     @property
     def lacks_pages(self) -> bool:
@@ -195,14 +226,16 @@ class SchedulerState:
 
     def add(self, request: EngineRequest, sequences: list[Sequence], work: RequestWork) -> None:
         """Let a request wait."""
-        self.backlog.enter(request, work)
         leader, siblings = sequences[0], sequences[1:]
+        lane = self.lane_of(leader)
+        lane.backlog.enter(request, work)
+        lane.requests += 1
         group = self.groups[request.id] = _Group(
             request, sequences, leader, [] if self.holds else siblings
         )
-        self._n_held += len(group.held)
+        lane.n_held += len(group.held)
         for seq in sequences if self.holds else (leader,):
-            self.queue.push(seq)
+            lane.queue.push(seq)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, leader.rank[1], group))
 
@@ -256,48 +289,59 @@ class SchedulerState:
             self._close_group(group)
         elif seq is group.leader and group.held:  # it cannot compute the prompt for them any more
             group.leader = group.held.pop(0)
-            self._n_held -= 1
-            self.queue.push(group.leader)
+            lane = self.lane_of(seq)
+            lane.n_held -= 1
+            lane.queue.push(group.leader)
 
     def _leave_place(self, seq: Sequence, group: _Group) -> None:
+        lane = self.lane_of(seq)
         if seq.boarded_at is None:
-            self.backlog.leave(seq)
-            self.places.freed(seq)
+            lane.backlog.leave(seq)
+            self._free_place(seq)
         if seq.seated:
             self._unseat(seq)
         elif seq in self.leaving:
             self.leaving.remove(seq)
         elif seq in group.held:
             group.held.remove(seq)
-            self._n_held -= 1
+            lane.n_held -= 1
         else:
-            self.queue.remove(seq)
+            lane.queue.remove(seq)
             self.stalled.pop(seq, None)
+
+    def _free_place(self, seq: Sequence) -> None:
+        """A sequence has left for good. What is told to live requests goes by their own places."""
+        if not seq.background:
+            self.places.freed(seq)
 
     def _close_group(self, group: _Group) -> None:
         del self.groups[group.request.id]
+        lane = self.lane_of(group.leader)
+        lane.requests -= 1
         if not group.boarded:
-            self.backlog.leave_prompt(len(group.request.prompt))
+            lane.backlog.leave_prompt(len(group.request.prompt))
         if len(self._deadlines) > 2 * len(self.groups) + SLACK:
             self._deadlines = [entry for entry in self._deadlines if entry[2].open]
             heapify(self._deadlines)
 
     def seat(self, seq: Sequence, now: float) -> None:
-        """The head of the queue boards, at the lowest free seat."""
-        self.queue.board(seq)
+        """The head of a queue boards, at the lowest free seat."""
+        lane = self.lane_of(seq)
+        lane.queue.board(seq)
         self.stalled.pop(seq, None)
         group = self.groups[seq.request.id]
         if not group.boarded:
             group.boarded = True
-            self.backlog.leave_prompt(seq.n_prompt)
+            lane.backlog.leave_prompt(seq.n_prompt)
         if seq.boarded_at is None:
-            self.backlog.leave(seq)
+            lane.backlog.leave(seq)
             seq.boarded_at = now
         seq.sat_at, seq.sat_with = now, len(seq.tokens)
         seq.seat = heappop(self.free_seats)
         self.prefilling[seq] = None
         seq.most_pages = self.most_of(seq)
-        self.most_pages += seq.most_pages
+        lane.most_pages += seq.most_pages
+        lane.n_seated += 1
 
     def start_decoding(self, seq: Sequence) -> None:
         """All its known tokens are scheduled."""
@@ -307,12 +351,16 @@ class SchedulerState:
 
     def longest_first(self) -> dict[Sequence, None]:
         """Those who decode, long contexts first. They all go on together, so only newcomers change
-        the order.
+        the order, and those who went on while others paused (`reorder`).
         """
         if self._newcomers:
             self.decoding = dict.fromkeys(sorted(self.decoding, key=_by_context, reverse=True))
             self._newcomers = False
         return self.decoding
+
+    def reorder(self) -> None:
+        """Not all who decode go on in the step being planned."""
+        self._newcomers = True
 
     def leave_early(self, seq: Sequence) -> None:
         """Its last token is in flight: the seat and the pages are free for the step being
@@ -333,8 +381,9 @@ class SchedulerState:
         seq.scheduled = 0
         seq.preemptions += 1
         seq.unseated_at = now
-        self.queue.push(seq)
-        self.stalled[seq] = None
+        self.lane_of(seq).queue.push(seq)
+        if not seq.background:
+            self.stalled[seq] = None
 
     def start_over(self, seq: Sequence, now: float) -> None:
         """An open sequence gives up its seat, if it has one, to compute again what it has."""
@@ -362,10 +411,12 @@ class SchedulerState:
         if self.pool.retain:
             publish(seq, self.pool, ended=ended)
         self.pool.release(seq.pages)
-        self.most_pages -= seq.most_pages
+        lane = self.lane_of(seq)
+        lane.most_pages -= seq.most_pages
+        lane.n_seated -= 1
         if ended:
-            self.places.freed(seq)
-        self.queue.left(seq)
+            self._free_place(seq)
+        lane.queue.left(seq)
         self.departures += 1
         self.prefilling.pop(seq, None)
         self.decoding.pop(seq, None)
@@ -391,13 +442,14 @@ class SchedulerState:
         """
         group = self.groups[leader.request.id]
         if leader is group.leader:
+            lane = self.lane_of(leader)
             for sibling in group.held:
                 # Also what is known, and will be, of the prompt's log-probabilities: it is scored
                 # once.
                 sibling.prompt_logprobs, sibling.scored = leader.prompt_logprobs, leader.scored
                 sibling.keys = leader.keys[: leader.n_prompt // self.pool.page_size]
-                self.queue.push(sibling)
-            self._n_held -= len(group.held)
+                lane.queue.push(sibling)
+            lane.n_held -= len(group.held)
             group.held = []
 
     def seat_map(self) -> list[Seat]:
@@ -430,18 +482,13 @@ class SchedulerState:
             ),
             "who decodes is in order": self._newcomers
             or sorted(self.decoding, key=_by_context, reverse=True) == list(self.decoding),
-            "the most pages are those of who sits": self.most_pages
-            == sum(seq.most_pages for seq in self.seated),
-            "the queue knows what it expects": self.queue.expected
-            == sum(seq.expected for seq in self.queue.members()),
             "who lost its seat waits": self.stalled.keys() <= self.queue.members(),
             "pages behind the window are the trash page, and no others": all(
                 not any(seq.pages[: seq.dropped]) and all(seq.pages[seq.dropped :])
                 for seq in self.seated
             ),
-            "those held back are counted": self._n_held
-            == sum(len(group.held) for group in self.groups.values()),
-            "the backlog is what waits": self._backlog_closes(),
+            "live requests are what they are said to be": self._lane_closes(self.live, False),
+            "and so are those in the background": self._lane_closes(self.background, True),
         }
         broken = [claim for claim, holds in claims.items() if not holds]
         if broken:
@@ -449,7 +496,7 @@ class SchedulerState:
 
     def _unseated(self) -> list[Sequence]:
         """Every open sequence without a seat, wherever it is."""
-        unseated = [*self.queue.members(), *self.leaving]
+        unseated = [*self.queue.members(), *self.background.queue.members(), *self.leaving]
         for group in self.groups.values():
             unseated += group.held
         return unseated
@@ -463,10 +510,23 @@ class SchedulerState:
         taken = [seq.seat for seq in self.seated]
         return sorted([*self.free_seats, *self.kept, *taken]) == list(range(self.limits.max_seats))
 
-    def _backlog_closes(self) -> bool:
-        prompts = [len(g.request.prompt) for g in self.groups.values() if not g.boarded]
-        fresh = [seq for seq in self._unseated() if seq.boarded_at is None]
-        backlog = self.backlog
+    def _lane_closes(self, lane: Lane, background: bool) -> bool:
+        groups = [g for g in self.groups.values() if g.request.background == background]
+        seated = [seq for seq in self.seated if seq.background == background]
+        queue = lane.queue
+        return (
+            lane.requests == len(groups)
+            and lane.n_held == sum(len(group.held) for group in groups)
+            and lane.n_seated == len(seated)
+            and lane.most_pages == sum(seq.most_pages for seq in seated)
+            and queue.expected == sum(seq.expected for seq in queue.members())
+            and all(seq.background == background for seq in queue.members())
+            and self._backlog_closes(lane.backlog, groups)
+        )
+
+    def _backlog_closes(self, backlog: Backlog, groups: list[_Group]) -> bool:
+        prompts = [len(group.request.prompt) for group in groups if not group.boarded]
+        fresh = [seq for group in groups for seq in group.open if seq.boarded_at is None]
         return (
             backlog.sequences == len(fresh)
             and backlog.tokens == sum(prompts)
@@ -503,6 +563,7 @@ def _seat_of(seq: Sequence, seat: int, state: str) -> Seat:
         seat=seat,
         state=state,
         request_id=seq.request.id,
+        background=seq.background,
         index=seq.index,
         n_prompt=seq.n_prompt,
         n_computed=seq.scheduled,

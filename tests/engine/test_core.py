@@ -112,6 +112,7 @@ class CoreMachine(RuleBasedStateMachine):
         scored=st.booleans(),
         priority=st.integers(-1, 1),
         user=st.sampled_from("abc"),
+        background=st.booleans(),
     )
     def submit(
         self,
@@ -122,6 +123,7 @@ class CoreMachine(RuleBasedStateMachine):
         scored: bool,
         priority: int,
         user: str,
+        background: bool,
     ) -> None:
         request = make_request(
             f"r{len(self.requests)}",
@@ -131,6 +133,7 @@ class CoreMachine(RuleBasedStateMachine):
             prompt_logprobs=1 if scored else None,
             priority=priority,
             user=user,
+            background=background,
             arrival=self.core.clock(),
         )
         self.requests.append(request)

@@ -16,8 +16,12 @@ CONTEXT, PAGES, PAGE_SIZE = 40, 15, 4
 LONGEST = min(CONTEXT, (PAGES - 1) * PAGE_SIZE + 1)
 
 
-def random_request(rng: random.Random, number: int, now: float = 0.0) -> EngineRequest:
-    """Few distinct beginnings, so that pages are shared; about 1 in 20 can never run."""
+def random_request(
+    rng: random.Random, number: int, now: float = 0.0, background: float = 0.0
+) -> EngineRequest:
+    """Few distinct beginnings, so that pages are shared; about 1 in 20 can never run.
+    background: the share that nobody waits for.
+    """
     head = [rng.randrange(1, 4)] * rng.choice((0, 4, 8, 12))
     prompt = head + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
     return make_request(
@@ -32,6 +36,7 @@ def random_request(rng: random.Random, number: int, now: float = 0.0) -> EngineR
         user=rng.choice(("", "ann", "bob")),
         seed=rng.choice((0, 7, 99)),
         max_tokens=rng.choice((None, 1, 2, 5, 12)),
+        background=rng.random() < background,
         ignore_eos=rng.random() < 0.2,
         prompt_logprobs=rng.choice((None,) * 9 + (2,)),
         logprobs=rng.choice((None,) * 9 + (1,)),
@@ -46,11 +51,12 @@ def random_events(
     """
     requests: list[EngineRequest] = []
     outputs: list[SequenceOutput] = []
+    background = 0.3 if core.scheduler.limits.policy == "continuous" else 0.0
     for event in range(count):
         clock.now += rng.random()
         kind = rng.random()
         if kind < 0.07:
-            requests.append(random_request(rng, len(requests), clock.now))
+            requests.append(random_request(rng, len(requests), clock.now, background))
             core.add(requests[-1])
         elif kind < 0.10 and requests:
             core.abort(

@@ -247,6 +247,7 @@ def make_request(
     tenant: str = "",
     salt: str = "",
     user: str = "",
+    background: bool = False,
     **sampling,
 ) -> EngineRequest:
     """A request; greedy and seed 0 unless said otherwise."""
@@ -261,6 +262,7 @@ def make_request(
         tenant=tenant,
         cache_salt=salt,
         user=user,
+        background=background,
     )
 
 
