@@ -1,0 +1,365 @@
+"""The families' ways to write thoughts and calls, as data, and how a model's is found.
+
+Names are those of vLLM's parsers where it has one for the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jitney.engine.conversation import harmony
+from jitney.engine.conversation.events import AssistantParser
+from jitney.engine.conversation.harmony import HarmonyReader
+from jitney.engine.conversation.reading import ContentReader, TextReader, new_short_id
+from jitney.engine.conversation.thoughts import ThinkReader, TurnParser
+from jitney.engine.conversation.tool_calls import (
+    BareCalls,
+    BraceCalls,
+    MistralCalls,
+    NamedCalls,
+    NameMarkers,
+    PythonCalls,
+    TaggedCalls,
+)
+
+#: Makes the reader of turns in which these functions may be called.
+type NewReader = Callable[[frozenset[str]], TextReader]
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """How calls are written, for a grammar that makes a model write them: first, call, separator,
+    call ..., last; a call is before_name, NAME, before_arguments, ARGUMENTS, after.
+    """
+
+    before_name: str
+    before_arguments: str
+    after: str
+    first: str = ""
+    separator: str = ""
+    last: str = ""
+    #: Whether text before the first call is told from it by what it begins with; without it a call
+    #: is the whole turn.
+    may_follow_text: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family calls tools."""
+
+    name: str
+    #: Other names of it.
+    aliases: tuple[str, ...]
+    new_reader: NewReader
+    #: How calls are forced; None: their arguments are not written as JSON, so that a schema cannot
+    #: be forced on them, and forced calls are written as `GENERIC` has it.
+    text: CallText | None
+    #: Special tokens that the reader must see.
+    markers: tuple[str, ...] = ()
+    #: What of a template's text shows that its model calls tools this way: one of these.
+    signs: tuple[str, ...] = ()
+    #: Whether templates want a call's arguments as an object, not as JSON text.
+    wants_objects: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family writes what it thinks."""
+
+    name: str
+    aliases: tuple[str, ...]
+    #: Before and after the thoughts, at the beginning of a turn.
+    start: str
+    end: str
+    #: What a template must have for its model to think this way.
+    signs: tuple[str, ...]
+
+
+def _tagged(start: str, end: str) -> NewReader:
+    return lambda names: TaggedCalls(start, end)
+
+
+def _named(markers: NameMarkers) -> NewReader:
+    return lambda names: NamedCalls(markers)
+
+
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_CALL_SEP = "<｜tool▁sep｜>"
+_DEEPSEEK_MARKERS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _CALL_SEP)
+_MISTRAL = "[TOOL_CALLS]"
+_MISTRAL_MARKERS = (_MISTRAL, "[ARGS]", "[CALL_ID]")
+_PYTHON_TAG = "<|python_tag|>"
+
+_HERMES_TEXT = CallText(
+    before_name='<tool_call>\n{"name": "',
+    before_arguments='", "arguments": ',
+    after="}\n</tool_call>",
+    separator="\n",
+)
+
+#: In the order in which their signs are looked for.
+TOOL_FORMATS = (
+    ToolFormat(
+        "harmony",
+        ("openai", "gptoss"),
+        lambda names: HarmonyReader(),
+        CallText(
+            before_name=f"{harmony.CHANNEL}commentary to={harmony.FUNCTIONS}",
+            before_arguments=f" {harmony.CONSTRAIN}json{harmony.MESSAGE}",
+            after="",
+        ),
+        markers=harmony.MARKERS,
+        signs=(harmony.CHANNEL,),
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        (),
+        _named(
+            NameMarkers(
+                _CALL_BEGIN,
+                after_name=(_CALL_SEP,),
+                end=_CALL_END,
+                around=(_CALLS_BEGIN, _CALLS_END),
+            )
+        ),
+        CallText(
+            first=_CALLS_BEGIN,
+            before_name=_CALL_BEGIN,
+            before_arguments=_CALL_SEP,
+            after=_CALL_END,
+            last=_CALLS_END,
+        ),
+        markers=_DEEPSEEK_MARKERS,
+        signs=(f"{_CALL_BEGIN}'+ tool['function']['name'] + '{_CALL_SEP}",),
+        wants_objects=False,
+    ),
+    ToolFormat(
+        "deepseek_v3",
+        ("deepseek_r1",),
+        _named(
+            NameMarkers(
+                _CALL_BEGIN,
+                before_name=f"function{_CALL_SEP}",
+                after_name=("```json",),
+                before_end="```",
+                end=_CALL_END,
+                around=(_CALLS_BEGIN, _CALLS_END),
+            )
+        ),
+        CallText(
+            first=_CALLS_BEGIN,
+            before_name=f"{_CALL_BEGIN}function{_CALL_SEP}",
+            before_arguments="\n```json\n",
+            after=f"\n```{_CALL_END}",
+            separator="\n",
+            last=_CALLS_END,
+        ),
+        markers=_DEEPSEEK_MARKERS,
+        signs=(_CALL_BEGIN,),
+        wants_objects=False,
+    ),
+    ToolFormat(
+        "mistral_named",
+        ("mistral_v11",),
+        lambda names: MistralCalls(_MISTRAL, new_short_id),
+        CallText(before_name=_MISTRAL, before_arguments="[ARGS]", after=""),
+        markers=_MISTRAL_MARKERS,
+        signs=("[ARGS]",),
+    ),
+    ToolFormat(
+        "mistral",
+        (),
+        lambda names: MistralCalls(_MISTRAL, new_short_id),
+        CallText(
+            first=f"{_MISTRAL} [",
+            before_name='{"name": "',
+            before_arguments='", "arguments": ',
+            after="}",
+            separator=", ",
+            last="]",
+        ),
+        markers=_MISTRAL_MARKERS,
+        signs=(_MISTRAL,),
+    ),
+    ToolFormat(
+        "gemma4",
+        (),
+        lambda names: BraceCalls("<|tool_call>", '<|"|>', "<tool_call|>"),
+        None,
+        markers=("<|tool_call>", '<|"|>', "<tool_call|>"),
+        signs=("<|tool_call>",),
+    ),
+    ToolFormat(
+        "functiongemma",
+        (),
+        lambda names: BraceCalls("<start_function_call>", "<escape>", "<end_function_call>"),
+        None,
+        markers=("<start_function_call>", "<escape>", "<end_function_call>"),
+        signs=("<start_function_call>",),
+    ),
+    ToolFormat(
+        "hermes",
+        ("qwen", "qwen25", "qwen3"),
+        _tagged("<tool_call>", "</tool_call>"),
+        _HERMES_TEXT,
+        markers=("<tool_call>", "</tool_call>"),
+        signs=("<tool_call>",),
+    ),
+    ToolFormat(
+        "llama3_json",
+        ("llama3", "llama4_json"),
+        lambda names: BareCalls(_PYTHON_TAG, names),
+        CallText(
+            before_name='{"name": "',
+            before_arguments='", "parameters": ',
+            after="}",
+            separator="; ",
+            may_follow_text=False,
+        ),
+        markers=(_PYTHON_TAG,),
+        signs=(_PYTHON_TAG, '"parameters": dictionary of argument name'),
+    ),
+    ToolFormat(
+        "gemma",
+        ("gemma3",),
+        lambda names: PythonCalls("```tool_code", names),
+        None,
+        signs=("```tool_code",),
+    ),
+)
+#: For models whose template knows no tools, told how by a text of ours.
+GENERIC = next(format for format in TOOL_FORMATS if format.name == "hermes")
+
+REASONING_FORMATS = (
+    ReasoningFormat(
+        "qwen3",
+        ("deepseek_r1", "deepseek_v3", "deepseek_v31", "think"),
+        "<think>",
+        "</think>",
+        ("</think>",),
+    ),
+    ReasoningFormat("mistral", ("magistral",), "[THINK]", "[/THINK]", ("[/THINK]",)),
+    ReasoningFormat("gemma4", (), "<|channel>thought\n", "<channel|>", ("<|channel>thought",)),
+)
+_HARMONY_NAMES = ("harmony", "openai", "openai_gptoss", "gptoss")
+
+AUTO, NONE = "auto", "none"
+TOOL_NAMES = (
+    AUTO,
+    NONE,
+    *(name for format in TOOL_FORMATS for name in (format.name, *format.aliases)),
+)
+REASONING_NAMES = (
+    AUTO,
+    NONE,
+    *_HARMONY_NAMES,
+    *(name for format in REASONING_FORMATS for name in (format.name, *format.aliases)),
+)
+#: Ways to name what has tools in a template's text.
+_TOOL_VARIABLES = ("tools", "custom_tools", "builtin_tools")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """How the served model's turns are read."""
+
+    #: None: calls are not looked for.
+    tools: ToolFormat | None = None
+    #: None: thoughts are not told from the rest, or by harmony's channels.
+    reasoning: ReasoningFormat | None = None
+    has_channels: bool = False
+    #: Whether the chat template shows tools to the model itself.
+    template_has_tools: bool = False
+    #: The template's text, for what else it can do.
+    template: str = field(default="", repr=False)
+
+    @property
+    def thinks(self) -> bool:
+        return self.has_channels or self.reasoning is not None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that must be seen even where they are special tokens."""
+        texts: tuple[str, ...] = () if self.tools is None else self.tools.markers
+        if self.reasoning is not None:
+            texts += (self.reasoning.start, self.reasoning.end)
+        return (texts + harmony.MARKERS) if self.has_channels else texts
+
+    def parser(self, prompt: str, names: frozenset[str], *, forced: bool) -> AssistantParser:
+        """Of a turn that follows a prompt text. names: of the functions that may be called; empty:
+        calls are content. forced: a grammar makes the model call, see `CallText`.
+        """
+        return TurnParser(self._reader(prompt, names, forced))
+
+    def _reader(self, prompt: str, names: frozenset[str], forced: bool) -> TextReader:
+        if self.has_channels:
+            return HarmonyReader()
+        answer: TextReader = ContentReader()
+        if names:
+            answer = self.forced_tools.new_reader(names) if forced else self._call_reader(names)
+        if self.reasoning is None or is_closed(prompt, self.reasoning):
+            return answer
+        return ThinkReader(
+            self.reasoning.start,
+            self.reasoning.end,
+            answer,
+            is_open=is_open(prompt, self.reasoning),
+        )
+
+    def _call_reader(self, names: frozenset[str]) -> TextReader:
+        return ContentReader() if self.tools is None else self.tools.new_reader(names)
+
+    @property
+    def forced_tools(self) -> ToolFormat:
+        """The form in which calls can be forced."""
+        if self.tools is None or self.tools.text is None:
+            return GENERIC
+        return self.tools
+
+
+def is_open(prompt: str, reasoning: ReasoningFormat) -> bool:
+    """Whether a prompt ends with the beginning of the thoughts."""
+    return prompt.rstrip().endswith(reasoning.start.rstrip())
+
+
+def is_closed(prompt: str, reasoning: ReasoningFormat) -> bool:
+    """Whether a prompt ends with the end of the thoughts, so that none follow."""
+    return prompt.rstrip().endswith(reasoning.end)
+
+
+def conversation_of(template: str, tools: str = AUTO, reasoning: str = AUTO) -> Conversation:
+    """How a model's turns are read. tools, reasoning: names, `AUTO` by the chat template's text."""
+    channels = reasoning in _HARMONY_NAMES
+    if reasoning == AUTO:
+        channels = harmony.CHANNEL in template
+    return Conversation(
+        tools=_tool_format(template, tools),
+        reasoning=None if channels else _reasoning_format(template, reasoning),
+        has_channels=channels,
+        template_has_tools=any(name in template for name in _TOOL_VARIABLES),
+        template=template,
+    )
+
+
+def _tool_format(template: str, name: str) -> ToolFormat | None:
+    if name == NONE:
+        return None
+    if name == AUTO:
+        for format in TOOL_FORMATS:
+            if any(sign in template for sign in format.signs):
+                return format
+        return GENERIC
+    return next(format for format in TOOL_FORMATS if name in (format.name, *format.aliases))
+
+
+def _reasoning_format(template: str, name: str) -> ReasoningFormat | None:
+    if name == AUTO:
+        for format in REASONING_FORMATS:
+            if any(sign in template for sign in format.signs):
+                return format
+    for format in REASONING_FORMATS:
+        if name in (format.name, *format.aliases):
+            return format
+    return None

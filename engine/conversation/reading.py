@@ -1,0 +1,233 @@
+"""What parsers of a model's text are made of: they read one character after the other, however the
+text is cut into pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+
+from jitney.engine.conversation.events import (
+    AssistantEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+
+#: A part of a parser: it is sent characters, and "" when there are no more.
+type Reading[T] = Generator[None, str, T]
+#: Makes the name of a call.
+type NewId = Callable[[], str]
+
+#: Blanks that are held back at most.
+_MOST_BLANKS = 64
+_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def new_call_id() -> str:
+    """As OpenAI's look."""
+    return "call_" + secrets.token_hex(12)
+
+
+def new_short_id() -> str:
+    """Nine letters and digits: Mistral's templates take no other."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+
+class Ended(Exception):
+    """There is no more text."""
+
+
+class Malformed(Exception):
+    """What was read is no call."""
+
+
+class TextReader:
+    """Base of the readers: `read` says what the text means, as it reads it. `next_char` gives it
+    the characters, and raises Ended behind the last one.
+    """
+
+    def __init__(self, new_id: NewId = new_call_id):
+        self._new_id = new_id
+        self._events: list[AssistantEvent] = []
+        #: Characters to be read once more, before those that come.
+        self._again: deque[str] = deque()
+        #: Read since `mark`, to be given back should it be no call.
+        self._since_mark: list[str] = []
+        #: Text that is held back: blanks, and the beginning of what may be a marker.
+        self._held = ""
+        self._n_calls = 0
+        #: What is read now is thought, not said.
+        self.is_thinking = False
+        self._reading = self._read_all()
+        next(self._reading)
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether the newest text may be the beginning of a marker."""
+        return bool(self._held.strip())
+
+    def feed(self, text: str) -> list[AssistantEvent]:
+        """Read more text; what it says."""
+        for char in text:
+            self._reading.send(char)
+        return self._taken()
+
+    def close(self) -> list[AssistantEvent]:
+        """There is no more text; what was held back."""
+        with contextlib.suppress(StopIteration):
+            self._reading.send("")
+        return self._taken()
+
+    def read(self) -> Reading[None]:
+        """Read until Ended is raised."""
+        raise NotImplementedError
+
+    def _read_all(self) -> Reading[None]:
+        try:
+            yield from self.read()
+        except Ended:
+            self.say(self._held + "".join(self._since_mark))
+
+    def _taken(self) -> list[AssistantEvent]:
+        taken, self._events = self._events, []
+        return taken
+
+    def next_char(self) -> Reading[str]:
+        """The next character. Raises Ended."""
+        if self._again:
+            char = self._again.popleft()
+        else:
+            char = yield
+        if not char:
+            raise Ended
+        self._since_mark.append(char)
+        return char
+
+    def unread(self, text: str) -> None:
+        """Have the end of what was read be read again."""
+        self._again.extendleft(reversed(text))
+        if text:
+            del self._since_mark[-len(text) :]
+
+    def mark(self, before: str = "") -> None:
+        """From here on what is read belongs to a part that may turn out to be content. before: what
+        was read of it already.
+        """
+        self._since_mark = list(before)
+
+    def give_back(self) -> None:
+        """What was read since `mark` is content, and may hold markers behind its beginning."""
+        text = "".join(self._since_mark)
+        n_said = len(text) - len(text.lstrip()) + 1
+        self.unread(text[n_said:])
+        self.mark()
+        self.say(text[:n_said])
+
+    def say(self, text: str) -> None:
+        """Content, or thoughts."""
+        kind = ReasoningDelta if self.is_thinking else ContentDelta
+        last = self._events[-1] if self._events else None
+        if isinstance(last, ContentDelta | ReasoningDelta) and type(last) is kind:
+            self._events[-1] = kind(last.text + text)
+        elif text:
+            self._events.append(kind(text))
+
+    def begin_call(self, name: str) -> int:
+        """A call has begun: what was read of it is not content any more. Returns its index."""
+        index = self._n_calls
+        self._n_calls += 1
+        self._events.append(ToolCallStart(index, self._new_id(), name))
+        self.mark()
+        return index
+
+    def add_arguments(self, index: int, text: str) -> None:
+        """More of a call's arguments; it is not content any more."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, ToolCallArguments) and last.index == index:
+            self._events[-1] = ToolCallArguments(index, last.text + text)
+        elif text:
+            self._events.append(ToolCallArguments(index, text))
+        self.mark()
+
+    def until(self, markers: Sequence[str], *, drop_blanks: bool = True) -> Reading[str]:
+        """What is said up to one of the markers, which is returned and marked. Blanks before the
+        marker go with it, and are held back for that.
+        """
+        self.mark()
+        while True:
+            char = yield from self.next_char()
+            self.mark()
+            self._held += char
+            self._settle(markers, drop_blanks)
+            found = self._held.lstrip() if drop_blanks else self._held
+            if found in markers:
+                self.mark(self._held)
+                self._held = ""
+                return found
+
+    def _settle(self, markers: Sequence[str], drop_blanks: bool) -> None:
+        """Say what of the held text cannot be the beginning of a marker, or blanks before it."""
+        while True:
+            blanks = len(self._held) - len(self._held.lstrip()) if drop_blanks else 0
+            kept = self._held[blanks:]
+            if blanks <= _MOST_BLANKS and (not kept or _may_become(kept, markers)):
+                return
+            self.say(self._held[: blanks + 1])
+            self._held = self._held[blanks + 1 :]
+
+    def skip_blanks(self) -> Reading[None]:
+        """Read over blanks."""
+        while True:
+            char = yield from self.next_char()
+            if not char.isspace():
+                self.unread(char)
+                return
+
+    def drop_blanks(self) -> Reading[None]:
+        """Read over blanks that are no content."""
+        self.mark()
+        while True:
+            char = yield from self.next_char()
+            self.mark()
+            if not char.isspace():
+                self._again.appendleft(char)
+                return
+
+    def expect(self, text: str) -> Reading[None]:
+        """Read this text. Raises Malformed at the first other character, which is left."""
+        for wanted in text:
+            char = yield from self.next_char()
+            if char != wanted:
+                self.unread(char)
+                raise Malformed
+
+    def any_of(self, texts: Sequence[str]) -> Reading[str]:
+        """Read one of these texts, of which none begins another. Raises Malformed."""
+        read = ""
+        texts = tuple(texts)
+        while read not in texts:
+            char = yield from self.next_char()
+            read += char
+            if not _may_become(read, texts):
+                self.unread(char)
+                raise Malformed
+        return read
+
+
+class ContentReader(TextReader):
+    """All text is content."""
+
+    def feed(self, text: str) -> list[AssistantEvent]:
+        return [ContentDelta(text)] if text else []
+
+    def read(self) -> Reading[None]:
+        yield from self.next_char()
+
+
+def _may_become(text: str, markers: Sequence[str]) -> bool:
+    """Whether more text could make it one of the markers, or it is one."""
+    return any(marker.startswith(text) for marker in markers)

@@ -1,0 +1,94 @@
+"""What a model thinks, told from what it says and counted."""
+
+from __future__ import annotations
+
+from jitney.engine.conversation.events import AssistantEvent
+from jitney.engine.conversation.reading import Malformed, Reading, TextReader
+
+
+class TurnParser:
+    """An `AssistantParser` of a reader. Thoughts are counted exactly where tokens come one by
+    one.
+    """
+
+    def __init__(self, reader: TextReader):
+        self._reader = reader
+        self.reasoning_tokens = 0
+        #: Tokens whose text may belong to the marker that ends the thoughts.
+        self._unsure_tokens = 0
+
+    def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
+        was_thinking = self._reader.is_thinking
+        events = self._reader.feed(text)
+        if was_thinking and self._reader.is_thinking:
+            self._unsure_tokens += len(tokens)
+            if not self._reader.is_unsure:
+                self._count()
+        else:
+            self._unsure_tokens = 0
+        return events
+
+    def finish(self) -> list[AssistantEvent]:
+        self._count()
+        return self._reader.close()
+
+    def _count(self) -> None:
+        self.reasoning_tokens += self._unsure_tokens
+        self._unsure_tokens = 0
+
+
+class ThinkReader(TextReader):
+    """Thoughts between two tags at the beginning of a turn; the rest is for another reader. Blanks
+    around the thoughts belong to the tags.
+
+    is_open: the prompt ends with the first tag.
+    """
+
+    def __init__(self, start: str, end: str, answer: TextReader, *, is_open: bool):
+        self._start = start
+        self._end = end
+        self._answer = answer
+        self._is_open = is_open
+        self._is_over = False
+        super().__init__()
+        self.is_thinking = is_open
+
+    def feed(self, text: str) -> list[AssistantEvent]:
+        if self._is_over:
+            return self._answer.feed(text)
+        for position, char in enumerate(text):
+            self._reading.send(char)
+            if self._is_over:
+                rest = "".join(self._since_mark) + text[position + 1 :]
+                self.mark()
+                return self._taken() + self._answer.feed(rest)
+        return self._taken()
+
+    def close(self) -> list[AssistantEvent]:
+        events = [] if self._is_over else super().close()
+        return events + self._answer.close()
+
+    def read(self) -> Reading[None]:
+        if not self._is_open:
+            yield from self._open()
+        if self._is_open:
+            self.is_thinking = True
+            yield from self.drop_blanks()
+            yield from self.until((self._end,))
+            self.is_thinking = False
+            yield from self.drop_blanks()
+            yield from self.next_char()
+        self._is_over = True
+        while True:
+            yield from self.next_char()
+
+    def _open(self) -> Reading[None]:
+        """See whether the turn begins with thoughts."""
+        self.mark()
+        try:
+            yield from self.skip_blanks()
+            yield from self.expect(self._start)
+            self._is_open = True
+            self.mark()
+        except Malformed:
+            yield from self.next_char()
