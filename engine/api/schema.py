@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -93,6 +93,7 @@ _REFUSED_CHAT = {"best_of": (1,), "echo": (False,), "prompt": ()}
 #: fetched.
 _MEDIA_PARTS = frozenset(
     {
+        "document",
         "image",
         "image_url",
         "input_image",
@@ -107,18 +108,22 @@ _MEDIA_PARTS = frozenset(
 )
 
 
-class _Body(BaseModel):
-    """No coercion: "10" and true are not integers; NaN and infinities are not numbers."""
+class Part(BaseModel):
+    """A body, or something in one. No coercion: "10" and true are not integers; NaN and infinities
+    are not numbers.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
 
-class _StreamOptions(_Body):
+class _StreamOptions(Part):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    #: Padding that hides how long the pieces of a stream are; there is none.
+    include_obfuscation: Literal[False] | None = None
 
 
-class _TextPart(_Body):
+class _TextPart(Part):
     """A part of a message. A text model reads no others."""
 
     type: Literal["text"]
@@ -135,7 +140,7 @@ _Prompt = (
 )
 
 
-def _described(schema: dict[str, Any], model: type[BaseModel]) -> None:
+def described(schema: dict[str, Any], model: type[GenerationBody]) -> None:
     """Add to a model's JSON schema what its functions check: ranges, and the fields of others that
     may only ask for nothing.
     """
@@ -227,21 +232,23 @@ def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and _all_of(int, value)
 
 
-def _content(value: Any) -> str | None:
-    """Message content as one string; text parts are joined by line breaks."""
+def text_content(value: Any, kinds: tuple[str, ...] = ("text",)) -> str | None:
+    """Message content as one string; text parts are joined by line breaks. kinds: what the route
+    calls its parts.
+    """
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string or a list of text parts")
-    return "\n".join(_text_part(index, part) for index, part in enumerate(value))
+    return "\n".join(_text_part(index, part, kinds) for index, part in enumerate(value))
 
 
-def _text_part(index: int, part: Any) -> str:
+def _text_part(index: int, part: Any, kinds: tuple[str, ...]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in _MEDIA_PARTS:
-        raise _unsupported(f"part {index}: this model reads text only")
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f'part {index} must be {{"type": "text", "text": string}}')
+        raise unsupported(f"part {index}: this model reads text only")
+    if kind not in kinds or not isinstance(part.get("text"), str):
+        raise ValueError(f'part {index} must be {{"type": "{kinds[0]}", "text": string}}')
     return part["text"]
 
 
@@ -251,14 +258,17 @@ def _safe_id(value: str | None) -> str | None:
     return value
 
 
-_Label = Annotated[str, Field(max_length=_LABEL_CHARS)]
-_Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], _Label], Field(max_length=16)]
+Label = Annotated[str, Field(max_length=_LABEL_CHARS)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
 
-class GenerationBody(_Body):
-    """Fields that both routes share."""
+class GenerationBody(Part):
+    """Fields that the generation routes share."""
 
-    model_config = ConfigDict(json_schema_extra=_described)
+    model_config = ConfigDict(json_schema_extra=described)
+    #: Known fields that the route itself refuses, as `_REFUSED` has them. Of those, a field that a
+    #: body declares is not refused.
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     #: None: the served model.
     model: Annotated[str, Field(min_length=1)] | None = None
@@ -298,23 +308,25 @@ class GenerationBody(_Body):
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    user: _Label | None = None
-    safety_identifier: _Label | None = None
-    metadata: _Metadata | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    metadata: Metadata | None = None
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _at("stream_options", "is only allowed when stream is true")
+            raise at_field("stream_options", "is only allowed when stream is true")
         if self.tool_choice not in (None, "none"):
-            raise _at("tool_choice", "is only allowed with tools")
+            raise at_field("tool_choice", "is only allowed with tools")
         if self.prompt_logprobs is not None and self.stream:
-            raise _at("prompt_logprobs", "is not available in a stream")
+            raise at_field("prompt_logprobs", "is not available in a stream")
         return self
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
+
+    refused = _REFUSED_COMPLETION
 
     prompt: Annotated[
         list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)
@@ -328,54 +340,57 @@ class CompletionBody(GenerationBody):
         n = self.n or 1
         best_of = self.best_of or n
         if best_of < n:
-            raise _at("best_of", "must not be less than n")
+            raise at_field("best_of", "must not be less than n")
         if best_of > n and self.stream:
-            raise _at("best_of", "must equal n when streaming: the best are known only at the end")
+            raise at_field(
+                "best_of", "must equal n when streaming: the best are known only at the end"
+            )
         if self.max_tokens == 0 and not self.echo:
-            raise _at("max_tokens", "may be 0 only with echo")
+            raise at_field("max_tokens", "may be 0 only with echo")
         return self
 
 
-class _ToolFunction(_Body):
+class _ToolFunction(Part):
     name: Annotated[str, Field(min_length=1, max_length=_LABEL_CHARS)]
     arguments: str
 
 
-class _ToolCall(_Body):
+class _ToolCall(Part):
     """A call made earlier in the conversation; the chat template shows it to the model."""
 
-    id: _Label
+    id: Label
     type: Literal["function"] = "function"
     function: _ToolFunction
 
 
-class Message(_Body):
+class Message(Part):
     """One message. An assistant's content may be null when it called tools; everyone else must say
     something, and a tool what call it answers.
     """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Annotated[
-        str | None, PlainValidator(_content, json_schema_input_type=str | list[_TextPart] | None)
+        str | None,
+        PlainValidator(text_content, json_schema_input_type=str | list[_TextPart] | None),
     ] = None
-    name: _Label | None = None
+    name: Label | None = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=128)] | None = None
-    tool_call_id: _Label | None = None
+    tool_call_id: Label | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _text_only(cls, raw: Any) -> Any:
         for name in ("audio", "function_call"):
             if isinstance(raw, dict) and raw.get(name) is not None:
-                raise _unsupported(f"{name} is not supported here")
+                raise unsupported(f"{name} is not supported here")
         return raw
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise _at("content", "must be a string or a list of text parts")
+            raise at_field("content", "must be a string or a list of text parts")
         if self.role == "tool" and not self.tool_call_id:
-            raise _at("tool_call_id", "must name the call that a tool message answers")
+            raise at_field("tool_call_id", "must name the call that a tool message answers")
         return self
 
 
@@ -389,6 +404,8 @@ class ChatBody(GenerationBody):
     "developer" reads as "system".
     """
 
+    refused = _REFUSED_CHAT
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, _ranged("max_tokens")] = None
     logprobs: bool | None = None
@@ -400,9 +417,9 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _chat_combinations(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise _at("continue_final_message", "excludes add_generation_prompt")
+            raise at_field("continue_final_message", "excludes add_generation_prompt")
         if self.top_logprobs is not None and not self.logprobs:
-            raise _at("top_logprobs", "is only allowed when logprobs is true")
+            raise at_field("top_logprobs", "is only allowed when logprobs is true")
         return self
 
 
@@ -416,9 +433,10 @@ def parse_body[B: GenerationBody](kind: type[B], raw: Mapping[str, Any]) -> tupl
             raise RequestError(
                 f"{name} is not supported here", code="unsupported_parameter", param=name
             )
-    messages = raw.get("messages")
-    if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
-        raise RequestError(f"messages may hold at most {_MAX_MESSAGES}", param="messages")
+    for name in ("messages", "input"):
+        messages = raw.get(name)
+        if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
+            raise RequestError(f"{name} may hold at most {_MAX_MESSAGES}", param=name)
     try:
         body = kind.model_validate(raw)
     except ValidationError as error:
@@ -426,9 +444,10 @@ def parse_body[B: GenerationBody](kind: type[B], raw: Mapping[str, Any]) -> tupl
     return body, _unknown(raw, {*kind.model_fields, *refused})
 
 
-def _refused_by(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
+def _refused_by(kind: type[GenerationBody]) -> dict[str, tuple[Any, ...]]:
     """Fields that a body may have only with a neutral value."""
-    return _REFUSED | (_REFUSED_CHAT if kind is ChatBody else _REFUSED_COMPLETION)
+    everywhere = {name: _REFUSED[name] for name in _REFUSED if name not in kind.model_fields}
+    return everywhere | dict(kind.refused)
 
 
 def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -446,12 +465,12 @@ def _unknown(raw: Mapping[str, Any], fields: set[str]) -> list[str]:
     return names
 
 
-def _at(field: str, message: str) -> PydanticCustomError:
+def at_field(field: str, message: str) -> PydanticCustomError:
     """An error of a combination of fields, to be blamed on one of them."""
     return PydanticCustomError("combination", "{reason}", {"field": field, "reason": message})
 
 
-def _unsupported(reason: str) -> PydanticCustomError:
+def unsupported(reason: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason})
 
 
