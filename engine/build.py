@@ -293,7 +293,7 @@ def start_jax(config: Config) -> list[Any]:
         jax.config.update("jax_compilation_cache_dir", str(programs))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    claim_memory(os.environ)
+    claim_memory(os.environ, config.engine.memory_share)
     libc = _glibc()
     if libc:
         # Every thread's own arena would keep its own freed temporaries.
@@ -428,7 +428,8 @@ def _pool_limit(settings: EngineSection, devices: Sequence[Any], temp_bytes: int
         return 0
     if settings.memory_gib:
         return int(settings.memory_gib * GIB)
-    return min([free_bytes(device, temp_bytes) for device in devices])
+    share = settings.memory_share
+    return min([free_bytes(device, temp_bytes, share) for device in devices])
 
 
 def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) -> None:

@@ -93,7 +93,7 @@ class LLM:
             on_progress(messages.Progress(stage, done, total, detail))
 
         source = resolve(config.model.id, revision=config.model.revision or None, progress=report)
-        self.tokenizer = load_tokenizer(source)
+        self.tokenizer = load_tokenizer(source, config.model.chat_template)
         self.core, self.info = build_engine(config, source, on_progress)
         # A call hands over all its prompts before the first step.
         self.core.scheduler.more_to_come = False

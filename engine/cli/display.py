@@ -37,17 +37,18 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def make_display() -> Display:
+def make_display(log_level: str = "info") -> Display:
     """The display that suits standard error; also sets up logging to go with it."""
-    return _Bars() if interactive() else Lines()
+    level = log_level.upper()
+    return _Bars(level) if interactive() else Lines(level)
 
 
 class Lines:
     """One log line when a stage starts and one when it ends: a log file wants no bars."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: str = "INFO") -> None:
         logging.basicConfig(
-            level=logging.INFO,
+            level=level,
             stream=sys.stderr,
             format="%(asctime)s %(name)s %(levelname)s %(message)s",
         )
@@ -73,7 +74,7 @@ class Lines:
 class _Bars:
     """One bar per stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: str) -> None:
         from rich.console import Console
         from rich.logging import RichHandler
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -81,7 +82,7 @@ class _Bars:
 
         console = Console(stderr=True)
         logging.basicConfig(
-            level=logging.INFO,
+            level=level,
             format="%(message)s",
             handlers=[RichHandler(console=console, show_path=False, markup=False)],
         )

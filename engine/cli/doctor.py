@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse(arguments)
     config = config_from(args)
     os.environ.update(platform_environment(config.engine))  # before the first import of jax
-    claim_memory(os.environ)
+    claim_memory(os.environ, config.engine.memory_share)
     findings = list(examine(config))
     _show(findings, as_json=args.json)
     is_bad = any(finding.ok is False for finding in findings)

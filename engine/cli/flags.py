@@ -35,11 +35,19 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> Namespace:
         """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
-        args, unknown = self.parse_known_args(arguments)
+        args, unknown = self.parse_known_args([_dashed(word) for word in arguments])
         if unknown:
             word = unknown[0].partition("=")[0]
             self.error(f"{word} is unknown{suggestion(word, self._option_string_actions)}")
         return args
+
+
+def _dashed(word: str) -> str:
+    """A flag written with underscores, as `--max_seats`, with dashes."""
+    if not word.startswith("--"):
+        return word
+    flag, mark, value = word.partition("=")
+    return flag.replace("_", "-") + mark + value
 
 
 class Flags:
@@ -98,6 +106,8 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
     if setting.kind is not bool:
         choices = "|".join(filter(None, setting.choices))
         options = {"metavar": choices or _METAVARS[setting.kind]}
+    if setting.several:
+        options |= {"nargs": "+", "action": _Joined}
     group.add_argument(
         setting.flag,
         dest=setting.name,
@@ -105,6 +115,19 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
         help=text.replace("%", "%%"),  # argparse formats help with %
         **options,
     )
+
+
+class _Joined(argparse.Action):
+    """Several words after one flag are one list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, ",".join(values or ()))
 
 
 def config_from(args: Namespace) -> Config:

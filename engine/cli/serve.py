@@ -24,6 +24,7 @@ from jitney.engine.cli.descriptors import (
 from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_keys
+from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.config.layers import to_toml
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection
@@ -58,12 +59,15 @@ def run(arguments: Sequence[str]) -> int:
     its number after a second signal, else 1.
     """
     parser = Parser(
-        "serve", "Serve a model over HTTP (OpenAI-compatible), with in-flight batching."
+        "serve",
+        "Serve a model over HTTP (OpenAI-compatible), with in-flight batching. vLLM's common flags "
+        "are understood too: docs/from_vllm.md.",
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print the settings as TOML and exit"
     )
     add_settings(parser)
+    add_vllm_flags(parser)
     args = parser.parse(arguments)
     config = config_from(args)
     if args.print_config:
@@ -84,7 +88,7 @@ def _start(config: Config) -> int:
         )
     raise_descriptor_limit()
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        server = _Server(config, keys, bound, make_display())
+        server = _Server(config, keys, bound, make_display(config.server.log_level))
         return asyncio.run(server.serve())
 
 
@@ -154,7 +158,8 @@ class _Server:
         """Load everything, say so, and return only when the engine is lost for good."""
         source = await _in_thread(lambda: _find_model(self.config, self.display))
         await self.client.start()
-        tokenizer = await _in_thread(lambda: _load_tokenizer(source))
+        template = self.config.model.chat_template
+        tokenizer = await _in_thread(lambda: _load_tokenizer(source, template))
         service = self.app.state.service
         service.model_names = self.config.server.served_model_name or (source.name,)
         service.chat_templates = await self._chat_templates(tokenizer)
@@ -314,10 +319,10 @@ def _find_model(config: Config, display: Display) -> ModelSource:
     return resolve(config.model.id, revision=config.model.revision or None, progress=report)
 
 
-def _load_tokenizer(source: ModelSource) -> Tokenizer:
+def _load_tokenizer(source: ModelSource, chat_template: str) -> Tokenizer:
     from jitney.engine.text.tokenizer import load_tokenizer
 
-    return load_tokenizer(source)
+    return load_tokenizer(source, chat_template)
 
 
 async def _in_thread[T](work: Callable[[], T]) -> T:

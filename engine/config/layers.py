@@ -58,6 +58,11 @@ class Setting:
         return bool(self._extra.get("secret"))
 
     @property
+    def several(self) -> bool:
+        """True for lists whose values may follow the flag as words of their own."""
+        return bool(self._extra.get("several"))
+
+    @property
     def env(self) -> str:
         return _ENV_PREFIX + self.name.upper()
 

@@ -102,6 +102,13 @@ class ModelSection(Section):
         description=("tokens a sequence may have, prompt included; 0: the model's own"),
     )
 
+    chat_template: str = Field(
+        default="",
+        description=(
+            "file with the Jinja template that makes a prompt of a chat; empty: the model's own"
+        ),
+    )
+
 
 class EngineSection(Section):
     """[engine]: seats, pages, buckets, device."""
@@ -139,6 +146,16 @@ class EngineSection(Section):
         default=0.0,
         ge=0.0,
         description=("most memory for the KV pool in GiB; 0: decided from what is free"),
+    )
+    memory_share: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description=(
+            "share of a GPU's or TPU's memory that may be taken in all, or on a CPU of the free "
+            "memory by the KV pool; 0: 0.92 of a GPU, all of a TPU, a quarter of a CPU's and at "
+            "most 1 GiB"
+        ),
     )
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         default="auto",
@@ -514,6 +531,7 @@ class ServerSection(Section):
     )
     served_model_name: _Names = Field(
         default=(),
+        json_schema_extra={"several": True},
         description=(
             "names that requests may call the model by, the first of them in answers; empty: the "
             "model's own"
@@ -576,6 +594,9 @@ class ServerSection(Section):
     dashboard_show_text: bool = Field(
         default=False,
         description=("let the page show prompts and answers to whoever may look at it"),
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least level of what is logged; requests are logged at info"
     )
     record: str = Field(
         default="",

@@ -38,11 +38,15 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
     return max(layer, logits) * 5 // 4
 
 
-def claim_memory(environ: MutableMapping[str, str]) -> None:
+def claim_memory(environ: MutableMapping[str, str], share: float = 0.0) -> None:
     """Have jax take its share of a GPU, unless the user says otherwise; must come before jax looks
-    for devices.
+    for devices. share: the user's in the settings, 0 if those name none.
     """
-    if not any(environ.get(name) for name in _SHARE_NAMES):
+    if share:
+        for name in _SHARE_NAMES:
+            environ.pop(name, None)
+        environ[_SHARE_NAMES[0]] = str(share)
+    elif not any(environ.get(name) for name in _SHARE_NAMES):
         environ[_SHARE_NAMES[0]] = str(_GPU_SHARE)
 
 
@@ -60,19 +64,29 @@ def in_one_line(what: str) -> Iterator[None]:
         ) from error
 
 
-def free_bytes(device: Any, temp_bytes: int) -> int:
+def free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
     """Bytes the KV pool may take on a jax device whose weights are loaded and whose steps need
-    temp_bytes.
+    temp_bytes. share: of the memory, as the settings name it; 0: none.
     """
     if device.platform == "cpu":
-        return min(int(_CPU_SHARE * _available_host_bytes()), _CPU_MOST)
+        return _free_host_bytes(share)
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError(
             f"{device.device_kind} does not say how much memory it has: set pages or memory_gib"
         )
-    reserve = int(_DEVICE_RESERVE * stats["bytes_limit"])
-    return stats["bytes_limit"] - stats["bytes_in_use"] - temp_bytes - reserve
+    limit = stats["bytes_limit"]
+    if share and device.platform == "tpu":  # of a GPU it is jax's own limit, see `claim_memory`
+        limit = int(share * limit)
+    reserve = int(_DEVICE_RESERVE * limit)
+    return limit - stats["bytes_in_use"] - temp_bytes - reserve
+
+
+def _free_host_bytes(share: float) -> int:
+    free = _available_host_bytes()
+    if share:
+        return int(share * free)
+    return min(int(_CPU_SHARE * free), _CPU_MOST)
 
 
 def _available_host_bytes() -> int:

@@ -116,7 +116,8 @@ async def open_link(config: Config, builder: str, context: zmq.Context) -> Async
             socket.set_hwm(0)
             socket.linger = 0
             socket.bind(address)
-        start = Start(config.model_dump(mode="json", exclude={"server"}), folder, builder)
+        settings = config.model_dump(mode="json", exclude={"server"})
+        start = Start(settings, folder, builder, config.server.log_level)
         link = CoreLink(to_core, from_core, await _spawn(config, start))
         try:
             yield link

@@ -54,6 +54,7 @@ class Start(msgspec.Struct, frozen=True):
     #: Of the two sockets.
     folder: str
     builder: str = BUILDER
+    log_level: str = "info"
 
 
 def to_core_address(folder: str) -> str:
@@ -80,6 +81,7 @@ def main() -> int:
     # At INFO it names the platforms that are absent.
     logging.getLogger("jax").setLevel(logging.WARNING)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    logging.getLogger().setLevel(start.log_level.upper())
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with (
         zmq.Context() as context,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.errors import RequestError
+from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.text.gguf_tokenizer import (
     byte_characters,
     fast_from_folder,
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.text")
 
+#: Most characters of a chat template's file.
+_TEMPLATE_CHARS = 1 << 20
 #: SentencePiece's spelling of one byte that no other token covers.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -204,10 +206,12 @@ def _is_tokenizers_own(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def load_tokenizer(source: ModelSource) -> Tokenizer:
+def load_tokenizer(source: ModelSource, chat_template: str = "") -> Tokenizer:
     """The tokenizer of a model; ModelError if its files are missing, too large or of an unknown
-    kind.
+    kind. chat_template: a file whose template chats are rendered with instead of the model's own;
+    ConfigError if it cannot be read.
     """
+    given = _read_template(chat_template) if chat_template else ""
     match source.kind:
         case "tiny":
             fast = tiny_fast()
@@ -215,4 +219,17 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
             fast = fast_from_gguf(GGUFFile(source.path).metadata)
         case "hf":
             fast = fast_from_folder(Path(source.path))
+    if given:
+        fast.chat_template = given
     return Tokenizer(fast, source.config.eos_ids)
+
+
+def _read_template(file: str) -> str:
+    try:
+        with Path(file).open(encoding="utf-8") as stream:
+            text = stream.read(_TEMPLATE_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {file} cannot be read: {error}") from None
+    if not text.strip() or len(text) > _TEMPLATE_CHARS:
+        raise ConfigError(f"chat_template {file} must have 1 to {_TEMPLATE_CHARS} characters")
+    return text

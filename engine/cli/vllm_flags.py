@@ -1,0 +1,381 @@
+"""vLLM's flags, for people whose fingers know them: each is one of our settings under another name,
+or is refused with the name of what to use instead.
+
+The names are those of `vllm serve` (v0.8 to v0.32); the table is all there is to know of them, and
+docs/from_vllm.md is written from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from jitney.engine.config.layers import settings
+
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmMgG])?")
+#: What vLLM's numbers may end with.
+_UNITS = {
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+}
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A flag that is a setting of ours."""
+
+    #: The setting's flat name.
+    setting: str
+    #: Values that we call otherwise.
+    values: Mapping[str, str] = MappingProxyType({})
+    #: Values that we do not have -> why, or what to use instead.
+    refused: Mapping[str, str] = MappingProxyType({})
+    #: From vLLM's value to ours, where it is not just a word. Raises ValueError.
+    convert: Callable[[str], str] | None = None
+    #: Of a switch: the setting's value when it is given; None: it takes a value.
+    switch: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AlwaysSo:
+    """A flag that asks for what cannot be had otherwise here: accepted."""
+
+    #: What is always so.
+    reason: str
+    #: Values that ask for it; empty: it takes none.
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A flag that we do not have."""
+
+    #: Why, or what to use instead.
+    reason: str
+
+
+def _whole(text: str) -> str:
+    """32k is 32,000, and 32K is 32,768."""
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        raise ValueError("must be a whole number, such as 4096 or 32k")
+    scale = _UNITS.get(found[2], 1)
+    return str(round(float(found[1]) * scale))
+
+
+def _context(text: str) -> str:
+    """-1 and auto: as much as there is; here the model's own."""
+    return "0" if text in ("-1", "auto") else _whole(text)
+
+
+def _gib(text: str) -> str:
+    return str(int(_whole(text)) / _GIB)
+
+
+def _origins(text: str) -> str:
+    """A JSON list."""
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        raise ValueError('must be a JSON list, such as ["https://example.org"]') from None
+    if not isinstance(origins, list):
+        raise ValueError('must be a JSON list, such as ["https://example.org"]')
+    return ",".join(map(str, origins))
+
+
+_TEXT_ONLY = Refused("models here read text only")
+_NO_ADAPTERS = Refused("adapters are not served; merge one into its model's weights")
+_NO_DRAFTS = Refused("there is no speculative decoding")
+_ONE_MACHINE = Refused(
+    "one server runs on one machine; run several behind a router, or split one model over its "
+    "devices with --tensor-parallel"
+)
+_NO_PLUGINS = Refused("no code is loaded from outside")
+_ONE_FAMILY_CONFIG = Refused("a model's configuration is read from its own files and not changed")
+_OWN_TOKENIZER = Refused("a model's tokenizer is read from its own files")
+_COMPILED = Refused(
+    "every step is compiled before the first request, for --seat-buckets and --token-buckets"
+)
+_OTHER_LEVEL = {"critical": "error", "trace": "debug"}
+
+#: vLLM's flag -> what becomes of it. Flags that have the same name and meaning here need no line.
+VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
+    # model
+    "--max-model-len": Mapped("context", convert=_context),
+    "--quantization": Mapped(
+        "weights",
+        values={
+            "awq": "auto",
+            "awq_marlin": "auto",
+            "compressed-tensors": "auto",
+            "gguf": "auto",
+            "gptq": "auto",
+            "gptq_marlin": "auto",
+            "none": "plain",
+            "None": "plain",
+        },
+        refused={
+            "bitsandbytes": "use --weights int8 or int4, which quantise on load",
+            "experts_int8": "there are no mixtures of experts",
+        },
+    ),
+    "-q": Mapped("weights", values={"awq": "auto", "gptq": "auto", "gguf": "auto"}),
+    "--dtype": Mapped(
+        "dtype",
+        values={"float": "float32"},
+        refused={
+            "half": "float16 is not computed here; use bfloat16 or float32",
+            "float16": "float16 is not computed here; use bfloat16 or float32",
+        },
+    ),
+    "--load-format": AlwaysSo(
+        "the format is seen from the files: safetensors or GGUF", ("auto", "safetensors", "gguf")
+    ),
+    "--trust-remote-code": Refused("no code of a model's is ever run"),
+    "--download-dir": Refused("set JITNEY_CACHE, the cache folder, in the environment"),
+    "--task": AlwaysSo("it generates", ("auto", "generate")),
+    "--runner": AlwaysSo("it generates", ("auto", "generate")),
+    "--seed": Refused(
+        "each request has a `seed`; one without it is drawn at random, whatever the server was "
+        "started with"
+    ),
+    "--tokenizer": _OWN_TOKENIZER,
+    "--tokenizer-mode": AlwaysSo("a model's tokenizer is read from its own files", ("auto",)),
+    "--tokenizer-revision": _OWN_TOKENIZER,
+    "--skip-tokenizer-init": _OWN_TOKENIZER,
+    "--code-revision": Refused("no code of a model's is ever run"),
+    "--hf-overrides": _ONE_FAMILY_CONFIG,
+    "--hf-config-path": _ONE_FAMILY_CONFIG,
+    "--config-format": AlwaysSo("configurations are Hugging Face's or GGUF's", ("auto", "hf")),
+    "--rope-scaling": _ONE_FAMILY_CONFIG,
+    "--rope-theta": _ONE_FAMILY_CONFIG,
+    "--override-generation-config": Refused(
+        "use --default-temperature, --default-top-p, --default-top-k, --default-min-p and "
+        "--default-repetition-penalty"
+    ),
+    "--generation-config": Mapped("generation_config", values={"vllm": "none"}),
+    "--hf-token": Refused("set HF_TOKEN in the environment"),
+    "--disable-sliding-window": Refused("a model's windows are part of it"),
+    "--enable-sleep-mode": AlwaysSo("an administrator may send POST /sleep and /wake_up"),
+    "--model-impl": AlwaysSo("models are our own", ("auto", "vllm")),
+    # memory and scheduling
+    "--max-num-seqs": Mapped("max_seats", convert=_whole),
+    "--max-num-batched-tokens": Mapped("token_budget", convert=_whole),
+    "--gpu-memory-utilization": Mapped("memory_share"),
+    "--kv-cache-memory-bytes": Mapped("memory_gib", convert=_gib),
+    "--kv-cache-dtype": Mapped(
+        "kv_dtype",
+        values={"fp8_e4m3": "fp8", "bfloat16": "auto"},
+        refused={"fp8_e5m2": "fp8 here is e4m3: use --kv-dtype fp8"},
+    ),
+    "--block-size": Mapped("page_size"),
+    "--num-gpu-blocks-override": Mapped("pages"),
+    "--enable-prefix-caching": Mapped("prefix_cache", switch=True),
+    "--no-enable-prefix-caching": Mapped("prefix_cache", switch=False),
+    "--prefix-caching-hash-algo": Refused("prefixes are found by their tokens; no hash is chosen"),
+    "--scheduling-policy": Mapped("order"),
+    "--enable-chunked-prefill": AlwaysSo("prompts are read in chunks beside who decodes"),
+    "--no-enable-chunked-prefill": Refused(
+        "prompts are always read in chunks: --prefill-share says how much of a step they may take"
+    ),
+    "--long-prefill-token-threshold": Refused("use --prefill-share or --target-itl-ms"),
+    "--max-long-partial-prefills": Refused("use --prefill-share or --target-itl-ms"),
+    "--max-num-partial-prefills": Refused("use --prefill-share or --target-itl-ms"),
+    "--scheduler-delay-factor": Refused("use --policy dynamic with --max-wait-ms"),
+    "--num-scheduler-steps": Refused("the host works while the device computes the next step"),
+    "--multi-step-stream-outputs": Refused("tokens are sent as they come"),
+    "--async-scheduling": AlwaysSo("the host works while the device computes the next step"),
+    "--preemption-mode": AlwaysSo("who loses a seat is computed again", ("recompute",)),
+    "--swap-space": Refused("nothing is swapped: who loses a seat is computed again"),
+    "--cpu-offload-gb": Refused("weights stay on the device: use --weights int8 or int4"),
+    "--calculate-kv-scales": AlwaysSo("8-bit KV gets its factors from the checkpoint or at start"),
+    # device
+    "--tensor-parallel-size": Mapped("tensor_parallel"),
+    "-tp": Mapped("tensor_parallel"),
+    "--pipeline-parallel-size": AlwaysSo("a model is split by its heads alone", ("1",)),
+    "-pp": AlwaysSo("a model is split by its heads alone", ("1",)),
+    "--data-parallel-size": AlwaysSo("one server is one engine", ("1",)),
+    "-dp": AlwaysSo("one server is one engine", ("1",)),
+    "--enable-expert-parallel": Refused("there are no mixtures of experts"),
+    "--distributed-executor-backend": _ONE_MACHINE,
+    "--nnodes": AlwaysSo("one server runs on one machine", ("1",)),
+    "--node-rank": _ONE_MACHINE,
+    "--headless": _ONE_MACHINE,
+    "--api-server-count": AlwaysSo("one process answers HTTP, another computes", ("1",)),
+    "--worker-cls": _NO_PLUGINS,
+    "--disable-custom-all-reduce": Refused("XLA chooses how devices exchange"),
+    "--attention-backend": Refused("use --kernels"),
+    "--enforce-eager": _COMPILED,
+    "--no-enforce-eager": AlwaysSo("every step is compiled before the first request"),
+    "--max-seq-len-to-capture": _COMPILED,
+    "--compilation-config": _COMPILED,
+    "-O": _COMPILED,
+    "--cudagraph-capture-sizes": Refused("use --seat-buckets and --token-buckets"),
+    "--cuda-graph-sizes": Refused("use --seat-buckets and --token-buckets"),
+    # what is not there
+    "--enable-lora": _NO_ADAPTERS,
+    "--lora-modules": _NO_ADAPTERS,
+    "--max-loras": _NO_ADAPTERS,
+    "--max-lora-rank": _NO_ADAPTERS,
+    "--enable-prompt-adapter": _NO_ADAPTERS,
+    "--speculative-config": _NO_DRAFTS,
+    "--speculative-model": _NO_DRAFTS,
+    "--num-speculative-tokens": _NO_DRAFTS,
+    "--limit-mm-per-prompt": _TEXT_ONLY,
+    "--mm-processor-kwargs": _TEXT_ONLY,
+    "--allowed-local-media-path": _TEXT_ONLY,
+    "--kv-transfer-config": Refused("pages stay with the engine that computed them"),
+    "--logits-processors": _NO_PLUGINS,
+    "--logits-processor-pattern": _NO_PLUGINS,
+    "--logprobs-mode": AlwaysSo(
+        "log-probabilities are the model's own, before penalties", ("raw_logprobs",)
+    ),
+    "--guided-decoding-backend": AlwaysSo("llguidance makes the masks", ("auto", "guidance")),
+    "--structured-outputs-config": Refused("llguidance makes the masks; there is nothing to set"),
+    # the endpoint
+    "--api-key": Refused(
+        "a key on a command line can be read by others of this machine: use --api-key-file FILE, "
+        "or JITNEY_API_KEYS in the environment"
+    ),
+    "--allowed-origins": Mapped("cors_origins", convert=_origins),
+    "--allow-credentials": Refused("the endpoint takes keys and no cookies"),
+    "--allowed-methods": Refused("use --cors-origins; methods follow from the routes"),
+    "--allowed-headers": Refused(
+        "use --cors-origins; the headers that the routes read are allowed"
+    ),
+    "--ssl-ca-certs": Refused("clients show a key, not a certificate"),
+    "--ssl-cert-reqs": AlwaysSo("clients show a key, not a certificate", ("0",)),
+    "--ssl-ciphers": Refused("the ciphers are Python's own"),
+    "--enable-ssl-refresh": Refused("a new certificate needs a new start"),
+    "--uds": Refused("it listens on --host and --port"),
+    "--middleware": _NO_PLUGINS,
+    "--response-role": AlwaysSo("it answers as the assistant", ("assistant",)),
+    "--chat-template-content-format": AlwaysSo(
+        "templates are given a message's text as a string", ("auto", "string")
+    ),
+    "--trust-request-chat-template": Refused("a request brings no template"),
+    "--return-tokens-as-token-ids": Refused("each request has `return_token_ids`"),
+    "--enable-request-id-headers": AlwaysSo("every answer has an x-request-id"),
+    "--enable-prompt-tokens-details": AlwaysSo("usage says what came from the prefix cache"),
+    "--enable-force-include-usage": Refused("each request has `stream_options.include_usage`"),
+    "--disable-fastapi-docs": AlwaysSo("there are no pages of documentation"),
+    "--h11-max-incomplete-event-size": Refused("the head of a request may have 64 KiB"),
+    "--h11-max-header-count": AlwaysSo("a request may have 256 headers", ("256",)),
+    # logs
+    "--uvicorn-log-level": Mapped("log_level", values=_OTHER_LEVEL),
+    "--disable-uvicorn-access-log": Refused("use --log-level warning"),
+    "--disable-log-requests": AlwaysSo("the log never holds texts"),
+    "--no-enable-log-requests": AlwaysSo("the log never holds texts"),
+    "--enable-log-requests": Refused("the log never holds texts"),
+    "--enable-log-outputs": Refused("the log never holds texts"),
+    "--max-log-len": Refused("the log never holds texts"),
+    "--disable-log-stats": AlwaysSo("figures are at /metrics and on the page, not in the log"),
+    "--log-config-file": Refused("use --log-level"),
+    "--otlp-traces-endpoint": Refused("spans are not exported"),
+    "--collect-detailed-traces": Refused("spans are not exported"),
+    "--show-hidden-metrics-for-version": Refused("use --metrics-compat vllm"),
+}
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Have the parser understand them; its help does not list them."""
+    for flag, what in VLLM_FLAGS.items():
+        options: dict[str, Any] = {"action": _Told, "what": what}
+        if not _takes_value(what):
+            options["nargs"] = 0
+        elif isinstance(what, Refused):
+            options["nargs"] = "?"
+        # One of ours may have the name too, and fewer values; help goes on listing it.
+        parser._option_string_actions.pop(flag, None)
+        parser.add_argument(
+            flag, dest=_dest(what), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
+        )
+
+
+def _takes_value(what: Mapped | AlwaysSo | Refused) -> bool:
+    match what:
+        case Mapped(switch=switch):
+            return switch is None
+        case AlwaysSo(values=values):
+            return bool(values)
+        case Refused():
+            return True
+
+
+def _dest(what: Mapped | AlwaysSo | Refused) -> str:
+    return what.setting if isinstance(what, Mapped) else argparse.SUPPRESS
+
+
+class _Told(argparse.Action):
+    """Sets what the flag means here, or ends the program with what to use instead."""
+
+    def __init__(self, *args: Any, what: Mapped | AlwaysSo | Refused, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._what = what
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        text = values if isinstance(values, str) else ""
+        match self._what:
+            case Refused(reason=reason):
+                parser.error(f"{option_string} is vLLM's: {reason}")
+            case AlwaysSo(reason=reason, values=allowed):
+                if allowed and text not in allowed:
+                    parser.error(f"{option_string} {text}: {reason}")
+            case Mapped() as mapped:
+                setattr(namespace, self.dest, self._ours(parser, mapped, option_string, text))
+
+    def _ours(
+        self, parser: argparse.ArgumentParser, mapped: Mapped, flag: str | None, text: str
+    ) -> str | bool:
+        """The value of our setting."""
+        if mapped.switch is not None:
+            return mapped.switch
+        if text in mapped.refused:
+            parser.error(f"{flag} {text}: {mapped.refused[text]}")
+        if mapped.convert is not None:
+            try:
+                return mapped.convert(text)
+            except ValueError as error:
+                parser.error(f"{flag}: {error}")
+        return mapped.values.get(text, text)
+
+
+def table() -> str:
+    """The flags as the rows of docs/from_vllm.md."""
+    return "\n".join(f"| `{flag}` | {_said(what)} |" for flag, what in VLLM_FLAGS.items())
+
+
+def _said(what: Mapped | AlwaysSo | Refused) -> str:
+    match what:
+        case Mapped(setting=setting, switch=False):
+            return f"`--no-{setting.replace('_', '-')}`"
+        case Mapped():
+            return _said_of_mapped(what)
+        case AlwaysSo(reason=reason, values=values):
+            words = ", ".join(f"`{value}`" for value in values)
+            return f"accepted{' with ' + words if words else ''}: {reason}"
+        case Refused(reason=reason):
+            return f"refused: {reason}"
+
+
+def _said_of_mapped(mapped: Mapped) -> str:
+    said = f"`{settings()[mapped.setting].flag}`"
+    others = [f"`{theirs}` is `{ours}`" for theirs, ours in mapped.values.items()]
+    others += [f"not `{theirs}`: {why}" for theirs, why in mapped.refused.items()]
+    return "; ".join([said, *others])
