@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +21,7 @@ from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, TokenL
 from jitney.engine.api.jsonio import read_object
 from jitney.engine.api.request import GenerationRequest, chat_request, completion_request
 from jitney.engine.api.routing import Handler
-from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody, parse_body
+from jitney.engine.api.schema import ChatBody, CompletionBody, ModelBody, parse_body
 from jitney.engine.api.service import Service, context_of
 from jitney.engine.errors import RequestError
 from jitney.engine.text.detokenizer import TokenBytes
@@ -42,17 +43,21 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     return Answer(service, wanted, ChatFormat, headers)
 
 
-async def read_body[B: GenerationBody](
+async def read_body[B: ModelBody](
     service: Service, request: Request, kind: type[B]
 ) -> tuple[B, dict[str, str]]:
     """The checked body, and the header that lists what was ignored of it."""
+    body, ignored = parse_body(kind, await read_raw(service, request))
+    return body, ignored_header(ignored)
+
+
+async def read_raw(service: Service, request: Request) -> dict[str, Any]:
+    """The body's fields as they came."""
     service.ready()
-    raw = await service.slices.result(read_object(await request.body()))
-    body, ignored = parse_body(kind, raw)
-    return body, _ignored_header(ignored)
+    return await service.slices.result(read_object(await request.body()))
 
 
-def _ignored_header(names: list[str]) -> dict[str, str]:
+def ignored_header(names: list[str]) -> dict[str, str]:
     if not names:
         return {}
     return {"x-ignored-params": ", ".join(map(_shown, names[:_MOST_IGNORED]))}

@@ -117,7 +117,7 @@ async def completion_request(
     sampling = _completion_sampling(body, info)
     _check_choices(len(body.prompt) * sampling.n, info)
     lengths = [len(item) for item in body.prompt if isinstance(item, str)]
-    _check_chars(max(lengths, default=0), info, _COMPLETION)
+    check_chars(max(lengths, default=0), info, "prompt")
     prompts = await service.off_loop(
         lambda: [_completion_prompt(item, tokenizer) for item in body.prompt]
     )
@@ -135,9 +135,14 @@ async def completion_request(
 async def chat_request(service: Service, body: ChatBody, context: Context) -> GenerationRequest:
     info, _ = service.ready()
     sampling = _chat_sampling(body, info)
-    messages = await service.slices.result(_template_messages(body.messages))
-    conversation = Conversation(kind=_CHAT, messages=messages, variables=_template_variables(body))
+    conversation = await chat_conversation(service, body)
     return await conversation_request(service, body, context, conversation, sampling)
+
+
+async def chat_conversation(service: Service, body: ChatBody) -> Conversation:
+    """What a chat's body makes the template read."""
+    messages = await service.slices.result(_template_messages(body.messages))
+    return Conversation(kind=_CHAT, messages=messages, variables=_template_variables(body))
 
 
 async def conversation_request(
@@ -169,20 +174,34 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
 
 async def conversation_prompt(service: Service, conversation: Conversation) -> EncodedPrompt:
     """The tokens that the model reads. Raises RequestError."""
+    _, tokenizer = service.ready()
+    text = await conversation_text(service, conversation)
+    try:
+        return await service.off_loop(lambda: _chat_prompt(text, tokenizer))
+    except RequestError as error:
+        raise _blamed(error, conversation.kind) from error
+
+
+async def conversation_text(service: Service, conversation: Conversation) -> str:
+    """What the chat template makes of it. Raises RequestError."""
     info, tokenizer = service.ready()
     kind = conversation.kind
     chars = sum(len(str(message["content"])) for message in conversation.messages)
-    _check_chars(chars, info, kind)
+    check_chars(chars, info, kind.prompt_field)
     most_chars = info.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
     try:
-        text = await service.render_chat(
+        return await service.render_chat(
             conversation.messages, tokenizer, most_chars, conversation.variables
         )
-        return await service.off_loop(lambda: _chat_prompt(text, tokenizer))
     except RequestError as error:
-        if error.info.param != _CHAT.prompt_field:
-            raise
-        raise RequestError(str(error), code=error.info.code, param=kind.prompt_field) from error
+        raise _blamed(error, kind) from error
+
+
+def _blamed(error: RequestError, kind: Kind) -> RequestError:
+    """An error of a chat's messages, under the name of the field that they came in."""
+    if error.info.param != _CHAT.prompt_field:
+        return error
+    return RequestError(str(error), code=error.info.code, param=kind.prompt_field)
 
 
 def _completion_sampling(body: CompletionBody, info: EngineInfo) -> SamplingParams:
@@ -334,14 +353,14 @@ def _check_choices(choices: int, info: EngineInfo) -> None:
         raise RequestError(f"prompts times n (or best_of) may be at most {most}", param="n")
 
 
-def _check_chars(chars: int, info: EngineInfo, kind: Kind) -> None:
+def check_chars(chars: int, info: EngineInfo, param: str) -> None:
     """Refuse text that cannot fit before any time goes into tokenising it."""
     most = info.context_length * _CHARS_PER_TOKEN
     if chars > most:
         raise RequestError(
             f"the text has {chars} characters; at most {most} are tokenised here",
             code="context_length_exceeded",
-            param=kind.prompt_field,
+            param=param,
         )
 
 

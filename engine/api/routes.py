@@ -8,6 +8,7 @@ from jitney.engine.api import answers, endpoints, ops
 from jitney.engine.api.access import Role
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody, CompletionBody
+from jitney.engine.api.text_tools.routes import TEXT_ROUTES
 
 _GET = ("GET",)
 _POST = ("POST",)
@@ -47,6 +48,7 @@ ROUTES = (
         body=ChatBody,
         answer=answers.ChatAnswer,
     ),
+    *TEXT_ROUTES,
     HttpRoute(
         "/v1/models",
         _GET,

@@ -262,16 +262,23 @@ Label = Annotated[str, Field(max_length=_LABEL_CHARS)]
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
 
-class GenerationBody(Part):
-    """Fields that the generation routes share."""
+class ModelBody(Part):
+    """A body that may name the model."""
 
-    model_config = ConfigDict(json_schema_extra=described)
-    #: Known fields that the route itself refuses, as `_REFUSED` has them. Of those, a field that a
-    #: body declares is not refused.
+    #: Known fields that the route itself refuses, as `_REFUSED` has them.
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     #: None: the served model.
     model: Annotated[str, Field(min_length=1)] | None = None
+
+
+class GenerationBody(ModelBody):
+    """Fields that the generation routes share. Of those in `_REFUSED`, one that a body declares is
+    not refused.
+    """
+
+    model_config = ConfigDict(json_schema_extra=described)
+
     n: Annotated[int | None, _ranged("n")] = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -423,7 +430,7 @@ class ChatBody(GenerationBody):
         return self
 
 
-def parse_body[B: GenerationBody](kind: type[B], raw: Mapping[str, Any]) -> tuple[B, list[str]]:
+def parse_body[B: ModelBody](kind: type[B], raw: Mapping[str, Any]) -> tuple[B, list[str]]:
     """The body, and the names of fields nobody knows. Raises RequestError naming the first field at
     fault.
     """
@@ -444,8 +451,10 @@ def parse_body[B: GenerationBody](kind: type[B], raw: Mapping[str, Any]) -> tupl
     return body, _unknown(raw, {*kind.model_fields, *refused})
 
 
-def _refused_by(kind: type[GenerationBody]) -> dict[str, tuple[Any, ...]]:
+def _refused_by(kind: type[ModelBody]) -> dict[str, tuple[Any, ...]]:
     """Fields that a body may have only with a neutral value."""
+    if not issubclass(kind, GenerationBody):
+        return dict(kind.refused)
     everywhere = {name: _REFUSED[name] for name in _REFUSED if name not in kind.model_fields}
     return everywhere | dict(kind.refused)
 

@@ -1,0 +1,1 @@
+"""Texts, tokens and templates by themselves, in vLLM's and llama.cpp's forms."""

@@ -1,0 +1,109 @@
+"""What the routes of text tools take and answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, RootModel, model_validator
+
+from jitney.engine.api.schema import ChatBody, ModelBody, at_field
+
+#: Most ids of a list that is turned into text.
+_MOST_IDS = 1 << 20
+
+
+class TextTokenizeBody(ModelBody):
+    """A text to tokenise: `prompt` as vLLM calls it, or `content` as llama.cpp does, which also
+    decides the form of the answer.
+    """
+
+    prompt: str | None = None
+    content: str | None = None
+    #: Of prompt: whether the model's own special tokens are put around it. None: yes.
+    add_special_tokens: bool | None = None
+    #: Of prompt: whether each token's text is wanted too.
+    return_token_strs: bool | None = None
+    #: The same of content. None: no.
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    #: Of content: whether special tokens written out in it are read as such. Always so.
+    parse_special: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_text(self) -> Self:
+        if (self.prompt is None) == (self.content is None):
+            raise at_field("prompt", "give one of prompt, content and messages")
+        if self.parse_special is False:
+            raise at_field("parse_special", "must be true: special tokens are always read as such")
+        return self
+
+
+class ChatTokenizeBody(ChatBody):
+    """A chat to tokenise: the fields of a chat completion, of which those that make the prompt
+    count.
+    """
+
+    #: Whether each token's text is wanted too.
+    return_token_strs: bool | None = None
+    #: Whether the model's special tokens are put around what the template wrote, which has them
+    #: already. None: no.
+    add_special_tokens: bool | None = None
+
+
+class TokenizeBody(RootModel[TextTokenizeBody | ChatTokenizeBody]):
+    """POST /tokenize: a text or a chat."""
+
+
+def _ids(value: Any) -> list[int]:
+    if not isinstance(value, list) or len(value) > _MOST_IDS:
+        raise ValueError(f"must be a list of at most {_MOST_IDS} token ids")
+    if not set(map(type, value)) <= {int} or (value and min(value) < 0):
+        raise ValueError("must be a list of token ids")
+    return value
+
+
+class DetokenizeBody(ModelBody):
+    """POST /detokenize."""
+
+    tokens: Annotated[
+        list[int],
+        PlainValidator(
+            _ids,
+            json_schema_input_type=Annotated[
+                list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_IDS)
+            ],
+        ),
+    ]
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TokenPiece(_Answer):
+    """A token and its text; its bytes where they are no whole characters."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokenizeAnswer(_Answer):
+    """Of content: `tokens` alone. count and max_model_len: of the text, and of a sequence."""
+
+    tokens: list[int] | list[TokenPiece]
+    count: int = 0
+    max_model_len: int = 0
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(_Answer):
+    """The text, under both names."""
+
+    prompt: str
+    content: str
+
+
+class TemplateAnswer(_Answer):
+    """What the chat template makes of a chat."""
+
+    prompt: str

@@ -1,0 +1,153 @@
+"""Routes that turn texts into tokens, tokens into texts and chats into prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from jitney.engine.api.blocks import BlockAnswer
+from jitney.engine.api.endpoints import ignored_header, read_body, read_raw
+from jitney.engine.api.jsonio import in_pieces, json_list
+from jitney.engine.api.request import (
+    chat_conversation,
+    check_chars,
+    check_model,
+    conversation_text,
+)
+from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.schema import ChatBody, parse_body
+from jitney.engine.api.service import Service
+from jitney.engine.api.text_tools.bodies import (
+    ChatTokenizeBody,
+    DetokenizeAnswer,
+    DetokenizeBody,
+    TemplateAnswer,
+    TextTokenizeBody,
+    TokenizeAnswer,
+    TokenizeBody,
+)
+from jitney.engine.errors import RequestError
+from jitney.engine.types import JsonDict
+
+_POST = ("POST",)
+
+
+async def tokenize(service: Service, request: Request) -> ASGIApp:
+    """A chat if it has messages, else a text."""
+    raw = await read_raw(service, request)
+    if raw.get("messages") is not None:
+        return await _tokenize_chat(service, raw)
+    body, ignored = parse_body(TextTokenizeBody, raw)
+    check_model(service, body.model)
+    if body.content is not None:
+        ids = await _encode(service, body.content, "content", special=bool(body.add_special))
+        tokens = _pieces(service, ids) if body.with_pieces else ids
+        return _answer(service, {"tokens": tokens}, ignored)
+    special = body.add_special_tokens is not False
+    ids = await _encode(service, body.prompt or "", "prompt", special=special)
+    return _answer(service, _counted(service, ids, strings=bool(body.return_token_strs)), ignored)
+
+
+async def _tokenize_chat(service: Service, raw: dict[str, Any]) -> ASGIApp:
+    body, ignored = parse_body(ChatTokenizeBody, raw)
+    check_model(service, body.model)
+    text = await conversation_text(service, await chat_conversation(service, body))
+    ids = await _encode(service, text, "messages", special=bool(body.add_special_tokens))
+    return _answer(service, _counted(service, ids, strings=bool(body.return_token_strs)), ignored)
+
+
+async def detokenize(service: Service, request: Request) -> ASGIApp:
+    body, headers = await read_body(service, request, DetokenizeBody)
+    check_model(service, body.model)
+    info, tokenizer = service.ready()
+    if body.tokens and max(body.tokens) >= info.vocab_size:
+        raise RequestError(f"token ids must be 0 to {info.vocab_size - 1}", param="tokens")
+    text = await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return _sent(service, {"prompt": text, "content": text}, headers)
+
+
+async def apply_template(service: Service, request: Request) -> ASGIApp:
+    body, headers = await read_body(service, request, ChatBody)
+    check_model(service, body.model)
+    text = await conversation_text(service, await chat_conversation(service, body))
+    return _sent(service, {"prompt": text}, headers)
+
+
+async def _encode(service: Service, text: str, param: str, *, special: bool) -> list[int]:
+    info, tokenizer = service.ready()
+    check_chars(len(text), info, param)
+    try:
+        return await service.off_loop(lambda: tokenizer.encode(text, add_special_tokens=special))
+    except RequestError as error:
+        raise RequestError(str(error), code=error.info.code, param=param) from error
+
+
+def _counted(service: Service, ids: list[int], *, strings: bool) -> JsonDict:
+    """vLLM's answer."""
+    info, tokenizer = service.ready()
+    spelled = json_list(lambda place: tokenizer.id_to_token(ids[place]), len(ids))
+    return {
+        "count": len(ids),
+        "max_model_len": info.context_length,
+        "tokens": ids,
+        "token_strs": spelled if strings else None,
+    }
+
+
+def _pieces(service: Service, ids: list[int]) -> Any:
+    """The tokens with their texts, in llama.cpp's form."""
+    _, tokenizer = service.ready()
+
+    def piece(place: int) -> JsonDict:
+        data = tokenizer.token_bytes(ids[place])
+        try:
+            return {"id": ids[place], "piece": data.decode()}
+        except UnicodeDecodeError:
+            return {"id": ids[place], "piece": list(data)}
+
+    return json_list(piece, len(ids))
+
+
+def _answer(service: Service, body: JsonDict, ignored: list[str]) -> ASGIApp:
+    return _sent(service, body, ignored_header(ignored))
+
+
+def _sent(service: Service, body: JsonDict, headers: dict[str, str]) -> ASGIApp:
+    """Long lists are written in slices of the loop's time."""
+    blocks = service.slices.blocks(_written(in_pieces(body)))
+    return BlockAnswer(blocks, headers | {"content-type": "application/json"})
+
+
+def _written(pieces: Iterator[bytes]) -> Generator[bytes, None, None]:
+    yield from pieces
+
+
+TEXT_ROUTES = (
+    HttpRoute(
+        "/tokenize",
+        _POST,
+        tokenize,
+        "the tokens of a text or of a chat, as vLLM and llama.cpp have it",
+        body=TokenizeBody,
+        answer=TokenizeAnswer,
+    ),
+    HttpRoute(
+        "/detokenize",
+        _POST,
+        detokenize,
+        "the text of tokens",
+        body=DetokenizeBody,
+        answer=DetokenizeAnswer,
+    ),
+    HttpRoute(
+        "/apply-template",
+        _POST,
+        apply_template,
+        "what the chat template makes of a chat",
+        body=ChatBody,
+        answer=TemplateAnswer,
+    ),
+)
