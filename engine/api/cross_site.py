@@ -24,6 +24,7 @@ _OURS = ("same-origin", "none")
 #: Headers of ours that a page of another site may read.
 _READABLE = (
     "x-request-id",
+    "x-session-id",
     "x-ignored-params",
     "openai-processing-ms",
     "retry-after",

@@ -224,6 +224,7 @@ class Generation:
         self._client = service.client
         self._metrics = service.metrics
         self._quotas = service.quotas
+        self._tracing = service.tracing
         self._context = context
         #: What nobody has asked for yet; and whether there is any, or a failure.
         self._deltas: list[tuple[Choice, ChoiceDelta]] = []
@@ -236,6 +237,8 @@ class Generation:
         try:
             for number, request in enumerate(self.request.engine_requests):
                 outputs = self._client.submit(request)
+                if self._tracing is not None:
+                    self._tracing.submitted(request, self._context)
                 self._pumps.append(asyncio.create_task(self._pump(number, outputs)))
             if self.request.echo:
                 await self._make_echoes()

@@ -56,6 +56,7 @@ class ErrorMiddleware:
         path = route_path(scope)
         route = self.table.find(path, scope["method"])
         context = scope["jitney"] = Context(_request_id(scope), route, error_form(path))
+        context.session_id = _safe_header(scope, b"x-session-id")
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -63,6 +64,9 @@ class ErrorMiddleware:
                 message["headers"] = [*message["headers"], *_context_headers(context)]
             await send(message)
 
+        tracing = self.service.tracing
+        if tracing is not None and route is not None and route.generates:
+            tracing.begin(scope)
         try:
             await self.app(scope, receive, send_marked)
         except Exception as error:
@@ -81,9 +85,11 @@ class ErrorMiddleware:
         template, level = _template(scope, context)
         status = _LEFT if context.left or not context.status else context.status
         self.service.metrics.requests.labels(template, f"{status // 100}xx").inc()
+        if self.service.tracing is not None and context.span is not None:
+            self.service.tracing.end(context, status)
         _access.log(
             level,
-            "%s %s %d %.1fms id=%s prompt=%d completion=%d",
+            "%s %s %d %.1fms id=%s prompt=%d completion=%d%s",
             scope["method"] if scope["method"] in _METHODS else "other",
             template,
             status,
@@ -91,6 +97,7 @@ class ErrorMiddleware:
             context.request_id,
             context.prompt_tokens,
             context.completion_tokens,
+            f" session={context.session_id}" if context.session_id else "",
         )
 
 
@@ -106,9 +113,14 @@ def _request_id(scope: Scope) -> str:
     """The client's id if it is harmless, else a new one. It names the request in headers and logs
     and nowhere else.
     """
-    given = _headers_named(scope, b"x-request-id")
+    return _safe_header(scope, b"x-request-id") or uuid.uuid4().hex
+
+
+def _safe_header(scope: Scope, name: bytes) -> str:
+    """A header that is given once and is harmless in headers and logs; else nothing."""
+    given = _headers_named(scope, name)
     text = given[0].decode("latin-1") if len(given) == 1 else ""
-    return text if SAFE_ID.match(text) else uuid.uuid4().hex
+    return text if SAFE_ID.match(text) else ""
 
 
 def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
@@ -118,6 +130,8 @@ def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
     ]
     if context.error_form is ErrorForm.ANTHROPIC:
         headers.append((b"request-id", context.request_id.encode()))
+    if context.session_id:
+        headers.append((b"x-session-id", context.session_id.encode()))
     return headers
 
 

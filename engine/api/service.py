@@ -26,7 +26,10 @@ from jitney.engine.process.client import EngineClient
 from jitney.engine.types import EngineInfo
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from jitney.engine.api.chat_templates import ChatTemplates
+    from jitney.engine.api.tracing import Tracing
     from jitney.engine.text.tokenizer import Tokenizer
 
 
@@ -52,6 +55,10 @@ class Context:
     left: bool = False
     #: What it uses of its key's tokens, while it runs.
     spending: Spending | None = None
+    #: What a router calls the conversation that it belongs to; empty: nothing.
+    session_id: str = ""
+    #: Of OpenTelemetry; None where it is off.
+    span: Span | None = None
 
     @property
     def elapsed_ms(self) -> float:
@@ -93,6 +100,8 @@ class Service:
         self._threads = TextThreads()
         #: Renders chats; None: the text threads do, which a template that never ends would take.
         self.chat_templates: ChatTemplates | None = None
+        #: Makes spans for OpenTelemetry; None: it is off.
+        self.tracing: Tracing | None = None
 
     @property
     def model_name(self) -> str:

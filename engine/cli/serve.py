@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.connections import Connections
     from jitney.engine.api.settings import ServerSettings
+    from jitney.engine.api.tracing import Tracing
     from jitney.engine.checkpoints.sources import ModelSource
     from jitney.engine.process.client import EngineClient
     from jitney.engine.text.tokenizer import Tokenizer
@@ -112,8 +113,14 @@ class _Server:
         if config.server.record:
             self.recorder = Recorder(config.server.record)
             self.client.history.listeners.append(self.recorder.ended)
+        #: Makes spans for OpenTelemetry, if that is asked for.
+        self.tracing: Tracing | None = None
+        if config.server.otel:
+            self.tracing = _tracing()
+            self.client.history.listeners.append(self.tracing.ended)
         settings = limits(config, keys)
         self.app = _build_app(config, settings, self.client)
+        self.app.state.service.tracing = self.tracing
         #: Renders chats, once the model's template is known.
         self.chat_templates: ChatTemplates | None = None
         self.connections = Connections(settings)
@@ -153,6 +160,8 @@ class _Server:
             await self.chat_templates.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     async def _work(self) -> None:
         """Load everything, say so, and return only when the engine is lost for good."""
@@ -206,6 +215,12 @@ class _Server:
             return 0
         _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
         return 1
+
+
+def _tracing() -> Tracing:
+    from jitney.engine.api.tracing import Tracing
+
+    return Tracing()
 
 
 def _put_aside() -> None:

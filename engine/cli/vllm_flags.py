@@ -281,8 +281,10 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "--max-log-len": Refused("the log never holds texts"),
     "--disable-log-stats": AlwaysSo("figures are at /metrics and on the page, not in the log"),
     "--log-config-file": Refused("use --log-level"),
-    "--otlp-traces-endpoint": Refused("spans are not exported"),
-    "--collect-detailed-traces": Refused("spans are not exported"),
+    "--otlp-traces-endpoint": Refused(
+        "use --otel, and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the environment"
+    ),
+    "--collect-detailed-traces": Refused("use --otel: every phase is a span"),
     "--show-hidden-metrics-for-version": Refused("use --metrics-compat vllm"),
 }
 

@@ -595,6 +595,13 @@ class ServerSection(Section):
         default=False,
         description=("let the page show prompts and answers to whoever may look at it"),
     )
+    otel: bool = Field(
+        default=False,
+        description=(
+            "send spans of every request that generates to OpenTelemetry (extra otel), as the "
+            "OTEL_ variables of the environment say"
+        ),
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level of what is logged; requests are logged at info"
     )

@@ -98,6 +98,7 @@ def test_lengths_as_people_write_them(text: str, tokens: int):
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: a model is split"),
         ("--task embed", "--task embed: it generates"),
         ("--allowed-origins x", "must be a JSON list"),
+        ("--otlp-traces-endpoint http://x", "--otel"),
         ("--max-model-lens 4", "did you mean --max-model-len?"),
     ],
 )
