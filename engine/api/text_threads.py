@@ -1,7 +1,7 @@
 """Threads for tokenising, of which some may never come back.
 
 Such a thread cannot be ended, but it can be given up: another one takes its place, and none of them
-keeps the program from ending.
+keeps the program from ending. One that has nothing to do for a while ends.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 from jitney.engine.errors import RequestError
@@ -22,6 +22,8 @@ _log = logging.getLogger("jitney.api")
 #: Threads that work, and most of those that are given up and may still take time.
 _THREADS = 2
 _MOST_LOST = 8
+#: Seconds after which a thread without work ends.
+_IDLE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -35,25 +37,31 @@ class _Job:
 
 
 class TextThreads:
-    """A few threads; `run` is called on the event loop."""
+    """A few threads, started as they are needed; `run` is called on the event loop."""
 
-    def __init__(self, threads: int = _THREADS, most_lost: int = _MOST_LOST):
-        self._n_threads = threads
+    def __init__(
+        self, threads: int = _THREADS, most_lost: int = _MOST_LOST, idle_s: float = _IDLE_S
+    ):
+        self._most = threads
         self._most_lost = most_lost
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._idle_s = idle_s
+        #: Guards what follows; told of new jobs and of the end.
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        #: Threads that have not been given up, and those of them without work.
+        self._n_threads = 0
+        self._n_idle = 0
         #: Threads given up that still run.
         self._n_lost = 0
-        self._started = False
+        self._closed = False
 
     async def run[T](self, work: Callable[[], T], timeout_s: float) -> T:
         """What `work` returns or raises. Raises RequestError if it is not done in that time."""
-        self._start()
         job = _Job(work)
         done: asyncio.Future[T] = asyncio.wrap_future(job.future)
         # It stays when the client leaves: a thread that does not come back is missed all the same.
         timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up, job)
-        self._jobs.put(job)
+        self._add(job)
         await asyncio.wait((done,), timeout=timeout_s)
         if done.done():
             timer.cancel()
@@ -64,21 +72,25 @@ class TextThreads:
 
     def close(self) -> None:
         """Let the threads end after what they do now; nobody waits for them."""
-        for _ in range(self._n_threads):
-            self._jobs.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
-    def _start(self) -> None:
-        if not self._started:
-            self._started = True
-            for _ in range(self._n_threads):
-                self._add_thread()
+    def _add(self, job: _Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+            if len(self._jobs) <= self._n_idle or self._n_threads >= self._most:
+                return
+            self._n_threads += 1
+        self._add_thread()
 
     def _add_thread(self) -> None:
         threading.Thread(target=self._work, name="tokenize", daemon=True).start()
 
     def _give_up(self, job: _Job) -> None:
         """Put another thread in the place of one that is not done in time."""
-        with self._lock:
+        with self._changed:
             if not job.future.running():
                 return
             if self._n_lost >= self._most_lost:
@@ -91,15 +103,26 @@ class TextThreads:
 
     def _work(self) -> None:
         while True:
-            job = self._jobs.get()
+            job = self._next()
             if job is None:
                 return
             if job.future.set_running_or_notify_cancel():
                 self._do(job)
-            with self._lock:
+            with self._changed:
                 if job.lost:
                     self._n_lost -= 1
                     return
+
+    def _next(self) -> _Job | None:
+        """The next job, or None if this thread is not needed any more."""
+        with self._changed:
+            self._n_idle += 1
+            self._changed.wait_for(lambda: self._jobs or self._closed, self._idle_s)
+            self._n_idle -= 1
+            if self._jobs:
+                return self._jobs.popleft()
+            self._n_threads -= 1
+            return None
 
     def _do(self, job: _Job) -> None:
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_fakes import ByteTokenizer, FakeClient, call, make_app, run
+from api_fakes import ByteTokenizer, FakeClient, call, make_app, run, until
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
@@ -280,6 +280,28 @@ def test_only_so_many_threads_are_given_up():
         return results
 
     assert run(session()) == ["invalid_value"] * 3 + ["busy", True]
+
+
+def test_threads_come_with_the_work_and_go_without_it():
+    def names() -> int:
+        return sum(thread.name == "tokenize" for thread in threading.enumerate())
+
+    async def session() -> None:
+        before = names()
+        threads = TextThreads(idle_s=0.05)
+        assert names() == before
+        for _ in range(2):
+            assert await threads.run(lambda: 1, 20) == 1
+            until(lambda: names() == before, 30)
+        both = threading.Barrier(2, timeout=20)
+        await asyncio.gather(*(threads.run(both.wait, 30) for _ in range(2)))
+        waiting = TextThreads(threads=1)
+        await asyncio.gather(*(waiting.run(lambda: 1, 20) for _ in range(5)))
+        assert names() >= before + 1
+        waiting.close()
+        until(lambda: names() == before, 30)
+
+    run(session())
 
 
 def panicking() -> Tokenizer:
