@@ -1,13 +1,14 @@
 """Faults done to a served engine, and what its clients see of them.
 
-    python docs/benchmarks/faults.py [--model tiny-random] [--disconnects 10000] [--json FILE]
+    python docs/benchmarks/faults.py [--model tiny-random] [--only WORDS] [--disconnects 10000]
 
 Starts `jitney serve` with a compile cache of its own, no key and a record file on a disk that is
 full, learns the answers to a set of requests while nothing disturbs it, and then asks for them
 again beside each fault, on a server of its own each: clients that leave, the core killed and
-stopped in several phases, a compile cache that is broken. Prints a table with a line for each:
-requests that did not get exactly the answer of before, the longest time that a stream was silent,
-the time until the server was ready again, and what it holds afterwards, beside what it held before.
+stopped in several phases, a compile cache that is broken, requests that make the step fail or the
+model's numbers infinite, SIGTERM. Prints a table with a line for each: requests that did not get
+exactly the answer of before, the longest time that a stream was silent, the time until the server
+was ready again (or had ended), and what it holds afterwards, beside what it held before.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 
 import httpx
 import psutil
+from faulty_server import NAN, POISON
 
 from jitney.engine.machine import cpu_name
 
@@ -42,6 +44,8 @@ SILENCE_S = 120.0
 LOADING_BYTES = 100e6
 #: Output tokens of a request.
 TOKENS = 240
+#: Requests that break the engine, one after the other.
+BROKEN = 8
 
 
 @dataclass
@@ -71,9 +75,9 @@ class Row:
     requests: int  # sent beside it
     lost: int  # that did not get the answer they get when nothing happens
     silence_s: float  # longest time between two pieces of a stream
-    recovery_s: float  # until the server said that it was ready again
+    recovery_s: float  # until the server said that it was ready again, or had ended
     before: Held
-    after: Held
+    after: Held | str  # how it ended, if it did
 
 
 @dataclass
@@ -91,6 +95,7 @@ class Server:
 
     def __init__(self, url: str, model: str, process: subprocess.Popen[bytes]):
         self.model = model
+        self.started = process
         self.process = psutil.Process(process.pid)
         self.client = httpx.AsyncClient(
             base_url=url,
@@ -203,7 +208,8 @@ def request(model: str, number: int) -> dict[str, Any]:
         "stream": True,
     }
     if number % 2:
-        body |= {"temperature": 1.0, "seed": number, "frequency_penalty": 0.3}
+        body |= {"temperature": 1.0, "seed": 100 + number, "frequency_penalty": 0.3}
+        body["logit_bias"] = {str(NAN): -100}  # it must not say the word that breaks it
     return body
 
 
@@ -219,16 +225,19 @@ def take(answer: Answer, line: str) -> None:
     answer.pieces += 1
 
 
+#: The command line of a server, and of one that NAN and POISON break.
+SOUND = (str(Path(sys.executable).parent / "jitney"),)
+FAULTY = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
+
+
 @asynccontextmanager
-async def serving(model: str, folder: Path, *flags: str) -> AsyncIterator[Server]:
+async def serving(
+    model: str, folder: Path, *flags: str, program: tuple[str, ...] = SOUND
+) -> AsyncIterator[Server]:
     """A server on a free port; everything it writes is in `folder`."""
     port = random.randrange(20_000, 40_000)
     log = (folder / "log.txt").open("ab")
-    command = [
-        *(str(Path(sys.executable).parent / "jitney"), "serve"),
-        *("--model", model, "--port", str(port)),
-        *flags,
-    ]
+    command = [*program, "serve", "--model", model, "--port", str(port), *flags]
     environ = os.environ | {"JITNEY_CACHE": str(folder / "cache")}
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
     server = Server(f"http://127.0.0.1:{port}", model, process)
@@ -349,6 +358,53 @@ async def nothing(_: list[Answer]) -> float:
     return time.monotonic()
 
 
+async def broken_requests(
+    known: list[Answer], name: str, token: int, code: str, server: Server
+) -> Row:
+    """Requests that break the step, one after the other while the others run: each must end with
+    its own error.
+    """
+
+    async def fault(answers: list[Answer]) -> float:
+        for count in range(BROKEN):
+            while sum(answer.pieces for answer in answers) < 20 * count * len(answers):
+                await asyncio.sleep(0.01)
+            body = request(server.model, 0) | {"prompt": [100 + count, token, 9], "stream": False}
+            reply = await server.client.post("/v1/completions", json=body)
+            if reply.status_code != 500 or reply.json()["error"]["code"] != code:
+                raise SystemExit(f"{name}: {reply.status_code} {reply.text[:200]}")
+        return time.monotonic()
+
+    return await beside(server, name, known, fault)
+
+
+async def told_to_stop(known: list[Answer], name: str, pieces: int, server: Server) -> Row:
+    """SIGTERM after so many pieces of each stream on average; every stream must end with its whole
+    answer, or with the error `draining`.
+    """
+    before = await server.held()
+    answers = [Answer() for _ in known]
+    asked = [
+        asyncio.create_task(server.ask(number, answer)) for number, answer in enumerate(answers)
+    ]
+    while sum(answer.pieces for answer in answers) < pieces * len(answers):
+        await asyncio.sleep(0.01)
+    done = time.monotonic()
+    server.started.send_signal(signal.SIGTERM)
+    await asyncio.gather(*asked)
+    status = await asyncio.to_thread(server.started.wait, 60)
+    recovery_s = time.monotonic() - done
+    cut = [answer for answer in answers if "shutting down" in answer.trouble]
+    whole = sum(
+        ours.text == theirs.text and not ours.trouble
+        for ours, theirs in zip(answers, known, strict=True)
+    )
+    after = f"exit status {status}; {whole} whole answers, {len(cut)} told `draining`"
+    lost = len(known) - whole - len(cut)
+    silence_s = max(answer.silence_s for answer in answers)
+    return Row(name, len(known), lost, silence_s, recovery_s, before, after)
+
+
 async def measure(args: argparse.Namespace) -> list[Row]:
     """Every fault is done to a server of its own, so that restarts do not add up."""
     with tempfile.TemporaryDirectory(prefix="jitney-faults-") as name:
@@ -360,19 +416,45 @@ async def measure(args: argparse.Namespace) -> list[Row]:
         for answer in known:
             if answer.trouble or not answer.text:
                 raise SystemExit(f"nothing was done to the server, and yet: {answer.trouble}")
-        faults: list[Callable[[Server], Awaitable[Row]]] = [
-            lambda server: beside(server, "nothing", known, nothing),
-            lambda server: disconnects(server, known, args.disconnects, args.open),
-            *(partial(signalled, known, *when) for when in SIGNALS),
-            lambda server: killed_twice(server, known),
-            lambda server: broken_cache(server, known, folder / "cache"),
-        ]
         rows = []
-        for fault in faults:
-            async with serving(args.model, folder, "--record", "/dev/full") as server:
-                rows.append(await fault(server))
+        for trial in trials(args, known, folder / "cache"):
+            if args.only not in trial.name:
+                continue
+            flags = ("--record", "/dev/full", *trial.flags)
+            async with serving(args.model, folder, *flags, program=trial.program) as server:
+                rows.append(await trial.fault(server))
             show(rows[-1])
         return rows
+
+
+@dataclass
+class Trial:
+    """A fault, and the server that it is done to."""
+
+    name: str
+    fault: Callable[[Server], Awaitable[Row]]
+    program: tuple[str, ...] = SOUND
+    flags: tuple[str, ...] = ()
+
+
+def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[Trial]:
+    """All faults, in the order of the table."""
+    leaving = f"{args.disconnects:,} clients leave, {args.open} open"
+    nan = f"{BROKEN} requests with logits that are not finite"
+    poison = f"{BROKEN} requests that make the step fail"
+    stopped = "SIGTERM while it generates"
+    cut = "SIGTERM while it generates, no time to finish"
+    return [
+        Trial("nothing", lambda server: beside(server, "nothing", known, nothing)),
+        Trial(leaving, lambda server: disconnects(server, known, args.disconnects, args.open)),
+        *(Trial(when[0], partial(signalled, known, *when)) for when in SIGNALS),
+        Trial("killed twice", lambda server: killed_twice(server, known)),
+        Trial("compile cache", lambda server: broken_cache(server, known, cache)),
+        Trial(nan, partial(broken_requests, known, nan, NAN, "nan_logits"), FAULTY),
+        Trial(poison, partial(broken_requests, known, poison, POISON, "request_failed"), FAULTY),
+        Trial(stopped, partial(told_to_stop, known, stopped, 20)),
+        Trial(cut, partial(told_to_stop, known, cut, 20), flags=("--drain-s", "0")),
+    ]
 
 
 def show(row: Row) -> None:
@@ -388,6 +470,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--model", default="tiny-random")
+    flags.add_argument("--only", default="", help="faults with these words in their names")
     flags.add_argument("--streams", type=int, default=32, help="requests beside each fault")
     flags.add_argument("--disconnects", type=int, default=10_000)
     flags.add_argument("--open", type=int, default=200, help="of them at a time")

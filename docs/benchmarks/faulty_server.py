@@ -1,0 +1,80 @@
+"""`jitney serve` with an engine that some tokens break: for `faults.py`.
+
+    python docs/benchmarks/faulty_server.py serve --model tiny-random [...]
+
+A prompt that has the token NAN makes the numbers of its own rows infinite, as a broken weight
+would: the model's embedding of it is not a number. A step that has a sequence with the token POISON
+in its prompt raises. The model must have embeddings of its own beside the head (`tiny-random` has).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jitney.engine import cli
+from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.config.schema import Config
+from jitney.engine.core import EngineCore
+from jitney.engine.messages import Progress
+from jitney.engine.process import supervisor
+from jitney.engine.types import EngineInfo
+
+#: Tokens that no other request has.
+NAN, POISON = 500, 501
+
+
+class _FaultyClient(supervisor.ProcessClient):
+    """Its cores are made by `build` below."""
+
+    def __init__(self, config: Config, **rest: Any):
+        super().__init__(config, builder="faulty_server:build", **rest)
+
+
+def build(
+    config: Config, source: ModelSource, progress: Callable[[Progress], None]
+) -> tuple[EngineCore, EngineInfo]:
+    """An engine with both faults; runs in the core's process."""
+    from jitney.engine import build as building
+
+    load_model = building.load_model
+
+    def load_broken(*args: Any, **options: Any) -> Any:
+        model: Any = load_model(*args, **options)
+        model.embed[...] = model.embed[...].at[NAN].set(float("nan"))
+        return model
+
+    building.load_model = load_broken
+    core, info = building.build_engine(config, source, progress)
+    _poison(core)
+    return core, info
+
+
+def _poison(core: EngineCore) -> None:
+    """Have steps fail over POISON."""
+    launch = core.runner.launch
+
+    def launch_or_fail(batch: Any) -> Any:
+        for chunk in batch.plan.chunks:
+            if POISON in chunk.seq.tokens[: chunk.seq.n_prompt]:
+                raise RuntimeError("asked to fail")
+        return launch(batch)
+
+    core.runner.launch = launch_or_fail
+
+
+def main() -> int:
+    """The command line of `jitney`, with cores that can be broken."""
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        folder for folder in (here, os.environ.get("PYTHONPATH")) if folder
+    )
+    supervisor.ProcessClient = _FaultyClient
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
