@@ -4,6 +4,7 @@ limits.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -12,7 +13,7 @@ from jitney.engine.bench.device.report import goal_table, write
 from jitney.engine.bench.device.rows import NAMES
 from jitney.engine.bench.device.run import PARTS, DevicePlan, DeviceResults, check_parts, measure
 from jitney.engine.cli.bench_flags import check_numbers
-from jitney.engine.cli.flags import Flags, Parser, say
+from jitney.engine.cli.flags import Flag, Parser, add_flags, say
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import EngineSection, KernelsName, platform_environment
 from jitney.engine.errors import ConfigError
@@ -20,6 +21,38 @@ from jitney.engine.errors import ConfigError
 #: Where a checkout keeps measurements.
 _RESULTS = Path("docs/benchmarks")
 _KERNELS = get_args(KernelsName)
+_PARTS_HELP = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
+_FLAGS = (
+    Flag.of(
+        "--shape",
+        "model shape, with random weights [llama-3.1-8b; on a CPU tiny]",
+        "",
+        choices=NAMES,
+    ),
+    Flag.of(
+        "--dtype", "of weights and activations", "auto", choices=("auto", "bfloat16", "float32")
+    ),
+    Flag.of("--kernels", "kernel set", "auto", choices=_KERNELS),
+    Flag.of("--against", "a second kernel set to time beside it", "", choices=_KERNELS),
+    Flag.whole("--page-size", "KV positions per page [64; of the tiny shape 16]"),
+    Flag.of("--platform", "where to run", "auto", choices=("auto", "cpu", "cuda", "tpu")),
+    Flag.of(
+        "--only",
+        f"parts to run, in this order; floors always are. {_PARTS_HELP}",
+        "",
+        metavar="A,B",
+    ),
+    Flag.number(
+        "--budget-s",
+        "seconds for everything; what matters most comes first, and nothing new begins after that",
+        1800.0,
+    ),
+    Flag.of(
+        "--out-dir",
+        "where the JSON file and the Markdown page go [docs/benchmarks where that is, else here]",
+        metavar="FOLDER",
+    ),
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -29,9 +62,23 @@ def run(arguments: Sequence[str]) -> int:
     args = make_parser().parse(arguments)
     check_numbers(args, budget_s=1, page_size=8)
     folder = _folder(args.out_dir)
+
+    def save(results: DeviceResults) -> None:
+        if results.floors is not None:
+            write(results, folder)
+
+    results = measure(_plan_from(args), save, say)
+    for line in goal_table(results):
+        print(line)
+    print("written:", *write(results, folder))
+    return int(any("WRONG" in row.note for row in results.rows))
+
+
+def _plan_from(args: Namespace) -> DevicePlan:
+    """What the flags ask for. ConfigError where the platform is not here."""
     settings = EngineSection(platform=args.platform, page_size=args.page_size or 16)
     check_platform(settings.platform)
-    plan = DevicePlan(
+    return DevicePlan(
         shape=args.shape,
         dtype=args.dtype,
         kernels=args.kernels,
@@ -42,17 +89,6 @@ def run(arguments: Sequence[str]) -> int:
         seconds=args.budget_s,
         environment=platform_environment(settings),
     )
-
-    def save(results: DeviceResults) -> None:
-        if results.floors is not None:
-            write(results, folder)
-
-    results = measure(plan, save, say)
-    for line in goal_table(results):
-        print(line)
-    print("written:", *write(results, folder))
-    notes = " ".join(row.note for row in results.rows)
-    return int("WRONG" in notes)
 
 
 def _folder(named: str | None) -> Path:
@@ -70,26 +106,5 @@ def make_parser() -> Parser:
         "Measure copy bandwidth and product rate, then kernels, whole steps and the engine "
         "against the floors that follow from them; every figure is checked on the way.",
     )
-    flags = Flags(parser)
-    shape = "model shape, with random weights [llama-3.1-8b; on a CPU tiny]"
-    flags.add("--shape", shape, "", choices=NAMES)
-    dtypes = ("auto", "bfloat16", "float32")
-    flags.add("--dtype", "of weights and activations", "auto", choices=dtypes)
-    flags.add("--kernels", "kernel set", "auto", choices=_KERNELS)
-    flags.add("--against", "a second kernel set to time beside it", "", choices=_KERNELS)
-    flags.whole("--page-size", "KV positions per page [64; of the tiny shape 16]")
-    flags.add("--platform", "where to run", "auto", choices=("auto", "cpu", "cuda", "tpu"))
-    parts = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
-    only = f"parts to run, in this order; floors always are. {parts}"
-    flags.add("--only", only, "", metavar="A,B")
-    flags.number(
-        "--budget-s",
-        "seconds for everything; what matters most comes first, and nothing new begins after that",
-        1800.0,
-    )
-    flags.add(
-        "--out-dir",
-        "where the JSON file and the Markdown page go [docs/benchmarks where that is, else here]",
-        metavar="FOLDER",
-    )
+    add_flags(parser, _FLAGS)
     return parser

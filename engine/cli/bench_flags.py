@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.flags import Flags, Parser
+from jitney.engine.cli.flags import Flag, Parser, add_flags
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.workload import (
     PATTERNS,
@@ -34,7 +34,51 @@ from jitney.engine.telemetry.summary import Slo
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from jitney.engine.bench.compare import NamedWatch
+
+
+#: What the requests are made of.
+_LENGTHS = (
+    Flag.of(
+        "--preset",
+        f"what comes; {'; '.join(f'{name}: {load.about}' for name, load in WORKLOADS.items())}",
+        "mixed",
+        choices=WORKLOADS,
+    ),
+    Flag.of(
+        "--prompt",
+        "prompt tokens: 128, 50..800, lognormal:mean=200,sigma=0.8,min=1,max=800 or "
+        "trace:FILE; for chat, of each turn's message [the preset's]",
+        metavar="LENGTH",
+    ),
+    Flag.of("--output", "output tokens, likewise [the preset's]", metavar="LENGTH"),
+    Flag.number("--scale", "multiply all output lengths, for a quicker run", 1.0),
+)
+#: More about when they come.
+_TIMES = (
+    Flag.number("--burst-shape", "gamma: below 1 comes in bursts", 1.0),
+    Flag.of(
+        "--trace",
+        "times and lengths from a file of JSON lines instead; with --rate, its times "
+        "are stretched to that mean rate",
+        metavar="FILE",
+    ),
+    Flag.whole("--seed", "of lengths and times", 0),
+)
+#: The service level and the price.
+_LIMITS = (
+    Flag.number(
+        "--slo-ttft-ms",
+        "goodput counts requests whose first token came in time",
+        metavar="MS",
+    ),
+    Flag.number("--slo-itl-ms", "and whose later tokens came this fast on average", metavar="MS"),
+    Flag.number("--price-per-hour", "of the device, for the cost of tokens and rows"),
+)
+_JSON = Flag.of("--json", "write all figures to a file; - is standard output", metavar="FILE")
+_HTML = Flag.of("--html", "write one page with charts that needs no network", metavar="FILE")
 
 
 def add_traffic(parser: Parser, *, requests: int, arrivals: str, requests_help: str = "") -> None:
@@ -43,50 +87,19 @@ def add_traffic(parser: Parser, *, requests: int, arrivals: str, requests_help: 
     requests, arrivals: the command's own defaults. requests_help: how many requests come, in words,
     where that is not one number; then --requests has no default.
     """
-    flags = Flags(parser, "traffic")
-    presets = "; ".join(f"{name}: {workload.about}" for name, workload in WORKLOADS.items())
-    flags.add("--preset", f"what comes; {presets}", "mixed", choices=WORKLOADS)
-    flags.add(
-        "--prompt",
-        "prompt tokens: 128, 50..800, lognormal:mean=200,sigma=0.8,min=1,max=800 or "
-        "trace:FILE; for chat, of each turn's message [the preset's]",
-        metavar="LENGTH",
-    )
-    flags.add("--output", "output tokens, likewise [the preset's]", metavar="LENGTH")
-    flags.number("--scale", "multiply all output lengths, for a quicker run", 1.0)
+    how_many = Flag.whole("--requests", "how many requests come", requests)
     if requests_help:
-        flags.whole("--requests", f"how many requests come [{requests_help}]")
-    else:
-        flags.whole("--requests", "how many requests come", requests)
-    flags.add("--arrivals", "when they come", arrivals, choices=PATTERNS)
-    flags.number("--burst-shape", "gamma: below 1 comes in bursts", 1.0)
-    flags.add(
-        "--trace",
-        "times and lengths from a file of JSON lines instead; with --rate, its times "
-        "are stretched to that mean rate",
-        metavar="FILE",
-    )
-    flags.whole("--seed", "of lengths and times", 0)
+        how_many = Flag.whole("--requests", f"how many requests come [{requests_help}]")
+    when = Flag.of("--arrivals", "when they come", arrivals, choices=PATTERNS)
+    add_flags(parser, (*_LENGTHS, how_many, when, *_TIMES), "traffic")
 
 
 def add_report(parser: Parser, *, html: bool = True) -> None:
     """The flags that say what is made of the measurement; html: whether the command can write a
     page.
     """
-    flags = Flags(parser, "report")
-    add_limits(flags)
-    flags.number("--price-per-hour", "of the device, for the cost of tokens and rows")
-    flags.add("--json", "write all figures to a file; - is standard output", metavar="FILE")
-    if html:
-        flags.add("--html", "write one page with charts that needs no network", metavar="FILE")
-
-
-def add_limits(flags: Flags) -> None:
-    """The service level."""
-    first = "goodput counts requests whose first token came in time"
-    flags.add("--slo-ttft-ms", first, type=float, metavar="MS")
-    later = "and whose later tokens came this fast on average"
-    flags.add("--slo-itl-ms", later, type=float, metavar="MS")
+    pages = (_HTML,) if html else ()
+    add_flags(parser, (*_LIMITS, _JSON, *pages), "report")
 
 
 def check_numbers(args: Namespace, **least: float) -> None:
@@ -126,7 +139,7 @@ def numbers_from[N: (int, float)](flag: str, text: str, kind: type[N]) -> list[N
         numbers = list(dict.fromkeys(map(kind, words_of(text))))
     except ValueError:
         numbers = []
-    if not numbers or not all(0 < number < float("inf") for number in numbers):
+    if not numbers or not 0 < min(numbers) <= max(numbers) < float("inf"):
         what = "whole numbers" if kind is int else "numbers"
         raise ConfigError(f"{flag}: must be positive {what} separated by commas")
     return numbers
@@ -152,16 +165,16 @@ def backlog_json(requests: Sequence[RequestRecord], closed: bool) -> JsonDict | 
 def traffic_from(args: Namespace, rate: float) -> list[Arrival]:
     """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
     check_numbers(args, requests=1, scale=0.001, burst_shape=0.001, seed=0)
-    if args.trace:
-        arrivals = read_trace(args.trace)
-        if rate:
-            arrivals = at_rate(arrivals, rate)
-    else:
-        arrivals = _made_up(args, rate)
+    arrivals = _recorded(args.trace, rate) if args.trace else _made_up(args, rate)
     for number, arrival in enumerate(arrivals):
         n_output = max(1, round(arrival.n_output * args.scale))
         arrivals[number] = msgspec.structs.replace(arrival, n_output=n_output)
     return arrivals
+
+
+def _recorded(file: str, rate: float) -> list[Arrival]:
+    arrivals = read_trace(file)
+    return at_rate(arrivals, rate) if rate else arrivals
 
 
 def _made_up(args: Namespace, rate: float) -> list[Arrival]:
@@ -183,17 +196,11 @@ def _lengths(text: str | None, flag: str) -> Lengths | None:
 
 def describe_traffic(args: Namespace, arrivals: list[Arrival], rate: float) -> JsonDict:
     """The traffic for the report: what was asked for, and what it came to."""
-    prompts = [arrival.n_prompt for arrival in arrivals]
-    outputs = [arrival.n_output for arrival in arrivals]
     conversations = {arrival.conversation for arrival in arrivals}
     return {
-        "requests": len(arrivals),
-        "prompt_tokens": sum(prompts),
-        "output_tokens": sum(outputs),
+        **_size_of(arrivals),
         "trace": args.trace,
         **_source(args),
-        "prompt_lengths": msgspec.to_builtins(LengthSummary.of(prompts)),
-        "output_lengths": msgspec.to_builtins(LengthSummary.of(outputs)),
         "conversations": len(conversations - {0}),
         "repeated_prompt_tokens": repeated_tokens(arrivals),
         "scale": args.scale,
@@ -202,41 +209,65 @@ def describe_traffic(args: Namespace, arrivals: list[Arrival], rate: float) -> J
     }
 
 
+def _size_of(arrivals: list[Arrival]) -> JsonDict:
+    prompts = [arrival.n_prompt for arrival in arrivals]
+    outputs = [arrival.n_output for arrival in arrivals]
+    return {
+        "requests": len(arrivals),
+        "prompt_tokens": sum(prompts),
+        "output_tokens": sum(outputs),
+        "prompt_lengths": msgspec.to_builtins(LengthSummary.of(prompts)),
+        "output_lengths": msgspec.to_builtins(LengthSummary.of(outputs)),
+    }
+
+
 def _source(args: Namespace) -> dict[str, str | None]:
-    """What was asked for; a preset is "custom" where a flag says other lengths than it has."""
-    source = dict.fromkeys(("preset", "about", "prompt", "output"))
+    """What was asked for."""
     if args.trace:
-        return source | {"arrivals": "trace"}
+        unasked = dict.fromkeys(("preset", "about", "prompt", "output"))
+        return unasked | {"arrivals": "trace"}
     workload = WORKLOADS[args.preset]
+    return {
+        **_preset_of(args),
+        "prompt": args.prompt or workload.prompt,
+        "output": args.output or workload.output,
+        "arrivals": args.arrivals,
+    }
+
+
+def _preset_of(args: Namespace) -> dict[str, str | None]:
+    """A preset is "custom" where a flag says other lengths than it has."""
     if args.prompt or args.output:
-        source["preset"] = "custom"
-    else:
-        source["preset"], source["about"] = args.preset, workload.about
-    source["prompt"] = args.prompt or workload.prompt
-    source["output"] = args.output or workload.output
-    return source | {"arrivals": args.arrivals}
+        return {"preset": "custom", "about": None}
+    return {"preset": args.preset, "about": WORKLOADS[args.preset].about}
 
 
 def traffic_line(traffic: JsonObject) -> str:
     """The same in a sentence, with what its lengths came to."""
-    line = (
-        f"{traffic['trace'] or traffic['preset']}: {traffic['requests']} requests, "
-        f"{traffic['prompt_tokens']:,} prompt and {traffic['output_tokens']:,} output tokens"
-    )
-    if traffic["scale"] != 1:
-        line += f", output lengths times {traffic['scale']:g}"
+    line = f"{traffic['trace'] or traffic['preset']}: {_amount(traffic)}"
     line += f"; {traffic['arrivals']} arrivals"
     if traffic["rate"]:
         line += f" at {traffic['rate']:.3g} a second"
     line += f"; prompts {LengthSummary(**traffic['prompt_lengths'])}"
     line += f"; outputs {LengthSummary(**traffic['output_lengths'])}"
     if traffic["conversations"]:
-        share = traffic["repeated_prompt_tokens"] / traffic["prompt_tokens"]
-        line += (
-            f"; {traffic['conversations']} conversations, {share:.0%} of the prompt tokens came "
-            "before"
-        )
+        line += f"; {_repetition(traffic)}"
     return line
+
+
+def _amount(traffic: JsonObject) -> str:
+    amount = (
+        f"{traffic['requests']} requests, {traffic['prompt_tokens']:,} prompt and "
+        f"{traffic['output_tokens']:,} output tokens"
+    )
+    if traffic["scale"] != 1:
+        amount += f", output lengths times {traffic['scale']:g}"
+    return amount
+
+
+def _repetition(traffic: JsonObject) -> str:
+    share = traffic["repeated_prompt_tokens"] / traffic["prompt_tokens"]
+    return f"{traffic['conversations']} conversations, {share:.0%} of the prompt tokens came before"
 
 
 def slo_from(args: Namespace) -> Slo | None:
@@ -253,16 +284,26 @@ def _as_seconds(milliseconds: float | None) -> float | None:
     return milliseconds / 1e3
 
 
-def write_json(file: str, report: JsonObject) -> None:
-    """To a file, or to standard output for "-". ConfigError if it cannot be written."""
+def write_report(args: Namespace, report: JsonObject) -> bool:
+    """Write what --json asks for; False where that is standard output, which tables would spoil.
+    ConfigError if it cannot be written.
+    """
+    if not args.json:
+        return True
     text = json.dumps(report, indent=1)
-    if file == "-":
+    if args.json == "-":
         print(text)
-        return
+        return False
+    write_text("--json", args.json, text + "\n")
+    return True
+
+
+def write_text(flag: str, file: str, text: str) -> None:
+    """ConfigError, naming the flag, if it cannot be written."""
     try:
-        Path(file).write_text(text + "\n", encoding="utf-8")
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json {file}: {error.strerror or error}") from None
+        raise ConfigError(f"{flag} {file}: {error.strerror or error}") from None
 
 
 def check_writable(args: Namespace, *names: str) -> None:
@@ -278,11 +319,23 @@ def check_writable(args: Namespace, *names: str) -> None:
 @contextmanager
 def progress() -> Iterator[NamedWatch]:
     """A progress bar per name on standard error, where a person watches it."""
+    with _bars() as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def watch(name: str, done: int, of: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=of)
+            bars.update(tasks[name], completed=done, total=of)
+
+        yield watch
+
+
+def _bars() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    with Progress(
+    return Progress(
         TextColumn("{task.description:<12}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -290,12 +343,4 @@ def progress() -> Iterator[NamedWatch]:
         console=console,
         disable=not console.is_terminal,
         refresh_per_second=2,
-    ) as shown:
-        tasks: JsonDict = {}
-
-        def watch(name: str, done: int, of: int) -> None:
-            if name not in tasks:
-                tasks[name] = shown.add_task(name, total=of)
-            shown.update(tasks[name], completed=done, total=of)
-
-        yield watch
+    )

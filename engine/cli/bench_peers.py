@@ -16,17 +16,44 @@ from jitney.engine.cli.bench_flags import (
     check_writable,
     names_from,
     numbers_from,
-    write_json,
+    write_report,
+    write_text,
 )
-from jitney.engine.cli.flags import Flags, Parser, say
+from jitney.engine.cli.flags import Flag, Parser, add_flags, say
 from jitney.engine.errors import ConfigError
-from jitney.engine.types import JsonObject
+from jitney.engine.types import JsonDict, JsonObject
 
 _ENGINES = {
     "auto": "this engine with the kernels that it chooses",
     "reference": "this engine with its plain JAX path",
     "vllm": "vLLM's CPU build",
 }
+_FLAGS = (
+    Flag.of(
+        "--engines",
+        "; ".join(f"{name}: {about}" for name, about in _ENGINES.items()),
+        ",".join(_ENGINES),
+        metavar="A,B",
+    ),
+    Flag.of("--model", "this engine's model", "smollm2-135m", metavar="NAME"),
+    Flag.of("--dtype", "of every engine", "bfloat16", choices=("bfloat16", "float32")),
+    Flag.of("--vllm", "the vllm program [the one on the path]", "", metavar="FILE"),
+    Flag.of(
+        "--vllm-model", "the same model as a Hugging Face folder, for vLLM", "", metavar="FOLDER"
+    ),
+    Flag.of(
+        "--streams", "requests open at a time, one closed loop each", "32,8,1", metavar="A,B,..."
+    ),
+    Flag.whole("--requests", "of each closed loop; a single stream has 16 at most", 96),
+    Flag.whole("--repetitions", "times that every engine is started and measured", 3),
+    Flag.whole("--port", "where the engines listen; 0: any free port", 0),
+    Flag.of(
+        "--json",
+        "write all figures, again after every measurement; - is standard output",
+        metavar="FILE",
+    ),
+    Flag.of("--markdown", "write the table", metavar="FILE"),
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,20 +61,26 @@ def run(arguments: Sequence[str]) -> int:
     args = _make_parser().parse(arguments)
     check_writable(args, "json", "markdown")
     check_numbers(args, repetitions=1, requests=1, port=0)
+    report = _measured(args)
+    _deliver(args, report)
+    return int(any(engine["failed"] for engine in report["engines"].values()))
+
+
+def _measured(args: Namespace) -> JsonDict:
+    """All figures; they are written down after every measurement."""
     streams = numbers_from("--streams", args.streams, int)
     peers = _peers_from(args)
     measurements = make_measurements(_encoder(args.model), streams, args.requests)
 
     def save(report: JsonObject) -> None:
-        if args.json and args.json != "-":
-            write_json(args.json, report)
+        if args.json != "-":
+            write_report(args, report)
 
     report = PeerBench(measurements, args.port, save, say).compare(peers, args.repetitions)
-    auto, reference = (ours(args.model, name, args.dtype).name for name in ("auto", "reference"))
-    report["auto_over_reference"] = kernel_ratios(report, (auto, reference))
-    _deliver(args, report)
-    failed = [name for name, engine in report["engines"].items() if engine["failed"]]
-    return int(bool(failed))
+    auto = ours(args.model, "auto", args.dtype)
+    reference = ours(args.model, "reference", args.dtype)
+    report["auto_over_reference"] = kernel_ratios(report, (auto.name, reference.name))
+    return report
 
 
 def _make_parser() -> Parser:
@@ -58,22 +91,7 @@ def _make_parser() -> Parser:
         "token ids, outputs have fixed lengths, no engine has a prefix cache. About 20 minutes "
         "with three engines on two cores.",
     )
-    flags = Flags(parser)
-    engines = "; ".join(f"{name}: {about}" for name, about in _ENGINES.items())
-    flags.add("--engines", engines, ",".join(_ENGINES), metavar="A,B")
-    flags.add("--model", "this engine's model", "smollm2-135m", metavar="NAME")
-    flags.add("--dtype", "of every engine", "bfloat16", choices=("bfloat16", "float32"))
-    flags.add("--vllm", "the vllm program [the one on the path]", "", metavar="FILE")
-    folder = "the same model as a Hugging Face folder, for vLLM"
-    flags.add("--vllm-model", folder, "", metavar="FOLDER")
-    streams = "requests open at a time, one closed loop each"
-    flags.add("--streams", streams, "32,8,1", metavar="A,B,...")
-    flags.whole("--requests", "of each closed loop; a single stream has 16 at most", 96)
-    flags.whole("--repetitions", "times that every engine is started and measured", 3)
-    flags.whole("--port", "where the engines listen; 0: any free port", 0)
-    report = "write all figures, again after every measurement; - is standard output"
-    flags.add("--json", report, metavar="FILE")
-    flags.add("--markdown", "write the table", metavar="FILE")
+    add_flags(parser, _FLAGS)
     return parser
 
 
@@ -112,17 +130,11 @@ def _encoder(model: str) -> Encode:
 def _deliver(args: Namespace, report: JsonObject) -> None:
     table = markdown(report)
     if args.markdown:
-        try:
-            Path(args.markdown).write_text(table, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--markdown {args.markdown}: {error.strerror or error}") from None
-    if args.json:
-        write_json(args.json, report)
-    if args.json == "-":
-        return
-    print(table)
-    for line in remarks(report):
-        print(line)
+        write_text("--markdown", args.markdown, table)
+    if write_report(args, report):
+        print(table)
+        for line in remarks(report):
+            print(line)
 
 
 def remarks(report: JsonObject) -> list[str]:
@@ -146,11 +158,8 @@ def _engine_remarks(name: str, engine: JsonObject) -> Iterator[str]:
 
 
 def _ratio_line(ratios: Mapping[str, float]) -> str:
-    each, below = [], []
-    for name, ratio in ratios.items():
-        each.append(f"{name} {ratio:.2f}x")
-        if ratio < 1:
-            below.append(name)
+    each = [f"{name} {ratio:.2f}x" for name, ratio in ratios.items()]
+    below = [name for name, ratio in ratios.items() if ratio < 1]
     verdict = "none below the reference"
     if below:
         verdict = f"BELOW the reference: {', '.join(below)}"

@@ -50,10 +50,10 @@ from jitney.engine.cli.bench_flags import (
     slo_from,
     traffic_from,
     traffic_line,
-    write_json,
+    write_report,
 )
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from, say
+from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from, say
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import cross_errors
@@ -83,6 +83,45 @@ _TRAFFIC_FLAGS = (
     "arrivals",
     "concurrency",
     "burst_shape",
+)
+
+
+_CASES_HELP = "; ".join(f"{name}: {case.what}" for name, case in CASES.items())
+_COMPARISON = (
+    Flag.of(
+        "--cases",
+        f"traffic to compare them on, one after another; {_CASES_HELP} [{','.join(CASES)}; "
+        "none if flags say what traffic comes]",
+        metavar="A,B",
+    ),
+    Flag.of("--policies", "policies to compare", ",".join(POLICIES), metavar="A,B"),
+    Flag.whole("--seats", "the same as --max-seats [the engine's]"),
+    Flag.number("--rate", "requests a second, for poisson and gamma [from --load]"),
+    Flag.number(
+        "--load",
+        "without --rate: times what continuous batching can serve, which is measured first",
+        _DEFAULT_LOAD,
+    ),
+    Flag.of(
+        "--measure-loads",
+        "measure the waits at these loads too, besides simulating the curve; as --load",
+        metavar="X,Y",
+    ),
+    Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0),
+    Flag.number("--warmup-s", "seconds of work before anything is timed", 2.0),
+)
+_FILES = (
+    Flag.of(
+        "--records",
+        "write step records, times and seats of all runs to an .npz file",
+        metavar="FILE",
+    ),
+    Flag.of(
+        "--traces",
+        "write PREFIX.POLICY.jsonl for jitney simulate --trace: what came, and what "
+        "was measured; PREFIX.CASE.POLICY.jsonl if there are several cases",
+        metavar="PREFIX",
+    ),
 )
 
 
@@ -156,19 +195,21 @@ class _Comparison:
         rate, measured = capacity(self.bench, self.first.requests, seats, self.watch)
         table = StepTable.from_records(measured.records)
         set_rates(self.bench, self.traffics, table, rate)
-        self._say_duration(table)
+        say(self._expectation(table))
         return rate
 
-    def _say_duration(self, table: StepTable) -> None:
+    def _expectation(self, table: StepTable) -> str:
+        """How many runs come, and how long they will take."""
         seconds = 0.0
         for traffic in self.traffics.values():
             for policy in self.policies:
                 seconds += self._simulated_seconds(traffic, policy, table)
-        line = f"{len(self.traffics) * len(self.policies)} runs, "
+        n_policies = len(self.policies)
+        line = f"{len(self.traffics) * n_policies} runs, "
         line += f"about {seconds / 60:.1f} minutes by simulation"
         if self.loads:
-            line += f"; beside them {len(self.loads) * len(self.policies)} at other loads"
-        say(line)
+            line += f"; beside them {len(self.loads) * n_policies} at other loads"
+        return line
 
     def _simulated_seconds(self, traffic: _Traffic, policy: str, table: StepTable) -> float:
         arrivals = traffic.arrivals
@@ -236,13 +277,11 @@ def run(arguments: Sequence[str]) -> int:
     cases = cases_from(args)
     _check(args, cases)
     config = _config_from(args)
-    timeout_ms = 0.0
-    if "static_timeout_ms" in vars(args):
-        timeout_ms = config.engine.static_timeout_ms
     llm = load_llm(config)
     bench = OfflineBench(llm.core, llm.tokenizer.encode)
     traffics = {name: draw(bench, flags, case) for name, (flags, case) in cases.items()}
     with progress() as watch:
+        timeout_ms = _static_timeout_ms(args, config)
         comparison = _Comparison(bench, traffics, policies, loads, timeout_ms, watch)
         bench.warm_up(comparison.first.requests, args.warmup_s)
         runs, measured_loads = comparison.run_all()
@@ -251,6 +290,13 @@ def run(arguments: Sequence[str]) -> int:
     llm.close()
     _deliver(args, report, runs)
     return 0
+
+
+def _static_timeout_ms(args: Namespace, config: Config) -> float:
+    """For ever, 0, unless the flags say otherwise."""
+    if "static_timeout_ms" in vars(args):
+        return config.engine.static_timeout_ms
+    return 0.0
 
 
 def _check(args: Namespace, cases: _Cases) -> None:
@@ -271,50 +317,13 @@ def make_parser() -> Parser:
     parser = Parser(
         "bench policies", "Compare the three ways to batch on the same requests, in this process."
     )
-    _add_comparison(parser)
+    add_flags(parser, _COMPARISON, "comparison")
     add_traffic(parser, requests=_DEFAULT_REQUESTS, arrivals="poisson")
     parser.set_defaults(requests=None)
     add_report(parser)
-    flags = Flags(parser, "files")
-    flags.add(
-        "--records",
-        "write step records, times and seats of all runs to an .npz file",
-        metavar="FILE",
-    )
-    flags.add(
-        "--traces",
-        "write PREFIX.POLICY.jsonl for jitney simulate --trace: what came, and what "
-        "was measured; PREFIX.CASE.POLICY.jsonl if there are several cases",
-        metavar="PREFIX",
-    )
+    add_flags(parser, _FILES, "files")
     add_settings(parser, ("model", "engine"), leave_out=("policy",))
     return parser
-
-
-def _add_comparison(parser: Parser) -> None:
-    flags = Flags(parser, "comparison")
-    cases = "; ".join(f"{name}: {case.what}" for name, case in CASES.items())
-    flags.add(
-        "--cases",
-        f"traffic to compare them on, one after another; {cases} [{','.join(CASES)}; "
-        "none if flags say what traffic comes]",
-        metavar="A,B",
-    )
-    flags.add("--policies", "policies to compare", ",".join(POLICIES), metavar="A,B")
-    flags.whole("--seats", "the same as --max-seats [the engine's]")
-    flags.number("--rate", "requests a second, for poisson and gamma [from --load]")
-    flags.number(
-        "--load",
-        "without --rate: times what continuous batching can serve, which is measured first",
-        _DEFAULT_LOAD,
-    )
-    flags.add(
-        "--measure-loads",
-        "measure the waits at these loads too, besides simulating the curve; as --load",
-        metavar="X,Y",
-    )
-    flags.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0)
-    flags.number("--warmup-s", "seconds of work before anything is timed", 2.0)
 
 
 def _policies_from(args: Namespace) -> list[str]:
@@ -338,8 +347,7 @@ _Cases = dict[str, tuple[Namespace, TrafficCase | None]]
 
 def cases_from(args: Namespace) -> _Cases:
     """The cases that the flags ask for."""
-    defaults = make_parser().parse([])
-    given = [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(defaults, name)]
+    given = _given_traffic(args)
     if given and args.cases is not None:
         raise ConfigError(f"--cases has traffic of its own: give no {flag_of(given[0])} with it")
     if given:
@@ -347,12 +355,18 @@ def cases_from(args: Namespace) -> _Cases:
     names = list(CASES)
     if args.cases is not None:
         names = names_from("--cases", args.cases, CASES)
-    cases: _Cases = {}
-    for name in names:
-        case = CASES[name]
-        requests = _requests(args, case.requests)
-        cases[name] = with_flags(args, requests=requests, output=case.output), case
-    return cases
+    return {name: _case_with(args, CASES[name]) for name in names}
+
+
+def _given_traffic(args: Namespace) -> list[str]:
+    """Names of the flags of traffic that were given."""
+    defaults = make_parser().parse([])
+    return [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(defaults, name)]
+
+
+def _case_with(args: Namespace, case: TrafficCase) -> tuple[Namespace, TrafficCase]:
+    requests = _requests(args, case.requests)
+    return with_flags(args, requests=requests, output=case.output), case
 
 
 def _requests(args: Namespace, default: int) -> int:
@@ -399,11 +413,7 @@ def _make_report(
 
 
 def _case_report(args: Namespace, traffic: _Traffic, runs: PolicyRuns) -> JsonDict:
-    figures, limits, measured = {}, {}, {}
-    for name, run in runs.items():
-        figures[name] = _run_figures(args, run)
-        limits[name] = msgspec.to_builtins(run.limits)
-        measured[name] = run.as_measured
+    figures = {name: _run_figures(args, run) for name, run in runs.items()}
     unlike = differences(runs)
     arrivals = [request.arrival for request in traffic.requests]
     described = describe_traffic(traffic.args, arrivals, traffic.rate)
@@ -415,19 +425,19 @@ def _case_report(args: Namespace, traffic: _Traffic, runs: PolicyRuns) -> JsonDi
         "differences": [difference._asdict() for difference in unlike],
         "traffic": described,
         "share_of_capacity": _shares_of_capacity(traffic, runs),
-        "cross_errors": cross_errors(measured),
-        "limits": limits,
+        "cross_errors": cross_errors({name: run.as_measured for name, run in runs.items()}),
+        "limits": {name: msgspec.to_builtins(run.limits) for name, run in runs.items()},
     }
 
 
 def _run_figures(args: Namespace, run: OfflineRun) -> JsonDict:
     price = args.price_per_hour
     shares, _ = run.owners.bill(run.records)
-    figures = run.figures(slo_from(args), price)
-    figures["ledger"] = as_json(bill(run.records, run.seconds), price)
-    figures["backlog"] = backlog_json(run.requests, is_closed(args))
-    figures["request_shares"] = as_json(shares, price)
-    return figures
+    return run.figures(slo_from(args), price) | {
+        "ledger": as_json(bill(run.records, run.seconds), price),
+        "backlog": backlog_json(run.requests, is_closed(args)),
+        "request_shares": as_json(shares, price),
+    }
 
 
 def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]:
@@ -446,14 +456,17 @@ def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]
 
 def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
     """Waits over the load, simulated with the steps of all runs together; empty without a rate."""
-    import numpy as np
-
     if not traffic.open_loop:
         return []
-    table = StepTable.from_records(np.concatenate([run.records for run in runs.values()]))
     arrivals = traffic_from(with_flags(traffic.args, requests=CURVE_REQUESTS), rate=1.0)
     shape = open_to_all(next(iter(runs.values())).shape)
-    return load_curve(arrivals, shape, table, list(runs))
+    return load_curve(arrivals, shape, _table_of(runs), list(runs))
+
+
+def _table_of(runs: PolicyRuns) -> StepTable:
+    import numpy as np
+
+    return StepTable.from_records(np.concatenate([run.records for run in runs.values()]))
 
 
 def _deliver(
@@ -463,29 +476,32 @@ def _deliver(
 ) -> None:
     from jitney.engine.bench.policies_page import write_policies_page
 
-    _write_runs(args, runs)
+    _write_runs(args, _by_file_name(runs))
     if args.html:
         summary = [_engine_line(report["engine"])]
         write_policies_page(args.html, report, runs, summary, args.price_per_hour)
-    if args.json:
-        write_json(args.json, report)
-    if args.json != "-":
+    if write_report(args, report):
         _print_report(args, report, runs)
 
 
-def _write_runs(args: Namespace, runs: Mapping[str, PolicyRuns]) -> None:
-    """Step records and traces, for the simulator."""
-    from jitney.engine.bench.saved import write_recording, write_records
-
-    everything = {}
+def _by_file_name(runs: Mapping[str, PolicyRuns]) -> dict[str, OfflineRun]:
+    """All runs, by the policy's name; the case stands before it where there are several."""
+    named = {}
     for case, by_policy in runs.items():
         prefix = "" if case == _GIVEN else f"{case}."
         for policy, run in by_policy.items():
-            everything[f"{prefix}{policy}"] = run
+            named[f"{prefix}{policy}"] = run
+    return named
+
+
+def _write_runs(args: Namespace, runs: PolicyRuns) -> None:
+    """Step records and traces, for the simulator."""
+    from jitney.engine.bench.saved import write_recording, write_records
+
     if args.records:
-        write_records(args.records, everything)
+        write_records(args.records, runs)
     if args.traces:
-        for name, run in everything.items():
+        for name, run in runs.items():
             write_recording(f"{args.traces}.{name}.jsonl", run.requests, run.started)
 
 
@@ -494,16 +510,18 @@ def _print_report(
     report: JsonObject,
     runs: Mapping[str, PolicyRuns],
 ) -> None:
-    from jitney.engine.report.tables import curve_table, print_table
-
     print(_engine_line(report["engine"]))
     for name, case in report["cases"].items():
         _print_case(name, case, runs[name], args.price_per_hour)
-    if report["load_curve"]:
-        title = "p99 time to first token over the load, simulated"
-        print_table(curve_table(report["load_curve"]), title)
-    if report["measured_loads"]:
-        print_table(curve_table(report["measured_loads"]), "the same, measured")
+    _print_curve(report["load_curve"], "p99 time to first token over the load, simulated")
+    _print_curve(report["measured_loads"], "the same, measured")
+
+
+def _print_curve(points: Sequence[JsonObject], title: str) -> None:
+    from jitney.engine.report.tables import curve_table, print_table
+
+    if points:
+        print_table(curve_table(points), title)
 
 
 def _print_case(

@@ -8,10 +8,11 @@ import argparse
 import asyncio
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from jitney.engine.bench.client import EXTRA_FIELDS, RemoteEndpoint
+from jitney.engine.bench.client import EXTRA_FIELDS, Answer, RemoteEndpoint
 from jitney.engine.bench.online import EngineAbout, OnlineRun, measure
 from jitney.engine.cli.bench_flags import (
     add_report,
@@ -25,15 +26,19 @@ from jitney.engine.cli.bench_flags import (
     slo_from,
     traffic_from,
     traffic_line,
-    write_json,
+    write_report,
 )
-from jitney.engine.cli.flags import Flags, Parser
+from jitney.engine.cli.flags import Flag, Parser, add_flags
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.telemetry.cost import as_json
 from jitney.engine.types import JsonDict, JsonObject
+
+if TYPE_CHECKING:
+    from jitney.engine.report.page import PageSection
+    from jitney.engine.telemetry.cost import Bill
 
 #: Where an API key may stand; a flag would show it to other users of the machine.
 _KEY_VARIABLES = ("JITNEY_BENCH_KEY", "OPENAI_API_KEY")
@@ -50,6 +55,13 @@ def run(arguments: Sequence[str]) -> int:
     check_numbers(args, rate=0.001, concurrency=0, warmup=0, timeout_s=0.001)
     slo_from(args)
     arrivals = traffic_from(args, _rate_from(args))
+    online = _measured(args, arrivals)
+    report = _make_report(args, online, arrivals)
+    _deliver(args, report, online)
+    return int(report["figures"]["served"] == 0)
+
+
+def _measured(args: Namespace, arrivals: list[Arrival]) -> OnlineRun:
     with progress() as watch:
         measuring = measure(
             endpoint_from(args),
@@ -59,10 +71,7 @@ def run(arguments: Sequence[str]) -> int:
             warmup=args.warmup,
             watch=partial(watch, "requests"),
         )
-        online = asyncio.run(measuring)
-    report = _make_report(args, online, arrivals)
-    _deliver(args, report, online)
-    return int(report["figures"]["served"] == 0)
+        return asyncio.run(measuring)
 
 
 def _make_parser() -> Parser:
@@ -72,40 +81,47 @@ def _make_parser() -> Parser:
         f"from {' or '.join(_KEY_VARIABLES)}.",
     )
     add_endpoint(parser)
-    flags = Flags(parser, "load")
-    flags.number("--rate", "requests a second, for poisson and gamma")
-    flags.whole(
+    add_flags(parser, _LOAD, "load")
+    add_traffic(parser, requests=64, arrivals="closed")
+    add_report(parser)
+    add_flags(parser, [_TRACE_TO])
+    return parser
+
+
+_MODEL = Flag.of("--model", "the model's name there [the first in its list]", "", metavar="NAME")
+_LOAD = (
+    Flag.number("--rate", "requests a second, for poisson and gamma"),
+    Flag.whole(
         "--concurrency",
         "closed: requests open at a time, 0: all; else most that may be open, 0: any number",
         0,
-    )
-    flags.whole("--warmup", "short requests sent before anything is timed", 8)
-    add_traffic(parser, requests=64, arrivals="closed")
-    add_report(parser)
-    trace_to = "write what was sent and measured, for jitney simulate --trace"
-    Flags(parser).add("--trace-to", trace_to, metavar="FILE")
-    return parser
+    ),
+    Flag.whole("--warmup", "short requests sent before anything is timed", 8),
+)
+_TRACE_TO = Flag.of(
+    "--trace-to", "write what was sent and measured, for jitney simulate --trace", metavar="FILE"
+)
+#: How requests are sent.
+_REQUESTS = (
+    Flag.switch("--chat", "use chat completions instead of text completions"),
+    Flag.of(
+        "--ignore-eos",
+        "have outputs of exactly the wanted length, by the field ignore_eos, which only some "
+        "servers know",
+        True,
+        action=argparse.BooleanOptionalAction,
+    ),
+    Flag.number("--timeout-s", "seconds a request may take", 600.0),
+)
 
 
 def add_endpoint(parser: Parser, *, required: bool = True) -> None:
     """The flags that say where requests go; where a model may be named for other ends too, it has
     its flag already.
     """
-    flags = Flags(parser, "endpoint")
-    where = "the endpoint, with or without /v1"
-    flags.add("--url", where, metavar="URL", required=required)
-    if required:
-        model = "the model's name there [the first in its list]"
-        flags.add("--model", model, "", metavar="NAME")
-    flags.switch("--chat", "use chat completions instead of text completions")
-    flags.add(
-        "--ignore-eos",
-        "have outputs of exactly the wanted length, by the field ignore_eos, which only some "
-        "servers know",
-        True,
-        action=argparse.BooleanOptionalAction,
-    )
-    flags.number("--timeout-s", "seconds a request may take", 600.0)
+    where = Flag.of("--url", "the endpoint, with or without /v1", metavar="URL", required=required)
+    model = (_MODEL,) if required else ()
+    add_flags(parser, (where, *model, *_REQUESTS), "endpoint")
 
 
 def endpoint_from(args: Namespace) -> RemoteEndpoint:
@@ -140,28 +156,38 @@ def _rate_from(args: Namespace) -> float:
 
 
 def _make_report(args: Namespace, online: OnlineRun, arrivals: list[Arrival]) -> JsonDict:
-    load, price = online.load, args.price_per_hour
-    figures = load.figures(slo_from(args), price)
-    figures["backlog"] = backlog_json(load.requests, is_closed(args))
-    traffic = describe_traffic(args, arrivals, _rate_from(args))
-    traffic["concurrency"] = args.concurrency
-    ledger = None
-    if online.bill is not None:
-        ledger = as_json(online.bill, price)
+    answers = online.load.answers
     return {
         "url": online.endpoint.url,
         "model": online.endpoint.model,
-        "figures": figures,
+        "figures": _figures(args, online),
         "engine": online.about._asdict(),
         "client_machine": cpu_name(),
         "server_queue_mean_s": online.queue_mean_s,
-        "ledger": ledger,
-        "errors": _errors_of(online),
+        "ledger": _server_ledger(args, online),
+        "errors": _errors_of(answers),
         "short_outputs": _short_outputs(online, arrivals),
-        "cached_prompt_tokens": sum(answer.n_cached for answer in load.answers),
-        "client": load.sender.as_json(),
-        "traffic": traffic,
+        "cached_prompt_tokens": sum(answer.n_cached for answer in answers),
+        "client": online.load.sender.as_json(),
+        "traffic": _traffic(args, arrivals),
     }
+
+
+def _figures(args: Namespace, online: OnlineRun) -> JsonDict:
+    figures = online.load.figures(slo_from(args), args.price_per_hour)
+    figures["backlog"] = backlog_json(online.load.requests, is_closed(args))
+    return figures
+
+
+def _server_ledger(args: Namespace, online: OnlineRun) -> JsonDict | None:
+    if online.bill is None:
+        return None
+    return as_json(online.bill, args.price_per_hour)
+
+
+def _traffic(args: Namespace, arrivals: list[Arrival]) -> JsonDict:
+    traffic = describe_traffic(args, arrivals, _rate_from(args))
+    return traffic | {"concurrency": args.concurrency}
 
 
 def _short_outputs(online: OnlineRun, arrivals: Sequence[Arrival]) -> int:
@@ -172,10 +198,10 @@ def _short_outputs(online: OnlineRun, arrivals: Sequence[Arrival]) -> int:
     return short
 
 
-def _errors_of(online: OnlineRun) -> dict[str, JsonDict]:
+def _errors_of(answers: Iterable[Answer]) -> dict[str, JsonDict]:
     """How many requests failed in which way, and what was said to the first of them."""
     errors: dict[str, JsonDict] = {}
-    for answer in online.load.answers:
+    for answer in answers:
         if not answer.served:
             error = errors.setdefault(answer.finish, {"count": 0, "first": answer.detail})
             error["count"] += 1
@@ -189,9 +215,7 @@ def _deliver(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
         write_recording(args.trace_to, online.load.requests, online.load.started)
     if args.html:
         _write_page(args, report, online)
-    if args.json:
-        write_json(args.json, report)
-    if args.json != "-":
+    if write_report(args, report):
         _print_report(args, report, online)
 
 
@@ -207,15 +231,15 @@ def _print_report(args: Namespace, report: JsonObject, online: OnlineRun) -> Non
 
 
 def _summary(report: JsonObject) -> list[str]:
-    about = EngineAbout(**report["engine"])
+    about, client = EngineAbout(**report["engine"]), report["client"]
     return [
         f"{report['model']} at {report['url']}",
         f"{about}; client's machine: {report['client_machine']}",
         traffic_line(report["traffic"]),
         *_doubts(report),
         *_server_lines(report),
-        f"this client used {report['client']['cpu_share']:.0%} of a core",
-        *filter(None, [report["client"]["trouble"]]),
+        f"this client used {client['cpu_share']:.0%} of a core",
+        *filter(None, [client["trouble"]]),
     ]
 
 
@@ -225,8 +249,13 @@ def _doubts(report: JsonObject) -> Iterator[str]:
         yield f"p99 of {figures['served']} requests is nearly the slowest of them"
     if figures["backlog"] is not None:
         yield str(QueueGrowth(**figures["backlog"]))
+    yield from _failures(report)
+
+
+def _failures(report: JsonObject) -> Iterator[str]:
+    sent = report["figures"]["requests"]
     for kind, error in report["errors"].items():
-        yield f"failed with {kind}: {error['count']} of {figures['requests']}; {error['first']}"
+        yield f"failed with {kind}: {error['count']} of {sent}; {error['first']}"
     if report["short_outputs"]:
         yield (
             f"ended before their length: {report['short_outputs']}; the endpoint does not ignore "
@@ -258,11 +287,17 @@ def _write_page(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
         PageSection("Distributions", charts=charts),
     ]
     if online.bill is not None:
-        note = (
-            "The server's own account of the rows it computed during the run; the time of its "
-            "steps is split evenly over them."
-        )
-        table = tables.ledger_table(online.bill, args.price_per_hour)
-        chart = figures.ledger_bars({"measured": online.bill})
-        sections.append(PageSection("Ledger", [note], [table], [chart]))
+        sections.append(_ledger_section(online.bill, args.price_per_hour))
     write_page(args.html, f"Traffic for {report['model']}", _summary(report), sections)
+
+
+def _ledger_section(bill: Bill, price_per_hour: float | None) -> PageSection:
+    from jitney.engine.report import figures, tables
+    from jitney.engine.report.page import PageSection
+
+    note = (
+        "The server's own account of the rows it computed during the run; the time of its "
+        "steps is split evenly over them."
+    )
+    table = tables.ledger_table(bill, price_per_hour)
+    return PageSection("Ledger", [note], [table], [figures.ledger_bars({"measured": bill})])

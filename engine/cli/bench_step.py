@@ -4,12 +4,20 @@ the floor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 
-from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_json
+from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
-from jitney.engine.types import JsonObject
+from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from
+from jitney.engine.config.schema import Config
+from jitney.engine.types import JsonDict, JsonObject
+
+_FLAGS = (
+    Flag.whole("--repeats", "times each step is run", 7),
+    Flag.number("--seconds", "begin no new round after this", 60.0),
+    Flag.of("--json", "write the report with the table; - is standard output", metavar="FILE"),
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -17,19 +25,21 @@ def run(arguments: Sequence[str]) -> int:
     args = _make_parser().parse(arguments)
     check_numbers(args, repeats=1, seconds=0)
     check_writable(args, "json")
+    report = _measured(args, config_from(args))
+    if write_report(args, report):
+        show(report)
+    return 0
+
+
+def _measured(args: Namespace, config: Config) -> JsonDict:
     from jitney.engine.bench.step import measure
     from jitney.engine.checkpoints.sources import resolve
 
-    config = config_from(args)
     llm = load_llm(config)
     shape = resolve(config.model.id, revision=config.model.revision or None).config
     report = measure(llm, shape, repeats=args.repeats, seconds=args.seconds)
     llm.close()
-    if args.json:
-        write_json(args.json, report)
-    if args.json != "-":
-        show(report)
-    return 0
+    return report
 
 
 def _make_parser() -> Parser:
@@ -37,11 +47,7 @@ def _make_parser() -> Parser:
         "bench step",
         "Time single steps of the engine: the table that jitney simulate --table reads.",
     )
-    flags = Flags(parser)
-    flags.whole("--repeats", "times each step is run", 7)
-    flags.number("--seconds", "begin no new round after this", 60.0)
-    report = "write the report with the table; - is standard output"
-    flags.add("--json", report, metavar="FILE")
+    add_flags(parser, _FLAGS)
     add_settings(parser, ("model", "engine"))
     return parser
 
@@ -61,16 +67,15 @@ def show(report: JsonObject) -> None:
 
 
 def _cells(case: JsonObject) -> list[str]:
+    median = case["median_s"]
     floor = max(case["bytes_floor_s"], case["flops_floor_s"])
     return [
         case["bucket"],
         f"{case['decode']} + {case['prompt']}",
         str(case["keys"]),
         str(case["longest"]),
-        f"{1e3 * case['median_s']:.2f}",
-        f"{1e3 * case['fitted_s']:.2f}",
-        f"{1e3 * floor:.2f}",
-        f"{case['median_s'] / floor:.1f}",
+        *(f"{1e3 * seconds:.2f}" for seconds in (median, case["fitted_s"], floor)),
+        f"{median / floor:.1f}",
     ]
 
 
@@ -84,14 +89,18 @@ def _notes(report: JsonObject) -> Iterator[str]:
         f"copying {report['copy_bytes_s'] / 1e9:.1f} GB/s, matrix products "
         f"{report['product_flops_s'] / 1e9:,.0f} GFLOP/s"
     )
-    host = report["table"]["host"]
-    yield (
-        f"host: {1e3 * host['before']:.2f} ms a step + {1e6 * host['before_per_row']:.1f} us a "
-        "sequence before the "
-        f"launch, {1e3 * host['after']:.2f} ms + {1e6 * host['after_per_row']:.1f} us after"
-    )
-    for kind, error in report["table"]["errors"].items():
+    table = report["table"]
+    yield _host_note(table["host"])
+    for kind, error in table["errors"].items():
         yield (
             f"fit of {kind} steps: median error {error['median']:.1%}, of "
             f"the sum {error['total']:+.1%}"
         )
+
+
+def _host_note(host: Mapping[str, float]) -> str:
+    return (
+        f"host: {1e3 * host['before']:.2f} ms a step + {1e6 * host['before_per_row']:.1f} us a "
+        f"sequence before the launch, {1e3 * host['after']:.2f} ms + "
+        f"{1e6 * host['after_per_row']:.1f} us after"
+    )

@@ -24,10 +24,10 @@ from jitney.engine.cli.bench_flags import (
     slo_from,
     traffic_from,
     traffic_line,
-    write_json,
+    write_report,
 )
 from jitney.engine.cli.bench_serve import ENOUGH_FOR_P99, add_endpoint, endpoint_from
-from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
+from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
@@ -35,13 +35,45 @@ from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
-    from jitney.engine.bench.load import Watch
+    import plotly.graph_objects as go
+
+    from jitney.engine.bench.compare import NamedWatch
+    from jitney.engine.bench.load import LoadResult, Watch
+    from jitney.engine.bench.offline import PromptedArrival
     from jitney.engine.report.page import PageSection, Table
 
 _DEFAULT_CONCURRENCIES = "1,2,4,8,16,32"
 #: Requests at a point unless told otherwise: enough for a p99 where requests come at times of their
 #: own.
 _CLOSED_REQUESTS, _OPEN_REQUESTS = 32, 128
+_REQUESTS_HELP = (
+    f"{_CLOSED_REQUESTS} and four for each open one; with --rates and --loads {_OPEN_REQUESTS}"
+)
+_FLAGS = (
+    Flag.of(
+        "--concurrencies",
+        f"requests open at a time: one point each, as closed loops [{_DEFAULT_CONCURRENCIES}]",
+        metavar="A,B,...",
+    ),
+    Flag.of(
+        "--rates",
+        "requests a second instead: one point each, as --arrivals says",
+        metavar="A,B,...",
+    ),
+    Flag.of(
+        "--loads",
+        "rates as shares of what continuous batching can serve, which is measured "
+        "first; 0.25,0.5,0.75,0.9,1.1 shows how p99 depends on the load",
+        metavar="A,B,...",
+    ),
+    Flag.whole(
+        "--capacity-streams",
+        "for --loads with --url: requests open while the capacity is measured; 0: twice the "
+        "server's seats, 64 where it does not list them",
+        0,
+    ),
+    Flag.whole("--warmup", "short requests before each point", 8),
+)
 _STEEPENS = "the knee is where the p99 end-to-end time steepens (Kneedle, Satopää et al. 2011)"
 _METHODS = {
     "concurrency": "the knee is where output tokens/s flatten (Kneedle, Satopää et al. 2011)",
@@ -67,9 +99,7 @@ _LATENCIES = {
 def run(arguments: Sequence[str]) -> int:
     """Measure every point, print the curve and mark its knee; exit status 0."""
     args = _make_parser().parse(arguments)
-    check_writable(args, "json", "html")
-    check_numbers(args, warmup=0, timeout_s=0.001, requests=1, capacity_streams=0)
-    slo_from(args)
+    _check(args)
     axis, values = _axis_from(args)
     _arrivals_at(args, axis, values[0])  # bad flags are reported before anything is loaded
     engine = _AtEndpoint(args) if args.url else _InProcess(args, axis, values)
@@ -82,41 +112,26 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _check(args: Namespace) -> None:
+    """Raise ConfigError for flags that no axis could go with."""
+    check_writable(args, "json", "html")
+    check_numbers(args, warmup=0, timeout_s=0.001, requests=1, capacity_streams=0)
+    slo_from(args)
+    if args.trace:
+        raise ConfigError("a trace has its own times: --trace cannot be swept")
+    if args.capacity_streams and not (args.loads and args.url):
+        raise ConfigError("--capacity-streams is for --loads with --url")
+
+
 def _make_parser() -> Parser:
     parser = Parser(
         "bench sweep",
         "Throughput and latency over concurrency, rate or load: of an engine in this "
         "process, or of an endpoint with --url.",
     )
-    flags = Flags(parser, "sweep")
-    flags.add(
-        "--concurrencies",
-        f"requests open at a time: one point each, as closed loops [{_DEFAULT_CONCURRENCIES}]",
-        metavar="A,B,...",
-    )
-    flags.add(
-        "--rates",
-        "requests a second instead: one point each, as --arrivals says",
-        metavar="A,B,...",
-    )
-    flags.add(
-        "--loads",
-        "rates as shares of what continuous batching can serve, which is measured "
-        "first; 0.25,0.5,0.75,0.9,1.1 shows how p99 depends on the load",
-        metavar="A,B,...",
-    )
-    flags.whole(
-        "--capacity-streams",
-        "for --loads with --url: requests open while the capacity is measured; 0: twice the "
-        "server's seats, 64 where it does not list them",
-        0,
-    )
-    flags.whole("--warmup", "short requests before each point", 8)
+    add_flags(parser, _FLAGS, "sweep")
     add_endpoint(parser, required=False)
-    requests = (
-        f"{_CLOSED_REQUESTS} and four for each open one; with --rates and --loads {_OPEN_REQUESTS}"
-    )
-    add_traffic(parser, requests=0, arrivals="poisson", requests_help=requests)
+    add_traffic(parser, requests=0, arrivals="poisson", requests_help=_REQUESTS_HELP)
     add_report(parser)
     add_settings(parser, ("model", "engine"))
     return parser
@@ -127,11 +142,7 @@ def _axis_from(args: Namespace) -> tuple[str, list[float]]:
     given = [name for name in ("concurrencies", "rates", "loads") if getattr(args, name)]
     if len(given) > 1:
         raise ConfigError(f"give --{given[0]} or --{given[1]}, not both")
-    if args.trace:
-        raise ConfigError("a trace has its own times: --trace cannot be swept")
-    if args.capacity_streams and not (args.loads and args.url):
-        raise ConfigError("--capacity-streams is for --loads with --url")
-    if not (args.rates or args.loads):
+    if given in ([], ["concurrencies"]):
         text = args.concurrencies or _DEFAULT_CONCURRENCIES
         return "concurrency", sorted(numbers_from("--concurrencies", text, int))
     name = given[0]
@@ -179,16 +190,11 @@ class _Engine(Protocol):
 def _sweep(args: Namespace, axis: str, values: Sequence[float], engine: _Engine) -> JsonDict:
     """Measure every point; everything but the knee, ready for JSON."""
     capacity = None
-    points = []
     with progress() as watch:
         if axis == "load":
             first = _arrivals_at(args, axis, values[0])
             capacity = engine.capacity(first, partial(watch, "capacity"))
-        for value in values:
-            arrivals = _arrivals_at(args, axis, value * (capacity or 1.0))
-            concurrency = int(value) if axis == "concurrency" else 0
-            figures = engine.measure(arrivals, concurrency, partial(watch, f"{axis} {value:g}"))
-            points.append(_point(axis, value, capacity, figures))
+        points = [_measured(args, axis, value, capacity, engine, watch) for value in values]
     return {
         "points": points,
         "capacity_req_s": capacity,
@@ -199,6 +205,21 @@ def _sweep(args: Namespace, axis: str, values: Sequence[float], engine: _Engine)
         "client_machine": cpu_name(),
         "traffic": _last_traffic(args, axis, values[-1] * (capacity or 1.0)),
     }
+
+
+def _measured(
+    args: Namespace,
+    axis: str,
+    value: float,
+    capacity: float | None,
+    engine: _Engine,
+    watch: NamedWatch,
+) -> JsonDict:
+    """One point."""
+    arrivals = _arrivals_at(args, axis, value * (capacity or 1.0))
+    concurrency = int(value) if axis == "concurrency" else 0
+    figures = engine.measure(arrivals, concurrency, partial(watch, f"{axis} {value:g}"))
+    return _point(axis, value, capacity, figures)
 
 
 def _point(axis: str, value: float, capacity: float | None, figures: JsonDict) -> JsonDict:
@@ -227,7 +248,10 @@ class _InProcess:
         self._args = args
         self._llm = load_llm(config_from(args))
         self._bench = OfflineBench(self._llm.core, self._llm.tokenizer.encode)
-        self._bench.warm_up(self._bench.requests(_arrivals_at(args, axis, values[0]), args.seed))
+        self._bench.warm_up(self._requests(_arrivals_at(args, axis, values[0])))
+
+    def _requests(self, arrivals: list[Arrival]) -> list[PromptedArrival]:
+        return self._bench.requests(arrivals, self._args.seed)
 
     def capacity(self, first: list[Arrival], watch: Watch) -> float:
         from jitney.engine.bench.compare import capacity
@@ -235,12 +259,12 @@ class _InProcess:
         def without_name(name: str, done: int, total: int) -> None:
             watch(done, total)
 
-        requests = self._bench.requests(first, self._args.seed)
+        requests = self._requests(first)
         rate, _ = capacity(self._bench, requests, self._bench.limits.max_seats, without_name)
         return rate
 
     def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> JsonDict:
-        requests = self._bench.requests(arrivals, self._args.seed)
+        requests = self._requests(arrivals)
         run = self._bench.run(requests, concurrency=concurrency, watch=watch)
         figures = run.figures(slo_from(self._args), self._args.price_per_hour)
         figures["backlog"] = backlog_json(run.requests, concurrency > 0)
@@ -293,9 +317,12 @@ class _AtEndpoint:
         )
         online = asyncio.run(measuring)
         self._about = online.about
-        figures = online.load.figures(slo_from(self._args), self._args.price_per_hour)
-        figures["client"] = online.load.sender.as_json()
-        figures["backlog"] = backlog_json(online.load.requests, concurrency > 0)
+        return self._figures(online.load, concurrency)
+
+    def _figures(self, load: LoadResult, concurrency: int) -> JsonDict:
+        figures = load.figures(slo_from(self._args), self._args.price_per_hour)
+        figures["client"] = load.sender.as_json()
+        figures["backlog"] = backlog_json(load.requests, concurrency > 0)
         return figures
 
     def close(self) -> dict[str, str]:
@@ -310,13 +337,10 @@ def _deliver(args: Namespace, report: JsonObject, knee: int | None) -> None:
     if args.html:
         title = f"Throughput and latency over {report['axis']}"
         write_page(args.html, title, summary, _sections(report, table, knee))
-    if args.json:
-        write_json(args.json, report)
-    if args.json == "-":
-        return
-    for line in summary:
-        print(line)
-    print_table(table)
+    if write_report(args, report):
+        for line in summary:
+            print(line)
+        print_table(table)
 
 
 def _summary(report: JsonObject) -> list[str]:
@@ -332,27 +356,25 @@ def _summary(report: JsonObject) -> list[str]:
 
 def _doubts(report: JsonObject) -> Iterator[str]:
     axis, points = report["axis"], report["points"]
-    served = [point["figures"]["served"] for point in points]
+    figures = [point["figures"] for point in points]
+    served = [each["served"] for each in figures]
     if min(served) < ENOUGH_FOR_P99:
         yield f"p99 of {min(served)} requests is nearly the slowest of them: give more --requests"
     for point in points:
         if _grew(point):
             yield f"{axis} {point[axis]:g}: {QueueGrowth(**point['figures']['backlog'])}"
-    failed = sum(point["figures"]["requests"] for point in points) - sum(served)
+    failed = sum(each["requests"] for each in figures) - sum(served)
     if failed:
         yield f"failed requests: {failed}, in no percentile"
 
 
 def _client_lines(points: Sequence[JsonObject]) -> Iterator[str]:
-    shares, troubles = [], set()
-    for point in points:
-        client = point["figures"].get("client")
-        if client is not None:
-            shares.append(client["cpu_share"])
-            troubles.add(client["trouble"])
-    if shares:
-        yield f"this client used at most {max(shares):.0%} of a core"
-    yield from sorted(filter(None, troubles))
+    clients = [point["figures"].get("client") for point in points]
+    seen = [client for client in clients if client is not None]
+    if seen:
+        busiest = max(client["cpu_share"] for client in seen)
+        yield f"this client used at most {busiest:.0%} of a core"
+    yield from sorted({client["trouble"] for client in seen} - {None})
 
 
 def _engine_line(report: JsonObject) -> str:
@@ -401,28 +423,32 @@ def _cells(axis: str, point: JsonObject) -> dict[str, str]:
 
 
 def _sections(report: JsonObject, table: Table, knee: int | None) -> list[PageSection]:
-    from jitney.engine.report import figures
     from jitney.engine.report.page import PageSection
 
-    axis, points = report["axis"], report["points"]
-    unit = _UNITS[axis]
-    values = [point[axis] for point in points]
+    return [
+        PageSection("Points", tables=[table]),
+        PageSection("Curves", charts=_charts(report["axis"], report["points"], knee)),
+    ]
+
+
+def _charts(axis: str, points: Sequence[JsonObject], knee: int | None) -> list[go.Figure]:
+    from jitney.engine.report import figures
 
     def column(name: str) -> list[Any]:
         return [point[name] for point in points]
 
+    unit, values, throughput = _UNITS[axis], column(axis), column("output_tok_s")
     waits = {"p50": column("ttft_p50_s"), "p99": column("ttft_p99_s")}
-    charts = [
-        figures.curve("Throughput", unit, "output tokens/s", values, column("output_tok_s"), knee),
+    return [
+        figures.curve("Throughput", unit, "output tokens/s", values, throughput, knee),
         figures.waits_over(unit, values, waits, [_grew(point) for point in points]),
         figures.curve("Between tokens, p99", unit, "s", values, column("itl_p99_s"), knee),
         figures.curve(
             "What throughput costs in latency",
             "output tokens/s",
             "end to end p99, s",
-            column("output_tok_s"),
+            throughput,
             column("e2e_p99_s"),
             knee,
         ),
     ]
-    return [PageSection("Points", tables=[table]), PageSection("Curves", charts=charts)]

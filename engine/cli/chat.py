@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,7 @@ _HELP = "Empty line or Ctrl-D ends; /new starts over."
 
 def run(arguments: Sequence[str]) -> int:
     """Talk until the input ends; exit status 0."""
-    parser = Parser("chat", "Talk to a model in the terminal. " + _HELP)
-    parser.add_argument(
-        "--system", metavar="TEXT", default="", help="instructions that precede the conversation"
-    )
-    add_sampling(parser)
-    add_settings(parser, ("model", "engine", "sampling"))
-    args = parser.parse(arguments)
+    args = _parse(arguments)
     config = config_from(args)
     sampling_from(args)  # raises for a bad flag before anything is loaded
     llm = load_llm(config)
@@ -38,6 +33,16 @@ def run(arguments: Sequence[str]) -> int:
     converse(llm, params, args.system)
     llm.close()
     return 0
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    parser = Parser("chat", "Talk to a model in the terminal. " + _HELP)
+    parser.add_argument(
+        "--system", metavar="TEXT", default="", help="instructions that precede the conversation"
+    )
+    add_sampling(parser)
+    add_settings(parser, ("model", "engine", "sampling"))
+    return parser.parse(arguments)
 
 
 def converse(llm: LLM, params: SamplingParams, system: str) -> None:

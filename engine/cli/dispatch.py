@@ -32,15 +32,7 @@ class Commands:
         return module.run(words[1:])
 
     def _parse(self, words: Sequence[str]) -> str:
-        parser = argparse.ArgumentParser(
-            prog=self.program,
-            description=self.description,
-            usage=f"{self.program} [-h] [--version] COMMAND ...",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog=self._list(),
-        )
-        parser.add_argument("--version", action="store_true", help="print the version and exit")
-        parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+        parser = self._make_parser()
         args = parser.parse_args(words)
         if args.version:
             from importlib.metadata import version
@@ -53,6 +45,18 @@ class Commands:
         if args.command not in self.table:
             parser.error(f"no command {args.command!r}{suggestion(args.command, self.table)}")
         return args.command
+
+    def _make_parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=self.program,
+            description=self.description,
+            usage=f"{self.program} [-h] [--version] COMMAND ...",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=self._list(),
+        )
+        parser.add_argument("--version", action="store_true", help="print the version and exit")
+        parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+        return parser
 
     def _list(self) -> str:
         lines = [f"  {command:<10}{text}" for command, text in self.table.items()]

@@ -61,14 +61,17 @@ class Lines:
         is_same = progress.stage == self._stage
         if is_same and (self._is_done or not is_done):
             return
-        name = _STAGES.get(progress.stage, progress.stage)
-        message = f"{name}: done" if is_done else f"{name} {progress.detail}".rstrip()
-        _log.info("%s", message)
+        _log.info("%s", _line_of(progress, is_done))
         self._stage = progress.stage
         self._is_done = is_done
 
     def close(self) -> None:
         pass
+
+
+def _line_of(progress: Progress, is_done: bool) -> str:
+    name = _STAGES.get(progress.stage, progress.stage)
+    return f"{name}: done" if is_done else f"{name} {progress.detail}".rstrip()
 
 
 class _Bars:
@@ -99,11 +102,11 @@ class _Bars:
         self._bars.start()
 
     def progress(self, progress: Progress) -> None:
-        scale, unit = 1, ""
-        if progress.stage in _IN_BYTES and progress.total > _MIB:
-            scale, unit = _MIB, " (MiB)"
+        in_mib = progress.stage in _IN_BYTES and progress.total > _MIB
+        scale = _MIB if in_mib else 1
         if progress.stage not in self._tasks:
             name = _STAGES.get(progress.stage, progress.stage)
+            unit = " (MiB)" if in_mib else ""
             self._tasks[progress.stage] = self._bars.add_task(name + unit, detail="")
         self._bars.update(
             self._tasks[progress.stage],

@@ -9,9 +9,11 @@ import os
 import platform
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.flags import Parser, add_settings, config_from
 from jitney.engine.cli.listen import listen
@@ -25,7 +27,10 @@ from jitney.engine.config.schema import (
 )
 from jitney.engine.errors import JitneyError
 from jitney.engine.executor.memory import claim_memory
-from jitney.engine.types import KernelProof
+from jitney.engine.types import EngineInfo, KernelProof
+
+if TYPE_CHECKING:
+    from jitney.engine.llm import LLM
 
 _REQUIRED = ("jitney", "jax", "jaxlib", "flax", "transformers")
 _OPTIONAL = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-triton")
@@ -48,12 +53,7 @@ class _Finding:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the findings; exit status 1 if one of them keeps Jitney from running here."""
-    parser = Parser(
-        "doctor", "Say what this machine has, and whether Jitney runs on it with these settings."
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_settings(parser)
-    args = parser.parse(arguments)
+    args = _parse(arguments)
     config = config_from(args)
     os.environ.update(platform_environment(config.engine))  # before the first import of jax
     claim_memory(os.environ, config.engine.memory_share)
@@ -61,6 +61,15 @@ def run(arguments: Sequence[str]) -> int:
     _show(findings, as_json=args.json)
     is_bad = any(finding.ok is False for finding in findings)
     return 1 if is_bad else 0
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    parser = Parser(
+        "doctor", "Say what this machine has, and whether Jitney runs on it with these settings."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_settings(parser)
+    return parser.parse(arguments)
 
 
 def _show(findings: list[_Finding], *, as_json: bool) -> None:
@@ -111,6 +120,9 @@ def _processor(config: Config) -> Iterator[_Finding]:
     in_hardware = [feature for feature in _CPU_FEATURES if feature in flags]
     value = ", ".join(in_hardware) or "not in hardware: dtype auto means float32 on this CPU"
     yield _Finding("cpu bfloat16", value)
+
+
+def _memory(config: Config) -> Iterator[_Finding]:
     available = _words("/proc/meminfo", "MemAvailable:")
     if available:
         total = _words("/proc/meminfo", "MemTotal:")
@@ -144,11 +156,15 @@ def devices(config: Config) -> Iterator[_Finding]:
         counts = f"{wanted} devices wanted, {len(present)} found"
         yield _Finding("tensor parallel", counts, len(present) >= wanted)
     for device in present:
-        value = device.platform
-        if device.device_kind != device.platform:
-            value += f" {device.device_kind}"
-        value += _device_memory(device.memory_stats() or {})
-        yield _Finding(f"device {device.id}", value, True)
+        yield _Finding(f"device {device.id}", _describe(device), True)
+
+
+def _describe(device: Any) -> str:
+    """device: jax's own."""
+    kind = device.platform
+    if device.device_kind != device.platform:
+        kind += f" {device.device_kind}"
+    return kind + _device_memory(device.memory_stats() or {})
 
 
 def _device_memory(stats: dict[str, int]) -> str:
@@ -164,11 +180,15 @@ def _folders(config: Config) -> Iterator[_Finding]:
     with tempfile.TemporaryFile(dir=folder):
         yield _Finding("cache folder", str(folder), True)
     if config.engine.compilation_cache:
-        kept_in = compilation_cache_dir()
-        reason = make_private(kept_in)
-        programs = sum(1 for _ in kept_in.glob("*"))
-        found = f"not kept: {reason}" if reason else f"{programs} files in {kept_in}"
-        yield _Finding("compiled programs", found)
+        yield _Finding("compiled programs", _kept_programs())
+
+
+def _kept_programs() -> str:
+    folder = compilation_cache_dir()
+    reason = make_private(folder)
+    if reason:
+        return f"not kept: {reason}"
+    return f"{len(list(folder.glob('*')))} files in {folder}"
 
 
 def _port(config: Config) -> Iterator[_Finding]:
@@ -219,22 +239,33 @@ def one_token(config: Config) -> Iterator[_Finding]:
     """Runs the whole engine on a random model of a few kilobytes, on the platform and kernels that
     were asked for, and on as many of the devices as its few heads can be split over."""
     from jitney.engine.llm import LLM
-    from jitney.engine.types import SamplingParams
 
     started = time.perf_counter()
     llm = LLM(_tiny(config))
     try:
-        yield _Finding("kernels", llm.info.kernels, True)
-        for proof in llm.info.proofs:
-            yield proof_finding(proof)
-        yield _Finding("weights and KV", f"{llm.info.weights} and {llm.info.kv_dtype}", True)
-        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        (output,) = llm.generate([[1, 2, 3]], params)
-        tokens = len(output.outputs[0].token_ids)
+        yield from _choices(llm.info)
+        tokens = _computed(llm)
     finally:
         llm.close()
     seconds = time.perf_counter() - started
     yield _Finding("one token", f"computed in {seconds:.1f} s, compilation included", tokens == 1)
+
+
+def _choices(info: EngineInfo) -> Iterator[_Finding]:
+    """What the engine chose to run with."""
+    yield _Finding("kernels", info.kernels, True)
+    for proof in info.proofs:
+        yield proof_finding(proof)
+    yield _Finding("weights and KV", f"{info.weights} and {info.kv_dtype}", True)
+
+
+def _computed(llm: LLM) -> int:
+    """Tokens of a request for one."""
+    from jitney.engine.types import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    (output,) = llm.generate([[1, 2, 3]], params)
+    return len(output.outputs[0].token_ids)
 
 
 def _tiny(config: Config) -> Config:
@@ -266,6 +297,7 @@ def proof_finding(proof: KernelProof) -> _Finding:
 CHECKS: dict[str, Callable[[Config], Iterator[_Finding]]] = {
     "versions": _versions,
     "cpu": _processor,
+    "memory": _memory,
     "devices": devices,
     "cache folder": _folders,
     "port": _port,

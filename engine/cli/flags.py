@@ -8,8 +8,8 @@ import argparse
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jitney.engine.cli.dispatch import suggestion
 from jitney.engine.config.layers import Setting, load_config, settings
@@ -50,29 +50,50 @@ def _dashed(word: str) -> str:
     return flag.replace("_", "-") + mark + value
 
 
-class Flags:
-    """Adds flags to one group of a parser's help; a flag's default stands in brackets behind its
-    text.
-    """
+class Flag(NamedTuple):
+    """One flag of a command: its name, and argparse's own options for it."""
 
-    def __init__(self, parser: argparse.ArgumentParser, title: str = ""):
-        self._group = parser.add_argument_group(title) if title else parser
+    name: str
+    options: JsonDict
 
-    def add(self, flag: str, text: str, default: Any = None, **options: Any) -> None:
-        """options: argparse's own."""
+    @classmethod
+    def of(cls, name: str, text: str, default: Any = None, **options: Any) -> Flag:
+        """A flag whose default stands in brackets behind its text."""
         if default not in _NO_DEFAULT:
-            shown = f"{default:g}" if isinstance(default, float) else str(default).lower()
-            text += f" [{shown}]"
-        self._group.add_argument(flag, default=default, help=text, **options)
+            text += f" [{_shown(default)}]"
+        return cls(name, {"help": text, "default": default, **options})
 
-    def whole(self, flag: str, text: str, default: int | None = None) -> None:
-        self.add(flag, text, default, type=int, metavar="N")
+    @classmethod
+    def whole(cls, name: str, text: str, default: int | None = None) -> Flag:
+        return cls.of(name, text, default, type=int, metavar="N")
 
-    def number(self, flag: str, text: str, default: float | None = None) -> None:
-        self.add(flag, text, default, type=float, metavar="X")
+    @classmethod
+    def number(cls, name: str, text: str, default: float | None = None, metavar: str = "X") -> Flag:
+        return cls.of(name, text, default, type=float, metavar=metavar)
 
-    def switch(self, flag: str, text: str) -> None:
-        self._group.add_argument(flag, action="store_true", help=text)
+    @classmethod
+    def switch(cls, name: str, text: str) -> Flag:
+        return cls(name, {"help": text, "action": "store_true"})
+
+
+def _shown(default: object) -> str:
+    """A default as help shows it."""
+    if isinstance(default, float):
+        return f"{default:g}"
+    return str(default).lower()
+
+
+def add_flags(parser: Parser, flags: Iterable[Flag], title: str = "") -> None:
+    """Add flags to a parser; title: of the group that help shows them in."""
+    group = parser.add_argument_group(title) if title else parser
+    for flag in flags:
+        group.add_argument(flag.name, **flag.options)
+
+
+_ANY_SETTINGS = (
+    Flag("model_word", {"nargs": "?", "metavar": "MODEL", "help": "the same as --model"}),
+    Flag.of("--config", "read settings from a TOML file; flags override them", metavar="FILE"),
+)
 
 
 def add_settings(
@@ -85,36 +106,46 @@ def add_settings(
 
     leave_out: names of settings that mean nothing to this command.
     """
-    parser.add_argument("model_word", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument(
-        "--config", metavar="FILE", help="read settings from a TOML file; flags override them"
-    )
+    add_flags(parser, _ANY_SETTINGS)
     for section in sections:
-        group = parser.add_argument_group(f"[{section}]")
-        for setting in settings().values():
-            is_shown = not setting.secret and setting.name not in leave_out
-            if setting.section == section and is_shown:
-                _add(group, setting)
+        _add_section(parser, section, leave_out)
+
+
+def _add_section(parser: Parser, section: str, leave_out: Sequence[str]) -> None:
+    group = parser.add_argument_group(f"[{section}]")
+    for setting in settings().values():
+        is_shown = not setting.secret and setting.name not in leave_out
+        if setting.section == section and is_shown:
+            _add(group, setting)
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
-    default = setting.field.default
-    text = str(setting.field.description)
-    if default not in _NO_DEFAULT:
-        text += f" [{str(default).lower()}]"
-    options: JsonDict = {"action": argparse.BooleanOptionalAction}
-    if setting.kind is not bool:
-        choices = "|".join(filter(None, setting.choices))
-        options = {"metavar": choices or _METAVARS[setting.kind]}
-    if setting.several:
-        options |= {"nargs": "+", "action": _Joined}
     group.add_argument(
         setting.flag,
         dest=setting.name,
         default=argparse.SUPPRESS,
-        help=text.replace("%", "%%"),  # argparse formats help with %
-        **options,
+        help=_help_of(setting),
+        **_values_of(setting),
     )
+
+
+def _help_of(setting: Setting) -> str:
+    text = str(setting.field.description)
+    default = setting.field.default
+    if default not in _NO_DEFAULT:
+        text += f" [{str(default).lower()}]"
+    return text.replace("%", "%%")  # argparse formats help with %
+
+
+def _values_of(setting: Setting) -> JsonDict:
+    """argparse's options for what a setting can be."""
+    if setting.kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    choices = "|".join(filter(None, setting.choices))
+    values: JsonDict = {"metavar": choices or _METAVARS[setting.kind]}
+    if setting.several:
+        values |= {"nargs": "+", "action": _Joined}
+    return values
 
 
 class _Joined(argparse.Action):

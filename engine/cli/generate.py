@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
+from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from
 from jitney.engine.config.layers import NOTHING
-from jitney.engine.errors import ConfigError, RequestError
+from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.types import JsonDict, SamplingParams
 
 if TYPE_CHECKING:
     from jitney.engine.llm import Completion
 
-#: Sampling parameters that a model may bring its own defaults of, and what their flags are for.
-_MODEL_DEFAULTED = {
-    "temperature": "0 is greedy",
-    "top_p": "keep the likeliest tokens up to this mass",
-    "top_k": "keep this many of the likeliest tokens; 0: all",
-    "min_p": "drop tokens below this share of the best",
-}
+#: Sampling parameters that a model may bring its own defaults of.
+_MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = (
+    Flag.whole("--max-tokens", "most tokens to generate", 256),
+    Flag.number("--temperature", "0 is greedy [the model's own]"),
+    Flag.number("--top-p", "keep the likeliest tokens up to this mass [the model's own]"),
+    Flag.whole("--top-k", "keep this many of the likeliest tokens; 0: all [the model's own]"),
+    Flag.number("--min-p", "drop tokens below this share of the best [the model's own]"),
+    Flag.whole("--seed", "the same seed gives the same text"),
+    Flag.of("--stop", "end before this text; may be repeated", [], action="append", metavar="TEXT"),
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -40,10 +44,15 @@ def run(arguments: Sequence[str]) -> int:
     for prompt, output in zip(prompts, outputs, strict=True):
         for sequence in output.outputs:
             show(prompt, sequence)
-    for output in outputs:
-        if output.error is not None:
-            raise RequestError.from_info(output.error)
+    _raise_first(output.error for output in outputs)
     return 0
+
+
+def _raise_first(errors: Iterable[ErrorInfo | None]) -> None:
+    """Raise RequestError for the first prompt that could not be completed."""
+    for error in errors:
+        if error is not None:
+            raise RequestError.from_info(error)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -80,14 +89,7 @@ def _show_json(prompt: str, sequence: Completion) -> None:
 
 def add_sampling(parser: Parser) -> None:
     """The sampling flags that `generate` and `chat` share."""
-    flags = Flags(parser, "sampling")
-    flags.whole("--max-tokens", "most tokens to generate", 256)
-    for name, text in _MODEL_DEFAULTED.items():
-        add = flags.whole if name == "top_k" else flags.number
-        add(f"--{name.replace('_', '-')}", f"{text} [the model's own]")
-    flags.whole("--seed", "the same seed gives the same text")
-    stop = "end before this text; may be repeated"
-    flags.add("--stop", stop, [], action="append", metavar="TEXT")
+    add_flags(parser, _SAMPLING, "sampling")
 
 
 def sampling_from(
@@ -96,16 +98,18 @@ def sampling_from(
     """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming the
     flag that is out of range.
     """
+    given = {name: getattr(args, name) for name in _MODEL_DEFAULTED}
     fields: JsonDict = dict(defaults)
-    for name in _MODEL_DEFAULTED:
-        value = getattr(args, name)
-        if value is not None:
-            fields[name] = value
+    fields.update((name, value) for name, value in given.items() if value is not None)
     params = SamplingParams(
         n=n, max_tokens=args.max_tokens, seed=args.seed, stop=tuple(args.stop), **fields
     )
+    _check(params)
+    return params
+
+
+def _check(params: SamplingParams) -> None:
     try:
         params.validate(vocab_size=1)  # the flags name no token
     except RequestError as error:
         raise ConfigError(f"--{str(error).replace('_', '-')}") from None
-    return params

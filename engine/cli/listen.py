@@ -7,7 +7,7 @@ import socket
 import ssl
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import ConfigError
@@ -23,12 +23,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that is bound and ready to be served on. Raises ConfigError, in one line, if it
     cannot be had.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror:
-        raise ConfigError(f"host {host} is not an address of this machine") from None
+    family, address = _address_of(host, port)
     try:
         # It may follow our own last run's closed connections; a living listener still makes it
         # fail: some systems let two sockets bind, and refuse only when they listen.
@@ -38,6 +33,16 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = _REASONS.get(error.errno or 0, f"cannot be listened on: {error.strerror}")
         raise ConfigError(f"port {port} on {host} {reason}") from None
+
+
+def _address_of(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    """(family, address) as a socket takes them."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        raise ConfigError(f"host {host} is not an address of this machine") from None
+    family, _, _, _, address = found[0]
+    return family, address
 
 
 def check_tls(server: ServerSection) -> None:
@@ -96,17 +101,20 @@ def _keys_in(setting: str, path: str) -> list[str]:
     """None if there is no such file in the settings."""
     if not path:
         return []
-    file = Path(path)
+    lines = [line.strip() for line in _private_text(setting, Path(path)).splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{setting} {path} holds no key")
+    return keys
+
+
+def _private_text(setting: str, file: Path) -> str:
+    """What a file holds that nobody but its owner may read."""
     try:
         if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"{file} is open to other users of this machine: chmod 600 {file}")
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{setting} {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{setting} {file} is not text") from None
-    lines = [line.strip() for line in text.splitlines()]
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"{setting} {file} holds no key")
-    return keys

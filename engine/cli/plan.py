@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from jitney.engine.cli.bench_flags import check_numbers, check_writable, slo_from, write_json
-from jitney.engine.cli.flags import Flags, Parser
+from jitney.engine.cli.bench_flags import check_numbers, check_writable, slo_from, write_report
+from jitney.engine.cli.flags import Flag, Parser, add_flags
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.devices import DEVICES, find_device
+from jitney.engine.simulation.devices import DEVICES, Accelerator, find_device
 from jitney.engine.simulation.planner import (
     TTFT_QUANTILE,
     UTILISATION,
@@ -41,9 +41,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("say what to size: jitney plan MODEL --device NAME")
     roofline, demand = _roofline_of(args), _demand_of(args)
     sizing = plan(roofline, demand)
-    if args.json:
-        write_json(args.json, _report_of(roofline, demand, sizing))
-    if args.json != "-":
+    if write_report(args, _report_of(roofline, demand, sizing)):
         _show(args.model, roofline, demand, sizing)
     return int(sizing.chosen is None)
 
@@ -79,37 +77,53 @@ def make_parser() -> Parser:
         "Size a deployment: what fits, tokens/s by batch size, the knee, cost and replicas. "
         "`jitney plan buckets --help`: propose buckets instead.",
     )
-    flags = Flags(parser)
-    models = f"{', '.join(SHAPES)}, a config.json, or what --model takes"
-    flags.add("model", models, nargs="?", metavar="MODEL")
-    flags.add("--device", f"one of: {', '.join(DEVICES)}", metavar="NAME")
-    flags.whole("--count", "chips of a replica, by tensor parallelism", 1)
-    flags.add("--weights", "number format of the layers", "bf16", choices=_WEIGHTS)
-    flags.add("--kv", "number format of keys and values", "bf16", choices=KV)
-    flags.whole("--prompt", "mean prompt tokens", 512)
-    flags.whole("--output", "mean output tokens", 256)
-    between = "most milliseconds between two tokens"
-    flags.add("--slo-itl-ms", between, type=float, metavar="MS")
-    first = "most milliseconds to the first token, for 99 in 100 requests"
-    flags.add("--slo-ttft-ms", first, type=float, metavar="MS")
-    flags.number("--price-per-hour", "of one chip")
-    flags.number("--rate", "requests a second to serve: how many replicas", 0.0)
-    flags.whole("--token-budget", "most rows of a step", 2048)
-    flags.whole("--page-size", "KV positions per page", 16)
-    flags.add("--json", "write everything to a file; - is standard output", metavar="FILE")
-    _add_assumptions(Flags(parser, "assumptions"))
+    add_flags(parser, _FLAGS)
+    add_flags(parser, _ASSUMPTIONS, "assumptions")
     return parser
 
 
-def _add_assumptions(flags: Flags) -> None:
-    default = Assumptions()
-    bandwidth = "share of the published memory bandwidth that is reached"
-    flags.number("--bandwidth-efficiency", bandwidth, default.bandwidth)
-    operations = "share of the published operations that is reached"
-    flags.number("--flops-efficiency", operations, default.flops)
-    overhead = 1e3 * default.overhead_s
-    flags.add("--overhead-ms", "fixed time of a step", overhead, type=float, metavar="MS")
-    flags.number("--memory-share", "share of the memory that may be used", default.memory)
+_FLAGS = (
+    Flag(
+        "model",
+        {
+            "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
+            "nargs": "?",
+            "metavar": "MODEL",
+        },
+    ),
+    Flag.of("--device", f"one of: {', '.join(DEVICES)}", metavar="NAME"),
+    Flag.whole("--count", "chips of a replica, by tensor parallelism", 1),
+    Flag.of("--weights", "number format of the layers", "bf16", choices=_WEIGHTS),
+    Flag.of("--kv", "number format of keys and values", "bf16", choices=KV),
+    Flag.whole("--prompt", "mean prompt tokens", 512),
+    Flag.whole("--output", "mean output tokens", 256),
+    Flag.number("--slo-itl-ms", "most milliseconds between two tokens", metavar="MS"),
+    Flag.number(
+        "--slo-ttft-ms",
+        "most milliseconds to the first token, for 99 in 100 requests",
+        metavar="MS",
+    ),
+    Flag.number("--price-per-hour", "of one chip"),
+    Flag.number("--rate", "requests a second to serve: how many replicas", 0.0),
+    Flag.whole("--token-budget", "most rows of a step", 2048),
+    Flag.whole("--page-size", "KV positions per page", 16),
+    Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
+)
+_DEFAULT = Assumptions()
+_ASSUMPTIONS = (
+    Flag.number(
+        "--bandwidth-efficiency",
+        "share of the published memory bandwidth that is reached",
+        _DEFAULT.bandwidth,
+    ),
+    Flag.number(
+        "--flops-efficiency",
+        "share of the published operations that is reached",
+        _DEFAULT.flops,
+    ),
+    Flag.number("--overhead-ms", "fixed time of a step", 1e3 * _DEFAULT.overhead_s, metavar="MS"),
+    Flag.number("--memory-share", "share of the memory that may be used", _DEFAULT.memory),
+)
 
 
 def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> JsonDict:
@@ -167,32 +181,15 @@ def _mark(point: Operating, sizing: Sizing) -> str:
 
 def answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str]:
     """The answers, a line each."""
-    memory, chosen = sizing.memory, sizing.chosen
-    yield (
-        f"memory: {memory.weight_bytes / 1e9:.1f} GB of weights, {memory.kv_room_bytes / 1e9:.1f} "
-        "GB for KV = "
-        f"{memory.positions:,} tokens in {memory.pages:,} pages: {memory.seats_mean} seats at the "
-        "mean context, "
-        f"{memory.seats_full} at the whole length"
-    )
-    if chosen is None:
+    yield _memory_line(sizing)
+    if sizing.chosen is None:
+        first = sizing.curve[0]
         yield (
-            "no batch size keeps the limits: with one seat a step takes "
-            f"{1e3 * sizing.curve[0].step_s:.1f} ms and "
-            f"the first token {1e3 * sizing.curve[0].ttft_s:.0f} ms"
+            f"no batch size keeps the limits: with one seat a step takes {1e3 * first.step_s:.1f} "
+            f"ms and the first token {1e3 * first.ttft_s:.0f} ms"
         )
         return
-    yield (
-        f"chosen: {chosen.seats} seats, {chosen.output_tok_s:,.0f} output tokens/s, "
-        f"{1e3 * chosen.step_s:.1f} ms "
-        "between tokens"
-    )
-    yield f"load at {UTILISATION:.0%}: {sizing.load_req_s:.2f} requests/s a replica"
-    if sizing.cost_per_million_loaded is not None:
-        yield (
-            f"cost: {chosen.cost_per_million:.3f} a million output tokens when full, "
-            f"{sizing.cost_per_million_loaded:.3f} at {UTILISATION:.0%}"
-        )
+    yield from _choice(sizing.chosen, sizing)
     if sizing.replicas is not None:
         yield (
             f"replicas: {sizing.replicas} for {demand.rate:g} requests/s "
@@ -200,44 +197,78 @@ def answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str]
         )
 
 
+def _memory_line(sizing: Sizing) -> str:
+    memory = sizing.memory
+    return (
+        f"memory: {memory.weight_bytes / 1e9:.1f} GB of weights, {memory.kv_room_bytes / 1e9:.1f} "
+        f"GB for KV = {memory.positions:,} tokens in {memory.pages:,} pages: {memory.seats_mean} "
+        f"seats at the mean context, {memory.seats_full} at the whole length"
+    )
+
+
+def _choice(chosen: Operating, sizing: Sizing) -> Iterator[str]:
+    yield (
+        f"chosen: {chosen.seats} seats, {chosen.output_tok_s:,.0f} output tokens/s, "
+        f"{1e3 * chosen.step_s:.1f} ms between tokens"
+    )
+    yield f"load at {UTILISATION:.0%}: {sizing.load_req_s:.2f} requests/s a replica"
+    if sizing.cost_per_million_loaded is not None:
+        yield (
+            f"cost: {chosen.cost_per_million:.3f} a million output tokens when full, "
+            f"{sizing.cost_per_million_loaded:.3f} at {UTILISATION:.0%}"
+        )
+
+
 def _assumptions(roofline: Roofline, demand: Demand) -> Iterator[str]:
     """Everything that was taken for granted, a line each."""
-    device, assumed, cost = roofline.device, roofline.assumed, roofline.cost
-    peaks = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.flops.items())
-    yield (
-        f"{device.name}: {device.memory / 1e9:g} GB, {device.bandwidth / 1e9:,.0f} GB/s, TFLOP/s "
-        f"{peaks} "
-        "(published peaks, dense)"
-    )
-    yield (
-        f"reached: {assumed.bandwidth:.0%} of the bandwidth, {assumed.flops:.0%} of the "
-        "operations, "
-        f"{1e3 * assumed.overhead_s:g} ms fixed a step, {assumed.memory:.0%} of the memory usable"
-    )
+    yield _peaks(roofline.device)
+    yield _reached(roofline.assumed)
+    cost = roofline.cost
     yield (
         f"{cost.parameters / 1e9:.2f} G parameters; embedding (and a head tied to it) stay 16 bit; "
-        "attention over "
-        "the whole context, in every layer"
+        "attention over the whole context, in every layer"
     )
     if cost.weights != "bf16" or cost.kv != "bf16":
         yield (
             "narrow weights and KV are widened to bfloat16 as they are "
             "read: fewer bytes, the same arithmetic"
         )
-    yield (
-        f"steady state: every step carries {demand.prompt_rows:g} prompt rows beside each decode "
-        "row, at most "
-        f"{demand.token_budget} rows; mean context {demand.mean_context:g}; nothing shared between "
-        "prompts"
-    )
+    yield _steady_state(demand)
     yield (
         f"TTFT: p{100 * TTFT_QUANTILE:g} at {UTILISATION:.0%} load, seats as servers of a Markov "
-        "queue (Erlang C), "
-        "then the prompt's own steps"
+        "queue (Erlang C), then the prompt's own steps"
     )
     if roofline.count > 1:
-        yield (
-            f"tensor parallel: two ring all-reduces a layer over {device.link / 1e9:g} GB/s one "
-            "way, "
-            f"{1e6 * assumed.hop_s:g} us each, not overlapped; KV divided over {roofline.kv_split}"
-        )
+        yield _exchange(roofline)
+
+
+def _peaks(device: Accelerator) -> str:
+    rates = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.flops.items())
+    return (
+        f"{device.name}: {device.memory / 1e9:g} GB, {device.bandwidth / 1e9:,.0f} GB/s, TFLOP/s "
+        f"{rates} (published peaks, dense)"
+    )
+
+
+def _reached(assumed: Assumptions) -> str:
+    return (
+        f"reached: {assumed.bandwidth:.0%} of the bandwidth, {assumed.flops:.0%} of the "
+        f"operations, {1e3 * assumed.overhead_s:g} ms fixed a step, {assumed.memory:.0%} of the "
+        "memory usable"
+    )
+
+
+def _steady_state(demand: Demand) -> str:
+    return (
+        f"steady state: every step carries {demand.prompt_rows:g} prompt rows beside each decode "
+        f"row, at most {demand.token_budget} rows; mean context {demand.mean_context:g}; nothing "
+        "shared between prompts"
+    )
+
+
+def _exchange(roofline: Roofline) -> str:
+    return (
+        f"tensor parallel: two ring all-reduces a layer over {roofline.device.link / 1e9:g} GB/s "
+        f"one way, {1e6 * roofline.assumed.hop_s:g} us each, not overlapped; KV divided over "
+        f"{roofline.kv_split}"
+    )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.bench_flags import add_traffic, check_numbers, write_json
-from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
+from jitney.engine.cli.bench_flags import add_traffic, check_numbers, write_report
+from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from
 from jitney.engine.cli.simulate import (
     NOT_SIMULATED,
     add_pace,
@@ -22,13 +22,38 @@ from jitney.engine.cli.simulate import (
     step_times,
     traffic,
 )
-from jitney.engine.config.schema import Config
+from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket, Buckets, make_buckets
 from jitney.engine.simulation.bucket_tuner import DECODE_EXECUTABLES, Proposal, propose, seen_in
+from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+_FLAGS = (
+    Flag.whole("--budget", "executables to compile; 0: as many as the present buckets take", 0),
+    Flag.of("--json", "write the proposal to a file; - is standard output", metavar="FILE"),
+)
+_SEEN = (
+    Flag.of(
+        "--records",
+        "step records of a real run (.npz or .npy); else traffic is simulated",
+        metavar="FILE",
+    ),
+    Flag.of(
+        "--table",
+        "for simulated traffic: step times measured by jitney bench step --json FILE",
+        metavar="FILE",
+    ),
+    Flag.of(
+        "--device",
+        "for simulated traffic: step times of a device's roofline",
+        dest="chip",
+        metavar="NAME",
+    ),
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -36,25 +61,31 @@ def run(arguments: Sequence[str]) -> int:
     args = make_parser().parse(arguments)
     check_numbers(args, budget=0, rate=1e-9, concurrency=0)
     config = config_from(args)
-    settings = config.engine
-    present = make_buckets(
+    present = _present_buckets(args, config.engine)
+    records = _seen_steps(args, config, present)
+    budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
+    proposal = propose(seen_in(records), present, budget)
+    if write_report(args, _report_of(proposal, len(records))):
+        _show(proposal, len(records), budget)
+    return 0
+
+
+def _present_buckets(args: Namespace, settings: EngineSection) -> Buckets:
+    return make_buckets(
         max_seats=settings.max_seats,
         token_budget=settings.token_budget,
         seat_sizes=settings.seat_buckets,
         token_sizes=settings.token_buckets,
         on_device=bool(args.chip),
     )
-    records = _seen_steps(args, config, present)
-    budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
-    proposal = propose(seen_in(records), present, budget)
-    if args.json:
-        report = msgspec.to_builtins(proposal)
-        report["steps"] = len(records)
-        report["share"], report["share_now"] = proposal.share, proposal.share_now
-        write_json(args.json, report)
-    if args.json != "-":
-        _show(proposal, len(records), budget)
-    return 0
+
+
+def _report_of(proposal: Proposal, steps: int) -> JsonDict:
+    return msgspec.to_builtins(proposal) | {
+        "steps": steps,
+        "share": proposal.share,
+        "share_now": proposal.share_now,
+    }
 
 
 def make_parser() -> Parser:
@@ -62,17 +93,8 @@ def make_parser() -> Parser:
         "plan buckets",
         "Propose seat and token buckets that waste the fewest rows under a compile budget.",
     )
-    flags = Flags(parser)
-    budget = "executables to compile; 0: as many as the present buckets take"
-    flags.whole("--budget", budget, 0)
-    flags.add("--json", "write the proposal to a file; - is standard output", metavar="FILE")
-    seen = Flags(parser, "what was seen")
-    records = "step records of a real run (.npz or .npy); else traffic is simulated"
-    seen.add("--records", records, metavar="FILE")
-    table = "for simulated traffic: step times measured by jitney bench step --json FILE"
-    seen.add("--table", table, metavar="FILE")
-    device = "for simulated traffic: step times of a device's roofline"
-    seen.add("--device", device, dest="chip", metavar="NAME")
+    add_flags(parser, _FLAGS)
+    add_flags(parser, _SEEN, "what was seen")
     add_traffic(parser, requests=1000, arrivals="poisson")
     add_pace(parser)
     add_settings(parser, ("model", "engine"), leave_out=NOT_SIMULATED)
@@ -89,25 +111,33 @@ def _seen_steps(args: Namespace, config: Config, present: Buckets) -> np.ndarray
             "--records says what was seen: give no --table, --device or --trace with it"
         )
     records = read_records(args.records)
+    _check_fit(records, present)
+    return records
+
+
+def _check_fit(records: np.ndarray, present: Buckets) -> None:
     most_seats, most_rows = records["bucket_seats"].max(), records["bucket_tokens"].max()
     if most_seats > present.seats or most_rows > present.token_budget:
         raise ConfigError(
             "the records are of an engine with more seats or a larger token budget: give its "
             "--max-seats and --token-budget"
         )
-    return records
 
 
 def _simulated_steps(args: Namespace, config: Config, present: Buckets) -> np.ndarray:
     """With a bucket for every size, so that none is rounded up."""
     arrivals = traffic(args)
     table = step_times(args, config)
+    shape = replace(shape_for(args, config, arrivals, table), buckets=_every_size(present))
+    policy = config.engine.policy
+    return simulate_policy(policy, arrivals, shape, table, args, args.concurrency).records
+
+
+def _every_size(present: Buckets) -> Buckets:
     seats = present.seats
     decode = tuple(Bucket(rows, rows) for rows in range(1, seats + 1))
     mixed = tuple(Bucket(rows, seats) for rows in range(seats + 1, present.token_budget + 1))
-    shape = replace(shape_for(args, config, arrivals, table), buckets=Buckets(decode, mixed))
-    policy = config.engine.policy
-    return simulate_policy(policy, arrivals, shape, table, args, args.concurrency).records
+    return Buckets(decode, mixed)
 
 
 def _show(proposal: Proposal, steps: int, budget: int) -> None:

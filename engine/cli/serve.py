@@ -11,10 +11,10 @@ import shlex
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.descriptors import (
     connections_within,
@@ -29,6 +29,7 @@ from jitney.engine.config.layers import to_toml
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.messages import Progress
+from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
     import uvicorn
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from jitney.engine.api.tracing import Tracing
     from jitney.engine.checkpoints.sources import ModelSource
     from jitney.engine.process.client import EngineClient
+    from jitney.engine.process.trace_recorder import Recorder
     from jitney.engine.text.tokenizer import Tokenizer
     from jitney.engine.types import EngineInfo
 
@@ -82,15 +84,19 @@ def _start(config: Config) -> int:
     check_platform(config.engine.platform)
     check_tls(config.server)
     keys = read_keys(config.server)
+    _warn_of_closed_pages(keys)
+    raise_descriptor_limit()
+    with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
+        server = _Server(config, keys, bound, make_display(config.server.log_level))
+        return asyncio.run(server.serve())
+
+
+def _warn_of_closed_pages(keys: AcceptedKeys) -> None:
     if keys.users and not keys.admins:
         _log.warning(
             "no administrator's key is set: metrics, slots, texts, traces, reports, the policy lab "
             "and other users' requests are closed to everybody (admin_key_file opens them)"
         )
-    raise_descriptor_limit()
-    with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        server = _Server(config, keys, bound, make_display(config.server.log_level))
-        return asyncio.run(server.serve())
 
 
 class _Server:
@@ -99,7 +105,6 @@ class _Server:
     def __init__(self, config: Config, keys: AcceptedKeys, bound: socket.socket, display: Display):
         from jitney.engine.api.connections import Connections
         from jitney.engine.process.supervisor import ProcessClient
-        from jitney.engine.process.trace_recorder import Recorder
 
         self.config = config
         #: The listening socket, and its address as a client here writes it.
@@ -109,15 +114,9 @@ class _Server:
         #: The engine's process.
         self.client = ProcessClient(config, on_progress=display.progress)
         #: Writes down what traffic comes, if that is asked for.
-        self.recorder: Recorder | None = None
-        if config.server.record:
-            self.recorder = Recorder(config.server.record)
-            self.client.history.listeners.append(self.recorder.ended)
+        self.recorder = self._make_recorder(config.server.record)
         #: Makes spans for OpenTelemetry, if that is asked for.
-        self.tracing: Tracing | None = None
-        if config.server.otel:
-            self.tracing = _tracing()
-            self.client.history.listeners.append(self.tracing.ended)
+        self.tracing = self._make_tracing() if config.server.otel else None
         settings = limits(config, keys)
         self.app = _build_app(config, settings, self.client)
         self.app.state.service.tracing = self.tracing
@@ -128,13 +127,27 @@ class _Server:
         #: Numbers of the signals that came.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
+    def _make_recorder(self, file: str) -> Recorder | None:
+        from jitney.engine.process.trace_recorder import Recorder
+
+        if not file:
+            return None
+        recorder = Recorder(file)
+        self.client.history.listeners.append(recorder.ended)
+        return recorder
+
+    def _make_tracing(self) -> Tracing:
+        from jitney.engine.api.tracing import Tracing
+
+        tracing = Tracing()
+        self.client.history.listeners.append(tracing.ended)
+        return tracing
+
     async def serve(self) -> int:
         """Answer probes at once, load, serve, drain. Returns the exit status; raises JitneyError if
         loading fails.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.signals.put_nowait, number)
+        self._catch_signals()
         web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
         work = asyncio.create_task(self._work())
         stop = asyncio.create_task(self.signals.get())
@@ -146,10 +159,14 @@ class _Server:
                 work.result()  # the reason, as an exception
             return status
         finally:
-            work.cancel()
-            stop.cancel()
-            collecting.cancel()
+            for task in (work, stop, collecting):
+                task.cancel()
             await self._close(web)
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.signals.put_nowait, number)
 
     async def _close(self, web: asyncio.Task[None]) -> None:
         self.display.close()
@@ -169,10 +186,7 @@ class _Server:
         await self.client.start()
         template = self.config.model.chat_template
         tokenizer = await _in_thread(lambda: _load_tokenizer(source, template))
-        service = self.app.state.service
-        service.model_names = self.config.server.served_model_name or (source.name,)
-        service.chat_templates = await self._chat_templates(tokenizer)
-        service.tokenizer = tokenizer
+        await self._open_service(source.name, tokenizer)
         info = await self.client.wait_ready()
         _put_aside()
         self.display.close()
@@ -180,6 +194,13 @@ class _Server:
             print(line, flush=True)
         await self.client.until("dead")
         await self.client.wait_ready()  # raises the reason
+
+    async def _open_service(self, model_name: str, tokenizer: Tokenizer) -> None:
+        """Give the endpoint what it needs to read requests."""
+        service = self.app.state.service
+        service.model_names = self.config.server.served_model_name or (model_name,)
+        service.chat_templates = await self._chat_templates(tokenizer)
+        service.tokenizer = tokenizer
 
     async def _chat_templates(self, tokenizer: Tokenizer) -> ChatTemplates | None:
         """Processes that render chats, if this model has a template."""
@@ -202,25 +223,28 @@ class _Server:
         self.connections.hurry()
         self.client.drain()
         _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
-        done = asyncio.create_task(service.drained())
-        again = asyncio.create_task(self.signals.get())
-        await asyncio.wait((done, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        done.cancel()
-        again.cancel()
-        if again.done() and not again.cancelled():
+        second = await self._second_signal(service.drained(), limit)
+        if second is not None:
             self.client.kill()
             self.web.force_exit = True
-            return 128 + again.result()
+            return 128 + second
         if service.is_idle:
             return 0
         _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
         return 1
 
-
-def _tracing() -> Tracing:
-    from jitney.engine.api.tracing import Tracing
-
-    return Tracing()
+    async def _second_signal(self, drained: Coroutine[Any, Any, None], limit: float) -> int | None:
+        """Wait for the drain's end, at most `limit` seconds. The number of a signal that came
+        meanwhile, else None.
+        """
+        done = asyncio.create_task(drained)
+        again = asyncio.create_task(self.signals.get())
+        await asyncio.wait((done, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        done.cancel()
+        again.cancel()
+        if again.done() and not again.cancelled():
+            return again.result()
+        return None
 
 
 def _put_aside() -> None:
@@ -302,26 +326,27 @@ def web_server(
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    server = config.server
-    return WebServer(
-        uvicorn.Config(
-            app,
-            http=http_protocol(settings, connections),
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ssl_certfile=server.ssl_certfile or None,
-            ssl_keyfile=server.ssl_keyfile or None,
-            root_path=server.root_path,
-            proxy_headers=bool(server.trusted_proxies),
-            forwarded_allow_ips=list(server.trusted_proxies),
-            timeout_keep_alive=max(1, round(config.server.keep_alive_s)),
-            timeout_graceful_shutdown=_FAREWELL_S,
-            h11_max_incomplete_event_size=_HEADER_LIMIT,
-        )
-    )
+    protocol = http_protocol(settings, connections)
+    return WebServer(uvicorn.Config(app, http=protocol, **_web_options(config.server)))
+
+
+def _web_options(server: ServerSection) -> JsonDict:
+    """The [server] section as uvicorn takes it."""
+    return {
+        "ws": "none",
+        "lifespan": "on",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "ssl_certfile": server.ssl_certfile or None,
+        "ssl_keyfile": server.ssl_keyfile or None,
+        "root_path": server.root_path,
+        "proxy_headers": bool(server.trusted_proxies),
+        "forwarded_allow_ips": list(server.trusted_proxies),
+        "timeout_keep_alive": max(1, round(server.keep_alive_s)),
+        "timeout_graceful_shutdown": _FAREWELL_S,
+        "h11_max_incomplete_event_size": _HEADER_LIMIT,
+    }
 
 
 def _find_model(config: Config, display: Display) -> ModelSource:
@@ -361,11 +386,7 @@ def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) 
     """What a person wants to know now: what runs, a line that works as it stands, and where the
     page is.
     """
-    kv_tokens = info.pages * info.page_size
-    yield (
-        f"Jitney serves {info.model} ({_formats(info)}, {info.kernels} kernels on {info.device}): "
-        f"{info.seats} seats, {kv_tokens:,} tokens of KV memory, context {info.context_length:,}"
-    )
+    yield _serving(info)
     if info.kernels_out:
         yield (
             f"  WRONG HERE: {', '.join(info.kernels_out)} of the {info.kernels} kernels; the "
@@ -374,6 +395,14 @@ def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) 
     yield f"  endpoint  {url}/v1"
     yield f"  try       {curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
     yield f"  page      {url}{_DASHBOARD}"
+
+
+def _serving(info: EngineInfo) -> str:
+    kv_tokens = info.pages * info.page_size
+    return (
+        f"Jitney serves {info.model} ({_formats(info)}, {info.kernels} kernels on {info.device}): "
+        f"{info.seats} seats, {kv_tokens:,} tokens of KV memory, context {info.context_length:,}"
+    )
 
 
 def _formats(info: EngineInfo) -> str:

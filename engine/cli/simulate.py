@@ -22,10 +22,10 @@ from jitney.engine.cli.bench_flags import (
     slo_from,
     traffic_from,
     words_of,
-    write_json,
+    write_report,
 )
-from jitney.engine.cli.flags import Flags, Parser, add_settings, config_from
-from jitney.engine.config.schema import Config
+from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from
+from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import (
     COMPARED,
@@ -42,6 +42,7 @@ from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
     from jitney.engine.report.page import Table
+    from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape, SimulatedRun
     from jitney.engine.simulation.step_table import StepTimes
 
@@ -79,6 +80,12 @@ def run(arguments: Sequence[str]) -> int:
         from jitney.engine.cli.simulate_measured import run_measured
 
         return run_measured(args, config)
+    deliver(args, _simulated(args, config))
+    return 0
+
+
+def _simulated(args: Namespace, config: Config) -> JsonDict:
+    """Every policy on the traffic that the flags describe, beside its recording if there is one."""
     arrivals = traffic(args)
     table = step_times(args, config)
     shape = shape_for(args, config, arrivals, table)
@@ -90,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
     for policy in policies_of(args):
         simulated = partial(simulate_policy, policy, arrivals, shape, table, args, clients)
         policies[policy] = timed_figures(simulated, options)
-    report: JsonDict = {
+    return {
         "source": source_of(table),
         "engine": describe(shape),
         "policies": policies,
@@ -99,8 +106,6 @@ def run(arguments: Sequence[str]) -> int:
         "measured": {args.measured_policy: measured} if measured else {},
         "errors": {},
     }
-    deliver(args, report)
-    return 0
 
 
 def figure_options(args: Namespace) -> JsonDict:
@@ -117,16 +122,14 @@ def timed_figures(simulated: Callable[[], SimulatedRun], options: JsonObject) ->
 
 def deliver(args: Namespace, report: JsonDict) -> None:
     """Work out the errors of what was also measured, print the tables and write the file."""
-    speeds, off = {}, {}
-    for policy, figures in report["policies"].items():
-        speeds[policy] = figures["output_tok_s"]
-        if policy in report["measured"]:
-            report["errors"][policy] = errors(figures, report["measured"][policy])
-            off[policy] = speed_error(report["errors"][policy])
+    predicted = report["policies"]
+    for policy, measured in report["measured"].items():
+        if policy in predicted:
+            report["errors"][policy] = errors(predicted[policy], measured)
+    speeds = {policy: figures["output_tok_s"] for policy, figures in predicted.items()}
+    off = {policy: speed_error(by_figure) for policy, by_figure in report["errors"].items()}
     report["verdict"] = verdict(speeds, off)
-    if args.json:
-        write_json(args.json, report)
-    if args.json != "-":
+    if write_report(args, report):
         _show(report)
 
 
@@ -135,7 +138,7 @@ def make_parser() -> Parser:
         "simulate",
         "Predict what an engine does with given traffic: the scheduler on a virtual clock.",
     )
-    _add_subject(Flags(parser, "what to simulate"))
+    add_flags(parser, _SUBJECT, "what to simulate")
     add_traffic(parser, requests=1000, arrivals="poisson")
     add_pace(parser)
     add_report(parser, html=False)
@@ -143,61 +146,82 @@ def make_parser() -> Parser:
     return parser
 
 
-def _add_subject(flags: Flags) -> None:
-    policies = f"policies to compare [{_POLICIES}]; --policy names one"
-    flags.add("--policies", policies, metavar="A,B")
-    table = "step times measured by jitney bench step --json FILE"
-    flags.add("--table", table, metavar="FILE")
-    records = "step times from the step records of a real run (.npz or .npy)"
-    flags.add("--records", records, metavar="FILE")
-    device = "step times of the roofline of a named device, for the model"
-    flags.add("--device", device, dest="chip", metavar="NAME")
-    flags.whole("--count", "with --device: chips, by tensor parallelism", 1)
-    flags.add(
+_SUBJECT = (
+    Flag.of(
+        "--policies",
+        f"policies to compare [{_POLICIES}]; --policy names one",
+        metavar="A,B",
+    ),
+    Flag.of("--table", "step times measured by jitney bench step --json FILE", metavar="FILE"),
+    Flag.of(
+        "--records",
+        "step times from the step records of a real run (.npz or .npy)",
+        metavar="FILE",
+    ),
+    Flag.of(
+        "--device",
+        "step times of the roofline of a named device, for the model",
+        dest="chip",
+        metavar="NAME",
+    ),
+    Flag.whole("--count", "with --device: chips, by tensor parallelism", 1),
+    Flag.of(
         "--weights",
         "with --device: bf16, fp8, int8 or int4",
         "bf16",
         dest="weight_format",
         metavar="FORMAT",
-    )
-    flags.add("--kv", "with --device: bf16, fp8 or int8", "bf16", metavar="FORMAT")
-    flags.whole("--seats", "the same as --max-seats")
-    flags.add(
+    ),
+    Flag.of("--kv", "with --device: bf16, fp8 or int8", "bf16", metavar="FORMAT"),
+    Flag.whole("--seats", "the same as --max-seats"),
+    Flag.of(
         "--measured",
         "predict the runs in a file of jitney bench policies --records, each beside "
         "its measurement; step times are theirs unless said otherwise",
         metavar="FILE",
-    )
-    flags.add(
+    ),
+    Flag.of(
         "--calibrate-on",
         "with --measured: the run whose steps tell how long steps take; all: of all runs together; "
         "each: its own, if the machine's speed changed between them [continuous]",
         "",
         metavar="NAME",
-    )
-    flags.switch(
+    ),
+    Flag.switch(
         "--open-loop",
         "with --trace: let requests come at their recorded times even where "
         "each followed the end of another, as clients do that wait for their answers",
-    )
-    flags.add(
+    ),
+    Flag.of(
         "--measured-policy",
         "the policy that --trace was recorded under, whose prediction is compared with it",
         "continuous",
         metavar="NAME",
-    )
+    ),
+)
+_PACE = (
+    Flag.number("--rate", "requests a second [1; a trace's own]"),
+    Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0),
+)
 
 
 def add_pace(parser: Parser) -> None:
     """How fast the traffic comes."""
-    flags = Flags(parser, "pace")
-    flags.number("--rate", "requests a second [1; a trace's own]")
-    flags.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0)
+    add_flags(parser, _PACE, "pace")
 
 
 def _check_flags(args: Namespace) -> None:
     """Raise ConfigError for flags that contradict each other, or that would be ignored."""
     check_numbers(args, rate=1e-9, concurrency=0, count=1, seats=1)
+    _check_subject(args)
+    if args.open_loop and not args.trace:
+        raise ConfigError("--open-loop is for --trace: made-up traffic is what --arrivals says")
+    if args.seats and "max_seats" in vars(args):
+        raise ConfigError("--seats and --max-seats are the same setting: give one")
+    check_writable(args, "json")
+
+
+def _check_subject(args: Namespace) -> None:
     if args.measured and args.trace:
         raise ConfigError("--measured brings its own requests: give no --trace with it")
     if args.calibrate_on and not (args.measured and learns_from_runs(args)):
@@ -205,15 +229,10 @@ def _check_flags(args: Namespace) -> None:
             "--calibrate-on names a run of --measured whose own steps are used: give that, and no "
             "--table, --records or --device"
         )
-    if args.open_loop and not args.trace:
-        raise ConfigError("--open-loop is for --trace: made-up traffic is what --arrivals says")
     if not args.chip and (args.count, args.weight_format, args.kv) != (1, "bf16", "bf16"):
         raise ConfigError(
             "--count, --weights and --kv describe a roofline: give --device with them"
         )
-    if args.seats and "max_seats" in vars(args):
-        raise ConfigError("--seats and --max-seats are the same setting: give one")
-    check_writable(args, "json")
 
 
 def learns_from_runs(args: Namespace) -> bool:
@@ -254,7 +273,8 @@ def step_times(args: Namespace, config: Config) -> StepTimes:
     """The step times that one of --table, --records and --device asks for."""
     from jitney.engine.simulation.step_table import StepTable
 
-    if [bool(args.table), bool(args.records), bool(args.chip)].count(True) != 1:
+    asked = [bool(source) for source in (args.table, args.records, args.chip)]
+    if asked.count(True) != 1:
         raise ConfigError(
             "say where step times come from: exactly one of --table, --records and --device"
         )
@@ -277,16 +297,21 @@ def read_records(file: str) -> Any:
     """Step records from .npy, or from the arrays of that type in an .npz, one after another."""
     import numpy as np
 
-    try:
-        loaded = np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as numpy arrays: {error}") from None
-    arrays = loaded.values() if isinstance(loaded, Mapping) else [loaded]
-    records = [array for array in arrays if "device_s" in (array.dtype.names or ())]
+    records = [array for array in _arrays_in(file) if "device_s" in (array.dtype.names or ())]
     known = [set(array.dtype.names) >= {"keys", "longest", "pairs"} for array in records]
     if not records or not all(known):
         raise ConfigError(f"{file}: holds no step records of this version")
     return np.concatenate(records)
+
+
+def _arrays_in(file: str) -> list[Any]:
+    import numpy as np
+
+    try:
+        loaded = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as numpy arrays: {error}") from None
+    return list(loaded.values()) if isinstance(loaded, Mapping) else [loaded]
 
 
 def policies_of(args: Namespace) -> list[str]:
@@ -302,11 +327,7 @@ def shape_for(
     from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape
 
-    changes: JsonDict = {name: none for name, none in _CAPS.items() if name not in vars(args)}
-    if args.seats:
-        changes["max_seats"] = args.seats
-        changes["token_budget"] = max(config.engine.token_budget, 2 * args.seats)
-    settings = config.engine.model_copy(update=changes)
+    settings = _simulated_settings(args, config.engine)
     longest = max(arrival.n_prompt + max(1, arrival.n_output) for arrival in arrivals)
     context = config.model.context or longest
     pages = settings.pages or _pages_for(table, settings.page_size, settings.max_seats, context)
@@ -314,21 +335,34 @@ def shape_for(
     return EngineShape.of(settings, context_length=context, pages=pages, on_device=on_device)
 
 
+def _simulated_settings(args: Namespace, settings: EngineSection) -> EngineSection:
+    """Without caps unless they are given, and with the seats that --seats names."""
+    changes: JsonDict = {name: none for name, none in _CAPS.items() if name not in vars(args)}
+    if args.seats:
+        changes["max_seats"] = args.seats
+        changes["token_budget"] = max(settings.token_budget, 2 * args.seats)
+    return settings.model_copy(update=changes)
+
+
 def _pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int:
     """Pages, the trash page included, when no setting says how many."""
     from jitney.engine.simulation.roofline import Roofline
 
     wanted = seats * -(-context // page_size) + 1
-    if not isinstance(table, Roofline):
-        return wanted
-    fit = int(table.kv_room / (table.cost.kv_bytes / table.kv_split * page_size))
-    if fit < 2:
+    if isinstance(table, Roofline):
+        return min(_pages_that_fit(table, page_size), wanted)
+    return wanted
+
+
+def _pages_that_fit(roofline: Roofline, page_size: int) -> int:
+    page_bytes = roofline.cost.kv_bytes / roofline.kv_split * page_size
+    pages = int(roofline.kv_room / page_bytes)
+    if pages < 2:
         raise ConfigError(
-            f"the model does not fit {table.count} x {table.device.name}: use more chips (--count) "
-            "or "
-            "smaller --weights"
+            f"the model does not fit {roofline.count} x {roofline.device.name}: use more chips "
+            "(--count) or smaller --weights"
         )
-    return min(fit, wanted)
+    return pages
 
 
 def simulate_policy(
@@ -408,10 +442,10 @@ def _predicted_table(policies: Mapping[str, JsonObject]) -> Table:
 def _error_table(report: JsonObject, policy: str) -> Table:
     from jitney.engine.report.page import Table
 
-    predicted, measured = report["policies"][policy], report["measured"][policy]
+    both = report["policies"][policy], report["measured"][policy]
     rows = []
     for name, error in report["errors"][policy].items():
-        cells = [_cell(name, figure(figures, name)) for figures in (predicted, measured)]
+        cells = [_cell(name, figure(figures, name)) for figures in both]
         rows.append([name, *cells, f"{error:+.1%}"])
     return Table(["", "predicted", "measured", "error"], rows)
 

@@ -32,13 +32,8 @@ if TYPE_CHECKING:
 
 def run_measured(args: Namespace, config: Config) -> int:
     """Simulate the arrivals of every run in the file on that run's own engine; exit status 0."""
-    runs, wanted = read_runs(args.measured), policies_of(args)
-    options = figure_options(args)
-    chosen = {name: run for name, run in runs.items() if name in wanted}
-    if not chosen:
-        raise ConfigError(
-            f"{args.measured} holds the runs {', '.join(runs)}, none of which is asked for"
-        )
+    runs = read_runs(args.measured)
+    chosen = _chosen(args, runs)
     tables = _calibrated(args, config, runs)
     sources = [source_of(tables[name]) for name in chosen]
     report: JsonDict = {
@@ -49,6 +44,7 @@ def run_measured(args: Namespace, config: Config) -> int:
         "errors": {},
         "cross_errors": {},
     }
+    options = figure_options(args)
     for name, run in chosen.items():
         report["engine"] = describe(run.note.shape)
         simulated = partial(
@@ -62,6 +58,17 @@ def run_measured(args: Namespace, config: Config) -> int:
     return 0
 
 
+def _chosen(args: Namespace, runs: Mapping[str, MeasuredRun]) -> dict[str, MeasuredRun]:
+    """The runs that the flags ask for."""
+    wanted = policies_of(args)
+    chosen = {name: run for name, run in runs.items() if name in wanted}
+    if not chosen:
+        raise ConfigError(
+            f"{args.measured} holds the runs {', '.join(runs)}, none of which is asked for"
+        )
+    return chosen
+
+
 def _calibrated(
     args: Namespace, config: Config, runs: Mapping[str, MeasuredRun]
 ) -> dict[str, StepTimes]:
@@ -73,13 +80,18 @@ def _calibrated(
     source = args.calibrate_on or _default_source(runs)
     if source == "each":
         return {name: _learned({name: run}) for name, run in runs.items()}
+    return dict.fromkeys(runs, _learned(_runs_named(source, runs)))
+
+
+def _runs_named(source: str, runs: Mapping[str, MeasuredRun]) -> Mapping[str, MeasuredRun]:
+    """The runs to learn from."""
     if source == "all":
-        return dict.fromkeys(runs, _learned(runs))
+        return runs
     if source not in runs:
         raise ConfigError(
             f"--calibrate-on {source}: must be all, each, or one of {', '.join(runs)}"
         )
-    return dict.fromkeys(runs, _learned({source: runs[source]}))
+    return {source: runs[source]}
 
 
 def _default_source(runs: Mapping[str, MeasuredRun]) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from jitney.dashboard.replica import Replica, SeatView
+from jitney.dashboard.sse import Note
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import JsonDict
 
@@ -86,14 +87,17 @@ class SeatGrid:
         self.seats = seats
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        groups = max(1, (options.max_width - 6) // 9)
-        for first in range(0, len(self.seats), groups * 8):
-            line = Text(f"{first:>4}  ", _DIM)
-            for offset, seat in enumerate(self.seats[first : first + groups * 8]):
-                if offset and offset % 8 == 0:
-                    line.append(" ")
-                line.append(*seat_cell(seat))
-            yield line
+        in_a_row = 8 * max(1, (options.max_width - 6) // 9)
+        for first in range(0, len(self.seats), in_a_row):
+            yield self._row(first, first + in_a_row)
+
+    def _row(self, first: int, end: int) -> Text:
+        row = Text(f"{first:>4}  ", _DIM)
+        for offset, seat in enumerate(self.seats[first:end]):
+            if offset and offset % 8 == 0:
+                row.append(" ")
+            row.append(*seat_cell(seat))
+        return row
 
 
 def seat_cell(seat: SeatView) -> tuple[str, str]:
@@ -113,10 +117,13 @@ def picture(replica: Replica, rates: Rates, url: str, trouble: str = "") -> Grou
     if replica.seats is not None:
         parts += [_figures(replica, rates), Text(), SeatGrid(replica.seats)]
         parts += [_legend(), Text(), _ledger(rates.rows())]
-    for note in replica.notes[-_MAX_NOTES:]:
-        style = "red" if note["level"] == "error" else "yellow"
-        parts.append(Text(f"{note['level']}: {note['message']}", style))
+    parts += map(_note, replica.notes[-_MAX_NOTES:])
     return Group(*parts)
+
+
+def _note(note: Note) -> Text:
+    style = "red" if note["level"] == "error" else "yellow"
+    return Text(f"{note['level']}: {note['message']}", style)
 
 
 def _title(replica: Replica, url: str) -> Text:
@@ -158,21 +165,28 @@ def _loading(replica: Replica) -> str:
 
 
 def _figures(replica: Replica, rates: Rates) -> Columns:
-    latency = replica.metrics.get("latency") or {}
-    figures = {
+    figures = _rates(rates) | _latencies(replica)
+    tiles = [Text.assemble((name, _DIM), "\n", (value, "bold")) for name, value in figures.items()]
+    return Columns(tiles, padding=(0, 3))
+
+
+def _rates(rates: Rates) -> dict[str, str]:
+    return {
         "output tok/s": _number(rates.per_second("decode")),
         "prompt tok/s": _number(rates.per_second("prefill")),
         "step ms": _number(rates.step_ms(), 1),
+    }
+
+
+def _latencies(replica: Replica) -> dict[str, str]:
+    latency = replica.metrics.get("latency") or {}
+    return {
         "pages used": _pages_used(replica.counts),
         "wait p95": _p95(latency.get("wait")),
         "first token p95": _p95(latency.get("ttft")),
         "between tokens p95": _p95(latency.get("itl")),
         "preempted": str(replica.metrics.get("preemptions", 0)),
     }
-    tiles: list[Text] = []
-    for name, value in figures.items():
-        tiles.append(Text.assemble((name, _DIM), "\n", (value, "bold")))
-    return Columns(tiles, padding=(0, 3))
 
 
 def _pages_used(counts: dict[str, int]) -> str:
