@@ -58,6 +58,7 @@ class Format:
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         self.generation = generation
         self.request = generation.request
+        self._token_bytes = tokenizer.token_bytes
         self._head = {
             "id": self.request.id,
             "object": "",

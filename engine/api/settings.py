@@ -35,8 +35,9 @@ class ServerSettings:
     tokenize_timeout_s: float = 10.0
     #: Deadline of a request that names none, and the longest it may name; 0 for no limit.
     request_timeout_s: float = 0.0
-    #: How long a stream's status line waits for the engine's first output.
-    header_wait_s: float = 10.0
+    #: How long a stream's status line waits for the engine's first output: the engine refuses a
+    #: request within a step, and that should be a status. Who waits longer gets a sign of life.
+    header_wait_s: float = 1.0
     #: Time without output after which a stream sends a comment.
     keep_alive_s: float = 15.0
     #: An engine without a sign of life for so long is not ready.

@@ -347,6 +347,7 @@ def test_models_version_and_slots():
         "object": "model",
         "created": one["created"],
         "owned_by": "jitney",
+        "root": "org/name",
         "max_model_len": 256,
     }
     shown = run(call(app, "/version", method="GET")).json()
