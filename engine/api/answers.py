@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict
 _Finish = Literal["stop", "length"]
 
 
-class _Answer(BaseModel):
+class Described(BaseModel):
     """Fields that are named here, and no others."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Error(_Answer):
+class Error(Described):
     """What was wrong and what to do about it."""
 
     message: str
@@ -29,19 +29,19 @@ class Error(_Answer):
     code: str | None
 
 
-class ErrorAnswer(_Answer):
+class ErrorAnswer(Described):
     """The body of every answer that is an error."""
 
     error: Error
 
 
-class PromptTokensDetails(_Answer):
+class PromptTokensDetails(Described):
     """Of the prompt tokens, those whose keys and values were found in pages."""
 
     cached_tokens: int
 
 
-class Usage(_Answer):
+class Usage(Described):
     """Tokens of a request."""
 
     prompt_tokens: int
@@ -50,7 +50,7 @@ class Usage(_Answer):
     prompt_tokens_details: PromptTokensDetails
 
 
-class CompletionLogprobs(_Answer):
+class CompletionLogprobs(Described):
     """One entry a token in each list."""
 
     tokens: list[str]
@@ -59,7 +59,7 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int]
 
 
-class PromptLogprob(_Answer):
+class PromptLogprob(Described):
     """A token that stands, or might have stood, in the prompt. rank: its place among all tokens, 1
     for the likeliest; null if it is not among those that were asked for.
     """
@@ -73,7 +73,7 @@ class PromptLogprob(_Answer):
 _PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class CompletionChoice(_Answer):
+class CompletionChoice(Described):
     """One answer to one prompt. The lists of token ids come with return_token_ids."""
 
     index: int
@@ -85,7 +85,7 @@ class CompletionChoice(_Answer):
     prompt_logprobs: _PromptLogprobs = []
 
 
-class CompletionAnswer(_Answer):
+class CompletionAnswer(Described):
     """POST /v1/completions."""
 
     id: str
@@ -96,7 +96,7 @@ class CompletionAnswer(_Answer):
     usage: Usage
 
 
-class ChatTopLogprob(_Answer):
+class ChatTopLogprob(Described):
     """A token that might have been chosen; bytes: its UTF-8 bytes."""
 
     token: str
@@ -110,21 +110,21 @@ class ChatTokenLogprob(ChatTopLogprob):
     top_logprobs: list[ChatTopLogprob]
 
 
-class ChatLogprobs(_Answer):
+class ChatLogprobs(Described):
     """One entry a token."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class CalledFunction(_Answer):
+class CalledFunction(Described):
     """arguments: JSON text, as the model wrote it."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Answer):
+class ToolCall(Described):
     """A call that the client is asked to make."""
 
     id: str
@@ -132,7 +132,7 @@ class ToolCall(_Answer):
     function: CalledFunction
 
 
-class ChatMessage(_Answer):
+class ChatMessage(Described):
     """What the model said. content is null where it only called tools; reasoning_content and
     tool_calls come where there are any.
     """
@@ -144,7 +144,7 @@ class ChatMessage(_Answer):
     tool_calls: list[ToolCall] = []
 
 
-class ChatChoice(_Answer):
+class ChatChoice(Described):
     """One answer. token_ids come with return_token_ids."""
 
     index: int
@@ -154,7 +154,7 @@ class ChatChoice(_Answer):
     token_ids: list[int] = []
 
 
-class ChatAnswer(_Answer):
+class ChatAnswer(Described):
     """POST /v1/chat/completions. prompt_token_ids come with return_token_ids."""
 
     id: str
@@ -167,7 +167,7 @@ class ChatAnswer(_Answer):
     prompt_logprobs: _PromptLogprobs = []
 
 
-class ModelCard(_Answer):
+class ModelCard(Described):
     """The served model under one of its names. root: what answers call it. max_model_len: tokens of
     a sequence, prompt included.
     """
@@ -180,7 +180,7 @@ class ModelCard(_Answer):
     max_model_len: int | None
 
 
-class ModelList(_Answer):
+class ModelList(Described):
     """GET /v1/models."""
 
     object: Literal["list"]

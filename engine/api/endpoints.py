@@ -17,7 +17,7 @@ from jitney.engine.api.blocks import BlockAnswer, send_body, start_of
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.formats import ChatFormat, CompletionFormat, Format
-from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, TokenList
+from jitney.engine.api.generation import Choice, ChoiceDelta, Generation
 from jitney.engine.api.jsonio import read_object
 from jitney.engine.api.request import GenerationRequest, chat_request, completion_request
 from jitney.engine.api.routing import Handler
@@ -94,8 +94,10 @@ class Answer:
             if self.request.stream:
                 await self._stream(generation, format, context.request_id, send)
             else:
-                totals = await _collect(generation)
-                blocks = self.service.slices.blocks(format.whole(totals))
+                while not generation.done:
+                    for choice, delta in await generation.deltas(None):
+                        format.add(choice, delta)
+                blocks = self.service.slices.blocks(format.whole())
                 headers = self.headers | {"content-type": "application/json"}
                 await BlockAnswer(blocks, headers).send(send)
 
@@ -144,22 +146,6 @@ class Answer:
                 "x-accel-buffering": "no",
             }
         )
-
-
-async def _collect(generation: Generation) -> dict[int, ChoiceDelta]:
-    """Everything each choice gained, by choice index, once all have ended."""
-    totals: dict[int, ChoiceDelta] = {}
-    for choice in generation.choices:
-        tokens = TokenList.empty(generation.request.top_logprobs)
-        totals[choice.index] = ChoiceDelta(tokens)
-    while not generation.done:
-        for choice, delta in await generation.deltas(None):
-            total = totals[choice.index]
-            total.text += delta.text
-            total.events += delta.events
-            total.tokens.extend(delta.tokens)
-            total.finish = delta.finish
-    return totals
 
 
 def _frames(

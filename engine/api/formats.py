@@ -46,9 +46,30 @@ class _Known[T](dict[int, T]):
         return value
 
 
+class TokenScores:
+    """Tokens with their log-probabilities, as OpenAI writes them."""
+
+    def __init__(self, tokenizer: TokenBytes):
+        #: A token's text and its bytes.
+        self._spellings = _Known(tokenizer.token_bytes, _spelling)
+
+    def entry(self, tokens: TokenList, place: int) -> dict[str, Any]:
+        """One token, and the likeliest of its place."""
+        assert tokens.scores is not None
+        own = tokens.scores.logprob(place)
+        entry = self._spelled(tokens.ids[place], _LOWEST if own is None else own)
+        top = tokens.scores.top(place)
+        entry["top_logprobs"] = [self._spelled(id, logprob) for id, logprob in top]
+        return entry
+
+    def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self._spellings[token]
+        return {"token": text, "logprob": _finite(logprob), "bytes": data}
+
+
 class Format:
-    """Answers of one generation. `whole` for a plain answer; `opening`, `chunks`, and `tail` or
-    `failure` for a stream (SSE frames). All come in pieces: work for `Slices`.
+    """Answers of one generation. `add` and `whole` for a plain answer; `opening`, `chunks`, and
+    `tail` or `failure` for a stream (SSE frames). Answers come in pieces: work for `Slices`.
     """
 
     whole_object = chunk_object = ""
@@ -59,6 +80,8 @@ class Format:
         self.generation = generation
         self.request = generation.request
         self._token_bytes = tokenizer.token_bytes
+        #: Everything that each choice gained, by its index; of a plain answer.
+        self._totals: dict[int, ChoiceDelta] = {}
         self._head = {
             "id": self.request.id,
             "object": "",
@@ -66,17 +89,28 @@ class Format:
             "model": self.request.model,
         }
 
-    def whole(self, totals: dict[int, ChoiceDelta]) -> Generator[bytes, None, None]:
-        """The body of a plain answer; totals: everything each choice gained, by choice index."""
-        choices = LongJson(self._choices(totals))
+    def add(self, choice: Choice, delta: ChoiceDelta) -> None:
+        """Something for a plain answer."""
+        total = self._totals.get(choice.index)
+        if total is None:
+            total = ChoiceDelta(TokenList.empty(self.request.top_logprobs))
+            self._totals[choice.index] = total
+        total.text += delta.text
+        total.events += delta.events
+        total.tokens.extend(delta.tokens)
+        total.finish = delta.finish
+
+    def whole(self) -> Generator[bytes, None, None]:
+        """The body of a plain answer."""
+        choices = LongJson(self._choices())
         body = self._head | {"object": self.whole_object, "choices": choices}
         return in_pieces(body | self._whole_extra() | {"usage": self.generation.usage()})
 
-    def _choices(self, totals: dict[int, ChoiceDelta]) -> Iterator[bytes]:
+    def _choices(self) -> Iterator[bytes]:
         mark = b"["
         for index, choice in enumerate(self._best()):
             yield mark
-            yield from in_pieces(self._choice(index, choice, totals[choice.index]))
+            yield from in_pieces(self._choice(index, choice, self._totals[choice.index]))
             mark = b","
         yield b"]"
 
@@ -234,8 +268,7 @@ class ChatFormat(Format):
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
-        #: A token's text and its bytes.
-        self._spellings = _Known(tokenizer.token_bytes, _spelling)
+        self._scores = TokenScores(tokenizer)
 
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
         entry = {
@@ -285,20 +318,8 @@ class ChatFormat(Format):
     def _logprobs(self, tokens: TokenList) -> dict[str, Any] | None:
         if self.request.top_logprobs is None:
             return None
-        content = json_list(lambda place: self._scored(tokens, place), len(tokens))
+        content = json_list(lambda place: self._scores.entry(tokens, place), len(tokens))
         return {"content": content, "refusal": None}
-
-    def _scored(self, tokens: TokenList, place: int) -> dict[str, Any]:
-        assert tokens.scores is not None
-        own = tokens.scores.logprob(place)
-        entry = self._spelled(tokens.ids[place], _LOWEST if own is None else own)
-        top = tokens.scores.top(place)
-        entry["top_logprobs"] = [self._spelled(id, logprob) for id, logprob in top]
-        return entry
-
-    def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
-        text, data = self._spellings[token]
-        return {"token": text, "logprob": _finite(logprob), "bytes": data}
 
 
 def _key_text(data: bytes) -> str:

@@ -73,6 +73,7 @@ def _operation(route: HttpRoute, method: str) -> dict[str, Any]:
         "security": [] if route.role is Role.ANYBODY else [{_KEY: []}, {}],
     }
     parameters = [_parameter(name) for name in _PARAMETER.findall(route.path)]
+    parameters += _query_parameters(route)
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
@@ -92,6 +93,13 @@ def _parameter(name: str) -> dict[str, Any]:
         "required": True,
         "schema": {"type": "string", "minLength": 1},
     }
+
+
+def _query_parameters(route: HttpRoute) -> list[dict[str, Any]]:
+    if route.query is None:
+        return []
+    schemas = route.query.model_json_schema()["properties"]
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()]
 
 
 def _responses(route: HttpRoute) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class HttpRoute:
     body_limit: int = 0
     #: The model of the body that it takes; None if it takes none.
     body: type[BaseModel] | None = None
+    #: The model of what may stand after the question mark; None if nothing may.
+    query: type[BaseModel] | None = None
     #: The model of its answer, or a list of one; None for text.
     answer: Any = None
     #: Level of its line in the access log.

@@ -160,7 +160,7 @@ def _ranges_of(model: type[BaseModel]) -> Iterator[tuple[str, Range]]:
                 yield name, item
 
 
-def _ranged(field: str) -> AfterValidator:
+def ranged(field: str) -> AfterValidator:
     """Held to the range of a field of SamplingParams, under our field's name (RequestError)."""
     [limits] = [item for item in declared(SamplingParams)[field] if isinstance(item, Range)]
 
@@ -279,7 +279,7 @@ class GenerationBody(ModelBody):
 
     model_config = ConfigDict(json_schema_extra=described)
 
-    n: Annotated[int | None, _ranged("n")] = None
+    n: Annotated[int | None, ranged("n")] = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -308,7 +308,7 @@ class GenerationBody(ModelBody):
     truncate_prompt_tokens: Annotated[
         Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None, PlainValidator(_truncation)
     ] = None
-    prompt_logprobs: Annotated[int | None, _ranged("prompt_logprobs")] = None
+    prompt_logprobs: Annotated[int | None, ranged("prompt_logprobs")] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
     request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
@@ -338,9 +338,9 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[
         list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)
     ]
-    best_of: Annotated[int | None, _ranged("n")] = None
+    best_of: Annotated[int | None, ranged("n")] = None
     echo: bool | None = None
-    logprobs: Annotated[int | None, _ranged("logprobs")] = None
+    logprobs: Annotated[int | None, ranged("logprobs")] = None
 
     @model_validator(mode="after")
     def _completion_combinations(self) -> Self:
@@ -414,9 +414,9 @@ class ChatBody(GenerationBody):
     refused = _REFUSED_CHAT
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, _ranged("max_tokens")] = None
+    max_completion_tokens: Annotated[int | None, ranged("max_tokens")] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, _ranged("logprobs")] = None
+    top_logprobs: Annotated[int | None, ranged("logprobs")] = None
     #: None: true, unless continue_final_message is.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -447,7 +447,7 @@ def parse_body[B: ModelBody](kind: type[B], raw: Mapping[str, Any]) -> tuple[B, 
     try:
         body = kind.model_validate(raw)
     except ValidationError as error:
-        raise _readable(error) from None
+        raise readable(error) from None
     return body, _unknown(raw, {*kind.model_fields, *refused})
 
 
@@ -483,7 +483,7 @@ def unsupported(reason: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason})
 
 
-def _readable(error: ValidationError) -> RequestError:
+def readable(error: ValidationError) -> RequestError:
     """At most 10 of the errors in one message, no input repeated but names; the first one is
     `param`.
     """

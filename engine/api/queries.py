@@ -1,0 +1,33 @@
+"""What stands after the question mark of a URL, checked as bodies are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from jitney.engine.api.schema import readable
+
+#: How clients mark the name of a list.
+_LIST_MARK = "[]"
+
+
+def read_query[Q: BaseModel](request: Request, kind: type[Q]) -> Q:
+    """The query of a request; names that are not of its model are ignored. Raises RequestError."""
+    given: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        name = name.removesuffix(_LIST_MARK)
+        if _is_list(kind, name):
+            given.setdefault(name, []).append(value)
+        else:
+            given[name] = value
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise readable(error) from None
+
+
+def _is_list(kind: type[BaseModel], name: str) -> bool:
+    field = kind.model_fields.get(name)
+    return field is not None and isinstance(field.default, list)
