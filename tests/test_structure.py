@@ -44,6 +44,7 @@ FLOORS = {
     "jitney.engine.report": 7,
     "jitney.engine.llm": 7,
     "jitney.engine.api": 7,
+    "jitney.engine.api.batches": 7,
     "jitney.dashboard": 8,
     "jitney.engine.bench": 8,
     "jitney.engine.cli": 9,

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
 from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, Role, RoleOf, bearer
+from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
 from jitney.engine.api.errors import HttpError, echo, error_response
@@ -49,10 +50,13 @@ def create_app(
     service = Service(client, tokenizer, settings, model_name)
     service.openapi = document(routes)
     table = RouteTable(routes)
+    batches = service.batches = Batches(service, table)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await batches.start()
         yield
+        await batches.close()
         service.close()
 
     app = Starlette(

@@ -331,17 +331,21 @@ class Generation:
 
     def _observe_tokens(self, choice: Choice, output: SequenceOutput) -> None:
         """Charge new tokens to the key, and measure when they came."""
-        n_new = len(output.tokens)
         if self._context.spending is not None:
-            self._context.spending.spend(n_new)
+            self._context.spending.spend(len(output.tokens))
         now = time.monotonic()
+        if not self._context.background:
+            self._observe_times(choice, output, now)
+        choice.tokens_at = now
+
+    def _observe_times(self, choice: Choice, output: SequenceOutput, now: float) -> None:
+        """What somebody waits for."""
         if choice.tokens_at:
-            self._metrics.itl.observe((now - choice.tokens_at) / n_new)
+            self._metrics.itl.observe((now - choice.tokens_at) / len(output.tokens))
         else:
             self._metrics.ttft.observe(now - self._context.started)
             if output.queued_s is not None:
                 self._metrics.queue.observe(output.queued_s)
-        choice.tokens_at = now
 
     def _observe_end(self, choice: Choice, *, by_core: bool) -> None:
         if not by_core:
@@ -354,7 +358,8 @@ class Generation:
         )
         self._metrics.finished.labels(choice.finish).inc()
         self._metrics.output_lengths.observe(choice.n_tokens)
-        self._metrics.e2e.observe(time.monotonic() - self._context.started)
+        if not self._context.background:
+            self._metrics.e2e.observe(time.monotonic() - self._context.started)
 
     async def _pump(self, number: int, outputs: AsyncIterator[SequenceOutput]) -> None:
         """Take the outputs of one engine request."""

@@ -25,6 +25,9 @@ _log = logging.getLogger("jitney.api")
 _HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
 _PORT = re.compile(rb":[0-9]+\Z")
 _JSON = re.compile(r'application/json\s*(?:;\s*charset="?utf-8"?\s*)?\Z', re.IGNORECASE)
+_FORM = re.compile(r"multipart/form-data\s*;", re.IGNORECASE)
+#: Bytes of an upload beside the file's, and bytes a second that it must have on average.
+_FORM_BYTES, _LEAST_RATE = 1 << 16, 16_384
 #: In the state of a scope: the request came over one connection too many.
 CROWDED = "jitney_crowded"
 _MAX_HEADERS = 256
@@ -210,17 +213,48 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             _check_framing(scope)
-            if scope["method"] in _WITH_BODY:
-                _check_type(scope)
+            route = context_of(scope).route
+            if route is not None and route.uploads:
+                _check_type(scope, _FORM, "multipart/form-data")
+                receive = self._metered(scope, receive)
+            elif scope["method"] in _WITH_BODY:
+                if route is None or route.body is not None or _has_type(scope):
+                    _check_type(scope, _JSON, "application/json, in UTF-8")
                 receive = await self._read(scope, receive)
         await self.app(scope, receive, send)
+
+    def _metered(self, scope: Scope, receive: Receive) -> Receive:
+        """The body as it comes, of bounded size; a client that sends more slowly than
+        `_LEAST_RATE` is not waited for.
+        """
+        limit = self.settings.file_limit + _FORM_BYTES
+        _check_length(scope, limit)
+        started = asyncio.get_running_loop().time()
+        received = 0
+        more = True
+
+        async def metered() -> Message:
+            nonlocal received, more
+            if not more:
+                return await receive()
+            patience = self.settings.body_timeout_s + received / _LEAST_RATE
+            try:
+                async with asyncio.timeout_at(started + patience):
+                    message = await receive()
+            except TimeoutError:
+                raise _too_slow(patience) from None
+            received += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            if received > limit:
+                raise _too_large(limit)
+            return message
+
+        return metered
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
         route = context_of(scope).route
         limit = (route.body_limit if route else 0) or self.settings.body_limit
-        length = _headers_named(scope, b"content-length")
-        if length and int(length[0]) > limit:
-            raise _too_large(limit)
+        _check_length(scope, limit)
         first: Message | None = await self._first(receive, limit)
 
         async def replay() -> Message:
@@ -245,14 +279,20 @@ class BodyLimit:
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise HttpError(
-                408,
-                f"the body did not arrive within {self.settings.body_timeout_s:g} s",
-                close=True,
-            ) from None
+            raise _too_slow(self.settings.body_timeout_s) from None
         if len(body) > limit:
             raise _too_large(limit)
         return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+
+def _check_length(scope: Scope, limit: int) -> None:
+    length = _headers_named(scope, b"content-length")
+    if length and int(length[0]) > limit:
+        raise _too_large(limit)
+
+
+def _too_slow(seconds: float) -> HttpError:
+    return HttpError(408, f"the body did not arrive within {seconds:g} s", close=True)
 
 
 def _too_large(limit: int) -> HttpError:
@@ -265,10 +305,14 @@ def _check_framing(scope: Scope) -> None:
         raise HttpError(400, "Content-Length and Transfer-Encoding exclude each other", close=True)
 
 
-def _check_type(scope: Scope) -> None:
+def _has_type(scope: Scope) -> bool:
+    return bool(_headers_named(scope, b"content-type"))
+
+
+def _check_type(scope: Scope, wanted: re.Pattern[str], name: str) -> None:
     types = _headers_named(scope, b"content-type")
-    if len(types) != 1 or not _JSON.match(types[0].decode("latin-1")):
-        raise HttpError(415, "the Content-Type must be application/json, in UTF-8", close=True)
+    if len(types) != 1 or not wanted.match(types[0].decode("latin-1")):
+        raise HttpError(415, f"the Content-Type must be {name}", close=True)
     for encoding in _headers_named(scope, b"content-encoding"):
         if encoding.strip().lower() != b"identity":
             raise HttpError(415, "compressed bodies are not read here", close=True)

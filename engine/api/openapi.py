@@ -27,11 +27,11 @@ _ERRORS = {
     400: "the request is not valid; `param` names the field",
     401: "no key, or one that is not ours",
     403: "the key's role does not suffice, or the request comes from another site's page",
-    404: "there is no such model",
+    404: "there is no such model, file or batch, or it is somebody else's",
     405: "the route does not take this method",
     408: "head or body did not arrive in time",
     413: "the body is too large",
-    415: "the body is not JSON in UTF-8",
+    415: "the body is not JSON in UTF-8, or not a form where one is wanted",
     429: "too many requests; Retry-After says when to come again",
     431: "the head is too large",
     500: "an error of ours; the log names it by the request's id",
@@ -77,7 +77,9 @@ def _operation(route: HttpRoute, method: str) -> dict[str, Any]:
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": _json(_ref(route.body))}
+        media_type = "multipart/form-data" if route.uploads else "application/json"
+        content = {media_type: {"schema": _ref(route.body)}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
@@ -103,7 +105,7 @@ def _query_parameters(route: HttpRoute) -> list[dict[str, Any]]:
 
 
 def _responses(route: HttpRoute) -> dict[str, Any]:
-    content = _json(_answer_schema(route)) if route.answer else {"text/plain": {}}
+    content = _json(_answer_schema(route)) if route.answer else {route.media_type: {}}
     if route.generates:
         content["text/event-stream"] = {}
     responses: dict[str, Any] = {"200": {"description": route.summary, "content": content}}

@@ -299,6 +299,7 @@ def _engine_request(
         tenant=context.tenant,
         cache_salt=body.cache_salt or "",
         user=body.user or "",
+        background=context.background,
     )
 
 
@@ -419,7 +420,11 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 
 def _deadline(service: Service, body: GenerationBody, context: Context) -> float | None:
-    """In seconds of time.monotonic(); the nearer of the server's and the client's."""
-    limits = [service.settings.request_timeout_s, (body.timeout_ms or 0) / 1000]
+    """In seconds of time.monotonic(); the nearer of the server's and the client's. The server's is
+    not for what nobody waits for.
+    """
+    limits = [(body.timeout_ms or 0) / 1000]
+    if not context.background:
+        limits.append(service.settings.request_timeout_s)
     limits = [limit for limit in limits if limit]
     return context.started + min(limits) if limits else None

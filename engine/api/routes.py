@@ -6,6 +6,7 @@ import logging
 
 from jitney.engine.api import answers, endpoints, ops
 from jitney.engine.api.access import Role
+from jitney.engine.api.batches.routes import BATCH_ROUTES
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody, CompletionBody
 from jitney.engine.api.text_tools.routes import TEXT_ROUTES
@@ -49,6 +50,7 @@ ROUTES = (
         answer=answers.ChatAnswer,
     ),
     *TEXT_ROUTES,
+    *BATCH_ROUTES,
     HttpRoute(
         "/v1/models",
         _GET,

@@ -43,10 +43,15 @@ class HttpRoute:
     body_limit: int = 0
     #: The model of the body that it takes; None if it takes none.
     body: type[BaseModel] | None = None
+    #: The body is multipart/form-data, and is read piece by piece by the handler; its limit is
+    #: `file_limit`.
+    uploads: bool = False
     #: The model of what may stand after the question mark; None if nothing may.
     query: type[BaseModel] | None = None
-    #: The model of its answer, or a list of one; None for text.
+    #: The model of its answer, or a list of one; None for what is no JSON.
     answer: Any = None
+    #: What an answer is that has no model.
+    media_type: str = "text/plain"
     #: Level of its line in the access log.
     log_level: int = logging.INFO
 

@@ -444,11 +444,16 @@ def parse_body[B: ModelBody](kind: type[B], raw: Mapping[str, Any]) -> tuple[B, 
         messages = raw.get(name)
         if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
             raise RequestError(f"{name} may hold at most {_MAX_MESSAGES}", param=name)
+    body = checked(kind, raw)
+    return body, _unknown(raw, {*kind.model_fields, *refused})
+
+
+def checked[M: BaseModel](kind: type[M], raw: Mapping[str, Any]) -> M:
+    """What was sent, in a model's form. Raises RequestError naming the first field at fault."""
     try:
-        body = kind.model_validate(raw)
+        return kind.model_validate(dict(raw))
     except ValidationError as error:
         raise readable(error) from None
-    return body, _unknown(raw, {*kind.model_fields, *refused})
 
 
 def _refused_by(kind: type[ModelBody]) -> dict[str, tuple[Any, ...]]:

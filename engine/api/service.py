@@ -28,6 +28,7 @@ from jitney.engine.types import EngineInfo
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
+    from jitney.engine.api.batches.service import Batches
     from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.tracing import Tracing
     from jitney.engine.text.tokenizer import Tokenizer
@@ -53,6 +54,8 @@ class Context:
     completion_tokens: int = 0
     #: The client went away before the answer was complete.
     left: bool = False
+    #: Nobody waits for it: it is a line of a batch.
+    background: bool = False
     #: What it uses of its key's tokens, while it runs.
     spending: Spending | None = None
     #: What a router calls the conversation that it belongs to; empty: nothing.
@@ -102,6 +105,8 @@ class Service:
         self.chat_templates: ChatTemplates | None = None
         #: Makes spans for OpenTelemetry; None: it is off.
         self.tracing: Tracing | None = None
+        #: Files and batches of requests.
+        self.batches: Batches | None = None
 
     @property
     def model_name(self) -> str:
@@ -109,8 +114,12 @@ class Service:
         return self.model_names[0]
 
     def begin_drain(self) -> None:
-        """Refuse new generation requests from now on; those that run go on."""
+        """Refuse new generation requests from now on; those that run go on, but for the lines of
+        batches, which go on at the next start.
+        """
         self.draining = True
+        if self.batches is not None:
+            self.batches.stop()
 
     @property
     def is_idle(self) -> bool:

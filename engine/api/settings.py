@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -46,6 +47,19 @@ class ServerSettings:
     #: one); 0 for no limit.
     key_max_concurrent: int = 0
     key_tokens_per_minute: int = 0
+    #: Where files and batches are kept; None: nowhere.
+    data_dir: Path | None = None
+    #: Bytes of one file; files and their bytes, and batches under way, of one key; lines of a
+    #: batch.
+    file_limit: int = 200 << 20
+    key_files: int = 1000
+    key_file_bytes: int = 4 << 30
+    key_batches: int = 100
+    batch_lines: int = 50_000
+    #: Beginnings of URLs that the end of a batch may be told to, and what such messages are signed
+    #: with.
+    webhook_prefixes: tuple[str, ...] = ()
+    webhook_secret: str = ""
     #: "vllm": metrics under vLLM's names too.
     metrics_compat: Literal["", "vllm"] = ""
 

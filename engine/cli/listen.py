@@ -92,6 +92,14 @@ def read_keys(server: ServerSection) -> AcceptedKeys:
     return AcceptedKeys(tuple(users), tuple(admins))
 
 
+def webhook_secret(server: ServerSection) -> str:
+    """What messages to other servers are signed with; empty where none are sent. Raises
+    ConfigError.
+    """
+    secrets = _keys_in("webhook_secret_file", server.webhook_secret_file)
+    return secrets[0] if secrets else ""
+
+
 def read_key_file(path: str) -> str:
     """The first key of a file. Raises ConfigError."""
     return _keys_in("key file", path)[0]

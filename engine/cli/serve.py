@@ -23,11 +23,18 @@ from jitney.engine.cli.descriptors import (
 )
 from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.flags import Parser, add_settings, config_from
-from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_keys
+from jitney.engine.cli.listen import (
+    AcceptedKeys,
+    base_url,
+    check_tls,
+    listen,
+    read_keys,
+    webhook_secret,
+)
 from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.config.layers import to_toml
 from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import Config, ServerSection
+from jitney.engine.config.schema import Config, ServerSection, data_dir
 from jitney.engine.messages import Progress
 from jitney.engine.types import JsonDict
 
@@ -287,6 +294,14 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
         metrics_compat=server.metrics_compat,
         key_max_concurrent=server.key_max_concurrent,
         key_tokens_per_minute=server.key_tokens_per_minute,
+        data_dir=data_dir(server),
+        file_limit=server.file_limit,
+        key_files=server.key_files,
+        key_file_bytes=server.key_file_bytes,
+        key_batches=server.key_batches,
+        batch_lines=server.batch_lines,
+        webhook_prefixes=server.webhook_prefixes,
+        webhook_secret=webhook_secret(server),
     )
 
 

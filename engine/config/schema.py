@@ -26,6 +26,9 @@ OrderName = Literal["fcfs", "priority", "shortest", "fair"]
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 #: A host as the Host header has it, and an origin as a browser sends it (lower case, no path).
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+_URL_PREFIX = re.compile(
+    r"https?://(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{1,5})?(?:/[^\s?#\\]*)?"
+)
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 
 
@@ -588,6 +591,51 @@ class ServerSection(Section):
             "limit"
         ),
     )
+    data_dir: str = Field(
+        default="",
+        description=(
+            "folder for the files and batches of clients, ours alone and one server's at a time; "
+            "empty: data/ beside the compiled programs, in $JITNEY_CACHE or ~/.cache/jitney"
+        ),
+    )
+    file_limit: int = Field(
+        default=200 << 20, ge=1024, le=1 << 40, description="most bytes of an uploaded file"
+    )
+    key_files: int = Field(
+        default=1000,
+        ge=1,
+        le=1_000_000,
+        description=(
+            "files that one API key (or everybody, where no key is asked for) may have, those with "
+            "the answers of batches included"
+        ),
+    )
+    key_file_bytes: int = Field(
+        default=4 << 30, ge=1024, le=1 << 50, description="bytes of all these files together"
+    )
+    key_batches: int = Field(
+        default=100,
+        ge=1,
+        le=10_000,
+        description="batches of one API key that are not over; more are answered 429",
+    )
+    batch_lines: int = Field(
+        default=50_000, ge=1, le=10_000_000, description="most lines of a batch's file"
+    )
+    webhook_prefixes: _Names = Field(
+        default=(),
+        description=(
+            "beginnings of URLs, such as https://example.org/hooks/, that the end of a batch may "
+            "be told to when it asks for it (metadata.webhook_url); empty: none"
+        ),
+    )
+    webhook_secret_file: str = Field(
+        default="",
+        description=(
+            "file with the secret that these messages are signed with (Standard Webhooks; whsec_ "
+            "and base64, or any text), readable by its owner only"
+        ),
+    )
     metrics_compat: Literal["", "vllm"] = Field(
         default="", description=("also publish metrics under another engine's names")
     )
@@ -711,6 +759,22 @@ class ServerSection(Section):
                 )
         return origins
 
+    @field_validator("webhook_prefixes")
+    @classmethod
+    def _prefixes_are_urls(cls, prefixes: tuple[str, ...]) -> tuple[str, ...]:
+        for prefix in prefixes:
+            if not _URL_PREFIX.fullmatch(prefix):
+                raise ValueError(
+                    f"{prefix!r} is not the beginning of a URL: give https://NAME/ or more of it"
+                )
+        return prefixes
+
+    @model_validator(mode="after")
+    def _webhooks_are_signed(self) -> ServerSection:
+        if self.webhook_prefixes and not self.webhook_secret_file:
+            raise ValueError("webhook_prefixes needs webhook_secret_file: messages are signed")
+        return self
+
     @model_validator(mode="after")
     def _tls_key_needs_a_certificate(self) -> ServerSection:
         if self.ssl_keyfile and not self.ssl_certfile:
@@ -744,6 +808,11 @@ def cache_dir() -> Path:
     if named:
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jitney"
+
+
+def data_dir(server: ServerSection) -> Path:
+    """Where files and batches of clients are kept."""
+    return Path(server.data_dir).expanduser() if server.data_dir else cache_dir() / "data"
 
 
 def compilation_cache_dir() -> Path:

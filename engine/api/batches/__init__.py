@@ -1,0 +1,1 @@
+"""Files and batches of requests: kept on disk, worked on in the background, answered in a file."""

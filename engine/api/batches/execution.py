@@ -1,0 +1,183 @@
+"""One line of a batch, answered by the route that it names: the handler that HTTP calls too, with a
+context of its owner's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Scope
+
+from jitney.engine.api.access import Identity, Role
+from jitney.engine.api.batches.lines import LineRequest, request_in
+from jitney.engine.api.batches.records import Outcome
+from jitney.engine.api.errors import HttpError, echo, error_form, error_response
+from jitney.engine.api.routing import HttpRoute, RouteTable
+from jitney.engine.api.service import Context, Service
+from jitney.engine.errors import RequestError
+
+#: Refusals of the moment: too much waits, or the engine is not there. The line tries again.
+_NOT_NOW = (429, 503)
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """What a line brought, as a line of the output file or of the error file."""
+
+    outcome: Outcome
+    text: bytes
+
+
+@dataclass(slots=True)
+class _Reply:
+    """What a handler sends."""
+
+    status: int = 0
+    headers: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    body: bytearray = field(default_factory=bytearray)
+
+    async def take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = dict(message["headers"])
+        elif message["type"] == "http.response.body":
+            self.body += message.get("body", b"")
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds after which to try again."""
+        told = self.headers.get(b"retry-after-ms", b"1000")
+        return min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, int(told) / 1000))
+
+
+class LineExecutor:
+    """Answers lines. background: nobody waits for them, so that they give way to other requests."""
+
+    def __init__(self, service: Service, table: RouteTable, *, background: bool):
+        self._service = service
+        self._table = table
+        self._background = background
+
+    async def answer(self, raw: bytes, custom_id: str, endpoint: str, owner: str) -> LineAnswer:
+        """Answer a line, however long that takes. endpoint: see `request_in`; owner: digest of the
+        key that the batch came with.
+        """
+        request_id = uuid.uuid4().hex
+        try:
+            request = await asyncio.to_thread(request_in, raw, endpoint)
+            route = self.route(request.url)
+        except (RequestError, HttpError) as error:
+            reply = _refusal(error, request_id, endpoint)
+        else:
+            reply = await self._reply(request, route, request_id, owner)
+        return await asyncio.to_thread(_written, custom_id, request_id, reply)
+
+    def route(self, path: str, *, param: str = "url") -> HttpRoute:
+        """The line of the table that a path names. Raises RequestError, blaming the field `param`,
+        unless it is one that generates.
+        """
+        route = self._table.find(path, "POST")
+        if route is None or not route.generates or "POST" not in route.methods:
+            raise RequestError(f"{echo(path)} is not a route that batches may name", param=param)
+        return route
+
+    async def _reply(
+        self, request: LineRequest, route: HttpRoute, request_id: str, owner: str
+    ) -> _Reply:
+        while True:
+            reply = await self._once(request, route, request_id, owner)
+            if reply.status not in _NOT_NOW:
+                return reply
+            await asyncio.sleep(reply.wait_s)
+
+    async def _once(
+        self, request: LineRequest, route: HttpRoute, request_id: str, owner: str
+    ) -> _Reply:
+        """One try. A refusal, or a failure, is a reply too."""
+        context = Context(request_id, route, tenant=owner, background=self._background)
+        scope = _scope_of(request, context)
+        reply = _Reply()
+        body = iter([{"type": "http.request", "body": request.body, "more_body": False}])
+
+        async def receive() -> Message:
+            message = next(body, None)
+            if message is not None:
+                return message
+            await asyncio.Event().wait()  # this client never leaves
+            raise AssertionError
+
+        try:
+            _check_size(request, route, self._service)
+            with self._service.quotas.open(owner):
+                answer = await route.handler(self._service, Request(scope, receive))
+                await answer(scope, receive, reply.take)
+        except Exception as error:
+            return _refusal(error, request_id, request.url)
+        return reply
+
+
+def _check_size(request: LineRequest, route: HttpRoute, service: Service) -> None:
+    """The limit that HTTP has."""
+    limit = route.body_limit or service.settings.body_limit
+    if len(request.body) > limit:
+        raise HttpError(413, f"the body may have at most {limit} bytes")
+
+
+def _refusal(error: Exception, request_id: str, path: str) -> _Reply:
+    """An error as HTTP answers it."""
+    response: Response = error_response(error, request_id, error_form(path))
+    return _Reply(response.status_code, dict(response.raw_headers), bytearray(response.body))
+
+
+def _scope_of(request: LineRequest, context: Context) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": request.url,
+        "raw_path": request.url.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "path_params": {},
+        "headers": [(b"content-type", b"application/json")],
+        "jitney": context,
+        "jitney.identity": Identity(Role.USER, context.tenant),
+    }
+
+
+def _written(custom_id: str, request_id: str, reply: _Reply) -> LineAnswer:
+    """A line of the output file if its answer is a 200, else one of the error file. Blocks."""
+    good = reply.status == 200
+    response = {
+        "status_code": reply.status,
+        "request_id": request_id,
+        "body": orjson.Fragment(bytes(reply.body)),
+    }
+    text = orjson.dumps(
+        {
+            "id": f"batch_req_{request_id}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": None,
+        }
+    )
+    return LineAnswer(Outcome.COMPLETED if good else Outcome.FAILED, text)
+
+
+def unanswered(custom_id: str, code: str, message: str) -> bytes:
+    """The line of the error file for one that was never answered."""
+    return orjson.dumps(
+        {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": custom_id,
+            "response": None,
+            "error": {"code": code, "message": message},
+        }
+    )

@@ -1,0 +1,242 @@
+"""What clients send to the routes of files and batches, and what they get."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from jitney.engine.api.batches.records import Batch, StoredFile
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])\Z")
+_LONGEST_WINDOW_S = 7 * 86400
+_MOST_LISTED = 10_000
+
+#: The key of a batch's metadata that says where its end is told.
+WEBHOOK_KEY = "webhook_url"
+
+
+def window_s(text: str) -> int:
+    """Seconds of a completion window such as "24h". Raises ValueError."""
+    found = _WINDOW.match(text)
+    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+    if not 0 < seconds <= _LONGEST_WINDOW_S:
+        raise ValueError("must be a number with s, m, h or d behind it, at most 7d, such as 24h")
+    return seconds
+
+
+def _window(text: str) -> str:
+    window_s(text)
+    return text
+
+
+_Value = Annotated[str, Field(max_length=512)]
+_Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], _Value], Field(max_length=16)]
+
+
+class BatchBody(BaseModel):
+    """POST /v1/batches. metadata.webhook_url: where the end is told, if the server allows it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=128)]
+    #: The route that every line names.
+    endpoint: Annotated[str, Field(min_length=1, max_length=256)]
+    completion_window: Annotated[str, AfterValidator(_window)]
+    metadata: _Metadata | None = None
+    #: Not supported: files stay until they are deleted.
+    output_expires_after: None = None
+
+
+class FileForm(BaseModel):
+    """POST /v1/files, as multipart/form-data."""
+
+    #: JSON Lines, in UTF-8.
+    file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
+    purpose: Literal["batch"]
+
+
+class BatchQuery(BaseModel):
+    """Which batches are listed: those behind `after`, the newest first."""
+
+    after: str = ""
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+
+
+class FileQuery(BaseModel):
+    """Which files are listed: those behind `after`."""
+
+    after: str = ""
+    limit: Annotated[int, Field(ge=1, le=_MOST_LISTED)] = _MOST_LISTED
+    order: Literal["asc", "desc"] = "desc"
+    purpose: Literal["batch", "batch_output"] | None = None
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class FileAnswer(_Answer):
+    """A file, without its bytes."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    expires_at: None
+
+
+class FileList(_Answer):
+    """GET /v1/files."""
+
+    object: Literal["list"]
+    data: list[FileAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(_Answer):
+    """DELETE /v1/files/{file_id}."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchFault(_Answer):
+    """Why a batch's file cannot be worked on; line: counted from 1."""
+
+    code: str
+    message: str
+    param: None
+    line: int | None
+
+
+class BatchFaults(_Answer):
+    """At most ten of them."""
+
+    object: Literal["list"]
+    data: list[BatchFault]
+
+
+class RequestCounts(_Answer):
+    """Lines in all, those answered with a 200, and those with anything else."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchAnswer(_Answer):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchFaults | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating",
+        "failed",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "expired",
+        "cancelling",
+        "cancelled",
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(_Answer):
+    """GET /v1/batches."""
+
+    object: Literal["list"]
+    data: list[BatchAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+#: States whose time an answer tells, beside the times of coming and expiring.
+_TIMED = (
+    "in_progress",
+    "finalizing",
+    "completed",
+    "failed",
+    "expired",
+    "cancelling",
+    "cancelled",
+)
+
+
+def shown_file(file: StoredFile) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.size,
+        "created_at": file.created_at,
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+        "expires_at": None,
+    }
+
+
+def shown_batch(batch: Batch) -> dict[str, Any]:
+    faults = [
+        {"code": fault.code, "message": fault.message, "param": None, "line": fault.line}
+        for fault in batch.faults
+    ]
+    shown: dict[str, Any] = {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": {"object": "list", "data": faults} if faults else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": batch.created_at,
+        "expires_at": batch.expires_at,
+        "request_counts": {
+            "total": batch.total,
+            "completed": batch.completed,
+            "failed": batch.failed,
+        },
+        "metadata": batch.metadata or None,
+    }
+    for status in _TIMED:
+        shown[f"{status}_at"] = batch.times.get(status)
+    return shown
+
+
+def shown_list(items: list[dict[str, Any]], *, more: bool) -> dict[str, Any]:
+    """One page of a list."""
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": more,
+    }

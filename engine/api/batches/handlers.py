@@ -1,0 +1,251 @@
+"""The routes of files and batches. What belongs to another key is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from jitney.engine.api.batches.forms import (
+    WEBHOOK_KEY,
+    BatchBody,
+    BatchQuery,
+    FileQuery,
+    shown_batch,
+    shown_file,
+    shown_list,
+    window_s,
+)
+from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.records import Batch, StoredFile, new_id
+from jitney.engine.api.batches.service import Batches, now
+from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.upload import Upload, receive_upload
+from jitney.engine.api.batches.webhooks import is_allowed
+from jitney.engine.api.blocks import BlockAnswer
+from jitney.engine.api.endpoints import ignored_header
+from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.jsonio import read_object
+from jitney.engine.api.schema import checked
+from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.errors import RequestError
+
+_BLOCK = 1 << 16
+#: Batches that are over and are remembered, of one key.
+_KEPT_BATCHES = 1000
+
+
+async def upload_file(service: Service, request: Request) -> Response:
+    batches = _batches(service)
+    keeper = await batches.keeper()
+    owner = context_of(request.scope).tenant
+    await _check_room(keeper, service.settings, owner)
+    id = new_id("file-")
+    async with batches.uploading():
+        upload = await receive_upload(request, keeper.part(id))
+        try:
+            _check_purpose(upload)
+            await _check_room(keeper, service.settings, owner, upload.size)
+            file = StoredFile(id, owner, "batch", upload.name, upload.size, now())
+            await asyncio.to_thread(keeper.part(id).rename, keeper.path(id))
+            await keeper.do(Store.add_file, file)
+        except BaseException:
+            keeper.part(id).unlink(missing_ok=True)
+            raise
+    ignored = [name for name in upload.fields if name != "purpose"]
+    return _json(shown_file(file), ignored_header(ignored))
+
+
+def _check_purpose(upload: Upload) -> None:
+    for name in upload.fields:
+        if name.startswith("expires_after"):
+            raise RequestError(
+                "files stay until they are deleted; expires_after is not supported here",
+                code="unsupported_parameter",
+                param="expires_after",
+            )
+    if upload.fields.get("purpose") != "batch":
+        raise RequestError('purpose must be "batch"', param="purpose")
+
+
+async def _check_room(keeper: Keeper, settings: ServerSettings, owner: str, size: int = 0) -> None:
+    """Raise HttpError if a key has as many files, or bytes of them, as it may have."""
+    count, taken = await keeper.do(Store.usage, owner)
+    if count >= settings.key_files:
+        raise _full(f"one key may have {settings.key_files} files (key_files)")
+    if taken + size > settings.key_file_bytes:
+        raise _full(f"one key's files may have {settings.key_file_bytes} bytes (key_file_bytes)")
+
+
+def _full(reason: str) -> HttpError:
+    return HttpError(400, f"{reason}; delete some", code="storage_full", param="file")
+
+
+async def list_files(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    query = checked(FileQuery, request.query_params)
+    files, more = await keeper.do(
+        Store.files,
+        context_of(request.scope).tenant,
+        after=query.after,
+        limit=query.limit,
+        purpose=query.purpose or "",
+        newest_first=query.order == "desc",
+    )
+    return _json(shown_list([shown_file(file) for file in files], more=more))
+
+
+async def show_file(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    return _json(shown_file(await _file(keeper, request)))
+
+
+async def file_content(service: Service, request: Request) -> ASGIApp:
+    keeper = await _batches(service).keeper()
+    file = await _file(keeper, request)
+    headers = {"content-type": "application/octet-stream", "x-content-type-options": "nosniff"}
+    return BlockAnswer(_blocks_of(keeper.path(file.id)), headers)
+
+
+async def _blocks_of(path: Path) -> AsyncGenerator[bytes]:
+    """The bytes of a file, as fast as they are taken."""
+    file = await asyncio.to_thread(path.open, "rb")
+    try:
+        while block := await asyncio.to_thread(file.read, _BLOCK):
+            yield block
+    finally:
+        file.close()
+
+
+async def delete_file(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    file = await _file(keeper, request)
+    needed_by = await keeper.do(Store.delete_file, file.id, file.owner)
+    if needed_by:
+        raise HttpError(400, f"batch {needed_by} still reads this file", code="file_in_use")
+    await asyncio.to_thread(keeper.path(file.id).unlink, missing_ok=True)
+    return _json({"id": file.id, "object": "file", "deleted": True})
+
+
+async def _file(keeper: Keeper, request: Request) -> StoredFile:
+    """The file that the path names. Raises HttpError 404 if it is not there, or not theirs."""
+    id = request.path_params["file_id"]
+    file = await keeper.do(Store.file, id, context_of(request.scope).tenant)
+    if file is None:
+        raise HttpError(404, f"no file {echo(id)}", code="not_found", param="file_id")
+    return file
+
+
+async def create_batch(service: Service, request: Request) -> Response:
+    batches = _batches(service)
+    raw = await service.slices.result(read_object(await request.body()))
+    body = checked(BatchBody, raw)
+    batches.executor.route(body.endpoint, param="endpoint")
+    keeper, runner = await batches.keeper(), await batches.runner()
+    batch = _new_batch(service, body, context_of(request.scope).tenant)
+    await _check_batch(keeper, service.settings, batch)
+    await keeper.do(Store.forget_ended, batch.owner, _KEPT_BATCHES)
+    await keeper.do(Store.add_batch, batch)
+    runner.begin(batch.id)
+    ignored = [name for name in raw if name not in BatchBody.model_fields]
+    return _json(shown_batch(batch), ignored_header(ignored))
+
+
+def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
+    info = service.client.info
+    if info is not None and info.policy != "continuous":
+        raise RequestError("batches need a server with the policy continuous")
+    created_at = now()
+    metadata = body.metadata or {}
+    return Batch(
+        id=new_id("batch_"),
+        owner=owner,
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        metadata=metadata,
+        webhook_url=_webhook_url(service.settings, metadata),
+        created_at=created_at,
+        expires_at=created_at + window_s(body.completion_window),
+    )
+
+
+def _webhook_url(settings: ServerSettings, metadata: dict[str, str]) -> str:
+    """Empty if none is named. Raises RequestError for one that the operator has not allowed."""
+    url = metadata.get(WEBHOOK_KEY, "")
+    if url and not is_allowed(url, settings.webhook_prefixes):
+        raise RequestError(
+            "this server sends nothing to that URL (webhook_prefixes)",
+            param=f"metadata.{WEBHOOK_KEY}",
+        )
+    return url
+
+
+async def _check_batch(keeper: Keeper, settings: ServerSettings, batch: Batch) -> None:
+    """Raise HttpError or RequestError if its file is not there, or its key has too many."""
+    file = await keeper.do(Store.file, batch.input_file_id, batch.owner)
+    if file is None:
+        id = echo(batch.input_file_id)
+        raise HttpError(404, f"no file {id}", code="not_found", param="input_file_id")
+    if file.purpose != "batch":
+        raise RequestError('the file\'s purpose must be "batch"', param="input_file_id")
+    await _check_room(keeper, settings, batch.owner)
+    if await keeper.do(Store.open_batches, batch.owner) >= settings.key_batches:
+        raise RequestError(
+            f"one key may have {settings.key_batches} batches under way (key_batches)",
+            code="rate_limit",
+            retry_after=60.0,
+        )
+
+
+async def list_batches(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    query = checked(BatchQuery, request.query_params)
+    owner = context_of(request.scope).tenant
+    batches, more = await keeper.do(Store.batches, owner, after=query.after, limit=query.limit)
+    return _json(shown_list([shown_batch(batch) for batch in batches], more=more))
+
+
+async def show_batch(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    return _json(shown_batch(await _batch(keeper, request)))
+
+
+async def cancel_batch(service: Service, request: Request) -> Response:
+    batches = _batches(service)
+    keeper, runner = await batches.keeper(), await batches.runner()
+    batch = await _batch(keeper, request)
+    sources = ("validating", "in_progress")
+    if await keeper.do(Store.move, batch.id, sources, "cancelling", now()):
+        runner.cancel(batch.id)
+    batch = await _batch(keeper, request)
+    if not batch.status.startswith("cancel"):
+        raise HttpError(
+            400, f"batch {batch.id} is {batch.status} and cannot be cancelled", code="batch_ended"
+        )
+    return _json(shown_batch(batch))
+
+
+async def _batch(keeper: Keeper, request: Request) -> Batch:
+    """The batch that the path names. Raises HttpError 404 if it is not there, or not theirs."""
+    id = request.path_params["batch_id"]
+    batch = await keeper.do(Store.batch, id, context_of(request.scope).tenant)
+    if batch is None:
+        raise HttpError(404, f"no batch {echo(id)}", code="not_found", param="batch_id")
+    return batch
+
+
+def _batches(service: Service) -> Batches:
+    assert service.batches is not None  # `create_app` has made them
+    return service.batches
+
+
+def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), headers=headers, media_type="application/json")

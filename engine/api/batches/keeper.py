@@ -1,0 +1,112 @@
+"""The folder of files and batches, and the one thread that writes in it.
+
+The folder must be ours alone, like the one of compiled programs, and one server's at a time: two
+would answer every line twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Concatenate
+
+from jitney.engine.api.batches.store import Store
+from jitney.engine.config.cache_folder import make_private
+from jitney.engine.errors import ConfigError
+
+_DATABASE = "batches.sqlite3"
+#: What an upload is called until all of it is there.
+_PART = ".part"
+
+
+class Keeper:
+    """The store, reached from the event loop, and the paths of files. Made by `open_keeper`."""
+
+    def __init__(self, folder: Path, lock: int, store: Store, thread: ThreadPoolExecutor):
+        self.folder = folder
+        self._lock = lock
+        self._store = store
+        self._thread = thread
+
+    async def do[**P, T](
+        self, method: Callable[Concatenate[Store, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run one method of the store on its thread. It is run to its end, even if nobody waits for
+        it any more.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._thread, lambda: method(self._store, *args, **kwargs)
+        )
+
+    def path(self, file_id: str) -> Path:
+        """Where the bytes of a file lie. Only for ids of ours: those that the store knows."""
+        return self.folder / "files" / file_id
+
+    def part(self, file_id: str) -> Path:
+        """Where they lie until all are there."""
+        return self.folder / "files" / (file_id + _PART)
+
+    async def close(self) -> None:
+        """Let go of the folder, after what is being written."""
+        with contextlib.suppress(RuntimeError):
+            await self.do(Store.close)
+        self._thread.shutdown(wait=False)
+        os.close(self._lock)
+
+
+def has_batches(folder: Path) -> bool:
+    """Whether a server has kept batches here."""
+    return (folder / _DATABASE).exists()
+
+
+async def open_keeper(folder: Path) -> Keeper:
+    """The folder, made if there is none. Raises ConfigError if it is not ours alone, or another
+    server's at this time.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.run_in_executor(thread, _open, folder, thread)
+    except BaseException:
+        thread.shutdown(wait=False)
+        raise
+
+
+def _open(folder: Path, thread: ThreadPoolExecutor) -> Keeper:
+    reason = make_private(folder) or make_private(folder / "files")
+    if reason:
+        raise ConfigError(reason)
+    lock = _locked(folder)
+    try:
+        store = Store(folder / _DATABASE)
+    except BaseException:
+        os.close(lock)
+        raise
+    _sweep(folder / "files", store.file_ids())
+    return Keeper(folder, lock, store, thread)
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that holds the folder's lock; the system lets go of it with the process."""
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ConfigError(
+            f"{folder} is used by another server; give each its own data_dir"
+        ) from None
+    return lock
+
+
+def _sweep(files: Path, known: set[str]) -> None:
+    """Remove what an earlier process has not finished writing."""
+    for path in files.iterdir():
+        if path.name not in known:
+            path.unlink(missing_ok=True)

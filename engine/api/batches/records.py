@@ -1,0 +1,110 @@
+"""What the store keeps: files, batches and their lines. Plain data; times: seconds since 1970."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+#: Batches in these states are over, and change no more.
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a client's, or one with a batch's answers. Its bytes lie under its id."""
+
+    id: str
+    #: Whose it is: the digest of the key that it came with.
+    owner: str
+    #: "batch", or "batch_output" for answers.
+    purpose: str
+    #: As the client called it; never a path.
+    name: str
+    size: int
+    created_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a batch's file cannot be worked on."""
+
+    code: str
+    message: str
+    #: Of the file, counted from 1; None where it is not about one line.
+    line: int | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch. Its state and the times of its changes are the store's to write."""
+
+    id: str
+    owner: str
+    #: The route that its lines name.
+    endpoint: str
+    input_file_id: str
+    #: As the client wrote it, such as "24h".
+    completion_window: str
+    metadata: dict[str, str]
+    #: Where its end is told; empty: nowhere.
+    webhook_url: str
+    created_at: int
+    expires_at: int
+    status: str = "validating"
+    #: When each other state was reached.
+    times: dict[str, int] = field(default_factory=dict[str, int])
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    faults: list[Fault] = field(default_factory=list[Fault])
+    #: Lines in all, those answered with a 200, and the other ones.
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in ENDED
+
+
+class Outcome(IntEnum):
+    """What became of a line."""
+
+    COMPLETED = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a batch's file: where it lies, in bytes, and what it calls itself."""
+
+    #: Of the file, counted from 1.
+    number: int
+    custom_id: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredLine:
+    """A line at the end of its batch; without outcome and answer if it never had one."""
+
+    number: int
+    custom_id: str
+    outcome: Outcome | None
+    #: Its line of the output file or of the error file.
+    answer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A batch whose end has to be told to a URL."""
+
+    batch: Batch
+    #: How often it was tried already.
+    attempts: int
+
+
+def new_id(kind: str) -> str:
+    """An id that nobody can guess: "file-..." or "batch_..."."""
+    return kind + uuid.uuid4().hex

@@ -1,0 +1,229 @@
+"""Works on batches from their first look to their end, and goes on after a restart where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.lines import LineReader, read_line
+from jitney.engine.api.batches.records import Batch, Fault, Line
+from jitney.engine.api.batches.results import finish
+from jitney.engine.api.batches.store import Store
+from jitney.engine.api.service import Service
+
+_log = logging.getLogger("jitney.api")
+
+#: Lines of a batch that are taken from the store at once.
+_GROUP = 64
+#: Faults of a file that are told.
+_MOST_FAULTS = 10
+#: Seconds between two looks at whether the engine is there, and before a batch that could not be
+#: worked on is taken up again.
+_LOOK_S, _AGAIN_S = 0.5, 10.0
+
+
+class BatchRunner:
+    """A task for each batch that is not over. All lives on one event loop.
+
+    Lines in flight are as many as the engine has seats, over all batches, and at most half of what
+    a key may have open, so that its other requests find room.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        keeper: Keeper,
+        executor: LineExecutor,
+        on_end: Callable[[], None],
+    ):
+        """on_end is called when a batch is over."""
+        self._service = service
+        self._keeper = keeper
+        self._executor = executor
+        self._on_end = on_end
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        #: Set for a batch that is to be cancelled.
+        self._cancels: dict[str, asyncio.Event] = {}
+        self._places: asyncio.Semaphore | None = None
+        self._places_of: dict[str, asyncio.Semaphore] = {}
+        self._stopped = False
+
+    async def start(self) -> None:
+        """Go on with what an earlier process has left."""
+        for id in await self._keeper.do(Store.unfinished):
+            self.begin(id)
+
+    def begin(self, id: str) -> None:
+        """Work on a batch."""
+        if self._stopped or id in self._tasks:
+            return
+        self._cancels[id] = asyncio.Event()
+        self._tasks[id] = asyncio.create_task(self._work(id))
+
+    def cancel(self, id: str) -> None:
+        """A batch is in the state "cancelling": give up its lines."""
+        if id in self._cancels:
+            self._cancels[id].set()
+
+    def stop(self) -> None:
+        """Give up the lines in flight; the next start goes on with them."""
+        self._stopped = True
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def stopped(self) -> None:
+        """Wait until nothing runs any more, after `stop`."""
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _work(self, id: str) -> None:
+        """One batch to its end. What cannot be done now, a full disk perhaps, is tried again."""
+        try:
+            while not await self._work_once(id):
+                await asyncio.sleep(_AGAIN_S)
+        finally:
+            del self._tasks[id], self._cancels[id]
+        self._on_end()
+
+    async def _work_once(self, id: str) -> bool:
+        """True at its end."""
+        try:
+            batch = await self._keeper.do(Store.batch, id)
+            if batch is not None and batch.status == "validating":
+                await self._validate(batch)
+                batch = await self._keeper.do(Store.batch, id)
+            if batch is not None and batch.status == "in_progress":
+                await self._answer_all(batch)
+            await self._end(id)
+        except Exception:
+            _log.exception("batch %s could not be worked on; it is tried again", id)
+            return False
+        return True
+
+    async def _validate(self, batch: Batch) -> None:
+        faults = await self._read_lines(batch)
+        now = int(time.time())
+        if faults:
+            await self._keeper.do(Store.fail, batch.id, faults[:_MOST_FAULTS], now)
+        else:
+            await self._keeper.do(Store.start, batch.id, now)
+
+    async def _read_lines(self, batch: Batch) -> list[Fault]:
+        """Write down where each line of the file lies; what is wrong with it."""
+        settings = self._service.settings
+        await self._keeper.do(Store.begin_lines, batch.id)
+        path = self._keeper.path(batch.input_file_id)
+        try:
+            reader = await asyncio.to_thread(LineReader, path, settings.body_limit)
+        except FileNotFoundError:
+            return [Fault("missing_file", "the bytes of the batch's file are not there any more")]
+        faults: list[Fault] = []
+        total, done = 0, False
+        try:
+            while not done and len(faults) < _MOST_FAULTS and total <= settings.batch_lines:
+                if self._cancels[batch.id].is_set():
+                    return []
+                group = await asyncio.to_thread(reader.next_group)
+                doubles = await self._keeper.do(Store.add_lines, batch.id, group.lines)
+                faults += group.faults + [_double(line) for line in doubles]
+                total += len(group.lines)
+                done = group.done
+        finally:
+            reader.close()
+        if total > settings.batch_lines:
+            message = f"the file has more than {settings.batch_lines} lines (batch_lines)"
+            faults.append(Fault("too_many_lines", message))
+        if not total and not faults:
+            faults.append(Fault("empty_file", "the file has no lines"))
+        return sorted(faults, key=lambda fault: fault.line or 0)
+
+    async def _answer_all(self, batch: Batch) -> None:
+        """Answer every line that has no answer, unless the batch is cancelled or its time is up."""
+        feeding = asyncio.create_task(self._feed(batch))
+        cancelled = asyncio.create_task(self._cancels[batch.id].wait())
+        left = max(0.0, batch.expires_at - time.time())
+        try:
+            await asyncio.wait(
+                (feeding, cancelled), timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            if feeding.done():
+                feeding.result()
+        finally:
+            cancelled.cancel()
+            feeding.cancel()
+            await asyncio.gather(feeding, cancelled, return_exceptions=True)
+        await self._keeper.do(
+            Store.move, batch.id, ("in_progress",), "finalizing", int(time.time())
+        )
+
+    async def _feed(self, batch: Batch) -> None:
+        """Take up the lines in their order, as places for them come free."""
+        places = await self._line_places()
+        own_places = self._own_places(batch.owner)
+        after = 0
+        async with asyncio.TaskGroup() as group:
+            while lines := await self._keeper.do(Store.open_lines, batch.id, after, _GROUP):
+                after = lines[-1].number
+                for line in lines:
+                    await own_places.acquire()
+                    try:
+                        await places.acquire()
+                    except BaseException:
+                        own_places.release()
+                        raise
+                    task = group.create_task(self._answer(batch, line))
+                    task.add_done_callback(_releaser(places, own_places))
+
+    async def _answer(self, batch: Batch, line: Line) -> None:
+        path = self._keeper.path(batch.input_file_id)
+        raw = await asyncio.to_thread(read_line, path, line)
+        answer = await self._executor.answer(raw, line.custom_id, batch.endpoint, batch.owner)
+        await self._keeper.do(Store.answer, batch.id, line.number, answer.outcome, answer.text)
+
+    async def _line_places(self) -> asyncio.Semaphore:
+        """For lines in flight; known once the engine is."""
+        while self._service.unready() is not None:
+            await asyncio.sleep(_LOOK_S)
+        if self._places is None:
+            info, _ = self._service.ready()
+            self._places = asyncio.Semaphore(info.seats)
+        return self._places
+
+    def _own_places(self, owner: str) -> asyncio.Semaphore:
+        """For lines of one key's batches."""
+        if owner not in self._places_of:
+            most = self._service.quotas.max_concurrent // 2 or 1
+            if not self._service.quotas.max_concurrent:
+                most = 1 << 30
+            self._places_of[owner] = asyncio.Semaphore(most)
+        return self._places_of[owner]
+
+    async def _end(self, id: str) -> None:
+        """Write the files of a batch that is not worked on any more. A line without an answer means
+        that its time was up.
+        """
+        batch = await self._keeper.do(Store.batch, id)
+        if batch is None or batch.is_over:
+            return
+        status = "completed"
+        if batch.status == "cancelling":
+            status = "cancelled"
+        elif await self._keeper.do(Store.open_lines, id, 0, 1):
+            status = "expired"
+        await finish(self._keeper, batch, status)
+
+
+def _double(line: Line) -> Fault:
+    message = f"line {line.number} has the custom_id of a line before it"
+    return Fault("duplicate_custom_id", message, line.number)
+
+
+def _releaser(*places: asyncio.Semaphore) -> Callable[[asyncio.Task[None]], None]:
+    def release(task: asyncio.Task[None]) -> None:
+        for each in places:
+            each.release()
+
+    return release

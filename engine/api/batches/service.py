@@ -1,0 +1,128 @@
+"""Files and batches as the routes and the server use them: opened when they are first asked for, or
+at the start if an earlier server has left some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.keeper import Keeper, has_batches, open_keeper
+from jitney.engine.api.batches.runner import BatchRunner
+from jitney.engine.api.batches.webhooks import Webhooks
+from jitney.engine.api.errors import HttpError
+from jitney.engine.api.routing import RouteTable
+from jitney.engine.api.service import Service
+from jitney.engine.errors import JitneyError, RequestError
+
+_log = logging.getLogger("jitney.api")
+
+#: Uploads at a time, over all keys.
+_MOST_UPLOADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """What there is once the folder is open."""
+
+    keeper: Keeper
+    runner: BatchRunner
+    webhooks: Webhooks
+    telling: asyncio.Task[None]
+
+
+class Batches:
+    """One server's files and batches."""
+
+    def __init__(self, service: Service, table: RouteTable):
+        self._service = service
+        self.executor = LineExecutor(service, table, background=True)
+        self._opening = asyncio.Lock()
+        self._parts: _Open | None = None
+        self._stopped = False
+        self._uploads = 0
+
+    async def start(self) -> None:
+        """Go on with what an earlier server has left; what is wrong with its folder is logged."""
+        folder = self._service.settings.data_dir
+        if folder is None or not await asyncio.to_thread(has_batches, folder):
+            return
+        try:
+            await self._opened()
+        except HttpError as error:
+            _log.warning("BATCHES DO NOT GO ON: %s", error)
+
+    async def keeper(self) -> Keeper:
+        """The files, and what is known of batches. Raises HttpError 503."""
+        return (await self._opened()).keeper
+
+    async def runner(self) -> BatchRunner:
+        return (await self._opened()).runner
+
+    def stop(self) -> None:
+        """The server is about to stop: the lines in flight are given up, and are taken up again at
+        its next start.
+        """
+        self._stopped = True
+        if self._parts is not None:
+            self._parts.runner.stop()
+
+    async def close(self) -> None:
+        self.stop()
+        async with self._opening:
+            parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.telling.cancel()
+            await asyncio.gather(parts.runner.stopped(), parts.telling, return_exceptions=True)
+            await parts.keeper.close()
+
+    @asynccontextmanager
+    async def uploading(self) -> AsyncIterator[None]:
+        """Raises RequestError busy if too many uploads are under way."""
+        if self._uploads >= _MOST_UPLOADS:
+            raise RequestError(f"{_MOST_UPLOADS} uploads are under way already", code="busy")
+        self._uploads += 1
+        try:
+            yield
+        finally:
+            self._uploads -= 1
+
+    async def _opened(self) -> _Open:
+        async with self._opening:
+            if self._parts is None:
+                self._parts = await self._open()
+            return self._parts
+
+    async def _open(self) -> _Open:
+        folder = self._service.settings.data_dir
+        if folder is None or self._stopped:
+            raise _unavailable("this server keeps no files")
+        keeper = await _open_folder(folder)
+        settings = self._service.settings
+        webhooks = Webhooks(keeper, settings.webhook_prefixes, settings.webhook_secret)
+        runner = BatchRunner(self._service, keeper, self.executor, webhooks.wake)
+        await runner.start()
+        return _Open(keeper, runner, webhooks, asyncio.create_task(webhooks.run()))
+
+
+async def _open_folder(folder: Path) -> Keeper:
+    try:
+        return await open_keeper(folder)
+    except (JitneyError, OSError) as error:
+        _log.warning("files cannot be kept: %s", error)
+        raise _unavailable("files cannot be kept now; the server's log says why") from None
+
+
+def _unavailable(message: str) -> HttpError:
+    return HttpError(503, message, code="no_store")
+
+
+def now() -> int:
+    """Seconds since 1970."""
+    return int(time.time())

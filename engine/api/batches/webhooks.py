@@ -1,0 +1,153 @@
+"""Telling the end of a batch to a URL, signed.
+
+The form of the message and of the signature is that of Standard Webhooks
+(https://github.com/standard-webhooks/standard-webhooks), which OpenAI's clients check too. Nothing
+is sent to an address that the operator has not allowed, and no redirect is followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import logging
+import random
+import re
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import orjson
+
+from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.records import Batch, Delivery
+from jitney.engine.api.batches.store import Store
+
+_log = logging.getLogger("jitney.api")
+
+#: Seconds before each further try; after the last one it is given up.
+_PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)
+#: Seconds that the other side has for an answer.
+_TIMEOUT_S = 10.0
+_SECRET_PREFIX = "whsec_"
+_DOTS = re.compile(r"(?:\.|%2e){1,2}", re.IGNORECASE)
+
+
+def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a URL lies under one of the prefixes: the same scheme, host and port, and a path that
+    begins with theirs, whole segments.
+    """
+    if not url.isascii() or any(char <= " " or char == "\\" for char in url):
+        return False
+    try:
+        parts = urlsplit(url)
+        place = parts.scheme, parts.hostname, parts.port
+    except ValueError:
+        return False
+    if parts.username is not None or parts.password is not None or parts.fragment:
+        return False
+    if any(_DOTS.fullmatch(segment) for segment in parts.path.split("/")):
+        return False
+    for prefix in prefixes:
+        allowed = urlsplit(prefix)
+        if place == (allowed.scheme, allowed.hostname, allowed.port) and _lies_under(
+            parts.path, allowed.path
+        ):
+            return True
+    return False
+
+
+def _lies_under(path: str, folder: str) -> bool:
+    folder = folder.removesuffix("/")
+    return path == folder or path.startswith(folder + "/")
+
+
+def signed(secret: str, id: str, sent_at: int, body: bytes) -> dict[str, str]:
+    """The headers of a message."""
+    key = secret.encode()
+    if secret.startswith(_SECRET_PREFIX):
+        key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX))
+    content = f"{id}.{sent_at}.".encode() + body
+    digest = hmac.new(key, content, hashlib.sha256).digest()
+    return {
+        "content-type": "application/json",
+        "webhook-id": id,
+        "webhook-timestamp": str(sent_at),
+        "webhook-signature": "v1," + base64.b64encode(digest).decode(),
+    }
+
+
+def message_of(batch: Batch) -> tuple[str, bytes]:
+    """The id of the event that a batch is over, the same at every try, and its text."""
+    id = batch.id.replace("batch_", "evt_")
+    event = {
+        "object": "event",
+        "id": id,
+        "type": f"batch.{batch.status}",
+        "created_at": batch.times[batch.status],
+        "data": {"id": batch.id},
+    }
+    return id, orjson.dumps(event)
+
+
+class Webhooks:
+    """Sends what is due, again and again if need be, also after a restart."""
+
+    def __init__(self, keeper: Keeper, prefixes: tuple[str, ...], secret: str):
+        self._keeper = keeper
+        self._prefixes = prefixes
+        self._secret = secret
+        self._news = asyncio.Event()
+
+    def wake(self) -> None:
+        """A batch is over."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
+            while True:
+                self._news.clear()
+                due = await self._keeper.do(Store.deliveries, time.time())
+                await asyncio.gather(*(self._deliver(client, each) for each in due))
+                await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until the next one is due, or there is news."""
+        at = await self._keeper.do(Store.next_delivery)
+        pause = None if at is None else max(0.0, at - time.time())
+        try:
+            async with asyncio.timeout(pause):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+    async def _deliver(self, client: httpx.AsyncClient, delivery: Delivery) -> None:
+        problem = await self._send(client, delivery.batch)
+        again_at = None
+        if problem and delivery.attempts < len(_PAUSES_S):
+            pause = _PAUSES_S[delivery.attempts]
+            again_at = time.time() + pause * random.uniform(1.0, 1.1)
+        if problem:
+            _log.warning(
+                "the end of batch %s could not be told (%s); %s",
+                delivery.batch.id,
+                problem,
+                "it is tried again" if again_at else "it is given up",
+            )
+        await self._keeper.do(Store.tried, delivery.batch.id, again_at)
+
+    async def _send(self, client: httpx.AsyncClient, batch: Batch) -> str:
+        """One try; why it failed."""
+        url = batch.webhook_url
+        if not self._secret or not is_allowed(url, self._prefixes):
+            return "its URL is not allowed any more"
+        id, body = message_of(batch)
+        headers = signed(self._secret, id, int(time.time()), body)
+        try:
+            # What is answered is not read.
+            async with client.stream("POST", url, content=body, headers=headers) as response:
+                return "" if response.is_success else f"status {response.status_code}"
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            return type(error).__name__

@@ -1,0 +1,538 @@
+"""Files and batches, as OpenAI's own client sees them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import openai
+import pytest
+from api_fakes import FakeClient, Script, http_client, make_app, served, until
+from batch_files import CHATS, answers, begin, ended, jsonl, line
+from openai import OpenAI
+from openai.types.chat import ChatCompletion
+
+from jitney.engine.api.batches import webhooks
+from jitney.engine.api.batches.records import Batch, Line, Outcome, StoredFile
+from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.webhooks import is_allowed
+from jitney.engine.api.settings import digest_key
+from jitney.engine.errors import ConfigError, ErrorInfo
+
+
+@contextmanager
+def serving(
+    folder: Path, engine: FakeClient | None = None, key: str = "none", **settings: Any
+) -> Iterator[OpenAI]:
+    """A server with its files in a folder, and a client of it."""
+    app = make_app(engine, data_dir=folder, **settings)
+    with served(app) as (url, _):
+        yield client_of(url, key)
+
+
+def client_of(url: str, key: str = "none") -> OpenAI:
+    return OpenAI(
+        base_url=f"{url}/v1",
+        api_key=key,
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=False),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+def test_a_file_is_kept_listed_read_and_deleted(folder: Path):
+    content = jsonl([line("a")])
+    with serving(folder) as client:
+        file = client.files.create(file=("../../in.jsonl", content), purpose="batch")
+        assert (file.filename, file.bytes, file.purpose) == ("in.jsonl", len(content), "batch")
+        assert client.files.retrieve(file.id) == file
+        assert [each.id for each in client.files.list()] == [file.id]
+        assert client.files.content(file.id).content == content
+        assert client.files.delete(file.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(file.id)
+        assert not list((folder / "files").iterdir())
+
+
+def test_a_large_file_comes_back_as_it_was(folder: Path):
+    content = os.urandom(3 << 20)
+    with serving(folder) as client:
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        assert client.files.content(file.id).content == content
+
+
+def test_lists_come_in_pages(folder: Path):
+    with serving(folder) as client:
+        ids = [client.files.create(file=(f"{i}", b"x"), purpose="batch").id for i in range(5)]
+        assert [file.id for file in client.files.list(limit=2)] == ids[::-1]
+        assert [file.id for file in client.files.list(limit=2, order="asc")] == ids
+        first = client.files.list(limit=2)
+        assert first.has_more and [file.id for file in first.data] == ids[:2:-1]
+        assert not client.files.list(after=ids[0]).data
+        assert not client.files.list(purpose="batch_output").data
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "status", "param"),
+    [
+        ("multipart/form-data; boundary=x", b"", 400, None),
+        ("multipart/form-data; boundary=x", b"--y\r\n", 400, None),
+        ("multipart/form-data; boundary=x", b"--x\r\n\r\n", 400, None),
+        ("multipart/form-data", b"--x--\r\n", 415, None),
+        ("multipart/form-data;", b"--x--\r\n", 400, None),
+        ("application/json", b"{}", 415, None),
+        ("FORM", {"purpose": "batch"}, 400, "file"),
+        ("FORM", {"purpose": "batch", "file": ("a", b"")}, 400, "file"),
+        ("FORM", {"purpose": "assistants", "file": ("a", b"x")}, 400, "purpose"),
+        ("FORM", {"file": ("a", b"x")}, 400, "purpose"),
+        ("FORM", {"purpose": "batch", "file": ("..", b"x"), "long": "x" * 2000}, 400, "long"),
+        (
+            "FORM",
+            {"purpose": "batch", "file": ("a", b"x"), "expires_after[seconds]": "1"},
+            400,
+            "expires_after",
+        ),
+    ],
+)
+def test_bad_uploads(folder: Path, content_type: str, body: Any, status: int, param: str | None):
+    with serving(folder) as client, http_client(str(client.base_url)) as http:
+        if content_type == "FORM":
+            files = {name: value for name, value in body.items() if name == "file"}
+            fields = {name: (None, value) for name, value in body.items() if name != "file"}
+            reply = http.post("files", files=fields | files)
+        else:
+            reply = http.post("files", content=body, headers={"content-type": content_type})
+        assert reply.status_code == status, reply.text
+        assert reply.json()["error"]["param"] == param
+        assert not client.files.list().data
+        left = list((folder / "files").iterdir()) if folder.exists() else []
+        assert not left, "nothing stays of it"
+
+
+def test_files_are_bounded_in_size_and_number(folder: Path):
+    limits: dict[str, Any] = {"file_limit": 100_000, "key_files": 3, "key_file_bytes": 200_000}
+    with serving(folder, **limits) as client:
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.files.create(file=("a", b"x" * 200_000), purpose="batch")
+        assert refused.value.status_code == 413
+        for _ in range(2):
+            client.files.create(file=("a", b"x" * 90_000), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="key_file_bytes"):
+            client.files.create(file=("a", b"x" * 90_000), purpose="batch")
+        client.files.create(file=("a", b"x"), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="key_files"):
+            client.files.create(file=("a", b"x"), purpose="batch")
+        assert len(list((folder / "files").iterdir())) == 3
+
+
+def test_a_slow_upload_is_not_waited_for(folder: Path):
+    def drip() -> Iterator[bytes]:
+        yield b"--x\r\n"
+        time.sleep(1.5)
+        yield b"\r\n"
+
+    with (
+        serving(folder, body_timeout_s=0.2) as client,
+        http_client(str(client.base_url)) as http,
+    ):
+        headers = {"content-type": "multipart/form-data; boundary=x"}
+        try:
+            status = http.post("files", content=drip(), headers=headers).status_code
+        except httpx.TransportError:
+            status = 408  # the connection was closed while the client still wrote
+        assert status == 408
+
+
+def test_every_line_is_answered_by_the_route_that_it_names(folder: Path):
+    engine = FakeClient(Script(text="Hi", numbered=True))
+    lines = [line(f"r{i}", CHATS, n=2, max_tokens=9) for i in range(40)]
+    with serving(folder, engine) as client:
+        batch = begin(client, lines, endpoint=CHATS, metadata={"for": "me"})
+        assert batch.status in ("validating", "in_progress") and batch.metadata == {"for": "me"}
+        batch = ended(client, batch.id)
+        assert batch.status == "completed" and batch.error_file_id is None
+        counts = batch.request_counts
+        assert counts and (counts.total, counts.completed, counts.failed) == (40, 40, 0)
+        assert batch.in_progress_at and batch.finalizing_at and batch.completed_at
+        found = answers(client, batch.output_file_id)
+        assert list(found) == [f"r{i}" for i in range(40)], "in the order of the file"
+        for answer in found.values():
+            assert answer["error"] is None and answer["response"]["status_code"] == 200
+            body = ChatCompletion(**answer["response"]["body"])
+            assert [choice.message.content for choice in body.choices] == ["Hi0", "Hi1"]
+        output = client.files.retrieve(batch.output_file_id or "")
+        assert output.purpose == "batch_output"
+    assert all(request.background for request in engine.requests) and len(engine.requests) == 40
+
+
+def test_a_bad_line_fails_alone(folder: Path):
+    bad: dict[str, tuple[dict[str, Any], int, str]] = {
+        "range": (line("range", temperature=7), 400, "temperature"),
+        "stream": (line("stream", stream=True), 400, "stream"),
+        "model": (line("model", model="other"), 404, "model"),
+        "url": (line("url") | {"url": "/admin"}, 400, "url"),
+        "no url": (line("no url") | {"url": None}, 400, "url"),
+        "chat": (line("chat", CHATS), 400, "url"),
+        "get": (line("get") | {"method": "GET"}, 400, "method"),
+        "body": (line("body") | {"body": []}, 400, "body"),
+    }
+    lines = [line("good"), *(each for each, _, _ in bad.values()), line("also good")]
+    with serving(folder) as client:
+        batch = ended(client, begin(client, lines).id)
+        counts = batch.request_counts
+        assert batch.status == "completed" and counts
+        assert (counts.total, counts.completed, counts.failed) == (10, 2, 8)
+        assert set(answers(client, batch.output_file_id)) == {"good", "also good"}
+        errors = answers(client, batch.error_file_id)
+        for name, (_, status, param) in bad.items():
+            response = errors[name]["response"]
+            error = response["body"]["error"]
+            assert (response["status_code"], error["param"]) == (status, param), error
+
+
+@pytest.mark.parametrize(
+    ("lines", "faults"),
+    [
+        ([], [("empty_file", None)]),
+        ([b"{", line("a"), b"[]", b'{"custom_id": 5}'], [
+            ("invalid_json_line", 1), ("invalid_json_line", 3), ("missing_custom_id", 4),
+        ]),
+        ([line("a"), line("b"), line("a")], [("duplicate_custom_id", 3)]),
+        ([b"\xff\xfe"], [("invalid_json_line", 1)]),
+        ([line("a", user="x" * 9000)], [("invalid_json_line", 1)]),
+        ([line(str(i)) for i in range(30)], [("too_many_lines", None)]),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_file_of_requests(
+    folder: Path, lines: list[Any], faults: list[tuple[str, int | None]]
+):
+    with serving(folder, batch_lines=20, body_limit=2000) as client:
+        batch = ended(client, begin(client, lines).id)
+        assert batch.status == "failed" and batch.failed_at and batch.output_file_id is None
+        assert batch.errors and batch.errors.data
+        assert [(fault.code, fault.line) for fault in batch.errors.data] == faults
+        assert all(fault.message for fault in batch.errors.data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"input_file_id": "file-none"}, 404, "input_file_id"),
+        ({"input_file_id": 5}, 400, "input_file_id"),
+        ({"endpoint": "/admin"}, 400, "endpoint"),
+        ({"endpoint": "/v1/files"}, 400, "endpoint"),
+        ({"completion_window": "soon"}, 400, "completion_window"),
+        ({"completion_window": "0h"}, 400, "completion_window"),
+        ({"completion_window": "8d"}, 400, "completion_window"),
+        ({"metadata": {"a": 5}}, 400, "metadata.a"),
+        ({"metadata": {"webhook_url": "http://169.254.169.254/"}}, 400, "metadata.webhook_url"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, 400, None),
+    ],
+)
+def test_bad_batches(folder: Path, fields: dict[str, Any], status: int, param: str | None):
+    with serving(folder) as client, http_client(str(client.base_url)) as http:
+        file = client.files.create(file=("a", b"x"), purpose="batch")
+        good = {"input_file_id": file.id, "endpoint": CHATS, "completion_window": "24h"}
+        reply = http.post("batches", json=good | fields)
+        assert reply.status_code == status, reply.text
+        assert param is None or reply.json()["error"]["param"] == param
+        assert not client.batches.list().data
+
+
+def test_what_belongs_to_another_key_is_not_there(folder: Path):
+    keys = tuple(map(digest_key, ("ann", "bob")))
+    with serving(folder, key="ann", api_keys=keys) as ann:
+        bob = client_of(str(ann.base_url).removesuffix("/v1/"), "bob")
+        batch = ended(ann, begin(ann, [line("a")]).id)
+        asked = [
+            lambda: bob.batches.retrieve(batch.id),
+            lambda: bob.batches.cancel(batch.id),
+            lambda: bob.files.retrieve(batch.input_file_id),
+            lambda: bob.files.content(batch.output_file_id or ""),
+            lambda: bob.files.delete(batch.input_file_id),
+            lambda: bob.batches.create(
+                input_file_id=batch.input_file_id, endpoint=CHATS, completion_window="24h"
+            ),
+        ]
+        for ask in asked:
+            with pytest.raises(openai.NotFoundError):
+                ask()
+        assert not bob.files.list().data and not bob.batches.list().data
+        assert len(ann.batches.list().data) == 1 and len(ann.files.list().data) == 2
+        nobody = client_of(str(ann.base_url).removesuffix("/v1/"), "eve")
+        with pytest.raises(openai.AuthenticationError):
+            nobody.files.list()
+
+
+def test_a_batch_is_cancelled(folder: Path):
+    engine = FakeClient(seats=2)
+    engine.scripts = [Script(text="a"), Script(text="b")]
+    engine.script = Script(hang=True)
+    with serving(folder, engine) as client:
+        batch = begin(client, [line(f"r{i}") for i in range(6)])
+        until(lambda: len(engine.requests) == 4, 30)
+        client.batches.cancel(batch.id)
+        batch = ended(client, batch.id)
+        assert batch.status == "cancelled" and batch.cancelling_at and batch.cancelled_at
+        assert set(answers(client, batch.output_file_id)) == {"r0", "r1"}
+        errors = answers(client, batch.error_file_id)
+        assert {name: each["error"]["code"] for name, each in errors.items()} == dict.fromkeys(
+            ("r2", "r3", "r4", "r5"), "batch_cancelled"
+        )
+        until(lambda: not engine.open, 30)
+        assert client.batches.cancel(batch.id).status == "cancelled"
+        done = ended(client, begin(client, []).id)
+        with pytest.raises(openai.BadRequestError, match="failed and cannot be cancelled"):
+            client.batches.cancel(done.id)
+
+
+def test_a_batch_expires(folder: Path):
+    engine = FakeClient(seats=2)
+    engine.scripts = [Script(text="a")]
+    engine.script = Script(hang=True)
+    with serving(folder, engine) as client:
+        lines = [line(f"r{i}") for i in range(3)]
+        batch = begin(client, lines, completion_window="1s")
+        batch = ended(client, batch.id)
+        assert batch.status == "expired" and batch.expired_at
+        answered = set(answers(client, batch.output_file_id))
+        errors = answers(client, batch.error_file_id)
+        assert {each["error"]["code"] for each in errors.values()} == {"batch_expired"}
+        assert answered <= {"r0"}, "the machine may be too slow even for that one"
+        assert set(errors) == {"r0", "r1", "r2"} - answered
+
+
+def test_a_file_that_is_being_read_stays(folder: Path):
+    engine = FakeClient(Script(hang=True))
+    with serving(folder, engine) as client:
+        batch = begin(client, [line("a")])
+        with pytest.raises(openai.BadRequestError, match="still reads"):
+            client.files.delete(batch.input_file_id)
+        client.batches.cancel(batch.id)
+        ended(client, batch.id)
+        assert client.files.delete(batch.input_file_id).deleted
+
+
+def test_a_refusal_of_the_moment_is_tried_again(folder: Path):
+    """The engine has no room, then it is not there; the line is answered all the same."""
+    engine = FakeClient(Script(text="ok"))
+    full = ErrorInfo("queue_full", "too much waits", retry_after=0.05)
+    gone = ErrorInfo("restarting", "a new engine is being started", retry_after=0.05)
+    engine.scripts = [Script(error=full), Script(error=gone)]
+    with serving(folder, engine) as client:
+        batch = ended(client, begin(client, [line("a")]).id)
+        assert batch.request_counts and batch.request_counts.completed == 1
+        assert len(engine.requests) == 3
+
+
+def test_lines_count_against_the_limits_of_their_key(folder: Path):
+    """At most half of what it may have open, so that its other requests find room."""
+    most = 0
+
+    class Watching(FakeClient):
+        def submit(self, request):
+            nonlocal most
+            most = max(most, len(self.open) + 1)
+            return super().submit(request)
+
+    engine = Watching(Script(text="abcd", delay_s=0.01))
+    with serving(folder, engine, key_max_concurrent=4) as client:
+        batch = ended(client, begin(client, [line(f"r{i}") for i in range(12)]).id)
+        assert batch.request_counts and batch.request_counts.completed == 12
+        assert most == 2
+
+
+def test_a_drain_gives_lines_up_and_the_next_start_goes_on(folder: Path):
+    engine = FakeClient(seats=2)
+    engine.scripts = [Script(text="a"), Script(text="b")]
+    engine.script = Script(hang=True)
+    app = make_app(engine, data_dir=folder)
+    with served(app) as (url, _):
+        client = client_of(url)
+        batch = begin(client, [line(f"r{i}") for i in range(8)])
+        until(lambda: len(engine.requests) == 4, 30)
+        app.state.service.begin_drain()
+        assert app.state.service.is_idle, "a drain does not wait for a batch"
+        until(lambda: not engine.open, 30)
+    again = FakeClient(Script(text="c"))
+    with serving(folder, again) as client:
+        batch = ended(client, batch.id)
+        counts = batch.request_counts
+        assert batch.status == "completed" and counts and counts.completed == 8
+        assert len(answers(client, batch.output_file_id)) == 8
+    assert len(again.requests) == 6, "those that were answered are not asked again"
+
+
+def test_a_folder_serves_one_server_at_a_time(folder: Path):
+    with serving(folder) as first:
+        first.files.create(file=("a", b"x"), purpose="batch")
+        with serving(folder) as second:
+            with pytest.raises(openai.InternalServerError) as refused:
+                second.files.list()
+            assert refused.value.status_code == 503 and refused.value.code == "no_store"
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(folder: Path):
+    folder.mkdir()
+    folder.chmod(0o777)
+    with serving(folder) as client, pytest.raises(openai.InternalServerError) as refused:
+        client.files.list()
+    assert refused.value.code == "no_store" and not list(folder.iterdir())
+
+
+def test_a_server_without_a_folder_says_so():
+    with served(make_app()) as (url, _), pytest.raises(openai.InternalServerError) as refused:
+        client_of(url).batches.list()
+    assert refused.value.code == "no_store"
+
+
+class Hooks(BaseHTTPRequestHandler):
+    """Answers 500 to the first message, and keeps all."""
+
+    came: ClassVar[list[tuple[dict[str, str], bytes]]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.came.append((dict(self.headers), body))
+        self.send_response(500 if len(self.came) == 1 else 200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def hooks() -> Iterator[str]:
+    """A server that is told of ends."""
+    Hooks.came.clear()
+    server = HTTPServer(("127.0.0.1", 0), Hooks)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/hooks/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("secret", ["whsec_c2VjcmV0IG9mIG91cnM=", "any text"])
+def test_the_end_is_told_and_signed(folder: Path, monkeypatch: pytest.MonkeyPatch, secret: str):
+    """Again after a failure; OpenAI's client finds the signature right."""
+    monkeypatch.setattr(webhooks, "_PAUSES_S", (0.05, 0.05))
+    with hooks() as url:
+        limits: dict[str, Any] = {"webhook_prefixes": (url,), "webhook_secret": secret}
+        with serving(folder, **limits) as client:
+            batch = begin(client, [line("a")], metadata={"webhook_url": url + "x"})
+            ended(client, batch.id)
+            until(lambda: len(Hooks.came) == 2, 30)
+            (first, body), (second, again) = Hooks.came
+            assert first["webhook-id"] == second["webhook-id"] and body == again
+            event = client.webhooks.unwrap(again, second, secret=secret)
+            assert event.type == "batch.completed"
+            assert event.data.id == batch.id
+            with pytest.raises(openai.InvalidWebhookSignatureError):
+                client.webhooks.unwrap(again, second, secret="another")
+
+
+def test_an_end_that_was_not_told_is_told_after_a_restart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(webhooks, "_PAUSES_S", (1.0, 0.05))
+    with hooks() as url:
+        limits: dict[str, Any] = {"webhook_prefixes": (url,), "webhook_secret": "s"}
+        with serving(folder, **limits) as client:
+            batch = begin(client, [], metadata={"webhook_url": url})
+            until(lambda: len(Hooks.came) == 1, 30)
+        with serving(folder, **limits) as client:
+            until(lambda: len(Hooks.came) == 2, 30)
+            event = client.webhooks.unwrap(Hooks.came[1][1], Hooks.came[1][0], secret="s")
+            assert event.type == "batch.failed"
+            assert event.data.id == batch.id
+
+
+def test_where_ends_may_be_told():
+    prefixes = ("https://hooks.example.org/jitney/", "http://127.0.0.1:9/x")
+    for good in (
+        "https://hooks.example.org/jitney/",
+        "https://hooks.example.org/jitney/a?b=c",
+        "https://HOOKS.example.org/jitney/a",
+        "http://127.0.0.1:9/x",
+        "http://127.0.0.1:9/x/y",
+    ):
+        assert is_allowed(good, prefixes), good
+    for bad in (
+        "http://hooks.example.org/jitney/a",
+        "https://hooks.example.org/jitneys",
+        "https://hooks.example.org/",
+        "https://hooks.example.org:444/jitney/a",
+        "https://hooks.example.org.evil.org/jitney/a",
+        "https://hooks.example.org@evil.org/jitney/a",
+        "https://me@hooks.example.org/jitney/a",
+        "https://hooks.example.org/jitney/../admin",
+        "https://hooks.example.org/jitney/%2e%2E/admin",
+        "https://hooks.example.org/jitney/.%2e/admin",
+        "https://hooks.example.org\\@evil.org/jitney/",
+        "https://hooks.example.org/jitney/ a",
+        "https://hooks.example.org/jitney/#a",
+        "http://127.0.0.1:9/xy",
+        "http://127.0.0.1:99999/x",
+        "http://169.254.169.254/",
+        "file:///etc/passwd",
+        "x",
+    ):
+        assert not is_allowed(bad, prefixes), bad
+    assert not is_allowed("https://hooks.example.org/", ())
+
+
+def stored(folder: Path, batch: str = "b", lines: int = 3) -> Store:
+    store = Store(folder / "s.sqlite3")
+    store.add_file(StoredFile("file", "me", "batch", "in", 1, 1))
+    store.add_batch(Batch(batch, "me", CHATS, "file", "24h", {}, "", 1, 2))
+    store.add_lines(batch, [Line(n + 1, str(n), 0, 1) for n in range(lines)])
+    assert store.start(batch, 3) and not store.start(batch, 3)
+    return store
+
+
+def test_a_line_keeps_its_first_answer(tmp_path: Path):
+    store = stored(tmp_path)
+    assert store.answer("b", 2, Outcome.COMPLETED, b"first")
+    assert not store.answer("b", 2, Outcome.FAILED, b"second")
+    assert [each.number for each in store.open_lines("b", 0, 9)] == [1, 3]
+    store.close()
+    store = Store(tmp_path / "s.sqlite3")
+    batch = store.batch("b")
+    assert batch and (batch.total, batch.completed, batch.failed) == (3, 1, 0)
+    assert [each.answer for each in store.answers("b", 0, 9)] == [b"", b"first", b""]
+    store.finish("b", "expired", None, None, 4)
+    assert not store.answer("b", 1, Outcome.COMPLETED, b"late")
+    assert not store.unfinished() and store.batch("b", "you") is None
+
+
+def test_batches_that_are_over_are_forgotten_beyond_a_number(tmp_path: Path):
+    store = stored(tmp_path)
+    for number in range(4):
+        store.add_batch(Batch(f"b{number}", "me", CHATS, "file", "24h", {}, "", 1, 2))
+        store.finish(f"b{number}", "expired", None, None, 4)
+    store.forget_ended("me", 2)
+    kept, more = store.batches("me", after="", limit=9)
+    assert [batch.id for batch in kept] == ["b3", "b2", "b"] and not more
+
+
+def test_tables_of_a_newer_version_are_not_touched(tmp_path: Path):
+    store = stored(tmp_path)
+    store._db.execute("PRAGMA user_version = 99")
+    store.close()
+    with pytest.raises(ConfigError, match="newer version"):
+        Store(tmp_path / "s.sqlite3")

@@ -1,0 +1,57 @@
+"""Files of requests, and waiting for batches, for tests of both."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from openai import OpenAI
+from openai.types import Batch
+
+CHATS = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    """One request of a batch."""
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 4}
+    if url == CHATS:
+        asked["messages"] = [{"role": "user", "content": custom_id}]
+    else:
+        asked["prompt"] = custom_id
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": asked | body}
+
+
+def jsonl(lines: list[Any]) -> bytes:
+    """Lines that are bytes already stay as they are."""
+    texts = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
+    return b"\n".join(texts) + b"\n"
+
+
+def begin(client: OpenAI, lines: list[Any], **settings: Any) -> Batch:
+    """Upload the lines and begin a batch."""
+    file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+    asked: dict[str, Any] = {"endpoint": COMPLETIONS, "completion_window": "24h"} | settings
+    return client.batches.create(input_file_id=file.id, **asked)
+
+
+def ended(client: OpenAI, id: str, seconds: float = 30.0) -> Batch:
+    """The batch once it is over."""
+    deadline = time.monotonic() + seconds
+    while True:
+        batch = client.batches.retrieve(id)
+        if batch.status in ("completed", "failed", "expired", "cancelled"):
+            return batch
+        assert time.monotonic() < deadline, f"it is still {batch.status}"
+        time.sleep(0.02)
+
+
+def answers(client: OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
+    """The lines of a batch's file by custom_id; each of them there once."""
+    if file_id is None:
+        return {}
+    lines = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
+    found = {each["custom_id"]: each for each in lines}
+    assert len(found) == len(lines), "a line is answered twice"
+    return found
