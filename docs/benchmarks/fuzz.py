@@ -37,8 +37,8 @@ _CHECKS = [status_code_conformance, content_type_conformance, response_schema_co
 #: Statuses of ours from 500 on that are no faults.
 _MEANT = {503, 504}
 _ALIVE_EVERY = 100
-#: Of the cases, the share of the routes that generate.
-_GENERATING = 0.9
+#: Of the cases, the share of the routes that take a body.
+_WITH_BODY = 0.9
 
 
 @dataclass
@@ -72,14 +72,14 @@ class Fuzzer:
         operations = [
             result.ok() for result in self.schema.get_all_operations() if isinstance(result, Ok)
         ]
-        generating = [op for op in operations if op.method.lower() == "post"]
-        others = [op for op in operations if op.method.lower() != "post"]
-        for operation in generating:
+        with_body = [op for op in operations if "requestBody" in op.definition.raw]
+        others = [op for op in operations if "requestBody" not in op.definition.raw]
+        for operation in with_body:
             for mode in GenerationMode:
-                share = _GENERATING * cases / (2 * len(generating))
+                share = _WITH_BODY * cases / (2 * len(with_body))
                 self._sample(operation, mode, round(share), number)
         for operation in others:
-            share = (1 - _GENERATING) * cases / len(others)
+            share = (1 - _WITH_BODY) * cases / len(others)
             self._sample(operation, GenerationMode.POSITIVE, max(1, round(share)), number)
         self._alive()
         return self.found
