@@ -676,6 +676,15 @@ class ServerSection(Section):
             "more than that step)"
         ),
     )
+    start_timeout_s: float = Field(
+        default=600.0,
+        ge=0,
+        description=(
+            "seconds without progress (a tensor loaded, a program compiled) after which the first "
+            "start of the core process is given up, with status 1; later ones are held to what the "
+            "first one took; 0: no limit"
+        ),
+    )
     restart: bool = Field(
         default=True, description="start a new core process when the old one dies"
     )
@@ -687,7 +696,12 @@ class ServerSection(Section):
         ),
     )
     max_restarts: int = Field(
-        default=5, ge=0, description="restarts within ten minutes before giving up"
+        default=5,
+        ge=0,
+        description=(
+            "restarts within ten minutes before giving up; a core that has served for a minute "
+            "starts the count anew"
+        ),
     )
 
     @field_validator("step_timeout_s")

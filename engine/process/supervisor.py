@@ -41,6 +41,9 @@ log = logging.getLogger("jitney.process")
 #: Restarts are counted within this many seconds; the wait before one doubles from the first to the
 #: second number.
 _RESTART_WINDOW_S = 600.0
+#: A core that was ready for so many seconds is no sign that cores cannot live here: restarts before
+#: it do not count.
+_PROVEN_S = 60.0
 _BACKOFF_S = (0.5, 30.0)
 #: Seconds to wait for a SeatMap, for the last messages of a dead core, and for a core to leave when
 #: asked.
@@ -124,12 +127,14 @@ class ProcessClient:
         self._draining = False
         self._changed = asyncio.Event()
         self._alive_at = time.monotonic()
-        self._watchdog = Watchdog(config.server.step_timeout_s)
+        self._watchdog = Watchdog(config.server.step_timeout_s, config.server.start_timeout_s)
         self._workshop: Workshop | None = None
         self._quarantine = Quarantine()
         self._suspicion = Suspicion()
-        #: When cores were started again, seconds; within _RESTART_WINDOW_S.
+        #: When cores were started again, seconds; those that count.
         self._restarts: deque[float] = deque()
+        #: When the newest core got ready, seconds.
+        self._ready_at = 0.0
 
     async def start(self) -> None:
         """Start the core process and return at once; it is `loading`."""
@@ -206,6 +211,8 @@ class ProcessClient:
         to loop.
         """
         server, now, restarts = self._config.server, time.monotonic(), self._restarts
+        if end.ready and now - self._ready_at >= _PROVEN_S:
+            restarts.clear()
         while restarts and now - restarts[0] > _RESTART_WINDOW_S:
             restarts.popleft()
         never_ready = self.info is None and not end.ready
@@ -284,11 +291,20 @@ class ProcessClient:
         if link.fatal is not None:
             return _CoreEnd("failed", link.fatal.message, link.ready, crashed=True)
         if link.hung:
-            silence = f"the engine process said nothing for {self._watchdog.silence:.0f} s"
-            return _CoreEnd("hung", silence + " and was killed", link.ready, crashed=True)
+            why = f"the engine process said nothing for {self._watchdog.silence:.0f} s"
+            why += f"{self._stage(link)} and was killed"
+            return _CoreEnd("hung", why, link.ready, crashed=True)
         status = link.process.returncode
         why = f"the engine process died ({_how_it_ended(status)})"
         return _CoreEnd("died", why, link.ready, crashed=status != -signal.SIGKILL)
+
+    def _stage(self, link: CoreLink) -> str:
+        """How far a core's start has come, for a sentence; nothing of one that is ready."""
+        if link.ready:
+            return ""
+        if self.progress is None:
+            return " at the beginning of its start"
+        return f" after {self.progress.stage} {self.progress.done} of {self.progress.total}"
 
     async def _watch(self, link: CoreLink) -> None:
         """Kill a core that has been silent for too long.
@@ -343,6 +359,7 @@ class ProcessClient:
         if self._workshop is not None:
             self._workshop.keep_spare()
         self.info, link.ready = info, True
+        self._ready_at = time.monotonic()
         self.history.core_ready(info)
         self._watchdog.core_ready()
         self._send_resumed(link, self._suspicion.core_ready(self._streams.values()))

@@ -23,13 +23,16 @@ class Watchdog:
     something counts: the caller says how much that was.
     """
 
-    def __init__(self, step_timeout_s: float):
-        """step_timeout_s: the setting; 0: learn from the longest step."""
+    def __init__(self, step_timeout_s: float, start_timeout_s: float = 0.0):
+        """step_timeout_s: the setting; 0: learn from the longest step. start_timeout_s: of the
+        first start; 0: no limit.
+        """
         #: Seconds since the core last said anything.
         self.silence = 0.0
         #: Seconds of the longest step seen, of this core and those before it.
         self.longest = 0.0
         self._step_timeout_s = step_timeout_s
+        self._start_timeout_s = start_timeout_s or math.inf
         #: Seconds of the longest start seen; 0 before the first core was ready.
         self.longest_start = 0.0
         # A core is starting, and for how long.
@@ -40,11 +43,11 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """Seconds of silence that are borne now. A first start has no limit: it may download a
-        model, and whoever began it looks on.
+        """Seconds of silence that are borne now. A start reports each tensor that it has loaded and
+        each program that it has compiled; how long one takes, nobody knows before the first.
         """
         if self._starts and not self.longest_start:
-            return math.inf
+            return self._start_timeout_s
         if self._starts:
             return max(_LEAST_START_S, _START_TIMES * self.longest_start)
         learnt = max(_LEAST_S, min(_TIMES * self.longest, self.longest + _MOST_MORE_S))

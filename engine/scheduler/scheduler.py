@@ -29,6 +29,7 @@ from jitney.engine.scheduler.preemption import Preemption, too_long_stalled
 from jitney.engine.scheduler.prompt_scores import PromptScores
 from jitney.engine.scheduler.queues import Lane, RequestWork
 from jitney.engine.scheduler.results import Results
+from jitney.engine.scheduler.row_limit import RowLimit
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
 from jitney.engine.scheduler.suspects import Suspects
@@ -103,9 +104,8 @@ class Scheduler:
         self._scores = PromptScores(pool.page_size)
         self._results = Results(self.state, pool, self._scores)
         self._suspects = Suspects()
-        # Rows that a step has at most; less than the largest bucket's where that was too much for
-        # the device's memory.
-        self._token_budget = buckets.token_budget
+        # Rows that a step has at most.
+        self._row_limit = RowLimit([bucket.tokens for bucket in buckets.mixed])
         self._arrivals = 0
         self._steps = 0
 
@@ -171,7 +171,8 @@ class Scheduler:
         self.state.expire(now)
         if self.state.live.requests:
             self.state.live_at = now
-        draft = Draft(self._token_budget, self.limits.max_seats)
+        self._row_limit.pass_time(now)
+        draft = Draft(self._row_limit.rows, self.limits.max_seats)
         suspect = self._suspects.first
         if suspect is not None:
             self._plan_alone(suspect, draft, now)
@@ -226,12 +227,12 @@ class Scheduler:
         """A step could not be launched or brought nothing, and the device's state is new.
 
         Everybody waits again, with the tokens that are known. Where memory was short and a smaller
-        step is possible, prompts get fewer rows from now on; else each sequence of the step is
+        step is possible, prompts get fewer rows for a while; else each sequence of the step is
         computed alone, and the one that fails again ends with its request.
         """
         self.state.unseat_all(now)
         guilty = self._suspects.on_trial(plan)
-        if out_of_memory and self._shrink():
+        if out_of_memory and self._row_limit.shrink(now):
             return
         if guilty is None:
             self._suspects.accuse(plan)
@@ -241,19 +242,6 @@ class Scheduler:
             log.error("request %s made a step fail, also alone: it ends", guilty.request_id)
             for seq in list(self.state.groups[guilty.request_id].open):
                 self.state.end(seq, "error", _FAILED)
-
-    def _shrink(self) -> bool:
-        """Let steps have no more rows than the next smaller bucket; False if there is none."""
-        smaller = [b.tokens for b in self.buckets.mixed if b.tokens < self._token_budget]
-        if not smaller:
-            return False
-        self._token_budget = smaller[-1]
-        log.warning(
-            "a step was too much for the device's memory: steps with prompt rows have at most %d "
-            "rows from now on",
-            self._token_budget,
-        )
-        return True
 
     def _judge(self, plan: Plan, now: float) -> None:
         """A step has come back: a suspect with a decode row in it, or that ended in it, passes."""
@@ -499,7 +487,7 @@ class Scheduler:
         """
         members = list(self.state.prefilling)
         longest = max(len(seq.tokens) - seq.scheduled for seq in members)
-        width = min(longest, self._token_budget // self.state.batch)
+        width = min(longest, self._row_limit.rows // self.state.batch)
         for seq in members:
             self._add_chunk(seq, draft, width - longest + len(seq.tokens) - seq.scheduled)
         computed = longest - max(len(seq.tokens) - seq.scheduled for seq in members)

@@ -208,6 +208,42 @@ def test_too_little_memory_makes_steps_smaller():
     assert too_large == [64, 32]
 
 
+def test_steps_grow_again_when_memory_is_back():
+    """Not at once, one size at a time, and more rarely where it was for nothing."""
+    clock = FakeClock()
+    core, device = faulty_core(seats=4, budget=64, context=64, pages=65, clock=clock)
+    plans = watch(core)
+
+    def largest(number: int) -> int:
+        """Rows of the largest step of a long prompt that comes now."""
+        del plans[:]
+        request = make_request(str(number), [number] * 60, max_tokens=1)
+        outputs = run_told(core, [request])
+        assert tokens_of(outputs, request.id) == solo(request, 0, 1)
+        return max(plan.bucket.tokens for plan in plans)
+
+    device.memory = 32
+    assert largest(1) == 64  # and it failed
+    assert largest(2) == 32
+    clock.now += 119.0
+    assert largest(3) == 32
+    clock.now += 2.0
+    assert largest(4) == 64  # tried for nothing
+    clock.now += 130.0
+    assert largest(5) == 32
+    clock.now += 120.0
+    device.memory = 64
+    assert largest(6) == 64
+    clock.now += 1000.0
+    device.memory = 16
+    assert largest(7) == 64
+    clock.now += 481.0
+    device.memory = 64
+    assert [largest(8), largest(9)] == [32, 32], "one size at a time"
+    clock.now += 481.0
+    assert largest(10) == 64
+
+
 def test_too_little_memory_for_the_smallest_step_is_the_request_s_fault():
     core, device = faulty_core(seats=4, budget=16)
     device.memory = 7

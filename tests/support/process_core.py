@@ -150,3 +150,16 @@ def build_never(config, source, progress):
 
 def build_slowly(config, source, progress):
     time.sleep(60)
+
+
+def build_that_hangs(config, source, progress):
+    progress(Progress("compile", 1, 2, source.name))
+    time.sleep(60)
+
+
+def build_step_by_step(config, source, progress):
+    """For longer than a limit of two seconds, but never that long without a word."""
+    for done in range(1, 6):
+        time.sleep(0.6)
+        progress(Progress("compile", done, 5, source.name))
+    return Core(), INFO

@@ -528,6 +528,43 @@ def test_a_core_that_keeps_dying_is_given_up():
     run(test)
 
 
+def test_a_core_that_has_served_for_a_while_starts_the_count_anew(monkeypatch):
+    """Whoever kills cores now and then (the kernel, for memory) does not end the server."""
+    monkeypatch.setattr(supervisor, "_PROVEN_S", 0.0)
+    monkeypatch.setattr(supervisor, "_BACKOFF_S", (0.01, 0.01))
+
+    async def test() -> None:
+        async with running(max_restarts=1) as client:
+            for _ in range(3):
+                await client.wait_ready()
+                stream = client.submit(request("x", PAUSE, tokens=20))
+                client.kill()
+                await client.until("restarting", "dead")
+                assert client.state == "restarting"
+                assert (await collect(stream))[-1].finish == "length"
+            assert client.counters.engine_restarts == 3
+
+    run(test)
+
+
+def test_a_first_start_that_stands_still_ends_with_a_reason():
+    async def test() -> None:
+        async with running("build_that_hangs", start_timeout_s=2) as client:
+            with pytest.raises(EngineDead, match=r"said nothing for 2 s after compile 1 of 2"):
+                await client.wait_ready()
+            assert client.counters.engine_restarts == 0
+
+    run(test)
+
+
+def test_a_first_start_that_makes_progress_may_take_its_time():
+    async def test() -> None:
+        async with running("build_step_by_step", start_timeout_s=2) as client:
+            await client.wait_ready()
+
+    run(test)
+
+
 def test_no_restart_means_none():
     async def test() -> None:
         async with running(restart=False) as client:

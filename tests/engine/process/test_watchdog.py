@@ -61,6 +61,17 @@ def test_silence_adds_up_until_something_is_heard():
     assert not watchdog.overdue
 
 
+def test_a_first_start_is_held_to_its_own_limit():
+    watchdog = Watchdog(1.0, 600.0)
+    watchdog.core_starts()
+    for _ in range(3):
+        watchdog.waited(599.0)
+        assert not watchdog.overdue
+        watchdog.heard()
+    watchdog.waited(601.0)
+    assert watchdog.overdue
+
+
 def test_a_start_is_measured_by_those_before_it():
     watchdog = Watchdog(1.0)
     watchdog.core_starts()
