@@ -41,6 +41,12 @@ class PromptTokensDetails(Described):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Described):
+    """Of the output tokens, those that were thoughts."""
+
+    reasoning_tokens: int
+
+
 class Usage(Described):
     """Tokens of a request."""
 
@@ -48,6 +54,8 @@ class Usage(Described):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    #: Of chats.
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionLogprobs(Described):
@@ -133,14 +141,15 @@ class ToolCall(Described):
 
 
 class ChatMessage(Described):
-    """What the model said. content is null where it only called tools; reasoning_content and
-    tool_calls come where there are any.
+    """What the model said. content is null where it only called tools; reasoning_content (also as
+    reasoning, vLLM's name) and tool_calls come where there are any.
     """
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCall] = []
 
 

@@ -273,7 +273,7 @@ class ChatFormat(Format):
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
         entry = {
             "index": index,
-            "message": _message(message_of(total.events)),
+            "message": _message(message_of(self._shown(total.events))),
             "finish_reason": _finish(choice, total),
             "logprobs": self._logprobs(total.tokens),
         }
@@ -292,7 +292,7 @@ class ChatFormat(Format):
         entries: list[dict[str, Any]] = []
         if not choice.started:
             entries.append(self._opening(choice))
-        said = [self._delta(choice, _said(event)) for event in delta.events]
+        said = [self._delta(choice, _said(event)) for event in self._shown(delta.events)]
         shows_tokens = self.request.top_logprobs is not None or self.request.return_token_ids
         if delta.tokens and shows_tokens and not said:
             said.append(self._delta(choice, {"content": ""}))
@@ -303,6 +303,11 @@ class ChatFormat(Format):
         if delta.finish is not None:
             entries.append(self._delta(choice, {}, _finish(choice, delta)))
         return entries
+
+    def _shown(self, events: list[AssistantEvent]) -> list[AssistantEvent]:
+        if self.request.shows_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, ReasoningDelta)]
 
     def _opening(self, choice: Choice) -> dict[str, Any]:
         entry = self._delta(choice, {"role": "assistant", "content": ""})
@@ -338,7 +343,7 @@ def _spelling(data: bytes) -> tuple[str, list[int]]:
 
 def _finish(choice: Choice, delta: ChoiceDelta) -> str | None:
     """Why it ended, as OpenAI says it."""
-    if delta.finish == "stop" and choice.has_called:
+    if delta.finish == "stop" and choice.n_calls:
         return "tool_calls"
     return delta.finish
 
@@ -348,7 +353,7 @@ def _message(message: AssistantMessage) -> dict[str, Any]:
     calls = [_whole_call(call) for call in message.tool_calls]
     shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
     if message.reasoning:
-        shown["reasoning_content"] = message.reasoning
+        shown["reasoning_content"] = shown["reasoning"] = message.reasoning
     if calls:
         shown["content"] = message.content or None
         shown["tool_calls"] = calls
@@ -366,7 +371,7 @@ def _said(event: AssistantEvent) -> dict[str, Any]:
         case ContentDelta():
             return {"content": event.text}
         case ReasoningDelta():
-            return {"reasoning_content": event.text}
+            return {"reasoning_content": event.text, "reasoning": event.text}
         case ToolCallStart():
             function = {"name": event.name, "arguments": ""}
             call = {"index": event.index, "id": event.id, "type": "function"}

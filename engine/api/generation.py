@@ -148,8 +148,10 @@ class Choice:
     unsent: TokenList
     #: Says what the text means; None where the text is all.
     parser: AssistantParser | None = None
-    #: Whether it has called a tool.
-    has_called: bool = False
+    #: Calls of tools after which it ends; None: as many as it makes.
+    most_calls: int | None = None
+    #: Calls of tools so far.
+    n_calls: int = 0
     #: Tokens that came.
     n_tokens: int = 0
     #: Sum of their log-probabilities, if they are asked for.
@@ -169,12 +171,18 @@ class Choice:
         """Add an output; None while nothing can be shown (half a character, a possible stop
         string).
         """
-        text = self.stream.push(
-            output.tokens, final=output.finish is not None, stop_token=output.stop_token
-        )
-        self._count(output, text)
-        self.finish = "stop" if text.stopped else output.finish
-        events = self._parsed(text.text, output.tokens[: text.tokens])
+        events: list[AssistantEvent] = []
+        text = TextDelta("", 0)
+        for part in _parts(output, one_by_one=self.parser is not None):
+            more = self.stream.push(
+                part.tokens, final=part.finish is not None, stop_token=part.stop_token
+            )
+            self._count(part, more)
+            text.text += more.text
+            self.finish = "stop" if more.stopped else part.finish
+            events += self._parsed(more.text, part.tokens[: more.tokens])
+            if self.finish is not None:
+                break
         has_news = bool(text.text if self.parser is None else events)
         if not has_news and self.finish is None:
             return None
@@ -184,12 +192,18 @@ class Choice:
         return delta
 
     def _parsed(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
+        """What new text says. It ends here if that is one call too many, which is left out."""
         if self.parser is None:
             return []
         events = self.parser.push(text, tokens)
         if self.finish is not None:
             events += self.parser.finish()
-        self.has_called = self.has_called or any(isinstance(e, ToolCallStart) for e in events)
+        for place, event in enumerate(events):
+            if isinstance(event, ToolCallStart):
+                if self.n_calls == self.most_calls:
+                    self.finish = "stop"
+                    return events[:place]
+                self.n_calls += 1
         return events
 
     def _count(self, output: SequenceOutput, text: TextDelta) -> None:
@@ -201,6 +215,22 @@ class Choice:
             self.cumulative += entry.logprob
             if self.unsent.scores is not None:
                 self.unsent.scores.append(entry)
+
+
+def _parts(output: SequenceOutput, *, one_by_one: bool) -> Iterator[SequenceOutput]:
+    """An output as several with one token each, so that whose text is what is known exactly."""
+    if not one_by_one or len(output.tokens) < 2:
+        yield output
+        return
+    last = len(output.tokens) - 1
+    for place, token in enumerate(output.tokens):
+        scores = None if output.logprobs is None else output.logprobs[place : place + 1]
+        part = SequenceOutput(
+            request_id=output.request_id, index=output.index, tokens=[token], logprobs=scores
+        )
+        if place == last:
+            part.finish, part.stop_token = output.finish, output.stop_token
+        yield part
 
 
 class Generation:
@@ -269,12 +299,21 @@ class Generation:
         """OpenAI's usage object, as things stand now."""
         prompt = self._context.prompt_tokens
         completion = 0 if self.request.prompt_only else self._completion_tokens()
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
         }
+        if self.request.make_parser is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens so far that were thoughts."""
+        parsers = [choice.parser for choice in self.choices]
+        return sum(parser.reasoning_tokens for parser in parsers if parser is not None)
 
     def _completion_tokens(self) -> int:
         return sum(choice.n_tokens for choice in self.choices)
@@ -406,11 +445,22 @@ def _choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
     choices: list[Choice] = []
     for prompt, engine_request in enumerate(request.engine_requests):
         for sequence in range(request.sampling.n):
-            stream = TextStream(tokenizer, request.sampling, engine_request.prompt)
+            stream = TextStream(
+                tokenizer, request.sampling, engine_request.prompt, request.seen_ids
+            )
             unsent = TokenList.empty(request.top_logprobs)
             parser = None if request.make_parser is None else request.make_parser()
             choices.append(
-                Choice(len(choices), prompt, sequence, engine_request, stream, unsent, parser)
+                Choice(
+                    len(choices),
+                    prompt,
+                    sequence,
+                    engine_request,
+                    stream,
+                    unsent,
+                    parser,
+                    request.most_calls,
+                )
             )
     return choices
 

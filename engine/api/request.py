@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jitney.engine.api.errors import HttpError, echo
-from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody, Message
+from jitney.engine.api.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    ReasoningEffort,
+)
 from jitney.engine.api.service import Context, Service
-from jitney.engine.conversation.events import AssistantParser, ContentParser
+from jitney.engine.conversation.events import AssistantParser
+from jitney.engine.conversation.tools import Tool, ToolUse, chosen_tools, shaped_messages
 from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, Whole
 
@@ -28,6 +35,8 @@ _MAX_CHOICES = 128
 _CHARS_PER_TOKEN = 8
 #: Characters that a chat template may add of its own.
 _TEMPLATE_CHARS = 1 << 16
+#: Characters of a prompt's end that are kept.
+_TAIL_CHARS = 256
 #: Of `truncate_prompt_tokens`.
 _ALL_THERE_IS_ROOM_FOR = -1
 #: Fields of a body that mean the same to the engine.
@@ -41,6 +50,8 @@ class EncodedPrompt:
     ids: list[int]
     #: As the client wrote it; None if it sent token ids.
     text: str | None = None
+    #: Of a conversation: the end of its text, which says whether the model has begun to think.
+    tail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,12 @@ class GenerationRequest:
     prompt_only: bool = False
     #: Makes what splits the text of a choice into thoughts, content and calls; None: nothing does.
     make_parser: Callable[[], AssistantParser] | None = None
+    #: Special tokens that it must see; others are shown only if that is asked for.
+    seen_ids: frozenset[int] = frozenset()
+    #: Calls of tools after which a choice ends; None: as many as it makes.
+    most_calls: int | None = None
+    #: Whether thoughts are shown.
+    shows_reasoning: bool = True
 
     @property
     def sequences(self) -> int:
@@ -107,6 +124,12 @@ class Conversation:
     messages: list[dict[str, Any]]
     #: What else the template is given.
     variables: dict[str, Any] = field(default_factory=dict)
+    #: What the model may call; None: nothing.
+    tools: ToolUse | None = None
+    #: How long it shall think; None: as it likes.
+    effort: ReasoningEffort | None = None
+    #: Whether its thoughts are shown.
+    shows_reasoning: bool = True
 
 
 async def completion_request(
@@ -142,7 +165,14 @@ async def chat_request(service: Service, body: ChatBody, context: Context) -> Ge
 async def chat_conversation(service: Service, body: ChatBody) -> Conversation:
     """What a chat's body makes the template read."""
     messages = await service.slices.result(_template_messages(body.messages))
-    return Conversation(kind=_CHAT, messages=messages, variables=_template_variables(body))
+    return Conversation(
+        kind=_CHAT,
+        messages=messages,
+        variables=body.chat_template_kwargs | _template_variables(body),
+        tools=_tool_use(body),
+        effort=body.reasoning_effort,
+        shows_reasoning=body.include_reasoning is not False,
+    )
 
 
 async def conversation_request(
@@ -160,7 +190,28 @@ async def conversation_request(
     request = await service.slices.result(
         _generation_request(service, body, context, conversation.kind, [prompt], sampling)
     )
-    return replace(request, top_logprobs=sampling.logprobs, make_parser=ContentParser)
+    names = frozenset() if conversation.tools is None else conversation.tools.names
+    turns = service.turns
+    return replace(
+        request,
+        top_logprobs=sampling.logprobs,
+        make_parser=lambda: turns.parser(prompt.tail, names, forced=False),
+        seen_ids=service.marker_ids(names),
+        most_calls=None if conversation.tools is None else conversation.tools.most_calls,
+        shows_reasoning=conversation.shows_reasoning,
+    )
+
+
+def _tool_use(body: ChatBody) -> ToolUse | None:
+    """What the body says of tools."""
+    tools: list[Tool] = []
+    for entry in body.tools or ():
+        function = entry.function
+        tools.append(
+            Tool(function.name, function.description, function.parameters, bool(function.strict))
+        )
+    parallel = body.parallel_tool_calls is not False and not body.names_one_tool
+    return chosen_tools(tools, body.tool_mode, body.chosen_names, parallel=parallel)
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:
@@ -189,10 +240,13 @@ async def conversation_text(service: Service, conversation: Conversation) -> str
     chars = sum(len(str(message["content"])) for message in conversation.messages)
     check_chars(chars, info, kind.prompt_field)
     most_chars = info.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
+    turns, use = service.turns, conversation.tools
+    variables = conversation.variables | turns.effort_variables(conversation.effort)
+    if use is not None and turns.template_has_tools:
+        variables["tools"] = [tool.shown() for tool in use.tools]
+    messages = await service.slices.result(shaped_messages(conversation.messages, turns, use))
     try:
-        return await service.render_chat(
-            conversation.messages, tokenizer, most_chars, conversation.variables
-        )
+        return await service.render_chat(messages, tokenizer, most_chars, variables)
     except RequestError as error:
         raise _blamed(error, kind) from error
 
@@ -373,7 +427,8 @@ def _completion_prompt(item: str | list[int], tokenizer: Tokenizer) -> EncodedPr
 
 def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
     try:
-        return EncodedPrompt(tokenizer.encode(text, add_special_tokens=False))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return EncodedPrompt(ids, tail=text[-_TAIL_CHARS:])
     except RequestError as error:
         raise RequestError(str(error), code=error.info.code, param=_CHAT.prompt_field) from error
 
@@ -416,6 +471,9 @@ def _template_message(message: Message) -> dict[str, Any]:
     fields = message.model_dump(exclude_none=True)
     fields["role"] = "system" if message.role == "developer" else message.role
     fields.setdefault("content", "")
+    thoughts = fields.pop("reasoning", None)
+    if thoughts is not None:
+        fields.setdefault("reasoning_content", thoughts)
     return fields
 
 

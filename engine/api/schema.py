@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -40,6 +41,39 @@ _DAY_MS = 86_400_000
 SAFE_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _SALT = r"^[A-Za-z0-9_-]{1,128}$"
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
+#: Names of functions; OpenAI takes no dots, and 64 characters.
+_FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+_MAX_TOOLS = 128
+#: Variables of a chat template that a request may set, and characters of their JSON.
+_MAX_VARIABLES = 32
+_MAX_VARIABLE_CHARS = 1 << 14
+#: Those that it may not set: what is rendered, and how transformers renders it.
+_OWN_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "kwargs",
+        "load_audio_from_video",
+        "max_length",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+#: Names of JSON schema's types.
+_SCHEMA_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 
 #: Known fields whose meaning we do not give -> the values that ask for nothing (null always does).
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -59,11 +93,13 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True, False),
     "json_schema": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_embeds": (),
     "reasoning_effort": ("none",),
@@ -72,6 +108,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "structured_outputs": (),
     "suffix": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("none",),
     "tools": ([],),
     "typical_p": (1, 1.0),
     "use_beam_search": (False,),
@@ -313,8 +351,6 @@ class GenerationBody(ModelBody):
     cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
     request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
@@ -323,8 +359,6 @@ class GenerationBody(ModelBody):
     def _combinations(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise at_field("stream_options", "is only allowed when stream is true")
-        if self.tool_choice not in (None, "none"):
-            raise at_field("tool_choice", "is only allowed with tools")
         if self.prompt_logprobs is not None and self.stream:
             raise at_field("prompt_logprobs", "is not available in a stream")
         return self
@@ -370,6 +404,109 @@ class _ToolCall(Part):
     function: _ToolFunction
 
 
+FunctionName = Annotated[str, Field(pattern=_FUNCTION_NAME)]
+
+
+def object_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The JSON schema of a function's arguments: of an object, with types that exist. Raises
+    ValueError.
+    """
+    if value is None:
+        return None
+    if value.get("type", "object") != "object":
+        raise ValueError('must be a JSON schema whose type is "object"')
+    unknown = _unknown_type(value)
+    if unknown is not None:
+        raise ValueError(f"{echo(unknown)} is no type of JSON schema")
+    return value
+
+
+def _unknown_type(schema: dict[str, Any]) -> str | None:
+    """A type that does not exist, somewhere among the schemas of properties and items."""
+    todo: list[Any] = [schema]
+    while todo:
+        each = todo.pop()
+        if not isinstance(each, dict):
+            continue
+        types = each.get("type", [])
+        for name in types if isinstance(types, list) else [types]:
+            if not isinstance(name, str) or name not in _SCHEMA_TYPES:
+                return str(name)
+        properties = each.get("properties")
+        if isinstance(properties, dict):
+            todo += properties.values()
+        todo.append(each.get("items"))
+    return None
+
+
+class _Function(Part):
+    name: FunctionName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(object_schema)] = None
+    strict: bool | None = None
+
+
+class _Tool(Part):
+    """A function that the model may ask the client to call."""
+
+    type: Literal["function"]
+    function: _Function
+
+
+class _NamedFunction(Part):
+    name: FunctionName
+
+
+class _NamedTool(Part):
+    """One function, by its name."""
+
+    type: Literal["function"]
+    function: _NamedFunction
+
+
+class _AllowedTools(Part):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=_MAX_TOOLS)]
+
+
+class _Allowed(Part):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
+#: auto: the model may call; none: it may not; required: it must; one function: it must call that
+#: one, once; some of them: it may or must call these.
+_ToolChoice = Literal["auto", "none", "required"] | _NamedTool | _Allowed
+
+
+def _checked_variables(value: Any) -> dict[str, Any]:
+    """Variables for the chat template, none of which is ours. Raises ValueError."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    if len(value) > _MAX_VARIABLES or len(orjson.dumps(value)) > _MAX_VARIABLE_CHARS:
+        raise ValueError(
+            f"must hold at most {_MAX_VARIABLES} variables and {_MAX_VARIABLE_CHARS} characters"
+        )
+    for name in value:
+        if name in _OWN_VARIABLES or not name.isidentifier() or name.startswith("_"):
+            raise ValueError(f"{echo(name)} cannot be set for a chat template")
+        if name.endswith(("_token", "_tokens")) and name.split("_")[0] in _SPECIAL_TOKENS:
+            raise ValueError(f"{echo(name)} cannot be set for a chat template")
+    return value
+
+
+#: What the names of special tokens begin with.
+_SPECIAL_TOKENS = frozenset(
+    {"additional", "bos", "cls", "eos", "extra", "mask", "pad", "sep", "unk"}
+)
+#: How long a model shall think.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class Message(Part):
     """One message. An assistant's content may be null when it called tools; everyone else must say
     something, and a tool what call it answers.
@@ -383,6 +520,10 @@ class Message(Part):
     name: Label | None = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Label | None = None
+    #: What an assistant thought before it answered, which most templates leave out; reasoning:
+    #: another name of it.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -420,14 +561,62 @@ class ChatBody(GenerationBody):
     #: None: true, unless continue_final_message is.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Annotated[list[_Tool], Field(max_length=_MAX_TOOLS)] | None = None
+    #: None: auto where there are tools.
+    tool_choice: _ToolChoice | None = None
+    #: None: true.
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    #: Whether thoughts are shown; None: true.
+    include_reasoning: bool | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any],
+        PlainValidator(_checked_variables, json_schema_input_type=dict[str, Any] | None),
+    ] = {}
 
     @model_validator(mode="after")
     def _chat_combinations(self) -> Self:
+        self._check_tools()
         if self.continue_final_message and self.add_generation_prompt:
             raise at_field("continue_final_message", "excludes add_generation_prompt")
         if self.top_logprobs is not None and not self.logprobs:
             raise at_field("top_logprobs", "is only allowed when logprobs is true")
         return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise at_field("tools", "must not have two functions of one name")
+        if self.tool_choice not in (None, "none") and not names:
+            raise at_field("tool_choice", "is only allowed with tools")
+        for name in self.chosen_names or ():
+            if name not in names:
+                raise at_field("tool_choice", f"names {echo(name)}, which is not among the tools")
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The functions that tool_choice names; None if it names none."""
+        choice = self.tool_choice
+        if isinstance(choice, _NamedTool):
+            return [choice.function.name]
+        if isinstance(choice, _Allowed):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return None
+
+    @property
+    def tool_mode(self) -> Literal["auto", "none", "required"]:
+        """What tool_choice comes to."""
+        choice = self.tool_choice
+        if isinstance(choice, _NamedTool):
+            return "required"
+        if isinstance(choice, _Allowed):
+            return choice.allowed_tools.mode
+        return choice or "auto"
+
+    @property
+    def names_one_tool(self) -> bool:
+        """Whether tool_choice is one function, to be called once."""
+        return isinstance(self.tool_choice, _NamedTool)
 
 
 def parse_body[B: ModelBody](kind: type[B], raw: Mapping[str, Any]) -> tuple[B, list[str]]:

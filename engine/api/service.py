@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.api.text_threads import TextThreads
+from jitney.engine.conversation.formats import TurnFormat, turn_format
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 from jitney.engine.types import EngineInfo
@@ -107,6 +108,33 @@ class Service:
         self.tracing: Tracing | None = None
         #: Files and batches of requests.
         self.batches: Batches | None = None
+        self._turns: TurnFormat | None = None
+        #: By whether calls are looked for.
+        self._marker_ids: dict[bool, frozenset[int]] = {}
+
+    @property
+    def turns(self) -> TurnFormat:
+        """How the model's turns are read. Raises RequestError where there is no model yet."""
+        if self._turns is None:
+            _, tokenizer = self.ready()
+            self.learn_turns(tokenizer)
+        assert self._turns is not None
+        return self._turns
+
+    def learn_turns(self, tokenizer: Tokenizer) -> None:
+        """See in the model's chat template how its turns are read: some 10 ms."""
+        names = self.settings.tool_call_parser, self.settings.reasoning_parser
+        self._turns = turn_format(tokenizer.chat_template, *names)
+
+    def marker_ids(self, names: Collection[str]) -> frozenset[int]:
+        """Special tokens that a parser must see. names: of the functions that may be called."""
+        with_calls = bool(names)
+        if with_calls not in self._marker_ids:
+            _, tokenizer = self.ready()
+            wanted = {marker.encode() for marker in self.turns.markers(with_calls=with_calls)}
+            ids = [id for id in tokenizer.special_ids if tokenizer.token_bytes(id) in wanted]
+            self._marker_ids[with_calls] = frozenset(ids)
+        return self._marker_ids[with_calls]
 
     @property
     def model_name(self) -> str:

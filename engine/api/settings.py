@@ -24,6 +24,10 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] | None = None
     #: Origins ("https://example.org") whose pages may send requests here; "*": all.
     cors_origins: tuple[str, ...] = ()
+    #: How the model's calls and thoughts are read, by the names of
+    #: `engine.conversation.formats`.
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     #: What requests may call the model, the first one in answers; empty: its own name.
     served_model_names: tuple[str, ...] = ()
     body_limit: int = 1 << 20

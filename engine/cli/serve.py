@@ -207,6 +207,7 @@ class _Server:
         service = self.app.state.service
         service.model_names = self.config.server.served_model_name or (model_name,)
         service.chat_templates = await self._chat_templates(tokenizer)
+        await _in_thread(lambda: service.learn_turns(tokenizer))
         service.tokenizer = tokenizer
 
     async def _chat_templates(self, tokenizer: Tokenizer) -> ChatTemplates | None:
@@ -283,6 +284,8 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
         admin_keys=tuple(map(digest_key, keys.admins)),
         allowed_hosts=server.answered_hosts,
         cors_origins=server.cors_origins,
+        tool_call_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
         served_model_names=server.served_model_name,
         body_limit=server.body_limit,
         header_timeout_s=server.read_timeout_s,

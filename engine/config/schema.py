@@ -23,6 +23,47 @@ KernelsName = Literal["auto", "reference", "native", "triton", "pallas"]
 #: The policies and orders by name, which `jitney.engine.scheduler.policies` makes.
 PolicyName = Literal["continuous", "static", "dynamic"]
 OrderName = Literal["fcfs", "priority", "shortest", "fair"]
+#: Ways to write calls and thoughts, which `jitney.engine.conversation.formats` describes.
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "harmony",
+    "openai",
+    "gptoss",
+    "deepseek_v31",
+    "deepseek_v3",
+    "deepseek_r1",
+    "mistral_named",
+    "mistral_v11",
+    "mistral",
+    "gemma4",
+    "functiongemma",
+    "hermes",
+    "qwen",
+    "qwen25",
+    "qwen3",
+    "llama3_json",
+    "llama3",
+    "llama4_json",
+    "gemma",
+    "gemma3",
+]
+ReasoningParserName = Literal[
+    "auto",
+    "none",
+    "harmony",
+    "openai",
+    "openai_gptoss",
+    "gptoss",
+    "qwen3",
+    "deepseek_r1",
+    "deepseek_v3",
+    "deepseek_v31",
+    "think",
+    "mistral",
+    "magistral",
+    "gemma4",
+]
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 #: A host as the Host header has it, and an origin as a browser sends it (lower case, no path).
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
@@ -538,6 +579,20 @@ class ServerSection(Section):
         description=(
             "names that requests may call the model by, the first of them in answers; empty: the "
             "model's own"
+        ),
+    )
+    tool_call_parser: ToolParserName = Field(
+        default="auto",
+        description=(
+            "how the model writes calls of tools, by the names of vLLM's parsers; auto: by its "
+            "chat template; none: calls are content"
+        ),
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        default="auto",
+        description=(
+            "how the model marks what it thinks, by the names of vLLM's parsers; auto: by its chat "
+            "template; none: thoughts are content"
         ),
     )
     body_limit: int = Field(

@@ -5,8 +5,12 @@ Names are those of vLLM's parsers where it has one for the same form.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, TemplateError, meta
 
 from jitney.engine.conversation import harmony
 from jitney.engine.conversation.events import AssistantParser
@@ -22,6 +26,7 @@ from jitney.engine.conversation.tool_calls import (
     PythonCalls,
     TaggedCalls,
 )
+from jitney.engine.errors import RequestError
 
 #: Makes the reader of turns in which these functions may be called.
 type NewReader = Callable[[frozenset[str]], TextReader]
@@ -59,6 +64,8 @@ class ToolFormat:
     markers: tuple[str, ...] = ()
     #: What of a template's text shows that its model calls tools this way: one of these.
     signs: tuple[str, ...] = ()
+    #: And what shows that it does not.
+    unless: str = "\0"
     #: Whether templates want a call's arguments as an object, not as JSON text.
     wants_objects: bool = True
 
@@ -132,7 +139,8 @@ TOOL_FORMATS = (
             last=_CALLS_END,
         ),
         markers=_DEEPSEEK_MARKERS,
-        signs=(f"{_CALL_BEGIN}'+ tool['function']['name'] + '{_CALL_SEP}",),
+        signs=(_CALL_BEGIN,),
+        unless="```json",
         wants_objects=False,
     ),
     ToolFormat(
@@ -238,7 +246,7 @@ REASONING_FORMATS = (
         ("deepseek_r1", "deepseek_v3", "deepseek_v31", "think"),
         "<think>",
         "</think>",
-        ("</think>",),
+        ("</think>", "<think>"),
     ),
     ReasoningFormat("mistral", ("magistral",), "[THINK]", "[/THINK]", ("[/THINK]",)),
     ReasoningFormat("gemma4", (), "<|channel>thought\n", "<channel|>", ("<|channel>thought",)),
@@ -257,12 +265,15 @@ REASONING_NAMES = (
     *_HARMONY_NAMES,
     *(name for format in REASONING_FORMATS for name in (format.name, *format.aliases)),
 )
-#: Ways to name what has tools in a template's text.
-_TOOL_VARIABLES = ("tools", "custom_tools", "builtin_tools")
+#: Variables of templates that turn thinking on and off.
+_SWITCHES = ("enable_thinking", "thinking")
+#: Marks of templates for training, which jinja2 does not know.
+_TRAINING_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TurnFormat:
     """How the served model's turns are read."""
 
     #: None: calls are not looked for.
@@ -270,22 +281,47 @@ class Conversation:
     #: None: thoughts are not told from the rest, or by harmony's channels.
     reasoning: ReasoningFormat | None = None
     has_channels: bool = False
-    #: Whether the chat template shows tools to the model itself.
-    template_has_tools: bool = False
-    #: The template's text, for what else it can do.
-    template: str = field(default="", repr=False)
+    #: What the chat template can be given.
+    variables: frozenset[str] = frozenset()
+
+    @property
+    def template_has_tools(self) -> bool:
+        """Whether the chat template shows tools to the model itself."""
+        return "tools" in self.variables
 
     @property
     def thinks(self) -> bool:
         return self.has_channels or self.reasoning is not None
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that must be seen even where they are special tokens."""
-        texts: tuple[str, ...] = () if self.tools is None else self.tools.markers
+    def markers(self, *, with_calls: bool) -> tuple[str, ...]:
+        """Texts that a parser must see even where they are special tokens."""
+        if self.has_channels:
+            return harmony.MARKERS
+        texts: tuple[str, ...] = ()
         if self.reasoning is not None:
             texts += (self.reasoning.start, self.reasoning.end)
-        return (texts + harmony.MARKERS) if self.has_channels else texts
+        if self.tools is not None and with_calls:
+            texts += self.tools.markers
+        return texts
+
+    def effort_variables(self, effort: str | None) -> dict[str, Any]:
+        """What tells the template how long the model shall think. Raises RequestError where nothing
+        would.
+        """
+        if effort is None:
+            return {}
+        if "reasoning_effort" in self.variables:
+            return {"reasoning_effort": effort}
+        for switch in _SWITCHES:
+            if switch in self.variables:
+                return {switch: effort != "none"}
+        if effort == "none" and not self.thinks:
+            return {}
+        raise RequestError(
+            "this model cannot be told how long to think",
+            code="unsupported_parameter",
+            param="reasoning_effort",
+        )
 
     def parser(self, prompt: str, names: frozenset[str], *, forced: bool) -> AssistantParser:
         """Of a turn that follows a prompt text. names: of the functions that may be called; empty:
@@ -329,18 +365,27 @@ def is_closed(prompt: str, reasoning: ReasoningFormat) -> bool:
     return prompt.rstrip().endswith(reasoning.end)
 
 
-def conversation_of(template: str, tools: str = AUTO, reasoning: str = AUTO) -> Conversation:
+def turn_format(template: str, tools: str = AUTO, reasoning: str = AUTO) -> TurnFormat:
     """How a model's turns are read. tools, reasoning: names, `AUTO` by the chat template's text."""
     channels = reasoning in _HARMONY_NAMES
     if reasoning == AUTO:
         channels = harmony.CHANNEL in template
-    return Conversation(
+    return TurnFormat(
         tools=_tool_format(template, tools),
         reasoning=None if channels else _reasoning_format(template, reasoning),
         has_channels=channels,
-        template_has_tools=any(name in template for name in _TOOL_VARIABLES),
-        template=template,
+        variables=template_variables(template),
     )
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """What a chat template can be given; of one that jinja2 cannot read, all its words."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = environment.parse(_TRAINING_MARKS.sub("", template))
+        return frozenset(meta.find_undeclared_variables(parsed))
+    except TemplateError:
+        return frozenset(_WORD.findall(template))
 
 
 def _tool_format(template: str, name: str) -> ToolFormat | None:
@@ -348,7 +393,8 @@ def _tool_format(template: str, name: str) -> ToolFormat | None:
         return None
     if name == AUTO:
         for format in TOOL_FORMATS:
-            if any(sign in template for sign in format.signs):
+            is_signed = any(sign in template for sign in format.signs)
+            if is_signed and format.unless not in template:
                 return format
         return GENERIC
     return next(format for format in TOOL_FORMATS if name in (format.name, *format.aliases))

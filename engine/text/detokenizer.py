@@ -52,7 +52,8 @@ class TextStream:
     A stop string counts when its last character appears; of several that end together the longest
     wins. So the cut does not depend on how the text is split into tokens or the tokens into pushes.
     Text of the first `min_tokens` tokens is not searched. prompt_ids: the tokens before; only a
-    character left unfinished at their end matters.
+    character left unfinished at their end matters. seen_ids: special tokens that are no text to be
+    skipped, because somebody reads them.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class TextStream:
         tokenizer: TokenBytes,
         params: SamplingParams,
         prompt_ids: list[int] | tuple[int, ...] = (),
+        seen_ids: Set[int] = frozenset(),
     ):
         self._token_bytes = tokenizer.token_bytes
         self._skip: Set[int] = frozenset()
         if params.skip_special_tokens:
-            self._skip = tokenizer.special_ids
+            self._skip = tokenizer.special_ids - seen_ids
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         #: By the first character: most characters begin no stop string, however many there are.

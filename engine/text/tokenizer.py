@@ -70,6 +70,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._fast.chat_template)
 
+    @property
+    def chat_template(self) -> str:
+        """The template's text; empty if there is none."""
+        return self._fast.get_chat_template() if self.has_chat_template else ""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with the special tokens its model puts around a text, if asked
         for. The interpreter is free meanwhile; offsets, which nobody reads, would be made and
@@ -105,7 +110,7 @@ class Tokenizer:
             return None
         names = self._fast.special_tokens_map
         special_tokens = {name: str(token) for name, token in names.items()}
-        return TemplateSource(self._fast.get_chat_template(), special_tokens)
+        return TemplateSource(self.chat_template, special_tokens)
 
     def apply_chat_template(
         self,

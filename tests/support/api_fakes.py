@@ -48,6 +48,8 @@ class ByteTokenizer:
     eos_ids = (EOS,)
     vocab_size = VOCAB
     has_chat_template = True
+    #: What the template is taken to be, where its text is looked at.
+    chat_template = ""
     bos_id = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -83,6 +85,8 @@ class Script:
     """What the fake engine does with a request: it generates `text`, one token per output."""
 
     text: str = "Hello, wörld!"
+    #: In its place: the tokens, without the one that ends them.
+    tokens: list[int] | None = None
     #: Seconds before each output, and before the first.
     delay_s: float = 0.0
     first_delay_s: float = 0.0
@@ -186,6 +190,8 @@ class FakeClient:
 
     def _tokens(self, request: EngineRequest, script: Script, index: int) -> list[int]:
         tokens = list((script.text + (str(index) if script.numbered else "")).encode())
+        if script.tokens is not None:
+            tokens = list(script.tokens)
         tokens += [] if request.sampling.ignore_eos else [EOS]
         return tokens[: request.sampling.max_tokens]
 
@@ -260,8 +266,14 @@ def score(token: int, top: int) -> TokenLogprobs:
     )
 
 
-def make_app(client: FakeClient | None = None, model: str = "m", **settings: Any):
-    return create_app(client or FakeClient(), ByteTokenizer(), ServerSettings(**settings), model)  # type: ignore[arg-type]
+def make_app(
+    client: FakeClient | None = None,
+    model: str = "m",
+    tokenizer: ByteTokenizer | None = None,
+    **settings: Any,
+):
+    tokenizer = tokenizer or ByteTokenizer()
+    return create_app(client or FakeClient(), tokenizer, ServerSettings(**settings), model)  # type: ignore[arg-type]
 
 
 @dataclass

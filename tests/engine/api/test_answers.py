@@ -116,7 +116,8 @@ def test_a_streamed_chat_to_the_byte():
         + chunk(
             "",
             '{"prompt_tokens":20,"completion_tokens":4,"total_tokens":24,'
-            '"prompt_tokens_details":{"cached_tokens":0}}',
+            '"prompt_tokens_details":{"cached_tokens":0},'
+            '"completion_tokens_details":{"reasoning_tokens":0}}',
         )
         + b"data: [DONE]\n\n"
     )
@@ -467,7 +468,9 @@ def test_text_parts_roles_and_earlier_tool_calls():
     ]
     assert ask(CHATS, {"model": "m", "messages": messages}, client).status == 200
     assert bytes(client.requests[0].prompt).decode() == (
-        "system: be\nsystem: brief\nuser: a\nb\nassistant: \ntool: \nassistant: ok\nassistant: "
+        "system: be\nsystem: brief\nuser: a\nb\n"
+        'assistant: <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
+        "user: <tool_response>\n\n</tool_response>\nassistant: ok\nassistant: "
     )
 
 

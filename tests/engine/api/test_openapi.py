@@ -80,7 +80,7 @@ def test_what_is_not_supported_is_said_to_be():
     """And it is refused as the document says."""
     properties = fetched()["components"]["schemas"]["ChatBody"]["properties"]
     refused = {name for name, schema in properties.items() if "not supported" in str(schema)}
-    assert {"tools", "response_format", "prompt", "functions"} <= refused
+    assert {"suffix", "chat_template", "prompt", "functions"} <= refused
     plain = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     for name in refused:
         for neutral in properties[name]["enum"]:

@@ -24,7 +24,7 @@ from jitney.engine.conversation.formats import (
     REASONING_NAMES,
     TOOL_FORMATS,
     TOOL_NAMES,
-    conversation_of,
+    turn_format,
 )
 
 NAMES = frozenset({"f", "get_weather"})
@@ -205,8 +205,8 @@ CASES = [
 
 
 def parsed(case: Case, pieces: list[str]) -> list[AssistantEvent]:
-    conversation = conversation_of("", case.tools, case.thinks)
-    parser = conversation.parser(case.prompt, NAMES, forced=False)
+    turns = turn_format("", case.tools, case.thinks)
+    parser = turns.parser(case.prompt, NAMES, forced=False)
     events: list[AssistantEvent] = []
     for piece in pieces:
         events += parser.push(piece, [0])
@@ -229,7 +229,7 @@ def joined(events: list[AssistantEvent]) -> list[tuple[Any, ...]]:
                 key = ("reasoning", 0)
         assert text
         if said and said[-1][:2] == key:
-            said[-1] = (*key, said[-1][2] + text)
+            said[-1] = (*key, f"{said[-1][2]}{text}")
         else:
             said.append((*key, text))
     return said
@@ -289,8 +289,8 @@ def test_pieces_do_not_matter_whatever_is_written(tools, thinks, fragments, plac
 
 
 def test_text_is_held_back_no_longer_than_needed():
-    conversation = conversation_of("", "hermes", "qwen3")
-    parser = conversation.parser("", NAMES, forced=False)
+    turns = turn_format("", "hermes", "qwen3")
+    parser = turns.parser("", NAMES, forced=False)
     pieces = ["Hi", " <", "b>", " <tool", "_box>", "."]
     said = [joined(parser.push(piece, [0])) for piece in pieces]
     content = [[entry[2] for entry in one] for one in said]
@@ -298,7 +298,7 @@ def test_text_is_held_back_no_longer_than_needed():
 
 
 def test_arguments_come_while_they_are_written():
-    parser = conversation_of("", "hermes").parser("", NAMES, forced=False)
+    parser = turn_format("", "hermes").parser("", NAMES, forced=False)
     parser.push('<tool_call>\n{"name": "f", "arguments": ', [0])
     first = parser.push('{"te', [0])
     assert isinstance(first[0], ToolCallStart) and first[1] == ToolCallArguments(0, '{"te')
@@ -315,7 +315,7 @@ def test_thoughts_are_counted_by_token(thinks: str):
     else:
         tokens = ["<think>", "\n", "I ", "th", "ink", "\n", "</", "think", ">", "\n\n", "So"]
         expected = 5
-    parser = conversation_of("", "hermes", thinks).parser("", NAMES, forced=False)
+    parser = turn_format("", "hermes", thinks).parser("", NAMES, forced=False)
     for number, token in enumerate(tokens):
         parser.push(token, [number])
     parser.finish()
@@ -330,8 +330,8 @@ def test_mistrals_names_of_calls_are_as_its_templates_want_them():
 
 @pytest.mark.parametrize("name", TOOL_NAMES)
 def test_every_name_is_known(name: str):
-    conversation = conversation_of("", name)
-    assert (conversation.tools is None) == (name == NONE)
+    turns = turn_format("", name)
+    assert (turns.tools is None) == (name == NONE)
 
 
 def test_names_of_both_kinds():
