@@ -378,6 +378,7 @@ def test_models_version_and_slots():
         "n_decoded": 3,
         "n_remain": 6,
         "n_pages": 1,
+        "background": False,
     }
     assert free["is_processing"] is False and free["request_id"] is None
 
