@@ -158,6 +158,8 @@ class Choice:
     cumulative: float = 0.0
     #: Why it ended; None while it goes on.
     finish: str | None = None
+    #: The stop string that ended it, if one did.
+    stop_string: str | None = None
     #: Whether its first chunk is out; written by whoever formats the stream.
     started: bool = False
     #: time.monotonic() of its newest token; 0 before the first.
@@ -180,6 +182,7 @@ class Choice:
             self._count(part, more)
             text.text += more.text
             self.finish = "stop" if more.stopped else part.finish
+            self.stop_string = more.stop
             events += self._parsed(more.text, part.tokens[: more.tokens])
             if self.finish is not None:
                 break

@@ -27,6 +27,7 @@ from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, Whole
 
 if TYPE_CHECKING:
+    from jitney.engine.text.fill_in import FillIn
     from jitney.engine.text.tokenizer import Tokenizer
 
 #: Most choices of one request, over all its prompts.
@@ -140,9 +141,11 @@ async def completion_request(
     sampling = _completion_sampling(body, info)
     _check_choices(len(body.prompt) * sampling.n, info)
     lengths = [len(item) for item in body.prompt if isinstance(item, str)]
-    check_chars(max(lengths, default=0), info, "prompt")
+    check_chars(max(lengths, default=0) + len(body.suffix or ""), info, "prompt")
+    if body.suffix:
+        sampling = with_ends(sampling, fill_in_of(tokenizer, "suffix"))
     prompts = await service.off_loop(
-        lambda: [_completion_prompt(item, tokenizer) for item in body.prompt]
+        lambda: [_completion_prompt(item, body.suffix, tokenizer) for item in body.prompt]
     )
     request = await service.slices.result(
         _generation_request(service, body, context, _COMPLETION, prompts, sampling)
@@ -419,10 +422,47 @@ def check_chars(chars: int, info: EngineInfo, param: str) -> None:
         )
 
 
-def _completion_prompt(item: str | list[int], tokenizer: Tokenizer) -> EncodedPrompt:
-    if isinstance(item, str):
-        return EncodedPrompt(tokenizer.encode(item), item)
-    return EncodedPrompt(item)
+def _completion_prompt(
+    item: str | list[int], suffix: str | None, tokenizer: Tokenizer
+) -> EncodedPrompt:
+    if not isinstance(item, str):
+        return EncodedPrompt(item)
+    if suffix:
+        return EncodedPrompt(fill_in_of(tokenizer, "suffix").prompt(tokenizer, item, suffix), item)
+    return EncodedPrompt(tokenizer.encode(item), item)
+
+
+def fill_in_of(tokenizer: Tokenizer, param: str) -> FillIn:
+    """How the model is asked to fill in the middle. Raises RequestError naming the field that asks
+    for it.
+    """
+    if tokenizer.fill_in is None:
+        raise RequestError(
+            "this model was not taught to fill in the middle: its vocabulary has no tokens for it",
+            code="unsupported_parameter",
+            param=param,
+        )
+    return tokenizer.fill_in
+
+
+def with_ends(sampling: SamplingParams, fill_in: FillIn) -> SamplingParams:
+    """The parameters, ended also by what ends a middle that was filled in."""
+    ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *fill_in.ends)))
+    return msgspec.structs.replace(sampling, stop_token_ids=ends)
+
+
+async def ids_request(
+    service: Service,
+    body: GenerationBody,
+    context: Context,
+    kind: Kind,
+    ids: list[int],
+    sampling: SamplingParams,
+) -> GenerationRequest:
+    """The request that continues a prompt of tokens. Raises RequestError."""
+    return await service.slices.result(
+        _generation_request(service, body, context, kind, [EncodedPrompt(ids)], sampling)
+    )
 
 
 def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:

@@ -372,6 +372,8 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[
         list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)
     ]
+    #: What comes after the answer, which fills in the middle; "": nothing.
+    suffix: str | None = None
     best_of: Annotated[int | None, ranged("n")] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, ranged("logprobs")] = None
@@ -388,6 +390,10 @@ class CompletionBody(GenerationBody):
             )
         if self.max_tokens == 0 and not self.echo:
             raise at_field("max_tokens", "may be 0 only with echo")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise at_field("suffix", "needs prompts that are texts")
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise at_field("suffix", "excludes echo and truncate_prompt_tokens")
         return self
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError, RequestError
+from jitney.engine.text.fill_in import FillIn, find_fill_in
 from jitney.engine.text.gguf_tokenizer import (
     byte_characters,
     fast_from_folder,
@@ -158,6 +159,15 @@ class Tokenizer:
         return frozenset(inspect.signature(self._fast.apply_chat_template).parameters) - {
             "continue_final_message"
         }
+
+    @cached_property
+    def fill_in(self) -> FillIn | None:
+        """How the model is asked to fill in the middle; None if it was not taught to."""
+        return find_fill_in(self)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None if it has none."""
+        return self._rust.token_to_id(token)
 
     def id_to_token(self, id: int) -> str | None:
         """The token as the vocabulary spells it, or None for an id it does not have."""

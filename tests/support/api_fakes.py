@@ -26,6 +26,7 @@ from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import Progress, SeatMap
 from jitney.engine.process.client import EngineCounters, EngineState
 from jitney.engine.telemetry.history import History
+from jitney.engine.text.fill_in import FillIn
 from jitney.engine.types import (
     EngineInfo,
     EngineRequest,
@@ -51,6 +52,7 @@ class ByteTokenizer:
     #: What the template is taken to be, where its text is looked at.
     chat_template = ""
     bos_id = None
+    fill_in: FillIn | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

@@ -29,6 +29,7 @@ from jitney.engine.api.text_tools.bodies import (
     TokenizeAnswer,
     TokenizeBody,
 )
+from jitney.engine.api.text_tools.infill import InfillAnswer, InfillBody, infill
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
 
@@ -126,6 +127,15 @@ def _written(pieces: Iterator[bytes]) -> Generator[bytes, None, None]:
 
 
 TEXT_ROUTES = (
+    HttpRoute(
+        "/infill",
+        _POST,
+        infill,
+        "what stands between two texts, as llama.cpp has it",
+        generates=True,
+        body=InfillBody,
+        answer=InfillAnswer,
+    ),
     HttpRoute(
         "/tokenize",
         _POST,

@@ -1,0 +1,149 @@
+"""POST /infill, in llama.cpp's form: what stands between two texts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from jitney.engine.api.endpoints import Answer, read_body
+from jitney.engine.api.errors import error_event
+from jitney.engine.api.formats import Format
+from jitney.engine.api.generation import Choice, ChoiceDelta
+from jitney.engine.api.jsonio import in_pieces
+from jitney.engine.api.request import (
+    GenerationRequest,
+    Kind,
+    check_chars,
+    check_model,
+    fill_in_of,
+    ids_request,
+    sampling_params,
+    with_ends,
+)
+from jitney.engine.api.schema import GenerationBody, Label, Part
+from jitney.engine.api.service import Context, Service, context_of
+from jitney.engine.text.fill_in import OtherFile
+from jitney.engine.types import JsonDict
+
+#: Most other texts of a request.
+_MOST_EXTRA = 64
+#: Fields of other routes; and those that the answer has no place for.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "max_completion_tokens": (),
+    "messages": (),
+    "n": (1,),
+    "prompt_logprobs": (),
+    "stream_options": (),
+    "suffix": (),
+}
+_KIND = Kind("infill-", "input_prefix", clamps=True)
+
+
+class _Extra(Part):
+    text: str
+    filename: Label | None = None
+
+
+class InfillBody(GenerationBody):
+    """POST /infill: input_prefix and prompt come before what is asked for, input_suffix after."""
+
+    refused = _REFUSED
+
+    input_prefix: str
+    input_suffix: str
+    #: Goes on where input_prefix ends: the line that is being written.
+    prompt: str | None = None
+    #: Other texts that the model should know of.
+    input_extra: Annotated[list[_Extra], Field(max_length=_MOST_EXTRA)] | None = None
+    #: llama.cpp's name of max_tokens; -1: as many as there is room for.
+    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+
+
+class InfillAnswer(BaseModel):
+    """What stands between. tokens come with return_token_ids."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    truncated: bool
+    stop_type: str
+
+
+async def infill(service: Service, request: Request) -> ASGIApp:
+    body, headers = await read_body(service, request, InfillBody)
+    wanted = await _infill_request(service, body, context_of(request.scope))
+    return Answer(service, wanted, InfillFormat, headers)
+
+
+async def _infill_request(
+    service: Service, body: InfillBody, context: Context
+) -> GenerationRequest:
+    info, tokenizer = service.ready()
+    check_model(service, body.model)
+    fill_in = fill_in_of(tokenizer, "input_suffix")
+    extra = body.input_extra or []
+    texts = [body.input_prefix, body.input_suffix, body.prompt or "", *(e.text for e in extra)]
+    check_chars(sum(map(len, texts)), info, _KIND.prompt_field)
+    others = [OtherFile(each.filename or "file", each.text) for each in extra]
+    before = body.input_prefix + (body.prompt or "")
+    most = body.max_tokens if body.n_predict in (None, -1) else body.n_predict
+    sampling = with_ends(sampling_params(body, info, {"max_tokens": most}), fill_in)
+    ids = await service.off_loop(
+        lambda: fill_in.prompt(tokenizer, before, body.input_suffix, others)
+    )
+    return await ids_request(service, body, context, _KIND, ids, sampling)
+
+
+class InfillFormat(Format):
+    """llama.cpp's events: no [DONE], the last one says `stop`."""
+
+    def whole(self) -> Generator[bytes, None, None]:
+        [choice] = self.generation.choices
+        return in_pieces(self._last(choice, self._totals[choice.index]))
+
+    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        piece = self._piece(choice, delta)
+        if delta.finish is not None:
+            piece = self._last(choice, delta)
+        yield b"data: "
+        yield from in_pieces(piece)
+        yield b"\n\n"
+
+    def tail(self) -> Generator[bytes, None, None]:
+        yield from ()
+
+    def failure(self, error: Exception, request_id: str) -> Generator[bytes, None, None]:
+        yield error_event(error, request_id)
+
+    def _piece(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
+        tokens = delta.tokens.ids if self.request.return_token_ids else []
+        return {"index": choice.index, "content": delta.text, "tokens": tokens, "stop": False}
+
+    def _last(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
+        usage: dict[str, Any] = self.generation.usage()
+        return self._piece(choice, delta) | {
+            "stop": True,
+            "model": self.request.model,
+            "tokens_predicted": usage["completion_tokens"],
+            "tokens_evaluated": usage["prompt_tokens"],
+            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "truncated": False,
+            "stop_type": _stop_type(choice, delta),
+        }
+
+
+def _stop_type(choice: Choice, delta: ChoiceDelta) -> str:
+    if delta.finish != "stop":
+        return "limit"
+    return "word" if choice.stop_string else "eos"
