@@ -1,5 +1,8 @@
 """The open connections of a server: how many there may be, and who of them does not read.
 
+One between two requests is kept for long, so that clients close first: who sends at the moment at
+which we close would see a reset. It makes room as soon as somebody else needs its place.
+
 A client that stops reading costs what waits for it, and keeps its sequences in their seats. So what
 was written to a connection must have left within `write_timeout_s`, and all that waits for slow
 readers together is bounded.
@@ -40,8 +43,17 @@ class Connection(Protocol):
         """How many of them wait for the client to read."""
         ...
 
+    @property
+    def idle_since(self) -> float | None:
+        """time.monotonic() since which it is between two requests; None: it is not."""
+        ...
+
     def drop(self) -> None:
         """Close it at once; what waits is lost."""
+        ...
+
+    def close(self) -> None:
+        """Close it once what was written has left."""
         ...
 
 
@@ -82,9 +94,22 @@ class Connections:
         if len(self._open) >= self.most + _SPARE:
             connection.drop()
             return
+        if len(self._open) >= self.most:
+            self._make_room()
         self._open[connection] = _Mark(0, time.monotonic())
         if self._look is None:
             self._look_later()
+
+    def _make_room(self) -> None:
+        """Close the connection that has been idle for longest, if one is."""
+        longest, oldest = None, time.monotonic()
+        for connection in self._open:
+            since = connection.idle_since
+            if since is not None and since <= oldest:
+                longest, oldest = connection, since
+        if longest is not None:
+            self.closed(longest)
+            longest.close()
 
     def closed(self, connection: Connection) -> None:
         self._open.pop(connection, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+import time
 import uuid
 from typing import Any
 
@@ -88,6 +89,8 @@ class _BoundedProtocol(H11Protocol):
     _discarding = False
     _left_to_discard = _DISCARDED_BYTES
     _head_timer: asyncio.TimerHandle | None = None
+    #: time.monotonic() of the end of its newest answer.
+    _answered_at = 0.0
     _bare: asyncio.Transport
     _outbound: _Outbound
 
@@ -98,6 +101,12 @@ class _BoundedProtocol(H11Protocol):
     @property
     def waiting(self) -> int:
         return self._bare.get_write_buffer_size()
+
+    @property
+    def idle_since(self) -> float | None:
+        if self.timeout_keep_alive_task is None:
+            return None
+        return self._answered_at
 
     def drop(self) -> None:
         self._bare.abort()
@@ -129,6 +138,7 @@ class _BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """A request that was answered before its body was there ends the connection."""
+        self._answered_at = time.monotonic()
         if self.conn.their_state is h11.SEND_BODY:
             self.close()
         else:

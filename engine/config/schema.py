@@ -615,7 +615,12 @@ class ServerSection(Section):
         ),
     )
     keep_alive_s: float = Field(
-        default=5.0, gt=0, description="seconds an idle connection stays open"
+        default=120.0,
+        gt=0,
+        description=(
+            "seconds an idle connection stays open, if nobody else needs its place: longer than "
+            "clients and proxies keep theirs, or one that sends as it closes sees a reset"
+        ),
     )
     max_connections: int = Field(
         default=1024,

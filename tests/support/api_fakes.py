@@ -372,6 +372,7 @@ def served(
     settings: ServerSettings | None = None,
     connections: Connections | None = None,
     sockets: list[socket.socket] | None = None,
+    keep_alive_s: int = 2,
 ) -> Iterator[tuple[str, int]]:
     """A real server in a thread; yields its base URL and port."""
     settings = settings or ServerSettings()
@@ -385,7 +386,7 @@ def served(
         access_log=False,
         server_header=False,
         http=http_protocol(settings, connections),
-        timeout_keep_alive=2,
+        timeout_keep_alive=keep_alive_s,
         loop="asyncio",  # what `jitney serve` runs on
     )
     server = uvicorn.Server(config)

@@ -22,6 +22,7 @@ from jitney.engine.api.connections import Connections
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.cli.descriptors import connections_within, raise_descriptor_limit
 from jitney.engine.cli.listen import listen
+from jitney.engine.config.schema import ServerSection
 
 #: Bytes that a connection may have waiting: the transport's own mark, and a block.
 _MOST_WAITING = 300_000
@@ -60,7 +61,7 @@ def server(
     limits = ServerSettings(**settings)
     connections = Connections(limits)
     app = make_app(engine, **settings)
-    with served(app, limits, connections) as (_, port):
+    with served(app, limits, connections, keep_alive_s=60) as (_, port):
         yield engine, connections, port
 
 
@@ -177,6 +178,48 @@ def test_connections_beyond_the_limit_are_told_so_and_probes_are_answered(monkey
         until(lambda: not connections.n_open)
         with http_client(f"http://127.0.0.1:{port}") as client:
             assert client.get("/v1/models").status_code == 200
+
+
+def read_answer(sock: socket.socket) -> bytes:
+    """One stream, of a connection that stays open."""
+    answer = b""
+    while not answer.endswith(b"\r\n0\r\n\r\n"):
+        piece = sock.recv(1 << 16)
+        assert piece
+        answer += piece
+    return answer
+
+
+def test_an_idle_connection_makes_room_for_a_new_client():
+    """The one that has been idle for longest, and none that is at work."""
+    slow = Script("x" * 20, delay_s=0.05)
+    body: dict[str, Any] = {"model": "m", "prompt": "a", "max_tokens": 2}
+    body |= {"ignore_eos": True, "stream": True}
+    with server(max_connections=3) as (engine, connections, port):
+        socks = [connect(port) for _ in range(3)]
+        for sock in socks:
+            post(sock, body)
+            assert read_answer(sock).startswith(b"HTTP/1.1 200")
+        engine.scripts = [slow]
+        post(socks[0], body | {"max_tokens": 20})
+        until(lambda: bool(engine.open), 30)
+        with connect(port) as fourth:
+            post(fourth, body)
+            assert read_answer(fourth).startswith(b"HTTP/1.1 200")
+            assert socks[1].recv(100) == b"", "idle for longest"
+            post(socks[2], body)
+            assert read_answer(socks[2]).startswith(b"HTTP/1.1 200")
+            assert read_answer(socks[0]).startswith(b"HTTP/1.1 200")
+        for sock in socks:
+            sock.close()
+        until(lambda: not connections.n_open, 30)
+
+
+def test_a_connection_is_kept_for_longer_than_clients_keep_theirs():
+    """httpx 5 s, aiohttp 15 s, load balancers 60 s, Go 90 s: who closes second sends into no
+    closing connection.
+    """
+    assert ServerSection().keep_alive_s > 90
 
 
 @pytest.mark.parametrize(
