@@ -12,22 +12,24 @@ from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import AskSeatMap, PromptChunk, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import Plan, StepResult
-from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
+from jitney.engine.scheduler.sequence import Matcher, Sequence
 from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutput
 
 if TYPE_CHECKING:
     from jitney.engine.scheduler.scheduler import Scheduler
+    from jitney.engine.structured.desk import GrammarDesk
 
 log = logging.getLogger("jitney.core")
 
+_NO_GRAMMARS = ErrorInfo(
+    "unsupported_parameter", "this engine cannot hold an answer to a grammar", "structured_outputs"
+)
+
 #: How XLA says that a device's memory was too small for a step.
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-_NO_GRAMMARS = RequestError(
-    "this engine cannot hold an answer to a grammar",
-    code="unsupported_parameter",
-    param="structured_outputs",
-)
+#: Seconds between two looks at grammars that are being compiled, while there is nothing else to do.
+_COMPILING_S = 0.002
 
 
 class Runner(Protocol):
@@ -47,6 +49,12 @@ class Runner(Protocol):
     def launch(self, batch: Any) -> Any:
         """Start the step and return a ticket without waiting; steps run in the order of their
         launches.
+        """
+        ...
+
+    def choose(self, ticket: Any, rows: list[MaskedRow], masks: Any) -> None:
+        """Choose the tokens of these rows of a step that was launched, under masks: int32 [rows,
+        ceil(V / 32)], a bit for each token. Called before any other step is launched.
         """
         ...
 
@@ -119,6 +127,8 @@ class EngineCore:
         #: Called with a step's number before it runs, if it is the first of its kind: it may take
         #: much longer than others.
         self.on_first_step: Callable[[int], None] = _ignore
+        #: Holds answers to grammars; None until somebody knows what the tokens spell.
+        self.grammars: GrammarDesk | None = None
         # Kinds of steps that have run: (bucket, plain).
         self._kinds: set[tuple[Bucket, bool]] = set()
         # The step that the device computes.
@@ -133,7 +143,14 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True while `step` has anything to do or to report."""
-        return self._flight is not None or self.scheduler.has_open or self.has_outputs
+        if self._flight is not None or self.scheduler.has_open or self.has_outputs:
+            return True
+        return self._compiles
+
+    @property
+    def _compiles(self) -> bool:
+        """Somebody waits for a grammar."""
+        return self.grammars is not None and self.grammars.has_waiting
 
     @property
     def has_outputs(self) -> bool:
@@ -147,18 +164,45 @@ class EngineCore:
         """
         if self._flight is not None or self.has_outputs or self._questions:
             return 0.0
-        return self.scheduler.pause(self.clock())
+        pause = self.scheduler.pause(self.clock())
+        if not self._compiles:
+            return pause
+        if not self.scheduler.has_open:
+            return _COMPILING_S
+        return min(pause, _COMPILING_S)
 
     def add(self, request: EngineRequest) -> None:
         """Admit a request; a refusal becomes one terminal output per sequence in the next step's
         report.
         """
+        grammar = request.sampling.grammar
+        if grammar is None:
+            self._let_in(request)
+        elif self.grammars is None:
+            self._reject(request, _NO_GRAMMARS)
+        else:
+            self.grammars.enter(request, grammar)
+            self._let_in_compiled()
+
+    def _let_in(
+        self, request: EngineRequest, new_matcher: Callable[[], Matcher] | None = None
+    ) -> None:
         try:
-            if request.sampling.grammar is not None:
-                raise _NO_GRAMMARS
-            self.scheduler.add(request)
+            self.scheduler.add(request, new_matcher)
         except RequestError as error:
             self._reject(request, error.info)
+
+    def _let_in_compiled(self) -> None:
+        """Let those in whose grammars have been compiled."""
+        if self.grammars is None:
+            return
+        for request, new_matcher, error, ended in self.grammars.leave():
+            if error is not None:
+                self._reject(request, error)
+                continue
+            self._let_in(request, new_matcher)
+            for index, reason in ended.items():
+                self.scheduler.abort(request.id, index, reason)
 
     def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
         n = min(max(1, request.sampling.n), MAX_N)  # n itself may be what was refused
@@ -173,6 +217,8 @@ class EngineCore:
         """End a request (index None) or one of its sequences; its terminal output comes with the
         next step.
         """
+        if self.grammars is not None:
+            self.grammars.abort(request_id, index, reason)
         self.scheduler.abort(request_id, index, reason)
 
     def ask(self, question: AskSeatMap) -> None:
@@ -189,6 +235,7 @@ class EngineCore:
         """
         previous, self._flight = self._flight, None
         started = self.clock()
+        self._let_in_compiled()
         # While blame is found out, nothing is launched behind a step.
         alone = previous is not None and self.scheduler.tries
         plan = None if alone else self.scheduler.plan(started)
@@ -196,6 +243,8 @@ class EngineCore:
         self._answer()
         outcome = self._take_result(previous) if previous is not None else _Outcome()
         failure = outcome.failure or failure
+        if failure is None and self._flight is not None and self._flight.plan.masked:
+            failure = self._try_choose(self._flight)
         if failure is not None:
             self._recover(failure)
         outputs = outcome.outputs + self.scheduler.drain()
@@ -207,6 +256,22 @@ class EngineCore:
             self._flight = self._launch(plan, started)
         except Exception as error:
             return _Failure(plan, error)
+        return None
+
+    def _try_choose(self, flight: _Flight) -> _Failure | None:
+        """Have the tokens of those who are held to grammars chosen, now that the tokens before them
+        are known; the device computes the step meanwhile.
+        """
+        assert self.grammars is not None  # nobody else makes matchers
+        masks = self.grammars.masks(flight.plan)
+        for seq, reason, error in masks.endings:
+            self.scheduler.end(seq, reason, error)
+        if not masks.rows:
+            return None
+        try:
+            self.runner.choose(flight.ticket, masks.rows, masks.masks)
+        except Exception as error:
+            return _Failure(flight.plan, error)
         return None
 
     def _take_result(self, flight: _Flight) -> _Outcome:
@@ -263,7 +328,8 @@ class EngineCore:
         events = self._unseated() + self._released()
         if self._flight is not None:
             events += seat_events(self._flight.plan, self._flight.started)
-        return StepReport(rejected + outputs, record, events, chunks or [], answers)
+        work = None if self.grammars is None else self.grammars.take_work()
+        return StepReport(rejected + outputs, record, events, chunks or [], answers, grammars=work)
 
     def _unseated(self) -> list[SequenceEvent]:
         """Who lost its seat other than for a plan."""

@@ -43,6 +43,7 @@ _CODES = (
     "invalid_value",
     "context_length_exceeded",
     "unsupported_parameter",
+    "grammar_too_complex",
     "queue_full",
     "rate_limit",
     "draining",

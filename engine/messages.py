@@ -35,6 +35,13 @@ class AskSeatMap(msgspec.Struct, tag="ask_seat_map", frozen=True):
     seats: bool = True
 
 
+class Tokenizer(msgspec.Struct, tag="tokenizer", frozen=True):
+    """The model's tokenizer: from here on answers can be held to grammars."""
+
+    #: As the `tokenizers` library writes it.
+    json: str
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Stop the loop after the current step and exit with status 0."""
 
@@ -99,6 +106,19 @@ class CanaryFinding(msgspec.Struct, array_like=True, frozen=True):
     right: bool  # rounding explains the difference
 
 
+class GrammarWork(msgspec.Struct, array_like=True, frozen=True):
+    """What grammars have cost since the last report."""
+
+    #: Masks computed, and the seconds it took while the device computed the step.
+    masks: int
+    mask_s: float
+    #: Grammars compiled, and the seconds it took, beside the steps.
+    compiled: int
+    compile_s: float
+    #: Compiled grammars that are kept now.
+    kept: int
+
+
 class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """What became known with one step."""
 
@@ -114,6 +134,8 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     answers: list[SeatMap] = []
     #: Of the sequences that were computed again since the last report.
     canary: list[CanaryFinding] = []
+    #: None: there was none.
+    grammars: GrammarWork | None = None
 
 
 class FirstStep(msgspec.Struct, tag="first_step", frozen=True):
@@ -147,7 +169,7 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     error: ErrorInfo
 
 
-ToCore = Add | Abort | AskSeatMap | Shutdown
+ToCore = Add | Abort | AskSeatMap | Tokenizer | Shutdown
 FromCore = Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Fatal
 
 encode = msgspec.msgpack.encode

@@ -40,6 +40,7 @@ _CODES: dict[str, tuple[int, str | None, float | None]] = {
     "invalid_value": (400, None, None),
     "context_length_exceeded": (400, "context_length_exceeded", None),
     "unsupported_parameter": (400, "unsupported_parameter", None),
+    "grammar_too_complex": (400, "grammar_too_complex", None),
     "queue_full": (429, "queue_full", 1.0),
     "rate_limit": (429, "rate_limit", 1.0),
     "draining": (503, "draining", 5.0),

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import Chunk, Plan
+from jitney.engine.scheduler.plan import Chunk, MaskedRow, Plan
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import SamplingParams, Uploaded, declared
 
@@ -80,6 +80,34 @@ def _parts(params: SamplingParams) -> int:
 
 
 SAMPLING = SamplingUpload(SamplingParams)
+#: What a step's own program gets of a seat whose token is chosen after it (`MaskedRows`).
+_BARE_ARGMAX = SAMPLING.pack(SamplingParams(temperature=0.0), 0)
+
+
+#: int32 words of the head of a `MaskedRows` row.
+MASKED_HEAD = 2 + SAMPLING.words
+
+
+class MaskedRows(NamedTuple):
+    """Rows of a step whose tokens are chosen behind it, under masks: int32 arrays of R rows."""
+
+    #: [R, MASKED_HEAD]: the row's position, its seat (M: none), then its sampling parameters.
+    heads: np.ndarray
+    #: [R, ceil(V / 32)]: one bit for each token that it may choose, low bits first.
+    masks: np.ndarray
+
+    @classmethod
+    def empty(cls, rows: int, vocab: int, seats: int) -> MaskedRows:
+        """Rows of no seat: they choose from all tokens, and nobody reads what."""
+        heads = np.empty((rows, MASKED_HEAD), np.int32)
+        heads[:, :2] = 0, seats
+        heads[:, 2:] = np.frombuffer(_BARE_ARGMAX, np.int32)
+        return cls(heads, np.full((rows, mask_words(vocab)), -1, np.int32))
+
+
+def mask_words(vocab: int) -> int:
+    """int32 words of a mask."""
+    return -(-vocab // 32)
 
 
 class _Field(NamedTuple):
@@ -297,7 +325,8 @@ class BatchBuilder:
         self._page_counts = [0] * seats
         #: Another object whenever the seat's table changes.
         self._stamps = [object() for _ in range(seats)]
-        #: Each seat's sampling parameters.
+        #: Each seat's sampling parameters, and what the steps' programs get of them.
+        self._own_sampling = [b""] * seats
         self._sampling = [b""] * seats
         self._layouts: dict[tuple[Bucket, bool], UploadLayout] = {}
         self._uploads: dict[tuple[Bucket, bool], list[_Upload]] = {}
@@ -336,6 +365,15 @@ class BatchBuilder:
         self._copy_tables(rows.owners, upload)
         return upload.packed
 
+    def put_masked(
+        self, upload: MaskedRows, place: int, masked: MaskedRow, mask: np.ndarray
+    ) -> None:
+        """Put a row and its mask, int32 [ceil(V / 32)], in a place of an upload."""
+        head = upload.heads[place]
+        head[:2] = masked.chunk.end - 1, masked.seat
+        head[2:] = np.frombuffer(self._own_sampling[masked.seat], np.int32)
+        upload.masks[place] = mask
+
     def _next_upload(self, bucket: Bucket, plain: bool) -> _Upload:
         """The one of an executable's two arrays that was used before the other."""
         key = bucket, plain
@@ -354,7 +392,9 @@ class BatchBuilder:
         self._tables[first : first + len(seq.pages)] = array("i", seq.pages)
         self._page_counts[seq.seat] = len(seq.pages)
         self._stamps[seq.seat] = object()
-        self._sampling[seq.seat] = SAMPLING.pack(seq.request.sampling, seq.seed)
+        own = SAMPLING.pack(seq.request.sampling, seq.seed)
+        self._own_sampling[seq.seat] = own
+        self._sampling[seq.seat] = own if seq.matcher is None else _BARE_ARGMAX
 
     def _feed(self, seq: Sequence) -> None:
         """A seated sequence got one more page."""

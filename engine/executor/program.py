@@ -19,7 +19,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.executor.inputs import BatchBuilder, UploadLayout
+from jitney.engine.executor.inputs import (
+    MASKED_HEAD,
+    SAMPLING,
+    BatchBuilder,
+    UploadLayout,
+    mask_words,
+)
 from jitney.engine.executor.sampling import (
     SamplingRows,
     SeatState,
@@ -28,6 +34,7 @@ from jitney.engine.executor.sampling import (
     sample,
     score_prompt,
     score_rows_at_once,
+    unpack_masks,
 )
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import POOL, WHOLE, first_best, gather, on_mesh
@@ -223,6 +230,8 @@ class Program:
     def full(self, layout: UploadLayout, leaves, kv, last_token, seats: SeatState, packed):
         """The step with every sampling option; split, every device samples from all logits, and
         alike.
+
+        It also leaves the logits, float32 [S, V], for `choose`.
         """
         inputs = layout.split(packed)
         logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
@@ -248,7 +257,20 @@ class Program:
                 block,
             )
             output = StepOutput(sampled, _broken_sequences(hidden, inputs.cu_q), scores)
-        return kv, last_token, seats, output
+        return kv, last_token, seats, output, logits
+
+    def choose(self, logits, last_token, seats: SeatState, heads, masks):
+        """The tokens of rows that are held to grammars, behind a step's own program: logits of
+        these rows, float32 [R, V], heads and masks as in `MaskedRows`.
+        """
+        owners = heads[:, 1]
+        rows = SamplingRows(SAMPLING.columns(heads[:, 2:]), heads[:, 0], owners)
+        allowed = unpack_masks(masks, logits.shape[-1])
+        chosen, seats = sample(logits, rows, seats, self.kernels.threshold, allowed)
+        # A row that is not finite may be so where the mask hides it.
+        tokens = jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), chosen.tokens, -1)
+        last_token = last_token.at[owners].set(tokens, mode="drop")
+        return last_token, seats, chosen._replace(tokens=tokens)
 
     def lower(
         self, layout: UploadLayout, leaves: list[Any], state: DeviceState
@@ -263,10 +285,40 @@ class Program:
         else:
             step = partial(self.full, layout)
             args = leaves, state.kv, state.last_token, state.seats, packed
-            results = POOL, WHOLE, WHOLE, WHOLE
+            results = POOL, WHOLE, WHOLE, WHOLE, WHOLE
         if self.split:
             step = self._on_every_device(step, args, results)
         return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)
+
+    def lower_choose(self, rows: int, state: DeviceState) -> jax.stages.Lowered:
+        """`choose` for so many rows."""
+        vocab = state.seats.counts.shape[1]
+        args = (
+            self._whole((rows, vocab), jnp.float32),
+            state.last_token,
+            state.seats,
+            self._whole((rows, MASKED_HEAD), jnp.int32),
+            self._whole((rows, mask_words(vocab)), jnp.int32),
+        )
+        choose = self.choose
+        if self.split:
+            choose = self._on_every_device(choose, args, (WHOLE, WHOLE, WHOLE))
+        return jax.jit(choose, donate_argnums=(1, 2)).lower(*args)
+
+    def lower_pick(self, logit_rows: int, rows: int, state: DeviceState) -> jax.stages.Lowered:
+        """The program that picks `rows` of a step's logits for `choose`; numbers past the last one
+        bring any of them.
+        """
+        vocab = state.seats.counts.shape[1]
+        args = self._whole((logit_rows, vocab), jnp.float32), self._whole((rows,), jnp.int32)
+        pick = partial(jnp.take, axis=0, mode="clip")
+        if self.split:
+            pick = self._on_every_device(pick, args, WHOLE)
+        return jax.jit(pick).lower(*args)
+
+    def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """The shape of an array that every device has."""
+        return shape_on(self.mesh, shape, dtype, WHOLE)
 
     def _on_every_device(self, step: Callable[..., Any], args: Any, results: Any) -> Any:
         # Unchecked: kernels are opaque to the analysis that would prove the results alike on all

@@ -22,6 +22,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jitney.engine.executor.choices import Choices
+from jitney.engine.executor.inputs import MaskedRows
 from jitney.engine.executor.program import (
     DeviceState,
     Program,
@@ -35,7 +37,7 @@ from jitney.engine.executor.sampling import Sampled, SeatState, seat_row
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import WHOLE
 from jitney.engine.scheduler.buckets import Bucket, Buckets
-from jitney.engine.scheduler.plan import Plan, StepResult
+from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import TokenLogprobs
 from jitney.kernels.interface import Kernels
@@ -83,6 +85,18 @@ class LaunchedStep(msgspec.Struct):
     plan: Plan
     output: StepOutput
     scored: int  #: rows that bring prompt log-probabilities
+    #: float32 [S, V] on the device, until `choose`; None where nobody needs them.
+    logits: Any = None
+    #: What was chosen behind the step, and of each row of it that counts: (its number there, its
+    #: number among the logit rows).
+    chosen: Sampled | None = None
+    chosen_rows: list[tuple[int, int]] = []
+
+
+def _copy_to_host(output: Any) -> None:
+    """Start the copies of a step's results."""
+    for array in jax.tree.leaves(output):
+        array.copy_to_host_async()
 
 
 def _board_seat(state: SeatState, seat: jax.Array, *row: jax.Array) -> SeatState:
@@ -128,6 +142,8 @@ class Runner:
         #: Shapes until `compile` allocates it: compiling needs no arrays.
         self.state: DeviceState = self.shapes
         self.executables: dict[tuple[Bucket, bool], Any] = {}
+        #: Those that choose tokens behind a step.
+        self.choices = Choices(sizes.seats)
         # Of the process, when `compile` was done.
         self._compiled_before = 0
         #: Seconds that compiling took.
@@ -143,6 +159,7 @@ class Runner:
         started = time.perf_counter()
         self._compile_steps(report)
         self._compile_board()
+        self.choices.compile(self.program, self.buckets, self.shapes)
         self.state = allocate(self.shapes, self.config)
         self.warm_up()
         self.compile_seconds += time.perf_counter() - started
@@ -212,7 +229,17 @@ class Runner:
         """Run every executable on an empty batch: first calls set up thread pools and buffers."""
         for bucket, plain in self.executables:
             packed = self.builder.empty(bucket, plain)
-            jax.block_until_ready(self.run(bucket, plain, packed))
+            _, logits = jax.block_until_ready(self.run(bucket, plain, packed))
+            if logits is not None:
+                self._warm_up_choices(logits)
+
+    def _warm_up_choices(self, logits: jax.Array) -> None:
+        for size in self.choices.sizes:
+            own = logits
+            if size != logits.shape[0]:
+                own = self.choices.picks[logits.shape[0], size](logits, np.zeros(size, np.int32))
+            no_rows = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
+            jax.block_until_ready(self._run_choice(own, no_rows))
 
     @property
     def compiles(self) -> int:
@@ -230,11 +257,41 @@ class Runner:
         plan = batch.plan
         for seq in plan.boarded:
             self._install(seq)
-        output = self.run(plan.bucket, self.is_plain(plan.bucket, plan.plain), batch.packed)
-        scored = plan.scored_rows
-        for array in jax.tree.leaves(output if scored else output[:2]):
-            array.copy_to_host_async()
-        return LaunchedStep(plan, output, scored)
+        plain = self.is_plain(plan.bucket, plan.plain)
+        output, logits = self.run(plan.bucket, plain, batch.packed)
+        step = LaunchedStep(plan, output, plan.scored_rows)
+        if plan.masked:
+            step.logits = logits
+        _copy_to_host(output if step.scored else output[:2])
+        return step
+
+    def choose(self, ticket: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
+        """Dispatch the program that chooses the tokens of these rows of the step launched last, and
+        start the copies.
+        """
+        seats = ticket.plan.bucket.seats
+        size = self.choices.size(len(rows))
+        upload = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
+        for number, (masked, mask) in enumerate(zip(rows, masks, strict=True)):
+            # Where all rows of the step are taken, each stays where it is.
+            place = masked.row if size == seats else number
+            self.builder.put_masked(upload, place, masked, mask)
+            ticket.chosen_rows.append((place, masked.row))
+        logits, ticket.logits = ticket.logits, None
+        if size != seats:
+            numbers = np.zeros(size, np.int32)
+            numbers[: len(rows)] = [masked.row for masked in rows]
+            logits = self.choices.picks[seats, size](logits, numbers)
+        ticket.chosen = self._run_choice(logits, upload)
+        _copy_to_host(ticket.chosen)
+
+    def _run_choice(self, logits: jax.Array, upload: MaskedRows) -> Sampled:
+        """One call of a program that chooses behind a step; replaces the donated state."""
+        state, program = self.state, self.choices.programs[logits.shape[0]]
+        state.last_token, state.seats, sampled = program(
+            logits, state.last_token, state.seats, upload.heads, upload.masks
+        )
+        return sampled
 
     def _install(self, seq: Sequence) -> None:
         """Give the seat of a boarding sequence its counts and biases, if it needs any."""
@@ -243,18 +300,21 @@ class Runner:
             row = seat_row(params, seq.tokens, seq.n_prompt, self.config.vocab_size, self.end_ids)
             self.state.seats = self._board(self.state.seats, np.int32(seq.seat), *row)
 
-    def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> StepOutput:
-        """One call of an executable; replaces the donated state."""
+    def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> tuple[StepOutput, Any]:
+        """One call of an executable; replaces the donated state. -> (what it brings, its logits,
+        None of a plain one).
+        """
         state, executable = self.state, self.executables[bucket, plain]
+        logits = None
         if plain:
             state.kv, state.last_token, output = executable(
                 self.leaves, state.kv, state.last_token, packed
             )
         else:
-            state.kv, state.last_token, state.seats, output = executable(
+            state.kv, state.last_token, state.seats, output, logits = executable(
                 self.leaves, state.kv, state.last_token, state.seats, packed
             )
-        return output
+        return output, logits
 
     def restore(self, error: Exception) -> None:
         """Allocate the state anew after `error`. A step takes its state by donation, so of one that
@@ -275,6 +335,8 @@ class Runner:
         """Wait for what a step brought."""
         plan, (sampled, broken, scores) = ticket.plan, ticket.output
         result = _sampled(plan, sampled)
+        if ticket.chosen is not None:
+            _put_chosen(result, ticket.chosen, ticket.chosen_rows)
         if broken is not None:
             chunks_broken = np.asarray(broken)[: len(plan.chunks)]
             if chunks_broken.any():
@@ -299,6 +361,17 @@ def _sampled(plan: Plan, sampled: Any) -> StepResult:
     if _wants_logprobs(plan):
         result.logprobs = _entries(sampled[1:], rows)
     return result
+
+
+def _put_chosen(result: StepResult, chosen: Sampled, rows: list[tuple[int, int]]) -> None:
+    """Put what was chosen behind a step in the place of what it chose itself."""
+    tokens = np.asarray(chosen.tokens).tolist()
+    for number, row in rows:
+        result.tokens[row] = tokens[number]
+    if result.logprobs is not None:
+        entries = _entries(chosen[1:], len(tokens))
+        for number, row in rows:
+            result.logprobs[row] = entries[number]
 
 
 def _wants_logprobs(plan: Plan) -> bool:

@@ -131,12 +131,18 @@ class SamplingRows(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, rows: SamplingRows, state: SeatState, cut: Threshold | None = None
+    logits: jax.Array,
+    rows: SamplingRows,
+    state: SeatState,
+    cut: Threshold | None = None,
+    allowed: jax.Array | None = None,
 ) -> tuple[Sampled, SeatState]:
     """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where
-    it has one.
+    it has one. allowed: bool [S, V], the tokens that each row may choose; None: all.
     """
     shaped = shape_logits(logits, rows, state)
+    if allowed is not None:
+        shaped = jnp.where(allowed, shaped, -jnp.inf)
     chosen = greedy(shaped)
     by_chance = (rows.params["temperature"] > 0) & (chosen >= 0)
     cut = cut or threshold
@@ -149,6 +155,12 @@ def sample(
         jnp.any(rows.need(SCORED)), lambda: _score(logits, tokens), lambda: _no_scores(tokens)
     )
     return Sampled(tokens, *scores), _count_tokens(state, rows, tokens)
+
+
+def unpack_masks(masks: jax.Array, vocab: int) -> jax.Array:
+    """Masks of one bit a token, int32 [S, ceil(V / 32)], low bits first -> bool [S, V]."""
+    bits = (masks[:, :, None] >> jnp.arange(32)) & 1
+    return bits.reshape(masks.shape[0], -1)[:, :vocab] > 0
 
 
 def shape_logits(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:

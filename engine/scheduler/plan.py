@@ -77,6 +77,16 @@ class Chunk(msgspec.Struct, gc=False):
         return self.count * (self.start + self.end + 1) // 2
 
 
+class MaskedRow(NamedTuple):
+    """A logit row of a sequence that is held to a grammar."""
+
+    #: Among the plan's logit rows.
+    row: int
+    chunk: Chunk
+    #: Noted at the plan: by the time its token is chosen the sequence may have left it.
+    seat: int
+
+
 class Occupancy(NamedTuple):
     """How full the engine is while a step runs."""
 
@@ -97,6 +107,20 @@ _NOBODY = Occupancy()
 
 def _no_chunks() -> list[Chunk]:
     return []
+
+
+def _no_masked_rows() -> list[MaskedRow]:
+    return []
+
+
+def masked_rows_of(chunks: list[Chunk]) -> list[MaskedRow]:
+    """The logit rows of those who are held to a grammar."""
+    rows: list[MaskedRow] = []
+    sampled = [chunk for chunk in chunks if chunk.sample]
+    for row, chunk in enumerate(sampled):
+        if chunk.seq.matcher is not None:
+            rows.append(MaskedRow(row, chunk, chunk.seq.seat))
+    return rows
 
 
 def _no_sequences() -> list[Sequence]:
@@ -122,6 +146,8 @@ class Draft:
     pairs: int = 0
     #: See `Plan`.
     plain: bool = True
+    #: Somebody in it is held to a grammar.
+    masked: bool = False
     cached_tokens: int = 0
     chunks: list[Chunk] = field(default_factory=_no_chunks)
     boarded: list[Sequence] = field(default_factory=_no_sequences)
@@ -165,6 +191,8 @@ class Plan:
     #: Padding rows that a batch wants: prompts up to the longest, steps up to the batch's size.
     reserved: int = 0
     occupancy: Occupancy = _NOBODY
+    #: Logit rows whose tokens are chosen behind the step, under masks.
+    masked: list[MaskedRow] = field(default_factory=_no_masked_rows)
 
     # What became of its rows; `Results.commit` counts.
     prefill: int = 0

@@ -7,11 +7,11 @@ from __future__ import annotations
 import logging
 import math
 
-from jitney.engine.errors import ErrorInfo
+from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Chunk, Plan, StepResult
 from jitney.engine.scheduler.prompt_scores import PromptScores
-from jitney.engine.scheduler.sequence import Replay, Sequence
+from jitney.engine.scheduler.sequence import Matcher, Replay, Sequence
 from jitney.engine.scheduler.state import SchedulerState
 from jitney.engine.types import FinishReason, SequenceOutput, TokenLogprobs
 
@@ -158,6 +158,21 @@ class Results:
                 output.finish = finish
                 output.stop_token = token if finish == "stop" else None
         self.state.outputs.append(output)
+        if seq.matcher is not None and output.stop_token is None:
+            self._match(seq, seq.matcher, output)
+
+    def _match(self, seq: Sequence, matcher: Matcher, output: SequenceOutput) -> None:
+        """Go on in the sequence's grammar, to whose end it may have come with this output."""
+        try:
+            matcher.take(seq.tokens, seq.n_prompt)
+        except RequestError as error:
+            if seq.finish is None:
+                self.state.end(seq, "error", error.info)
+            return
+        if matcher.complete:
+            if seq.finish is None:
+                self.state.close(seq, "stop")
+            output.finish = "stop"
 
     def _take_again(self, seq: Sequence, replay: Replay, token: int, now: float) -> None:
         """A token that was told before has come again. If it is another one now, what was told is

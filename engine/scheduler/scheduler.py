@@ -22,7 +22,14 @@ from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool, publish, shareable_keys
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.page_demand import PageDemand
-from jitney.engine.scheduler.plan import Chunk, Draft, Occupancy, Plan, StepResult
+from jitney.engine.scheduler.plan import (
+    Chunk,
+    Draft,
+    Occupancy,
+    Plan,
+    StepResult,
+    masked_rows_of,
+)
 from jitney.engine.scheduler.policies import Situation, make_order, make_policy
 from jitney.engine.scheduler.predicted_wait import PredictedWait
 from jitney.engine.scheduler.preemption import Preemption, too_long_stalled
@@ -30,7 +37,7 @@ from jitney.engine.scheduler.prompt_scores import PromptScores
 from jitney.engine.scheduler.queues import Lane, RequestWork
 from jitney.engine.scheduler.results import Results
 from jitney.engine.scheduler.row_limit import RowLimit
-from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.scheduler.sequence import Matcher, Sequence
 from jitney.engine.scheduler.state import SchedulerState
 from jitney.engine.scheduler.suspects import Suspects
 from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
@@ -124,9 +131,11 @@ class Scheduler:
         """True while `drain` has something to hand out."""
         return self.state.has_outputs
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest, new_matcher: Callable[[], Matcher] | None = None) -> None:
         """Let a request wait; raises RequestError (nothing is registered then) if it can or may
         not. One that an earlier core had was let in there and may wait here.
+
+        new_matcher: called for each of its sequences, if they are held to a grammar.
         """
         self.state.refuse_duplicate(request)
         self._refuse_background(request)
@@ -135,6 +144,9 @@ class Scheduler:
         if request.resumed is None:
             self._entrance.admit(leader, self.clock())
         sequences = [leader, *self._admission.siblings(leader)]
+        if new_matcher is not None:
+            for seq in sequences:
+                seq.matcher = new_matcher()
         if request.resumed is not None:
             sequences = continued(sequences, request.resumed, again=not self.pool.share_outputs)
         work = RequestWork(len(sequences), len(request.prompt), len(sequences) * leader.expected)
@@ -163,6 +175,10 @@ class Scheduler:
         and are no error.
         """
         self.state.abort(request_id, index, reason)
+
+    def end(self, seq: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        """End an open sequence between two steps."""
+        self.state.end(seq, reason, error)
 
     def plan(self, now: float) -> Plan | None:
         """The next step, or None if there is nothing to compute; ends whoever is past its deadline
@@ -374,6 +390,7 @@ class Scheduler:
             keys += start + 1
             if not seq.plain:
                 plain = False
+                draft.masked |= seq.matcher is not None
         draft.plain = plain
         draft.keys = keys
         draft.longest = rows[0].scheduled
@@ -589,6 +606,7 @@ class Scheduler:
         draft.tokens_left -= count
         draft.rows_left -= chunk.logit_rows
         draft.plain = draft.plain and seq.plain
+        draft.masked |= seq.matcher is not None
         seq.scored += scored
         seq.scheduled = end
         if chunk.sample:
@@ -643,6 +661,7 @@ class Scheduler:
             cached_tokens=draft.cached_tokens,
             reserved=draft.reserved,
             occupancy=self._occupancy(),
+            masked=masked_rows_of(draft.chunks) if draft.masked else [],
         )
 
     def _occupancy(self) -> Occupancy:

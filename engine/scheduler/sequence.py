@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jitney.engine.scheduler.estimates import Kind, kind_of
 from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
@@ -11,6 +11,21 @@ from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 #: (class, number of the request, index of the sequence); the class is a number too, see
 #: `engine.scheduler.policies.Order`.
 type Rank = tuple[float, int, int]
+
+
+class Matcher(Protocol):
+    """Where a sequence stands in its grammar (`engine.structured.matchers`)."""
+
+    def take(self, tokens: list[int], start: int) -> None:
+        """Go on to the end of a sequence's tokens, whose output begins at `start`. Raises
+        RequestError if the grammar does not allow them, or is too complex to say.
+        """
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """The text is whole and nothing may follow it."""
+        ...
 
 
 class OwnPages(NamedTuple):
@@ -109,6 +124,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     #: None: every new token is told.
     replay: Replay | None = None
+    #: None: any text.
+    matcher: Matcher | None = None
     #: Of the request, at hand for each token.
     request_id: str = field(init=False)
     logprobs: int | None = field(init=False)

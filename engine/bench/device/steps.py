@@ -158,7 +158,7 @@ def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[
     runner = bench.runner
     plan = plan_of(case, 0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.is_plain(case.bucket, True)
-    launched = LaunchedStep(plan, runner.run(case.bucket, plain, packed), 0)
+    launched = LaunchedStep(plan, runner.run(case.bucket, plain, packed)[0], 0)
     if min(runner.fetch(launched).tokens) < 0:
         raise RuntimeError("the step's logits are not finite")
     samples = repeated(lambda _: runner.run(case.bucket, plain, packed), None, sample_s)

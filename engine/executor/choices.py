@@ -1,0 +1,49 @@
+"""The small programs that choose tokens behind a step, under masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jitney.engine.executor.program import DeviceState, Program, compile_step
+from jitney.engine.scheduler.buckets import Buckets
+
+#: Rows of the smallest program, and how many times as many the next one has. One client's grammar
+#: should not cost all others what choosing for every seat takes, and each program costs a second
+#: or two of start-up.
+_FEWEST, _FACTOR = 4, 8
+
+
+class Choices:
+    """Executables by numbers of rows; `compile` must come first."""
+
+    def __init__(self, seats: int):
+        #: Rows that there are programs for, ascending; the last one is for all seats.
+        self.sizes = sorted({min(_FEWEST, seats), *_between(seats), seats})
+        #: Rows -> `Program.choose`.
+        self.programs: dict[int, Any] = {}
+        #: (a step's logit rows, rows) -> `Program.lower_pick`.
+        self.picks: dict[tuple[int, int], Any] = {}
+
+    def size(self, rows: int) -> int:
+        """Rows of the smallest program for so many."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def compile(self, program: Program, buckets: Buckets, state: DeviceState) -> None:
+        """Compile all of them, for the steps of these buckets."""
+        logit_rows = {bucket.seats for bucket in buckets.all()}
+        pairs = [(a, b) for a in sorted(logit_rows) for b in self.sizes if a != b]
+        with ThreadPoolExecutor(2) as pool:
+            programs = [program.lower_choose(size, state) for size in self.sizes]
+            picks = [program.lower_pick(*pair, state) for pair in pairs]
+            compiled = list(pool.map(compile_step, programs + picks))
+        self.programs = dict(zip(self.sizes, compiled, strict=False))
+        self.picks = dict(zip(pairs, compiled[len(self.sizes) :], strict=True))
+
+
+def _between(seats: int) -> Iterator[int]:
+    size = _FEWEST * _FACTOR
+    while size < seats:
+        yield size
+        size *= _FACTOR

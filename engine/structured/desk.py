@@ -1,0 +1,146 @@
+"""What the core's loop needs of grammars: requests wait until theirs is compiled, and each step has
+its masks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from jitney.engine.errors import ErrorInfo, RequestError
+from jitney.engine.messages import GrammarWork
+from jitney.engine.scheduler.plan import MaskedRow, Plan
+from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.structured.matchers import Matcher, Matchers
+from jitney.engine.types import EngineRequest, FinishReason, Grammar
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request whose grammar is being compiled."""
+
+    request: EngineRequest
+    grammar: Grammar
+    #: Sequences of it that were ended meanwhile, and why.
+    ended: dict[int, FinishReason] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.ended) >= self.request.sampling.n
+
+
+class Verdict(NamedTuple):
+    """What came of a request that waited."""
+
+    request: EngineRequest
+    #: Makes a matcher for each of its sequences; None: the grammar cannot be used.
+    new_matcher: Callable[[], Matcher] | None
+    error: ErrorInfo | None
+    #: Sequences that were ended meanwhile, and why.
+    ended: dict[int, FinishReason]
+
+
+class Ending(NamedTuple):
+    """A sequence that has come to its end just before its next token."""
+
+    seq: Sequence
+    reason: FinishReason
+    error: ErrorInfo | None = None
+
+
+class Masks(NamedTuple):
+    """The masks of a step."""
+
+    rows: list[MaskedRow]
+    #: int32 [rows, ceil(V / 32)].
+    masks: np.ndarray
+    endings: list[Ending]
+
+
+class GrammarDesk:
+    """Grammars as the core's loop sees them."""
+
+    def __init__(self, matchers: Matchers):
+        self._matchers = matchers
+        self._waiting: list[_Waiting] = []
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def enter(self, request: EngineRequest, grammar: Grammar) -> None:
+        """A request comes; `leave` says when it may go on."""
+        self._matchers.begin(grammar)
+        self._waiting.append(_Waiting(request, grammar))
+
+    def leave(self) -> list[Verdict]:
+        """Those whose grammars are compiled, or cannot be, in the order in which they came."""
+        if not self._waiting:
+            return []
+        verdicts: list[Verdict] = []
+        waiting, self._waiting = self._waiting, []
+        for entry in waiting:
+            verdict = self._verdict(entry)
+            if verdict is None:
+                self._waiting.append(entry)
+            else:
+                verdicts.append(verdict)
+        return verdicts
+
+    def _verdict(self, entry: _Waiting) -> Verdict | None:
+        try:
+            if not (entry.is_over or self._matchers.ready(entry.grammar)):
+                return None
+        except RequestError as error:
+            return Verdict(entry.request, None, error.info, entry.ended)
+        new_matcher = partial(self._matchers.new, entry.grammar)
+        return Verdict(entry.request, new_matcher, None, entry.ended)
+
+    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
+        """Note that a request (index None) or one of its sequences is ended, if it waits here."""
+        for entry in self._waiting:
+            if entry.request.id == request_id:
+                indices = range(entry.request.sampling.n) if index is None else (index,)
+                for number in indices:
+                    entry.ended.setdefault(number, reason)
+
+    def masks(self, plan: Plan) -> Masks:
+        """The masks of a plan's rows, now that all tokens before them are known. Rows of sequences
+        that have ended get none.
+        """
+        started = time.perf_counter()
+        open_rows = [row for row in plan.masked if row.chunk.seq.finish is None]
+        masks = self._matchers.masks(len(open_rows))
+        rows: list[MaskedRow] = []
+        endings: list[Ending] = []
+        for row in open_rows:
+            ending = self._fill(row.chunk.seq, masks, len(rows))
+            if ending is None:
+                rows.append(row)
+            else:
+                endings.append(ending)
+        self._matchers.count_masks(len(rows), time.perf_counter() - started)
+        return Masks(rows, masks[: len(rows)], endings)
+
+    def _fill(self, seq: Sequence, masks: np.ndarray, row: int) -> Ending | None:
+        """Write the mask of a sequence's next token, or say why it gets none."""
+        matcher = seq.matcher
+        assert isinstance(matcher, Matcher)  # made by `Verdict.new_matcher`
+        may_end = not seq.request.sampling.ignore_eos
+        may_end = may_end and seq.n_output + 1 >= seq.request.sampling.min_tokens
+        try:
+            matcher.take(seq.tokens, seq.n_prompt)
+            if self._matchers.fill(matcher, masks, row, may_end=may_end):
+                return None
+        except RequestError as error:
+            return Ending(seq, "error", error.info)
+        return Ending(seq, "stop")
+
+    def take_work(self) -> GrammarWork | None:
+        """See `Matchers.take_work`."""
+        return self._matchers.take_work()

@@ -1,0 +1,243 @@
+"""Where each sequence stands in its grammar, and which tokens may come next: the core's half.
+
+Grammars are compiled on a thread, beside the steps, and kept. llguidance leaves the interpreter to
+others while it compiles and while it computes a mask.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
+
+from jitney.engine.errors import RequestError
+from jitney.engine.messages import GrammarWork
+from jitney.engine.structured.compiling import new_matcher
+from jitney.engine.types import Grammar
+
+_log = logging.getLogger("jitney.core")
+
+#: Seconds after which a grammar that is being compiled is given up, and most threads lost so.
+_TIMEOUT_S = 2.0
+_MOST_LOST = 4
+#: Compiled grammars kept, in bytes: what one takes beside its text, and how much its text counts
+#: (a schema of 20 fields: 0.1 MB).
+_MOST_BYTES = 64 << 20
+_BYTES_EACH = 50_000
+_BYTES_A_CHARACTER = 50
+
+
+class Matcher:
+    """Where one sequence stands in its grammar (`engine.scheduler.sequence.Matcher`)."""
+
+    __slots__ = ("_inner", "_taken")
+
+    def __init__(self, inner: LLMatcher):
+        self._inner = inner
+        # Output tokens that it has gone past.
+        self._taken = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._inner.is_stopped() and not self._inner.is_error()
+
+    def take(self, tokens: list[int], start: int) -> None:
+        fresh = tokens[start + self._taken :]
+        if fresh and not self._inner.consume_tokens(fresh):
+            raise _too_complex(self._inner)
+        self._taken += len(fresh)
+
+    def fill(self, masks: np.ndarray, row: int) -> None:
+        """Write which tokens may come next into a row of int32 [n, ceil(V / 32)]. Raises
+        RequestError if that takes too much.
+        """
+        fill_next_token_bitmask(self._inner, masks, row)
+        if self._inner.is_error():
+            raise _too_complex(self._inner)
+
+
+def _too_complex(matcher: LLMatcher) -> RequestError:
+    """A matcher cannot go on: a limit was met."""
+    reason = " ".join(matcher.get_error().split())[:200]
+    _log.warning("a grammar's matcher cannot go on: %s", reason)
+    return RequestError(
+        "the grammar became too complex to go on with this answer", code="grammar_too_complex"
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A grammar that waits for its thread, or is being compiled."""
+
+    grammar: Grammar
+    #: When it was begun.
+    since: float
+    #: Nobody waits for it any more, nor for the thread that has it.
+    given_up: bool = False
+    #: A thread has it.
+    running: bool = False
+
+
+@dataclass(slots=True)
+class _Work:
+    """Sums since the last report; see `messages.GrammarWork`."""
+
+    masks: int = 0
+    mask_s: float = 0.0
+    compiled: int = 0
+    compile_s: float = 0.0
+
+
+class Matchers:
+    """The grammars of one engine. clock: seconds."""
+
+    def __init__(self, trie: LLTokenizer, clock: Callable[[], float] = time.monotonic):
+        self._trie = trie
+        self._clock = clock
+        self._words = -(-trie.vocab_size // 32)
+        #: Keeps all but the tokens that end a text.
+        self._no_ends = _mask_without(trie.eos_tokens, self._words)
+        # All below: under the lock, since the compiling thread writes it too.
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, LLMatcher | RequestError] = OrderedDict()
+        self._bytes = 0
+        self._jobs: dict[Grammar, _Job] = {}
+        self._waiting: SimpleQueue[_Job] = SimpleQueue()
+        self._lost = 0
+        self._work = _Work()
+        self._start_thread()
+
+    def begin(self, grammar: Grammar) -> None:
+        """Have a grammar compiled, unless it is."""
+        with self._lock:
+            if grammar in self._kept or grammar in self._jobs:
+                return
+            job = self._jobs[grammar] = _Job(grammar, self._clock())
+        self._waiting.put(job)
+
+    def ready(self, grammar: Grammar) -> bool:
+        """Whether `new` makes matchers of a grammar that was begun. Raises RequestError if it
+        cannot be used.
+        """
+        with self._lock:
+            found = self._kept.get(grammar)
+            job = self._jobs.get(grammar)
+            if isinstance(found, RequestError):
+                raise found
+            if found is not None:
+                self._kept.move_to_end(grammar)
+                return True
+            if job is not None and self._clock() - job.since > _TIMEOUT_S:
+                self._give_up(job)
+                raise RequestError(
+                    f"compiling the grammar took longer than {_TIMEOUT_S:g} s",
+                    code="grammar_too_complex",
+                )
+        if job is None:  # it has made room for others meanwhile
+            self.begin(grammar)
+        return False
+
+    def new(self, grammar: Grammar) -> Matcher:
+        """A matcher of a grammar that is ready, at the beginning of a text."""
+        with self._lock:
+            found = self._kept[grammar]
+        assert isinstance(found, LLMatcher)  # it is ready
+        return Matcher(found.deep_copy())
+
+    def masks(self, rows: int) -> np.ndarray:
+        """Room for the masks of so many rows, int32 [rows, ceil(V / 32)]."""
+        return np.zeros((rows, self._words), np.int32)
+
+    def fill(self, matcher: Matcher, masks: np.ndarray, row: int, *, may_end: bool) -> bool:
+        """Write a matcher's mask; False if there is nothing that may come next. may_end: the text
+        may end here, if the grammar allows it. Raises RequestError if the grammar takes too much.
+        """
+        matcher.fill(masks, row)
+        if may_end:
+            return not matcher.complete
+        masks[row] &= self._no_ends
+        return not matcher.complete and bool(masks[row].any())
+
+    def count_masks(self, masks: int, seconds: float) -> None:
+        """So many masks took so long."""
+        self._work.masks += masks
+        self._work.mask_s += seconds
+
+    def take_work(self) -> GrammarWork | None:
+        """What there was to do since the last call; None if nothing was."""
+        with self._lock:
+            work, self._work = self._work, _Work()
+            kept = len(self._kept)
+        if not (work.masks or work.compiled):
+            return None
+        return GrammarWork(work.masks, work.mask_s, work.compiled, work.compile_s, kept)
+
+    def _give_up(self, job: _Job) -> None:
+        """Nobody waits for a job any more. Called under the lock."""
+        job.given_up = True
+        del self._jobs[job.grammar]
+        if job.running and self._lost < _MOST_LOST:
+            self._lost += 1
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._compile_all, name="grammars", daemon=True).start()
+
+    def _compile_all(self) -> None:
+        """A thread's life: compile, until its place was given to another."""
+        while True:
+            job = self._waiting.get()
+            with self._lock:
+                job.running = not job.given_up
+            if job.running:
+                self._compile(job)
+            if job.given_up and job.running:
+                with self._lock:
+                    self._lost -= 1
+                return
+
+    def _compile(self, job: _Job) -> None:
+        started = self._clock()
+        result = self._result(job.grammar)
+        with self._lock:
+            if job.given_up:
+                return
+            del self._jobs[job.grammar]
+            self._work.compiled += 1
+            self._work.compile_s += self._clock() - started
+            self._kept[job.grammar] = result
+            self._bytes += _bytes_of(job.grammar)
+            while self._bytes > _MOST_BYTES and len(self._kept) > 1:
+                self._bytes -= _bytes_of(self._kept.popitem(last=False)[0])
+
+    def _result(self, grammar: Grammar) -> LLMatcher | RequestError:
+        try:
+            matcher = new_matcher(grammar, self._trie)
+            matcher.compute_bitmask()  # what the lexer finds out now, copies know
+        except RequestError as error:
+            return error
+        except BaseException:  # a panic of the library's; the thread must go on
+            _log.exception("a grammar could not be compiled")
+            return RequestError("the grammar could not be compiled", code="grammar_too_complex")
+        return matcher
+
+
+def _bytes_of(grammar: Grammar) -> int:
+    return _BYTES_EACH + _BYTES_A_CHARACTER * len(grammar.text)
+
+
+def _mask_without(tokens: Iterable[int], words: int) -> np.ndarray:
+    """A mask, int32 [words], of all tokens but these."""
+    mask = np.full(words, -1, np.int32)
+    bits = mask.view(np.uint32)
+    for token in tokens:
+        bits[token // 32] &= ~np.uint32(1 << (token % 32))
+    return mask
