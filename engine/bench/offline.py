@@ -20,7 +20,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.plan import Plan, StepResult
+from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.accuracy import MeasuredRun, RunNote, span
 from jitney.engine.simulation.drive import Offer, RealClock, drive
@@ -113,6 +113,9 @@ class _NotingRunner:
 
     def launch(self, batch: Any) -> Any:
         return self._runner.launch(batch)
+
+    def choose(self, ticket: Any, rows: list[MaskedRow], masks: Any) -> None:
+        self._runner.choose(ticket, rows, masks)
 
     def fetch(self, ticket: Any) -> StepResult:
         return self._runner.fetch(ticket)

@@ -49,6 +49,8 @@ class SamplingUpload:
         numbers = "".join([formats[field.dtype] for field in self.fields])
         self._struct = struct.Struct(f"<{numbers}q")
         self.words = self._struct.size // 4
+        #: Of a row that asks for nothing but the likeliest token.
+        self.bare_argmax = self.pack(params(temperature=0.0), 0)
 
     def pack(self, params: SamplingParams, seed: int) -> bytes:
         """A seat's parameters; seed: int64."""
@@ -80,18 +82,12 @@ def _parts(params: SamplingParams) -> int:
 
 
 SAMPLING = SamplingUpload(SamplingParams)
-#: What a step's own program gets of a seat whose token is chosen after it (`MaskedRows`).
-_BARE_ARGMAX = SAMPLING.pack(SamplingParams(temperature=0.0), 0)
-
-
-#: int32 words of the head of a `MaskedRows` row.
-MASKED_HEAD = 2 + SAMPLING.words
 
 
 class MaskedRows(NamedTuple):
     """Rows of a step whose tokens are chosen behind it, under masks: int32 arrays of R rows."""
 
-    #: [R, MASKED_HEAD]: the row's position, its seat (M: none), then its sampling parameters.
+    #: [R, 2 + W]: the row's position, its seat (M: none), then its sampling parameters.
     heads: np.ndarray
     #: [R, ceil(V / 32)]: one bit for each token that it may choose, low bits first.
     masks: np.ndarray
@@ -99,10 +95,27 @@ class MaskedRows(NamedTuple):
     @classmethod
     def empty(cls, rows: int, vocab: int, seats: int) -> MaskedRows:
         """Rows of no seat: they choose from all tokens, and nobody reads what."""
-        heads = np.empty((rows, MASKED_HEAD), np.int32)
+        heads = np.empty((rows, masked_head_words()), np.int32)
         heads[:, :2] = 0, seats
-        heads[:, 2:] = np.frombuffer(_BARE_ARGMAX, np.int32)
+        heads[:, 2:] = np.frombuffer(SAMPLING.bare_argmax, np.int32)
         return cls(heads, np.full((rows, mask_words(vocab)), -1, np.int32))
+
+
+class MaskedHeads(NamedTuple):
+    """`MaskedRows.heads` by column, numpy or traced."""
+
+    positions: Any  #: int32 [R]
+    seats: Any  #: int32 [R]
+    params: dict[str, Any]  #: see `SamplingUpload.columns`
+
+    @classmethod
+    def of(cls, heads: Any) -> MaskedHeads:
+        return cls(heads[:, 0], heads[:, 1], SAMPLING.columns(heads[:, 2:]))
+
+
+def masked_head_words() -> int:
+    """int32 words of a row of `MaskedRows.heads`."""
+    return 2 + SAMPLING.words
 
 
 def mask_words(vocab: int) -> int:
@@ -394,7 +407,7 @@ class BatchBuilder:
         self._stamps[seq.seat] = object()
         own = SAMPLING.pack(seq.request.sampling, seq.seed)
         self._own_sampling[seq.seat] = own
-        self._sampling[seq.seat] = own if seq.matcher is None else _BARE_ARGMAX
+        self._sampling[seq.seat] = own if seq.matcher is None else SAMPLING.bare_argmax
 
     def _feed(self, seq: Sequence) -> None:
         """A seated sequence got one more page."""

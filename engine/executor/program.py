@@ -20,11 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.executor.inputs import (
-    MASKED_HEAD,
-    SAMPLING,
     BatchBuilder,
+    MaskedHeads,
     UploadLayout,
     mask_words,
+    masked_head_words,
 )
 from jitney.engine.executor.sampling import (
     SamplingRows,
@@ -263,8 +263,8 @@ class Program:
         """The tokens of rows that are held to grammars, behind a step's own program: logits of
         these rows, float32 [R, V], heads and masks as in `MaskedRows`.
         """
-        owners = heads[:, 1]
-        rows = SamplingRows(SAMPLING.columns(heads[:, 2:]), heads[:, 0], owners)
+        positions, owners, params = MaskedHeads.of(heads)
+        rows = SamplingRows(params, positions, owners)
         allowed = unpack_masks(masks, logits.shape[-1])
         chosen, seats = sample(logits, rows, seats, self.kernels.threshold, allowed)
         # A row that is not finite may be so where the mask hides it.
@@ -297,7 +297,7 @@ class Program:
             self._whole((rows, vocab), jnp.float32),
             state.last_token,
             state.seats,
-            self._whole((rows, MASKED_HEAD), jnp.int32),
+            self._whole((rows, masked_head_words()), jnp.int32),
             self._whole((rows, mask_words(vocab)), jnp.int32),
         )
         choose = self.choose

@@ -38,6 +38,8 @@ class CoreLink:
     process: asyncio.subprocess.Process
     #: The core has said `Ready`; this and what follows is written by the client.
     ready: bool = False
+    #: The core was told the tokenizer.
+    learned: bool = False
     #: Why the core ended, if it said so.
     fatal: ErrorInfo | None = None
     #: It said nothing for too long and was killed for it.

@@ -133,6 +133,8 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
     source = resolve(config.model.id, revision=config.model.revision or None)
     core, info = _builder(start.builder)(config, source, report)
     core.on_first_step = lambda step: outbox.send(messages.encode(messages.FirstStep(step)))
+    for message in _received(inbox, 0.0):  # the tokenizer, as a rule: to read it takes a while
+        _handle(core, message, outbox)
     outbox.send(messages.encode(messages.Ready(info)))
     _serve(core, inbox, outbox)
 
@@ -188,6 +190,8 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
                 core.ask(message)  # answered after the next plan
             else:
                 outbox.send(messages.encode(core.seat_map(ticket, seats=seats)))
+        case messages.Tokenizer(json=tokenizer):
+            core.learn(tokenizer)
         case messages.Shutdown():
             pass
 

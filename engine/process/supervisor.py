@@ -130,6 +130,8 @@ class ProcessClient:
         self._watchdog = Watchdog(config.server.step_timeout_s, config.server.start_timeout_s)
         self._workshop: Workshop | None = None
         self._quarantine = Quarantine()
+        #: JSON; "" until it is known.
+        self._tokenizer = ""
         self._suspicion = Suspicion()
         #: When cores were started again, seconds; those that count.
         self._restarts: deque[float] = deque()
@@ -141,6 +143,20 @@ class ProcessClient:
         remove_left_folders()
         self._workshop = Workshop()
         self._supervision = asyncio.create_task(self._supervise())
+
+    def learn(self, tokenizer: str) -> None:
+        """Have this core and those after it hold answers to grammars. tokenizer: the model's, as
+        the `tokenizers` library writes it (JSON).
+        """
+        self._tokenizer = tokenizer
+        if self._link is not None and self._link.ready:
+            self._teach(self._link)
+
+    def _teach(self, link: CoreLink) -> None:
+        """Tell a core that can hear us the tokenizer, once."""
+        if self._tokenizer and not link.learned:
+            link.send(messages.Tokenizer(self._tokenizer))
+            link.learned = True
 
     async def until(self, *states: EngineState) -> EngineState:
         """Wait for one of `states`; returns it."""
@@ -335,6 +351,7 @@ class ProcessClient:
     def _take(self, link: CoreLink, message: messages.FromCore) -> None:
         self._alive_at = time.monotonic()
         self._watchdog.heard()
+        self._teach(link)  # before its first request
         match message:
             case messages.StepReport():
                 self._take_report(message)

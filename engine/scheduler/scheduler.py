@@ -40,7 +40,7 @@ from jitney.engine.scheduler.row_limit import RowLimit
 from jitney.engine.scheduler.sequence import Matcher, Sequence
 from jitney.engine.scheduler.state import SchedulerState
 from jitney.engine.scheduler.suspects import Suspects
-from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
+from jitney.engine.types import EngineRequest, FinishReason, RequestLimits, Seat, SequenceOutput
 
 log = logging.getLogger("jitney.core")
 
@@ -157,11 +157,21 @@ class Scheduler:
         if request.background and self._policy.holds:
             raise RequestError("batches need a server with the policy continuous")
 
+    @property
+    def request_limits(self) -> RequestLimits:
+        """What a request is checked against."""
+        return self._admission.request_limits
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+        return self._admission.eos_ids
+
     def check_request(self, request: EngineRequest) -> None:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
         the same.
         """
-        self._admission.request_limits.check(request)
+        self.request_limits.check(request)
 
     def has_room(self, request: EngineRequest) -> bool:
         """Whether a request that can run here may wait now."""

@@ -28,7 +28,7 @@ from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Buckets, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.plan import Draft, Plan, StepResult
+from jitney.engine.scheduler.plan import Draft, MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.simulation.drive import Offer, VirtualClock, drive
@@ -193,6 +193,10 @@ class VirtualDevice:
             seconds *= next(scatter)
         self._free_at = max(self.clock.now, self._free_at) + seconds
         return FlyingStep(self._free_at, sum([chunk.sample for chunk in batch.chunks]))
+
+    def choose(self, ticket: FlyingStep, rows: list[MaskedRow], masks: object) -> None:
+        """Simulated answers have no text, so none is held to a grammar."""
+        raise ValueError("a simulated request has a grammar")
 
     def fetch(self, ticket: FlyingStep) -> StepResult:
         if ticket.ready > self.clock.now:

@@ -5,7 +5,7 @@ its masks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -16,8 +16,12 @@ from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import GrammarWork
 from jitney.engine.scheduler.plan import MaskedRow, Plan
 from jitney.engine.scheduler.sequence import Sequence
+from jitney.engine.structured.compiling import token_trie
 from jitney.engine.structured.matchers import Matcher, Matchers
 from jitney.engine.types import EngineRequest, FinishReason, Grammar
+
+#: Seconds between two looks at a grammar that somebody waits for.
+_LOOK_S = 0.001
 
 
 @dataclass(slots=True)
@@ -62,6 +66,13 @@ class Masks(NamedTuple):
     endings: list[Ending]
 
 
+def open_desk(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarDesk:
+    """A desk for one model; see `compiling.token_trie`. Raises ValueError for a tokenizer that
+    cannot be read.
+    """
+    return GrammarDesk(Matchers(token_trie(tokenizer, vocab_size, end_ids)))
+
+
 class GrammarDesk:
     """Grammars as the core's loop sees them."""
 
@@ -72,6 +83,12 @@ class GrammarDesk:
     @property
     def has_waiting(self) -> bool:
         return bool(self._waiting)
+
+    def check(self, grammar: Grammar) -> None:
+        """Wait until a grammar is compiled. Raises RequestError if it cannot be used."""
+        self._matchers.begin(grammar)
+        while not self._matchers.ready(grammar):
+            time.sleep(_LOOK_S)
 
     def enter(self, request: EngineRequest, grammar: Grammar) -> None:
         """A request comes; `leave` says when it may go on."""

@@ -19,7 +19,7 @@ from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.plan import Plan, StepResult, work_of
+from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult, work_of
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
@@ -40,6 +40,12 @@ class FakeClock:
 def next_token(history: list[int], seed: int) -> int:
     """The fake model: any token of the history changes the answer."""
     return zlib.crc32(np.asarray([*history, seed % 1000], np.int32).tobytes()) % VOCAB
+
+
+def allowed_token(history: list[int], seed: int, allowed: list[int]) -> int:
+    """The fake model's choice among some tokens."""
+    mark = zlib.crc32(np.asarray([*history, seed % 1000], np.int32).tobytes())
+    return allowed[mark % len(allowed)]
 
 
 def score(history: list[int], token: int) -> TokenLogprobs:
@@ -101,6 +107,8 @@ class FakeRunner:
         self.spoiled: set[tuple[str, int]] = set()
         self.rows_run = 0
         self._tickets: list[StepResult] = []
+        # Of each logit row of the step launched last, what its token is chosen by.
+        self._histories: list[list[int]] = []
 
     def batch(self, plan: Plan) -> tuple[list[Rows], dict[int, int], Plan]:
         assert [chunk.decode for chunk in plan.chunks] == sorted(
@@ -148,6 +156,7 @@ class FakeRunner:
         entries: list[TokenLogprobs] = []
         scores: list[TokenLogprobs] = []
         broken: list[bool] = []
+        self._histories = []
         for chunk in rows:
             history = self._read(chunk, *before) + chunk.tokens
             poisoned = chunk.request_id in self.poisoned
@@ -164,12 +173,25 @@ class FakeRunner:
                 self.last_token[chunk.seat] = token
                 tokens.append(-1 if poisoned else token)
                 entries.append(score(history, token))
+                self._histories.append(history)
         result = StepResult(
             tokens, None if plan.plain else entries, scores or None, broken if any(broken) else None
         )
         self._tickets.append(result)
         self.rows_run += plan.bucket.tokens
         return result
+
+    def choose(self, ticket: StepResult, rows: list[MaskedRow], masks: np.ndarray) -> None:
+        assert ticket is self._tickets[-1], "tokens are chosen behind the newest step"
+        for masked, mask in zip(rows, masks, strict=True):
+            history = self._histories[masked.row]
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            token = allowed_token(history, self.seeds[masked.seat], np.flatnonzero(bits).tolist())
+            self.last_token[masked.seat] = token
+            if ticket.tokens[masked.row] >= 0:
+                ticket.tokens[masked.row] = token
+            if ticket.logprobs is not None:
+                ticket.logprobs[masked.row] = score(history, token)
 
     def fetch(self, ticket: StepResult) -> StepResult:
         assert self._tickets.pop(0) is ticket, "steps are fetched in order, each once"

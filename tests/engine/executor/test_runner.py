@@ -132,11 +132,11 @@ class FavouringParams(SamplingParams, frozen=True, kw_only=True):
 
 
 def favouring_sample(
-    logits: jax.Array, rows: SamplingRows, state: SeatState, cut: Any
+    logits: jax.Array, rows: SamplingRows, state: SeatState, *rest: Any
 ) -> tuple[Any, SeatState]:
     """The sampler with that parameter's line."""
     favoured = jnp.arange(logits.shape[-1]) == rows.params["favourite"][:, None]
-    return sample(jnp.where(favoured, 1e9, logits), rows, state, cut)
+    return sample(jnp.where(favoured, 1e9, logits), rows, state, *rest)
 
 
 def test_a_made_up_sampling_parameter_reaches_the_sampler(monkeypatch: pytest.MonkeyPatch):
