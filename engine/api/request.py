@@ -22,6 +22,7 @@ from jitney.engine.api.schema import (
 )
 from jitney.engine.api.service import Context, Service
 from jitney.engine.conversation.events import AssistantParser
+from jitney.engine.conversation.grammars import behind_thoughts, tool_grammar
 from jitney.engine.conversation.tools import Tool, ToolUse, chosen_tools, shaped_messages
 from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, Whole
@@ -190,19 +191,39 @@ async def conversation_request(
     check_model(service, body.model)
     _check_choices(sampling.n, info)
     prompt = await conversation_prompt(service, conversation)
+    use = conversation.tools
+    sampling = _held_to_grammar(service, conversation, prompt.tail, sampling)
     request = await service.slices.result(
         _generation_request(service, body, context, conversation.kind, [prompt], sampling)
     )
-    names = frozenset() if conversation.tools is None else conversation.tools.names
+    names = frozenset() if use is None else use.names
+    is_forced = use is not None and use.is_required
     turns = service.turns
     return replace(
         request,
         top_logprobs=sampling.logprobs,
-        make_parser=lambda: turns.parser(prompt.tail, names, forced=False),
+        make_parser=lambda: turns.parser(prompt.tail, names, forced=is_forced),
         seen_ids=service.marker_ids(names),
-        most_calls=None if conversation.tools is None else conversation.tools.most_calls,
+        most_calls=None if use is None else use.most_calls,
         shows_reasoning=conversation.shows_reasoning,
     )
+
+
+def _held_to_grammar(
+    service: Service, conversation: Conversation, prompt: str, sampling: SamplingParams
+) -> SamplingParams:
+    """With the grammar of the whole turn, where calls are forced or strict, or the answer has a
+    grammar of its own.
+    """
+    turns, special_ids = service.turns, service.special_texts
+    grammar = sampling.grammar
+    if conversation.tools is not None:
+        if grammar is not None:
+            raise RequestError("excludes tools", param="response_format")
+        grammar = tool_grammar(turns, conversation.tools, prompt, special_ids)
+    elif grammar is not None:
+        grammar = behind_thoughts(turns, grammar, prompt, special_ids)
+    return msgspec.structs.replace(sampling, grammar=grammar)
 
 
 def _tool_use(body: ChatBody) -> ToolUse | None:

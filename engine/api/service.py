@@ -109,8 +109,7 @@ class Service:
         #: Files and batches of requests.
         self.batches: Batches | None = None
         self._turns: TurnFormat | None = None
-        #: By whether calls are looked for.
-        self._marker_ids: dict[bool, frozenset[int]] = {}
+        self._special_texts: dict[str, int] | None = None
 
     @property
     def turns(self) -> TurnFormat:
@@ -128,13 +127,22 @@ class Service:
 
     def marker_ids(self, names: Collection[str]) -> frozenset[int]:
         """Special tokens that a parser must see. names: of the functions that may be called."""
-        with_calls = bool(names)
-        if with_calls not in self._marker_ids:
+        markers = self.turns.markers(with_calls=bool(names))
+        special = self.special_texts
+        return frozenset(special[marker] for marker in markers if marker in special)
+
+    @property
+    def special_texts(self) -> dict[str, int]:
+        """The markers of the model's turns that are special tokens, and their ids."""
+        if self._special_texts is None:
             _, tokenizer = self.ready()
-            wanted = {marker.encode() for marker in self.turns.markers(with_calls=with_calls)}
-            ids = [id for id in tokenizer.special_ids if tokenizer.token_bytes(id) in wanted]
-            self._marker_ids[with_calls] = frozenset(ids)
-        return self._marker_ids[with_calls]
+            markers = self.turns.markers(with_calls=True)
+            self._special_texts = {}
+            for id in tokenizer.special_ids:
+                text = tokenizer.token_bytes(id).decode(errors="replace")
+                if text in markers:
+                    self._special_texts[text] = id
+        return self._special_texts
 
     @property
     def model_name(self) -> str:

@@ -47,6 +47,8 @@ class CallText:
     #: Whether text before the first call is told from it by what it begins with; without it a call
     #: is the whole turn.
     may_follow_text: bool = True
+    #: Whether a turn ends with its call.
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ TOOL_FORMATS = (
             before_name=f"{harmony.CHANNEL}commentary to={harmony.FUNCTIONS}",
             before_arguments=f" {harmony.CONSTRAIN}json{harmony.MESSAGE}",
             after="",
+            is_alone=True,
         ),
         markers=harmony.MARKERS,
         signs=(harmony.CHANNEL,),

@@ -216,6 +216,34 @@ def test_several_choices_are_told_apart():
         assert joined(mine)["tool_calls"][0]["function"]["name"] == "get_weather"
 
 
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_forced_calls_reach_the_engine_as_a_grammar(family: str, choice: Any):
+    """And are read as they are forced, also where the family's own form cannot be."""
+    forced = HERMES if family == "gemma" else WRITTEN[family]
+    app, client = engine(family, forced)
+    reply = run(call(app, CHATS, TOOLS | {"tool_choice": choice}))
+    [made] = reply.json()["choices"][0]["message"]["tool_calls"]
+    assert made["function"]["arguments"] == PARIS
+    grammar = client.requests[0].sampling.grammar
+    assert grammar is not None and grammar.kind == "lark" and "get_weather" in grammar.text
+    assert ("clock" in grammar.text) == (choice == "required")
+
+
+def test_strict_tools_have_a_grammar_and_others_have_none():
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    for tools, held in (([WEATHER], False), ([strict], True)):
+        app, client = engine("hermes", "Hello.")
+        assert run(call(app, CHATS, CHAT | {"tools": tools})).status == 200
+        assert (client.requests[0].sampling.grammar is not None) == held
+    app, client = engine("gemma", "Hello.")
+    reply = run(call(app, CHATS, CHAT | {"tools": [strict]}))
+    assert (reply.status, reply.error["param"]) == (400, "tools") and not client.requests
+
+
 THINKING = "<think>\nTwo and two.\n</think>\n\nFour."
 
 

@@ -1,0 +1,197 @@
+"""What a model can write under the grammars of tools: its family's form of calls, whose arguments
+fit, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from families import TEMPLATES
+from llguidance import LLMatcher, LLTokenizer
+
+from jitney.engine.conversation.events import message_of
+from jitney.engine.conversation.formats import turn_format
+from jitney.engine.conversation.grammars import behind_thoughts, tool_grammar
+from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse, chosen_tools
+from jitney.engine.errors import RequestError
+from jitney.engine.types import Grammar
+
+BYTES = LLTokenizer("byte")
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city"],
+}
+WEATHER = Tool("get_weather", "Now", PLACE, strict=True)
+CLOCK = Tool("clock")
+PARIS = '{"city":"Paris"}'
+HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
+
+
+def use_of(mode: ToolMode, *, parallel: bool = True) -> ToolUse:
+    use = chosen_tools([WEATHER, CLOCK], mode, None, parallel=parallel)
+    assert use is not None
+    return use
+
+
+def matcher(grammar: Grammar | None) -> LLMatcher:
+    assert grammar is not None and grammar.kind == "lark"
+    made = LLMatcher(BYTES, LLMatcher.grammar_from_lark(grammar.text))
+    assert not made.is_error(), made.get_error()
+    return made
+
+
+def takes(grammar: Grammar | None, text: str) -> bool:
+    """Whether this may be the whole turn."""
+    inner = matcher(grammar)
+    data = list(text.encode())
+    return inner.try_consume_tokens(data) == len(data) and inner.is_accepting()
+
+
+PROMPTS = {"deepseek_v3": "<think>\n", "deepseek_v31": "<think>\n"}
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_forced_turn_is_a_call_that_fits(family: str):
+    """Whatever the model would like to write."""
+    turns = turn_format(TEMPLATES[family])
+    prompt = PROMPTS.get(family, "<think>\n\n</think>\n\n")
+    use = use_of("required", parallel=False)
+    grammar = tool_grammar(turns, use, prompt, {})
+    begun = {"harmony": "<|channel|>commentary"} | dict.fromkeys(PROMPTS, "</think>")
+    thoughts = begun.get(family, "")  # past the thoughts, which may be of any length
+    inner = matcher(grammar)
+    assert inner.consume_tokens(list(thoughts.encode()))
+    for seed in range(12):
+        turn = thoughts + _finish(inner.deep_copy(), seed)
+        parser = turns.parser(prompt, use.names, forced=True)
+        message = message_of([*parser.push(turn, []), *parser.finish()])
+        [made] = message.tool_calls
+        arguments = json.loads(made.arguments)
+        if made.name == "clock":
+            assert arguments == {}
+        else:
+            assert arguments["city"] in ("Paris", "Rome") and set(arguments) <= {"city", "days"}
+        assert message.content == ""
+
+
+def _finish(inner: LLMatcher, seed: int) -> str:
+    """A way to the end of a grammar; another for each seed. Blanks and long thoughts are passed
+    by.
+    """
+    data = bytearray()
+    for step in itertools.count():
+        if inner.is_stopped() or step > 3000:
+            break
+        mask = inner.compute_bitmask()
+        allowed = [id for id in range(256) if mask[id // 8] >> (id % 8) & 1]
+        kept = [id for id in allowed if id not in b" \n\t\r"] or allowed
+        closing = [id for id in kept if id in b'}"'] if step > 60 else []
+        pool = closing or kept
+        byte = pool[(seed * 7919 + step * 31) % len(pool)]
+        assert inner.consume_token(byte)
+        data.append(byte)
+    assert inner.is_stopped(), bytes(data[-80:])
+    return data.decode()
+
+
+@pytest.mark.parametrize("family", ["plain", "hermes"])
+def test_strict_tools_leave_text_free_and_calls_not(family: str):
+    grammar = tool_grammar(turn_format(TEMPLATES[family]), use_of("auto"), "", {})
+    for text in ("", "Hello.", "a <tool", f"So: {HERMES}", f"{HERMES}\n{HERMES} done."):
+        assert takes(grammar, text), text
+    for text in ("<tool_call>x", HERMES.replace("Paris", "Bonn"), HERMES.replace("get_", "put_")):
+        assert not takes(grammar, text), text
+
+
+def test_required_allows_no_other_text():
+    turns = turn_format(TEMPLATES["hermes"])
+    several = tool_grammar(turns, use_of("required"), "", {})
+    one = tool_grammar(turns, use_of("required", parallel=False), "", {})
+    assert takes(several, HERMES) and takes(one, HERMES)
+    assert takes(several, f"{HERMES}\n{HERMES}") and not takes(one, f"{HERMES}\n{HERMES}")
+    for text in ("", "Hello.", f"So: {HERMES}", f"{HERMES} so"):
+        assert not takes(several, text), text
+
+
+def test_thoughts_come_before_forced_calls():
+    turns = turn_format(TEMPLATES["qwen3"])
+    use = use_of("required")
+    free = tool_grammar(turns, use, "assistant\n", {})
+    assert takes(free, f"<think>\nHm <tool_call>.\n</think>\n\n{HERMES}") and takes(free, HERMES)
+    closed = tool_grammar(turns, use, "<think>\n\n</think>\n\n", {})
+    assert takes(closed, HERMES) and not takes(closed, f"<think>Hm</think>{HERMES}")
+    opened = tool_grammar(turns, use, "<think>\n", {})
+    assert takes(opened, f"Hm.</think>{HERMES}") and not takes(opened, HERMES)
+
+
+def test_llamas_text_begins_with_no_brace():
+    grammar = tool_grammar(turn_format(TEMPLATES["llama3_json"]), use_of("auto"), "", {})
+    call = f'{{"name": "get_weather", "parameters": {PARIS}}}'
+    assert takes(grammar, call) and takes(grammar, "Hi {") and takes(grammar, "")
+    assert not takes(grammar, '{"a": 1}') and not takes(grammar, ' {"a": 1}')
+
+
+def test_special_tokens_are_named_by_their_ids():
+    grammar = tool_grammar(
+        turn_format(TEMPLATES["mistral"]), use_of("required"), "", {"[TOOL_CALLS]": 300}
+    )
+    assert grammar is not None and '<[300]> " ["' in grammar.text
+    assert "[TOOL_CALLS]" not in grammar.text
+
+
+def test_nothing_is_held_back_where_nothing_is_strict():
+    use = chosen_tools([CLOCK], "auto", None, parallel=True)
+    assert use is not None
+    assert tool_grammar(turn_format(TEMPLATES["hermes"]), use, "", {}) is None
+    assert tool_grammar(turn_format(TEMPLATES["gemma"]), use, "", {}) is None
+    with pytest.raises(RequestError, match="cannot be held to a schema"):
+        tool_grammar(turn_format(TEMPLATES["gemma"]), use_of("auto"), "", {})
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar("json_object"), '{"a":1}', "[1]"),
+        (Grammar("json_schema", '{"type":"integer"}'), "12", '"a"'),
+        (Grammar("choice", '["yes","no"]'), "no", "maybe"),
+    ],
+)
+def test_an_answers_grammar_begins_behind_the_thoughts(grammar: Grammar, good: str, bad: str):
+    turns = turn_format(TEMPLATES["qwen3"])
+    held = behind_thoughts(turns, grammar, "<think>\n", {})
+    assert takes(held, f"Hm {bad}.</think>\n\n{good}")
+    assert not takes(held, f"Hm.</think>{bad}") and not takes(held, good)
+    harmony = behind_thoughts(turn_format(TEMPLATES["harmony"]), grammar, "", {})
+    final = f"<|channel|>final<|message|>{good}"
+    assert takes(harmony, final)
+    assert takes(harmony, f"<|channel|>analysis<|message|>x<|end|><|start|>assistant{final}")
+    assert not takes(harmony, f"<|channel|>final<|message|>{bad}")
+    closed = "<think>\n\n</think>\n\n"
+    assert behind_thoughts(turns, grammar, closed, {}) is grammar
+    assert behind_thoughts(turn_format(TEMPLATES["plain"]), grammar, "", {}) is grammar
+
+
+def test_a_grammar_that_cannot_follow_thoughts_is_refused():
+    turns = turn_format(TEMPLATES["qwen3"])
+    with pytest.raises(RequestError, match="cannot follow this model's thoughts"):
+        behind_thoughts(turns, Grammar("regex", "a+"), "", {})
+
+
+def test_schemas_are_closed_where_that_is_plain():
+    open_ended: dict[str, Any] = {
+        "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}},
+    }
+    tool = Tool("f", None, open_ended, strict=True)
+    use = chosen_tools([tool], "required", None, parallel=False)
+    assert use is not None
+    grammar = tool_grammar(turn_format(""), use, "", {})
+
+    def call(arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+
+    assert takes(grammar, call('{"a": {"b": 1}}')) and takes(grammar, call("{}"))
+    assert not takes(grammar, call('{"c": 1}')) and not takes(grammar, call('{"a": {"c": 1}}'))
