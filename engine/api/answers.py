@@ -35,6 +35,21 @@ class ErrorAnswer(Described):
     error: Error
 
 
+class AnthropicError(Described):
+    """What was wrong and what to do about it."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(Described):
+    """The body of an error below /v1/messages."""
+
+    type: Literal["error"]
+    error: AnthropicError
+    request_id: str
+
+
 class PromptTokensDetails(Described):
     """Of the prompt tokens, those whose keys and values were found in pages."""
 

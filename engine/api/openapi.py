@@ -14,7 +14,8 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
 
 from jitney.engine.api.access import Role
-from jitney.engine.api.answers import ErrorAnswer
+from jitney.engine.api.answers import AnthropicErrorAnswer, ErrorAnswer
+from jitney.engine.api.errors import ErrorForm, error_form
 from jitney.engine.api.routing import HttpRoute
 
 _SCHEMAS = "#/components/schemas/{model}"
@@ -109,9 +110,11 @@ def _responses(route: HttpRoute) -> dict[str, Any]:
     if route.generates:
         content["text/event-stream"] = {}
     responses: dict[str, Any] = {"200": {"description": route.summary, "content": content}}
+    is_openai = error_form(route.path) is ErrorForm.OPENAI
+    body = _ref(ErrorAnswer if is_openai else AnthropicErrorAnswer)
     errors = _ERRORS | (_GENERATING if route.generates else {})
     for status, when in errors.items():
-        responses[str(status)] = {"description": when, "content": _json(_ref(ErrorAnswer))}
+        responses[str(status)] = {"description": when, "content": _json(body)}
     return responses
 
 
@@ -132,6 +135,7 @@ def _answer_schema(route: HttpRoute) -> JsonSchemaValue:
 
 def _models(routes: Sequence[HttpRoute]) -> Iterator[type[BaseModel]]:
     yield ErrorAnswer
+    yield AnthropicErrorAnswer
     for route in routes:
         yield from (model for model in (route.body, *_answer_models(route)) if model)
 

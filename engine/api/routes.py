@@ -6,7 +6,9 @@ import logging
 
 from jitney.engine.api import answers, endpoints, ops
 from jitney.engine.api.access import Role
+from jitney.engine.api.anthropic_messages.routes import MESSAGE_ROUTES
 from jitney.engine.api.batches.routes import BATCH_ROUTES
+from jitney.engine.api.responses.routes import RESPONSE_ROUTES
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody, CompletionBody
 from jitney.engine.api.text_tools.routes import TEXT_ROUTES
@@ -49,6 +51,8 @@ ROUTES = (
         body=ChatBody,
         answer=answers.ChatAnswer,
     ),
+    *RESPONSE_ROUTES,
+    *MESSAGE_ROUTES,
     *TEXT_ROUTES,
     *BATCH_ROUTES,
     HttpRoute(

@@ -30,7 +30,7 @@ from jitney.engine.errors import RequestError
 from jitney.engine.types import Range, SamplingParams, declared
 
 #: Most stop strings of a request.
-_MAX_STOPS = 64
+MAX_STOPS = 64
 #: Most characters of a field that only labels a request (user, names, ids).
 _LABEL_CHARS = 512
 #: Most entries of stop_token_ids, before those that are named twice are dropped.
@@ -43,7 +43,7 @@ _SALT = r"^[A-Za-z0-9_-]{1,128}$"
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 #: Names of functions; OpenAI takes no dots, and 64 characters.
 _FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
-_MAX_TOOLS = 128
+MAX_TOOLS = 128
 #: Variables of a chat template that a request may set, and characters of their JSON.
 _MAX_VARIABLES = 32
 _MAX_VARIABLE_CHARS = 1 << 14
@@ -169,7 +169,7 @@ class _TextPart(Part):
 
 
 #: What clients may send, where it is checked by a function.
-_Stop = str | Annotated[list[str], Field(max_length=_MAX_STOPS)]
+_Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
 _Prompt = (
     str
     | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
@@ -214,8 +214,8 @@ def _stops(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or len(texts) > _MAX_STOPS:
-        raise ValueError(f"must be a string or at most {_MAX_STOPS} strings")
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS:
+        raise ValueError(f"must be a string or at most {MAX_STOPS} strings")
     if not _all_of(str, texts):
         raise ValueError("must be a string or a list of strings")
     return tuple(dict.fromkeys(texts))
@@ -472,7 +472,7 @@ class _NamedTool(Part):
 
 class _AllowedTools(Part):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=_MAX_TOOLS)]
+    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class _Allowed(Part):
@@ -567,7 +567,7 @@ class ChatBody(GenerationBody):
     #: None: true, unless continue_final_message is.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[_Tool], Field(max_length=_MAX_TOOLS)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS)] | None = None
     #: None: auto where there are tools.
     tool_choice: _ToolChoice | None = None
     #: None: true.

@@ -17,6 +17,7 @@ from starlette.types import Scope
 from jitney.engine.api.errors import ErrorForm
 from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.quotas import Quotas, Spending
+from jitney.engine.api.responses.store import ResponseStore
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
@@ -98,6 +99,10 @@ class Service:
         self.quotas = Quotas(settings.key_max_concurrent, settings.key_tokens_per_minute)
         #: The loop's time for answers with many tokens.
         self.slices = Slices()
+        #: Answers of /v1/responses that clients may come back to.
+        self.responses = ResponseStore(
+            settings.responses_kept, settings.responses_bytes, settings.responses_ttl_s
+        )
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -64,6 +64,10 @@ class ServerSettings:
     #: with.
     webhook_prefixes: tuple[str, ...] = ()
     webhook_secret: str = ""
+    #: Responses that are kept, the bytes of all, and seconds that one is.
+    responses_kept: int = 1000
+    responses_bytes: int = 64 << 20
+    responses_ttl_s: float = 86_400.0
     #: "vllm": metrics under vLLM's names too.
     metrics_compat: Literal["", "vllm"] = ""
 

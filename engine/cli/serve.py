@@ -305,6 +305,9 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
         batch_lines=server.batch_lines,
         webhook_prefixes=server.webhook_prefixes,
         webhook_secret=webhook_secret(server),
+        responses_kept=server.responses_kept,
+        responses_bytes=server.responses_bytes,
+        responses_ttl_s=server.responses_ttl_s,
     )
 
 

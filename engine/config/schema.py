@@ -696,6 +696,20 @@ class ServerSection(Section):
             "and base64, or any text), readable by its owner only"
         ),
     )
+    responses_kept: int = Field(
+        default=1000,
+        ge=0,
+        description=(
+            "answers of /v1/responses that are kept in memory, for clients that come back to them; "
+            "the oldest of the key that has most goes first; 0: none"
+        ),
+    )
+    responses_bytes: int = Field(
+        default=64 << 20, ge=0, description="most bytes of those answers and of what they answer"
+    )
+    responses_ttl_s: float = Field(
+        default=86_400.0, gt=0, description="seconds that such an answer is kept"
+    )
     metrics_compat: Literal["", "vllm"] = Field(
         default="", description=("also publish metrics under another engine's names")
     )

@@ -308,6 +308,7 @@ async def call(
     messages: list[dict[str, Any]] | None = None,
     leave_after: float | None = None,
     leave_on_chunk: int | None = None,
+    query: str = "",
 ) -> Reply:
     """One raw ASGI call. messages: what the server receives instead of one body; then the client
     leaves when told.
@@ -353,7 +354,7 @@ async def call(
         "path": path,
         "raw_path": path.encode(),
         "root_path": "",
-        "query_string": b"",
+        "query_string": query.encode(),
         "headers": head,
         "http_version": "1.1",
         "scheme": "http",

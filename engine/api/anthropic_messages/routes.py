@@ -1,0 +1,84 @@
+"""The routes of /v1/messages."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from jitney.engine.api.anthropic_messages.answers import CountAnswer, MessageAnswer
+from jitney.engine.api.anthropic_messages.conversation import conversation_of
+from jitney.engine.api.anthropic_messages.format import MessageFormat
+from jitney.engine.api.anthropic_messages.schema import CountTokensBody, MessagesBody
+from jitney.engine.api.endpoints import Answer, read_body
+from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.request import (
+    Kind,
+    check_model,
+    conversation_prompt,
+    conversation_request,
+    sampling_params,
+)
+from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.service import Service, context_of
+
+_KIND = Kind("msg_", "messages", clamps=True)
+#: Of the API, as a header says them. The second takes no temperature, top_p and top_k; here both
+#: do.
+_VERSIONS = ("2023-06-01", "2026-10-21")
+
+
+async def create_message(service: Service, request: Request) -> ASGIApp:
+    _check_version(request)
+    body, headers = await read_body(service, request, MessagesBody)
+    if body.metadata is not None:
+        body = body.model_copy(update={"user": body.metadata.user_id})
+    info, _ = service.ready()
+    own = {"max_tokens": body.max_tokens, "stop": tuple(body.stop_sequences or ())}
+    sampling = sampling_params(body, info, own)
+    conversation = await service.slices.result(conversation_of(body, _KIND))
+    context = context_of(request.scope)
+    wanted = await conversation_request(service, body, context, conversation, sampling)
+    return Answer(service, wanted, partial(MessageFormat, body=body), headers)
+
+
+async def count_tokens(service: Service, request: Request) -> ASGIApp:
+    _check_version(request)
+    body, headers = await read_body(service, request, CountTokensBody)
+    check_model(service, body.model)
+    conversation = await service.slices.result(conversation_of(body, _KIND))
+    prompt = await conversation_prompt(service, conversation)
+    counted = orjson.dumps({"input_tokens": len(prompt.ids)})
+    return Response(counted, headers=headers, media_type="application/json")
+
+
+def _check_version(request: Request) -> None:
+    """A request need not name the version of the API: answers are the same in all."""
+    version = request.headers.get("anthropic-version", _VERSIONS[0])
+    if version not in _VERSIONS:
+        known = " and ".join(_VERSIONS)
+        raise HttpError(400, f"anthropic-version: not {echo(version)}; {known} are known here")
+
+
+MESSAGE_ROUTES = (
+    HttpRoute(
+        "/v1/messages",
+        ("POST",),
+        create_message,
+        "answer a conversation, in Anthropic's form",
+        generates=True,
+        body=MessagesBody,
+        answer=MessageAnswer,
+    ),
+    HttpRoute(
+        "/v1/messages/count_tokens",
+        ("POST",),
+        count_tokens,
+        "the tokens of such a conversation",
+        body=CountTokensBody,
+        answer=CountAnswer,
+    ),
+)

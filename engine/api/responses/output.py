@@ -1,0 +1,249 @@
+"""What a model writes as output items, and the typed events that tell a stream of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jitney.engine.api.generation import TokenList
+from jitney.engine.api.responses.items import new_item_id
+from jitney.engine.conversation.events import (
+    AssistantEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+
+#: An event without its sequence number.
+type Event = dict[str, Any]
+#: The log-probabilities of tokens as a JSON value; the second answer is the shorter form of events.
+type Scored = Callable[[TokenList, bool], Any]
+
+
+class _OpenItem:
+    """An item that is being written. Events that end it come from `done`."""
+
+    kind = ""
+
+    def __init__(self, place: int):
+        self.id = new_item_id(self.kind)
+        #: Position among the output items.
+        self.place = place
+
+    def at(self) -> dict[str, Any]:
+        return {"item_id": self.id, "output_index": self.place}
+
+    def in_part(self) -> dict[str, Any]:
+        return self.at() | {"content_index": 0}
+
+    def shown(self, status: str) -> dict[str, Any]:
+        """The item as it stands."""
+        raise NotImplementedError
+
+    def begun(self) -> Iterator[Event]:
+        yield {
+            "type": "response.output_item.added",
+            "output_index": self.place,
+            "item": self.shown("in_progress"),
+        }
+
+    def done(self, status: str) -> Iterator[Event]:
+        yield {
+            "type": "response.output_item.done",
+            "output_index": self.place,
+            "item": self.shown(status),
+        }
+
+
+class _Message(_OpenItem):
+    kind = "message"
+
+    def __init__(self, place: int, scored: Scored | None):
+        super().__init__(place)
+        self._scored = scored
+        self._texts: list[str] = []
+        self._tokens = TokenList.empty(None)
+        #: Whether its one part has been begun.
+        self._has_part = False
+
+    def shown(self, status: str) -> dict[str, Any]:
+        content = [self._part()] if self._has_part else []
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+    def begun(self) -> Iterator[Event]:
+        yield from super().begun()
+        self._has_part = True
+        yield {"type": "response.content_part.added"} | self.in_part() | {"part": self._part()}
+
+    def more(self, text: str, tokens: TokenList | None) -> Iterator[Event]:
+        self._texts.append(text)
+        logprobs: Any = []
+        if self._scored is not None and tokens is not None:
+            self._keep(tokens)
+            logprobs = self._scored(tokens, True)
+        yield (
+            {"type": "response.output_text.delta"}
+            | self.in_part()
+            | {"delta": text, "logprobs": logprobs}
+        )
+
+    def done(self, status: str) -> Iterator[Event]:
+        text = {"text": "".join(self._texts), "logprobs": self._logprobs(True)}
+        yield {"type": "response.output_text.done"} | self.in_part() | text
+        yield {"type": "response.content_part.done"} | self.in_part() | {"part": self._part()}
+        yield from super().done(status)
+
+    def _keep(self, tokens: TokenList) -> None:
+        if self._tokens.scores is None:
+            self._tokens = TokenList.empty(None if tokens.scores is None else tokens.scores.width)
+        self._tokens.extend(tokens)
+
+    def _logprobs(self, short: bool) -> Any:
+        if self._scored is None or not self._tokens:
+            return []
+        return self._scored(self._tokens, short)
+
+    def _part(self) -> dict[str, Any]:
+        return {
+            "type": "output_text",
+            "text": "".join(self._texts),
+            "annotations": [],
+            "logprobs": self._logprobs(False),
+        }
+
+
+class _Reasoning(_OpenItem):
+    kind = "reasoning"
+
+    def __init__(self, place: int):
+        super().__init__(place)
+        self._texts: list[str] = []
+        self._has_part = False
+
+    def shown(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": [self._part()] if self._has_part else [],
+        }
+
+    def begun(self) -> Iterator[Event]:
+        yield from super().begun()
+        self._has_part = True
+        yield {"type": "response.content_part.added"} | self.in_part() | {"part": self._part()}
+
+    def more(self, text: str) -> Iterator[Event]:
+        self._texts.append(text)
+        yield {"type": "response.reasoning_text.delta"} | self.in_part() | {"delta": text}
+
+    def done(self, status: str) -> Iterator[Event]:
+        text = {"text": "".join(self._texts)}
+        yield {"type": "response.reasoning_text.done"} | self.in_part() | text
+        yield {"type": "response.content_part.done"} | self.in_part() | {"part": self._part()}
+        yield from super().done(status)
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": "".join(self._texts)}
+
+
+class _FunctionCall(_OpenItem):
+    kind = "function_call"
+
+    def __init__(self, place: int, call_id: str, name: str):
+        super().__init__(place)
+        self._call_id = call_id
+        self._name = name
+        self._arguments: list[str] = []
+
+    def shown(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": status,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": "".join(self._arguments),
+        }
+
+    def more(self, text: str) -> Iterator[Event]:
+        self._arguments.append(text)
+        yield {"type": "response.function_call_arguments.delta"} | self.at() | {"delta": text}
+
+    def done(self, status: str) -> Iterator[Event]:
+        arguments = {"arguments": "".join(self._arguments)}
+        yield {"type": "response.function_call_arguments.done"} | self.at() | arguments
+        yield from super().done(status)
+
+
+@dataclass(slots=True)
+class _Closed:
+    item: _OpenItem
+    status: str
+
+
+class Output:
+    """The output items of one response, one open at a time. scored: writes log-probabilities, if
+    they are wanted.
+    """
+
+    def __init__(self, scored: Scored | None):
+        self._scored = scored
+        self._closed: list[_Closed] = []
+        self._open: _OpenItem | None = None
+
+    def items(self) -> list[dict[str, Any]]:
+        """All that have ended."""
+        return [closed.item.shown(closed.status) for closed in self._closed]
+
+    def push(self, event: AssistantEvent, tokens: TokenList | None) -> Iterator[Event]:
+        """One more event of the model's turn, and what a stream says of it. tokens: that came with
+        it.
+        """
+        match event:
+            case ContentDelta():
+                item = yield from self._item(_Message, lambda place: _Message(place, self._scored))
+                yield from item.more(event.text, tokens)
+            case ReasoningDelta():
+                item = yield from self._item(_Reasoning, _Reasoning)
+                yield from item.more(event.text)
+            case ToolCallStart():
+                yield from self.close("completed")
+                call = _FunctionCall(len(self._closed), event.id, event.name)
+                self._open = call
+                yield from call.begun()
+            case ToolCallArguments():
+                assert isinstance(self._open, _FunctionCall)
+                yield from self._open.more(event.text)
+
+    def finish(self, status: str) -> Iterator[Event]:
+        """The turn is over. A model that said nothing gave an empty message."""
+        if not self._closed and self._open is None:
+            yield from self._item(_Message, lambda place: _Message(place, self._scored))
+        yield from self.close(status)
+
+    def close(self, status: str) -> Iterator[Event]:
+        """End the item that is open, if one is."""
+        item, self._open = self._open, None
+        if item is not None:
+            yield from item.done(status)
+            self._closed.append(_Closed(item, status))
+
+    def _item[I: _OpenItem](self, kind: type[I], make: Callable[[int], I]) -> Any:
+        """The open item if it is of this kind; else a new one, whose events come first."""
+        if isinstance(self._open, kind):
+            return self._open
+        yield from self.close("completed")
+        item = make(len(self._closed))
+        self._open = item
+        yield from item.begun()
+        return item

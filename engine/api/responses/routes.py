@@ -1,0 +1,162 @@
+"""The routes of /v1/responses."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from jitney.engine.api.endpoints import Answer, read_body
+from jitney.engine.api.errors import HttpError
+from jitney.engine.api.queries import read_query
+from jitney.engine.api.request import (
+    Conversation,
+    Kind,
+    check_model,
+    conversation_request,
+    sampling_params,
+)
+from jitney.engine.api.responses.answers import DeletedResponse, InputItems, ResponseAnswer
+from jitney.engine.api.responses.format import Asked, Keep, ResponseFormat
+from jitney.engine.api.responses.items import earlier_items, kept_items, template_messages
+from jitney.engine.api.responses.queries import InputItemsQuery, ResponseQuery
+from jitney.engine.api.responses.schema import ResponsesBody
+from jitney.engine.api.responses.store import KeptResponse, Turn
+from jitney.engine.api.responses.tools import tool_use
+from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.service import Service, context_of
+from jitney.engine.types import SamplingParams
+
+_KIND = Kind("resp_", "input")
+
+
+async def create_response(service: Service, request: Request) -> ASGIApp:
+    body, headers = await read_body(service, request, ResponsesBody)
+    context = context_of(request.scope)
+    check_model(service, body.model)
+    before = _previous(service, body, context.tenant)
+    sampling = _sampling(service, body)
+    earlier = await service.slices.result(earlier_items(before))
+    items = await service.slices.result(kept_items(body.input, service.responses, context.tenant))
+    messages = await service.slices.result(template_messages(body.instructions, earlier + items))
+    conversation = Conversation(
+        kind=_KIND, messages=messages, tools=tool_use(body), effort=body.effort
+    )
+    wanted = await conversation_request(service, body, context, conversation, sampling)
+    turn = Turn(before, orjson.dumps(items))
+    keep = None if body.store is False else _keeper(service, context.tenant, wanted.id, turn)
+    return Answer(service, wanted, partial(ResponseFormat, asked=Asked(body, keep)), headers)
+
+
+def _previous(service: Service, body: ResponsesBody, tenant: str) -> Turn | None:
+    """The turn that the body goes on from. Raises HttpError 404."""
+    if body.previous_response_id is None:
+        return None
+    kept = service.responses.get(tenant, body.previous_response_id, "previous_response_id")
+    return kept.turn
+
+
+def _sampling(service: Service, body: ResponsesBody) -> SamplingParams:
+    info, _ = service.ready()
+    logprobs = (body.top_logprobs or 0) if body.shows_logprobs else None
+    own = {"max_tokens": body.max_output_tokens, "logprobs": logprobs}
+    return sampling_params(body, info, own)
+
+
+def _keeper(service: Service, tenant: str, id: str, turn: Turn) -> Keep:
+    def keep(response: dict[str, Any], items: list[dict[str, Any]]) -> None:
+        turn.output = orjson.dumps(items)
+        service.responses.put(tenant, id, turn, response)
+
+    return keep
+
+
+async def show_response(service: Service, request: Request) -> Response:
+    read_query(request, ResponseQuery)
+    return _json(_kept(service, request).body)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    kept = _kept(service, request)
+    service.responses.discard(context_of(request.scope).tenant, kept.id)
+    gone = {"id": kept.id, "object": "response", "deleted": True}
+    return _json(orjson.dumps(gone))
+
+
+async def cancel_response(service: Service, request: Request) -> Response:
+    _kept(service, request)
+    raise HttpError(
+        400,
+        "only a response in the background can be cancelled; to end another, close its connection",
+    )
+
+
+async def list_input_items(service: Service, request: Request) -> Response:
+    """What the response was asked with; not what came before it."""
+    query = read_query(request, InputItemsQuery)
+    items: list[dict[str, Any]] = orjson.loads(_kept(service, request).turn.input)
+    page, has_more = query.page(items)
+    listed = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": has_more,
+    }
+    return _json(orjson.dumps(listed))
+
+
+def _kept(service: Service, request: Request) -> KeptResponse:
+    tenant = context_of(request.scope).tenant
+    return service.responses.get(tenant, request.path_params["response_id"], "response_id")
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+RESPONSE_ROUTES = (
+    HttpRoute(
+        "/v1/responses",
+        ("POST",),
+        create_response,
+        "answer a conversation of items, which may be kept",
+        generates=True,
+        body=ResponsesBody,
+        answer=ResponseAnswer,
+    ),
+    HttpRoute(
+        "/v1/responses/{response_id}",
+        ("GET",),
+        show_response,
+        "a response that is kept",
+        query=ResponseQuery,
+        answer=ResponseAnswer,
+    ),
+    HttpRoute(
+        "/v1/responses/{response_id}",
+        ("DELETE",),
+        delete_response,
+        "forget a response",
+        answer=DeletedResponse,
+    ),
+    HttpRoute(
+        "/v1/responses/{response_id}/cancel",
+        ("POST",),
+        cancel_response,
+        "end a response in the background; there are none",
+        answer=ResponseAnswer,
+    ),
+    HttpRoute(
+        "/v1/responses/{response_id}/input_items",
+        ("GET",),
+        list_input_items,
+        "what a response was asked with",
+        query=InputItemsQuery,
+        answer=InputItems,
+    ),
+)

@@ -1,0 +1,194 @@
+"""Responses that clients may ask for again, or go on from: in memory, bounded, each tenant's its
+own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from jitney.engine.api.errors import HttpError, echo
+
+#: Bytes of a response's place itself.
+_PLACE_BYTES = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """What one response added to its conversation: its input, then its output. A turn stays as long
+    as a response or a later turn needs it.
+    """
+
+    before: Turn | None
+    #: JSON list of items, with their ids.
+    input: bytes
+    output: bytes = b"[]"
+    #: Responses and turns that need it.
+    needed_by: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.input) + len(self.output) + _PLACE_BYTES
+
+    def turns(self) -> list[Turn]:
+        """From the first turn of the conversation to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.before
+        turns.reverse()
+        return turns
+
+
+@dataclass(slots=True, eq=False)
+class KeptResponse:
+    """One response, as it stands."""
+
+    id: str
+    turn: Turn
+    #: JSON.
+    body: bytes
+    #: Clock seconds.
+    expires: float
+    #: Ids of its items.
+    item_ids: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Shelf:
+    """One tenant's responses, the oldest first."""
+
+    responses: dict[str, KeptResponse] = field(default_factory=dict)
+    #: Item id -> the id of its response.
+    items: dict[str, str] = field(default_factory=dict)
+    n_bytes: int = 0
+
+
+class ResponseStore:
+    """At most so many responses and bytes of all tenants together; the oldest ones of who has most
+    go first. ttl_s: seconds that one is kept; clock: seconds.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        most_bytes: int,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._most = most
+        self._most_bytes = most_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._shelves: dict[str, _Shelf] = {}
+
+    @property
+    def count(self) -> int:
+        return sum(len(shelf.responses) for shelf in self._shelves.values())
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(shelf.n_bytes for shelf in self._shelves.values())
+
+    def put(self, tenant: str, id: str, turn: Turn, body: dict[str, Any]) -> None:
+        """Keep a response; one of that id is replaced."""
+        self.discard(tenant, id)
+        items = orjson.loads(turn.input) + orjson.loads(turn.output)
+        item_ids = [item["id"] for item in items]
+        expires = self._clock() + self._ttl_s
+        kept = KeptResponse(id, turn, orjson.dumps(body), expires, item_ids)
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        shelf.responses[id] = kept
+        shelf.items |= dict.fromkeys(item_ids, id)
+        shelf.n_bytes += len(kept.body)
+        _need(shelf, turn)
+        self._make_room()
+
+    def get(self, tenant: str, id: str, param: str | None = None) -> KeptResponse:
+        """Raises HttpError 404; param: the field that named it."""
+        self._drop_old(tenant)
+        shelf = self._shelves.get(tenant)
+        kept = shelf.responses.get(id) if shelf is not None else None
+        if kept is None:
+            raise HttpError(
+                404,
+                f"no response {echo(id)}: it was not stored (store: false), or is no longer kept: "
+                "the server keeps so many, in memory, for a time",
+                code="response_not_found",
+                param=param,
+            )
+        return kept
+
+    def item(self, tenant: str, id: str) -> dict[str, Any] | None:
+        """An item of a response that is kept."""
+        self._drop_old(tenant)
+        shelf = self._shelves.get(tenant)
+        if shelf is None or id not in shelf.items:
+            return None
+        turn = shelf.responses[shelf.items[id]].turn
+        for item in orjson.loads(turn.input) + orjson.loads(turn.output):
+            if item["id"] == id:
+                return item
+        return None
+
+    def discard(self, tenant: str, id: str) -> None:
+        """Forget a response, if it is there."""
+        shelf = self._shelves.get(tenant)
+        kept = shelf.responses.pop(id, None) if shelf is not None else None
+        if shelf is None or kept is None:
+            return
+        for item_id in kept.item_ids:
+            shelf.items.pop(item_id, None)
+        shelf.n_bytes -= len(kept.body)
+        _let_go(shelf, kept.turn)
+        if not shelf.responses:
+            del self._shelves[tenant]
+
+    def _drop_old(self, tenant: str) -> None:
+        shelf = self._shelves.get(tenant)
+        now = self._clock()
+        while shelf is not None and shelf.responses:
+            oldest = next(iter(shelf.responses.values()))
+            if oldest.expires > now:
+                return
+            self.discard(tenant, oldest.id)
+
+    def _make_room(self) -> None:
+        for tenant in list(self._shelves):
+            self._drop_old(tenant)
+        while self.count > self._most:
+            self._drop_oldest(lambda shelf: len(shelf.responses))
+        while self.n_bytes > self._most_bytes:
+            self._drop_oldest(lambda shelf: shelf.n_bytes)
+
+    def _drop_oldest(self, size: Callable[[_Shelf], int]) -> None:
+        """Of the tenant whose shelf is the largest."""
+        tenant = max(self._shelves, key=lambda name: size(self._shelves[name]))
+        self.discard(tenant, next(iter(self._shelves[tenant].responses)))
+
+
+def _need(shelf: _Shelf, turn: Turn) -> None:
+    """A response needs the turn, and with it those before."""
+    needed: Turn | None = turn
+    while needed is not None:
+        needed.needed_by += 1
+        if needed.needed_by > 1:
+            return
+        shelf.n_bytes += needed.n_bytes
+        needed = needed.before
+
+
+def _let_go(shelf: _Shelf, turn: Turn) -> None:
+    """One less needs the turn; when none does, it needs those before no longer."""
+    needless: Turn | None = turn
+    while needless is not None:
+        needless.needed_by -= 1
+        if needless.needed_by:
+            return
+        shelf.n_bytes -= needless.n_bytes
+        needless = needless.before

@@ -1,0 +1,372 @@
+"""/v1/messages against the anthropic client's own types: answers, streams, blocks, errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from api_fakes import FakeClient, Script, call, make_app, run, served
+from client_models import parsed, typed_events
+from families import FAMILY_VOCAB, FamilyTokenizer
+
+from jitney.engine.api.settings import digest_key
+from jitney.engine.errors import ErrorInfo
+
+PATH = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+USER = {"role": "user", "content": "ab"}
+BODY = {"model": "m", "max_tokens": 200, "messages": [USER]}
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"name": "get_weather", "description": "Now", "input_schema": PLACE}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
+THOUGHTS = "<think>\nHm.\n</think>\n\n"
+
+
+def family(text: str, name: str = "qwen3", **script: Any) -> tuple[Any, FakeClient]:
+    """A model that thinks and calls as Qwen 3 does, and says this."""
+    tokenizer = FamilyTokenizer(name)
+    script = {"tokens": tokenizer.encode(text)} | script
+    client = FakeClient(Script(**script), vocab_size=FAMILY_VOCAB, context_length=4096)
+    return make_app(client, tokenizer=tokenizer), client
+
+
+def ask(app: Any, body: dict[str, Any] = BODY, **kw: Any) -> dict[str, Any]:
+    reply = run(call(app, PATH, body, **kw))
+    assert reply.status == 200, reply.body
+    parsed(Message, reply.json())
+    return reply.json()
+
+
+def stream(app: Any, body: dict[str, Any] = BODY) -> list[dict[str, Any]]:
+    reply = run(call(app, PATH, body | {"stream": True}))
+    assert reply.status == 200 and reply.complete
+    events = typed_events(reply.body)
+    for event in events:
+        if event["type"] != "ping":
+            parsed(RawMessageStreamEvent, event)
+    return events
+
+
+def prompt(client: FakeClient) -> str:
+    return bytes(client.requests[-1].prompt).decode()
+
+
+def family_prompt(client: FakeClient) -> str:
+    ids = client.requests[-1].prompt
+    return FamilyTokenizer("qwen3").decode(ids, skip_special_tokens=False)
+
+
+def test_a_plain_message():
+    client = FakeClient(Script(cached_tokens=7))
+    system = [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}]
+    body = ask(make_app(client), BODY | {"system": system, "metadata": {"user_id": "u"}})
+    assert body["id"].startswith("msg_")
+    assert body["content"] == [{"type": "text", "text": "Hello, wörld!"}]
+    assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
+    assert prompt(client) == "system: be\nuser: ab\nassistant: "
+    assert client.requests[0].user == "u"
+    assert body["usage"] == {
+        "input_tokens": 31 - 7,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 7,
+        "output_tokens": 15,
+        "output_tokens_details": {"thinking_tokens": 0},
+    }
+
+
+def test_a_streamed_text_event_by_event():
+    events = stream(make_app(FakeClient(Script("hé"))))
+    assert [event["type"] for event in events] == [
+        "message_start",
+        "content_block_start",
+        "ping",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    message = events[0]["message"]
+    assert message["content"] == [] and message["stop_reason"] is None
+    assert message["usage"]["input_tokens"] == 20
+    assert events[3]["delta"] == {"type": "text_delta", "text": "h"}
+    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == 4
+
+
+def test_a_streamed_turn_of_thoughts_text_and_a_call():
+    app, _ = family(THOUGHTS + "ok" + CALL)
+    events = stream(app, BODY | {"tools": [TOOL]})
+    begun = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+    assert [block["type"] for block in begun] == ["thinking", "text", "tool_use"]
+    assert [e["index"] for e in events if e["type"] == "content_block_stop"] == [0, 1, 2]
+    assert [event["type"] for event in events].count("ping") == 1
+    deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    said = {
+        kind: "".join(delta[field] for delta in deltas if delta["type"] == kind)
+        for kind, field in (
+            ("thinking_delta", "thinking"),
+            ("text_delta", "text"),
+            ("input_json_delta", "partial_json"),
+        )
+    }
+    assert (said["thinking_delta"], said["text_delta"]) == ("Hm.", "ok")
+    assert json.loads(said["input_json_delta"]) == {"city": "Paris é"}
+    last_of_thoughts = [d["type"] for d in deltas].index("text_delta") - 1
+    assert deltas[last_of_thoughts]["type"] == "signature_delta"
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("text", "extra"),
+    [
+        ("Hello", {}),
+        ("", {}),
+        (THOUGHTS + "ok", {}),
+        (THOUGHTS + "ok", {"thinking": {"type": "adaptive", "display": "omitted"}}),
+        (THOUGHTS + "ok" + CALL + CALL, {"tools": [TOOL]}),
+        ("x" * 50, {"max_tokens": 5}),
+        ("one two three", {"stop_sequences": ["three", "two"]}),
+        (CALL[:-30], {"tools": [TOOL]}),
+    ],
+)
+def test_the_clients_stream_helper_comes_to_the_plain_answer(text: str, extra: dict[str, Any]):
+    app, _ = family(text)
+    asked: dict[str, Any] = BODY | extra
+    with served(app) as (url, _), client_of(url) as client:
+        plain = client.messages.create(**asked)
+        with client.messages.stream(**asked) as events:
+            last = events.get_final_message()
+    assert _nameless(last) == _nameless(plain)
+    assert plain.stop_reason is not None
+
+
+def client_of(url: str) -> anthropic.Anthropic:
+    http = anthropic.DefaultHttpxClient(trust_env=False)
+    return anthropic.Anthropic(base_url=url, api_key="k", http_client=http, max_retries=0)
+
+
+def _nameless(message: Message) -> dict[str, Any]:
+    """Without what differs between two answers that say the same."""
+    shown = message.model_dump(exclude={"id"}, exclude_none=True)
+    for block in shown["content"]:
+        block.pop("id", None)
+        block.pop("parsed_output", None)
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("script", "extra", "reason", "sequence"),
+    [
+        ("one two", {}, "end_turn", None),
+        ("one two", {"max_tokens": 3}, "max_tokens", None),
+        ("one two", {"stop_sequences": ["tw"]}, "stop_sequence", "tw"),
+        ("x" * 9000, {"max_tokens": 32_000}, "model_context_window_exceeded", None),
+        (CALL, {"tools": [TOOL]}, "tool_use", None),
+        (CALL, {"tools": [TOOL], "max_tokens": 60}, "max_tokens", None),
+    ],
+)
+def test_why_it_stopped(script: str, extra: dict[str, Any], reason: str, sequence: str | None):
+    app, _ = family(script)
+    plain = ask(app, BODY | extra)
+    assert (plain["stop_reason"], plain["stop_sequence"]) == (reason, sequence)
+    ended = stream(app, BODY | extra)[-2]["delta"]
+    assert (ended["stop_reason"], ended["stop_sequence"]) == (reason, sequence)
+
+
+def test_blocks_become_the_messages_that_they_are():
+    app, client = family("ok")
+    use = {"type": "tool_use", "id": "c1", "name": "f", "input": {"x": 1}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "1"}]},
+        {"type": "tool_result", "tool_use_id": "c2", "content": "no", "is_error": True},
+        {"type": "tool_result", "tool_use_id": "c3"},
+        {"type": "text", "text": "go"},
+    ]
+    thought = {"type": "thinking", "thinking": "t", "signature": "s"}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "system", "content": "mind"},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "c"}, use]},
+        {"role": "user", "content": results},
+        {"role": "assistant", "content": "d"},
+        {"role": "user", "content": "e"},
+    ]
+    ask(app, BODY | {"messages": messages, "system": "be"})
+    assert family_prompt(client) == (
+        "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\na\nb\nmind<|im_end|>\n"
+        '<|im_start|>assistant\nc<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+        "<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>tool\nError: no<|im_end|>\n"
+        "<|im_start|>tool\n<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n"
+        "<|im_start|>assistant\nd<|im_end|>\n<|im_start|>user\ne<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_last_message_of_the_assistant_is_gone_on_with():
+    client = FakeClient(Script("xyz"))
+    messages = [USER, {"role": "assistant", "content": "I say"}]
+    body = ask(make_app(client), BODY | {"messages": messages})
+    assert prompt(client) == "user: ab\nassistant: I say"
+    assert body["content"] == [{"type": "text", "text": "xyz"}]
+
+
+def test_statistics_of_a_client_are_no_instruction():
+    client = FakeClient()
+    line = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=12345;"}
+    ask(make_app(client), BODY | {"system": [line, {"type": "text", "text": "be"}]})
+    assert prompt(client).startswith("system: be\n")
+    ask(make_app(client), BODY | {"system": [line]})
+    assert prompt(client).startswith("user: ")
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools"),
+    [
+        ({"type": "auto"}, ["clock", "get_weather"]),
+        ({"type": "tool", "name": "clock"}, ["clock"]),
+        ({"type": "none"}, []),
+    ],
+)
+def test_tools_that_may_be_called_are_told(choice: dict[str, Any], tools: list[str]):
+    app, client = family("ok")
+    clock = {"name": "clock", "input_schema": {"type": "object"}}
+    run(call(app, PATH, BODY | {"tools": [TOOL, clock], "tool_choice": choice}))
+    names = [name for name in ("clock", "get_weather") if name in family_prompt(client)]
+    assert names == tools
+
+
+def test_thinking_may_be_turned_off():
+    app, client = family("ok")
+    ask(app, BODY | {"thinking": {"type": "disabled"}})
+    assert family_prompt(client).endswith("<think>\n\n</think>\n\n")
+    ask(app, BODY | {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}})
+    assert not family_prompt(client).endswith("</think>\n\n")
+
+
+def test_one_call_where_one_is_allowed():
+    app, _ = family(CALL + CALL)
+    many = BODY | {"tools": [TOOL], "tool_choice": {"type": "auto"}}
+    assert len(ask(app, many)["content"]) == 2
+    one = many | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    assert len(ask(app, one)["content"]) == 1
+
+
+def test_tokens_are_counted_as_they_would_be_read():
+    app, client = family("ok")
+    body = {"model": "m", "messages": [USER], "tools": [TOOL], "system": "be"}
+    reply = run(call(app, COUNT, body))
+    counted = parsed(MessageTokensCount, reply.json()).input_tokens
+    usage = ask(app, BODY | body)["usage"]
+    assert counted == usage["input_tokens"] == len(client.requests[0].prompt)
+
+
+def test_what_claude_code_sends_is_taken():
+    """The fields and headers of its version 2.1."""
+    app, client = family("ok")
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
+        "x-api-key": "k",
+    }
+    body = {
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "<system-reminder>"}]},
+            {"role": "system", "content": "Available agents"},
+        ],
+        "system": [{"type": "text", "text": "You", "cache_control": {"type": "ephemeral"}}],
+        "tools": [TOOL],
+        "metadata": {"user_id": '{"device_id":"x"}'},
+        "max_tokens": 32_000,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+    reply = run(call(app, PATH, body, headers=headers, query="beta=true"))
+    assert reply.status == 200 and "x-ignored-params" not in reply.headers
+    assert typed_events(reply.body)[-1]["type"] == "message_stop"
+    assert client.requests
+
+
+ERRORS: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
+    ({}, {"authorization": ""}, 401, "authentication_error"),
+    ({}, {"x-api-key": "nope"}, 401, "authentication_error"),
+    ({"model": "nope"}, {}, 404, "not_found_error"),
+    ({"max_tokens": 0}, {}, 400, "invalid_request_error"),
+    ({"system": "x" * 4000}, {}, 413, "request_too_large"),
+    ({}, {"anthropic-version": "2020-01-01"}, 400, "invalid_request_error"),
+    ({}, {"content-type": "text/plain"}, 415, "invalid_request_error"),
+]
+
+
+@pytest.mark.parametrize(("extra", "headers", "status", "kind"), ERRORS)
+def test_errors_have_anthropics_form(
+    extra: dict[str, Any], headers: dict[str, str], status: int, kind: str
+):
+    app = make_app(api_keys=(digest_key("k"),), body_limit=3000)
+    given = {"x-api-key": "k"} | headers
+    if headers.get("authorization") == "":
+        given.pop("x-api-key")
+    reply = run(call(app, PATH, BODY | extra, headers=given))
+    assert reply.status == status
+    body = reply.json()
+    assert body["error"]["type"] == kind and body["request_id"] == reply.headers["request-id"]
+    if kind != "request_too_large":  # which the documentation has, and the client's types have not
+        parsed(ErrorResponse, body)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("queue_full", 429, anthropic.RateLimitError),
+        ("draining", 503, anthropic.InternalServerError),
+        ("deadline_exceeded", 504, anthropic.InternalServerError),
+        ("nan_logits", 500, anthropic.InternalServerError),
+    ],
+)
+def test_the_client_knows_the_errors_of_the_engine(code: str, status: int, kind: type):
+    app = make_app(FakeClient(Script(error=ErrorInfo(code, "no", retry_after=1.0))))
+    with (
+        served(app) as (url, _),
+        client_of(url) as client,
+        pytest.raises(kind) as raised,
+    ):
+        client.messages.create(**BODY)  # type: ignore[arg-type]
+    assert raised.value.status_code == status  # type: ignore[attr-defined]
+
+
+def test_an_error_in_a_stream_reaches_the_client():
+    app = make_app(FakeClient(Script("abcdef", fail_after=2)))
+    events = typed_events(run(call(app, PATH, BODY | {"stream": True})).body)
+    assert events[-1]["error"] == {"type": "overloaded_error", "message": "the engine stopped"}
+    with (
+        served(app) as (url, _),
+        client_of(url) as client,
+        pytest.raises(anthropic.APIStatusError, match="the engine stopped"),
+        client.messages.stream(**BODY) as events,  # type: ignore[arg-type]
+    ):
+        events.get_final_message()
+
+
+def test_a_silent_stream_says_ping():
+    app = make_app(
+        FakeClient(Script("a", first_delay_s=0.3)), header_wait_s=0.05, keep_alive_s=0.05
+    )
+    kinds = [event["type"] for event in typed_events(run(_streamed(app)).body)]
+    assert kinds[:2] == ["message_start", "ping"] and kinds[-1] == "message_stop"
+
+
+def _streamed(app: Any) -> Any:
+    return call(app, PATH, BODY | {"stream": True})
+
+
+def test_a_client_that_leaves_ends_its_message():
+    client = FakeClient(Script("x" * 200, delay_s=0.01))
+    run(call(make_app(client), PATH, BODY | {"stream": True}, leave_on_chunk=4))
+    assert client.aborts and not client.open
