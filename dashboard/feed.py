@@ -324,6 +324,8 @@ class _Sampler:
         if self._runs:
             snapshot.seats = seat_columns(history)
             snapshot.pages = self._pages
+        if client.info is not None:
+            snapshot.kernels_out, snapshot.ready_at = client.info.kernels_out, history.ready_at
         return snapshot
 
     @property

@@ -31,17 +31,34 @@ class Notes:
         self._totals: dict[str, deque[tuple[float, int]]] = {}
         #: By note code: when its last note was written.
         self._noted: dict[str, float] = {}
+        #: When the engine got ready whose proof was told of.
+        self._proof_of = -np.inf
 
     def compare(self, now: Snapshot, records: np.ndarray) -> list[Note]:
         """New notes. records: the steps since the snapshot before."""
         before = self._before
         self._before = now
         bursts = self._bursts(now)  # the first time it is what the counting starts from
-        if before is None:
-            return []
-        new = [*_compiles(now, records), *_accidents(before, now), *bursts]
+        new = self._kernels_out(now)
+        if before is not None:
+            new += [*_compiles(now, records), *_accidents(before, now), *bursts]
         self.kept.extend(new)
         return new
+
+    def _kernels_out(self, now: Snapshot) -> list[Note]:
+        """What an engine's proof took out, once for each engine, at the time when it got ready:
+        whoever looks first may come much later.
+        """
+        if not now.kernels_out or now.ready_at <= self._proof_of:
+            return []
+        self._proof_of = now.ready_at
+        message = (
+            f"kernels taken out, because they were wrong here: {', '.join(now.kernels_out)}; the "
+            "slower reference serves in their place, and answers are right"
+        )
+        note = _note(now, "error", "kernels_out", message)
+        note["t"] = round(now.ready_at, 4)
+        return [note]
 
     def _bursts(self, now: Snapshot) -> list[Note]:
         notes = []

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from jitney.dashboard.sse import whole_events
+from jitney.dashboard.sse import EventTooLong, whole_events
 from jitney.engine.errors import ConfigError, JitneyError
 
 #: Seconds to connect.
@@ -99,8 +99,11 @@ class RemoteEngine:
         async with self.answer("GET", "feed", headers=headers) as answer:
             if answer.status_code != 200:
                 raise Unreachable(f"{self.url}: {_refusal(answer.status_code)}")
-            async for event in whole_events(answer.aiter_bytes()):
-                yield event
+            try:
+                async for event in whole_events(answer.aiter_bytes()):
+                    yield event
+            except EventTooLong as error:
+                raise Unreachable(f"{self.url}: {error}") from None
 
 
 #: What a status means to who wanted to look.

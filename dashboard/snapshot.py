@@ -102,6 +102,10 @@ class Snapshot:
     histograms: dict[str, Any] | None = None
     notes: list[Note] = field(default_factory=list)
     outages: list[dict[str, Any]] = field(default_factory=list)
+    #: Kernels that the proof at start took out, and when the engine that found them wrong got
+    #: ready; for `Notes`.
+    kernels_out: list[str] = field(default_factory=list)
+    ready_at: float = 0.0
 
 
 def _shown(seats: _SeatColumns, view: View | None) -> _SeatColumns:

@@ -15,6 +15,7 @@ from typing import Any, Required, TypedDict
 
 import msgspec
 
+from jitney.engine.errors import JitneyError
 from jitney.engine.messages import SequenceEvent
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import EngineInfo
@@ -39,6 +40,8 @@ _EVENT_COLUMNS = (
     "n_output",
     "reason",
 )
+#: Most bytes of an event of a feed that is read: a key frame of thousands of seats has a tenth.
+_MOST_EVENT_BYTES = 8 << 20
 #: Milliseconds after which a page whose feed has ended asks again.
 _RETRY_MS = 1000
 
@@ -167,7 +170,8 @@ class Note(TypedDict):
     """Something that a person should know of."""
 
     level: str  # "warn" or "error"
-    # "compile", "outage", "restarted", "nan", "canary", "dead", "preemption_storm", "rejections"
+    # "compile", "outage", "restarted", "nan", "canary", "dead", "kernels_out", "preemption_storm",
+    # "rejections"
     code: str
     message: str
     t: float
@@ -193,11 +197,21 @@ def decode(event: bytes) -> tuple[str, Any]:
     return fields[b"event"].decode(), msgspec.json.decode(fields[b"data"])
 
 
-async def whole_events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events of a feed whose bytes arrive in any parts."""
+class EventTooLong(JitneyError):
+    """A feed sends something that is no feed of ours."""
+
+
+async def whole_events(
+    parts: AsyncIterator[bytes], most_bytes: int = _MOST_EVENT_BYTES
+) -> AsyncIterator[bytes]:
+    """The events of a feed whose bytes arrive in any parts. Raises EventTooLong if one has more
+    than most_bytes.
+    """
     rest = b""
     async for part in parts:
         *events, rest = (rest + part).split(b"\n\n")
+        if len(rest) > most_bytes:
+            raise EventTooLong(f"an event of its feed has more than {most_bytes} bytes")
         for event in events:
             if event and not event.startswith(b":"):
                 yield event + b"\n\n"

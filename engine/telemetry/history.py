@@ -245,6 +245,8 @@ class History(RequestRecords):
         #: Events since the start; the newest are kept.
         self.n_life = 0
         self._life: deque[SequenceEvent] = deque(maxlen=_KEEP_LIFE)
+        #: When the newest core got ready.
+        self.ready_at = 0.0
         #: Oldest first.
         self.outages: deque[Outage] = deque(maxlen=_KEEP_OUTAGES)
         self._clock = clock
@@ -269,8 +271,9 @@ class History(RequestRecords):
 
     def core_ready(self, info: EngineInfo) -> None:
         """A core starts, its step numbers beginning anew: ours go on rising."""
+        self.ready_at = self._clock()
         if self.outages and self.outages[-1].ready is None:
-            self.outages[-1].ready = self._clock()
+            self.outages[-1].ready = self.ready_at
         self.seats = [None] * info.seats
         self.held.clear()
         self._holds = info.policy in _HOLDING

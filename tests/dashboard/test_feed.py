@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from jitney.dashboard import feed as feed_module
 from jitney.dashboard import snapshot, sse, timeline
@@ -20,7 +21,7 @@ from jitney.engine.api.slices import at_once
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import Progress
 from jitney.engine.records import ROW_KINDS
-from jitney.engine.types import Seat
+from jitney.engine.types import KernelProof, Seat
 
 
 @pytest.fixture(autouse=True)
@@ -385,6 +386,31 @@ def test_notes_of_refusals_and_of_the_end(client):
         "killed by SIGKILL; requests that go on in the next one: 3, that ended with an error: 1"
     )
     assert [name for name, _ in events][-2:] == ["key_frame", "bye"]
+
+
+def test_kernels_taken_out_are_told_once_for_each_engine(client):
+    wrong = KernelProof(kernel="attention", error=0.7, limit=0.01)
+    client.info = structs.replace(client.info, proofs=[wrong])
+    client.history.core_ready(client.info)
+    ready_at = client.history.ready_at
+    feed = Feed(client, hz=100)
+
+    async def next_note(viewer: Viewer) -> dict[str, Any]:
+        while True:
+            ((name, data),) = await take(viewer, 1)
+            if name == "note":
+                return data
+
+    async def session() -> list[dict[str, Any]]:
+        with feed.viewer() as viewer:
+            first = await asyncio.wait_for(next_note(viewer), 30)
+            client.history.ready_at += 1.0  # another one
+            return [first, await asyncio.wait_for(next_note(viewer), 30)]
+
+    notes = asyncio.run(session())
+    assert [note["code"] for note in notes] == ["kernels_out", "kernels_out"]
+    assert notes[0]["t"] == pytest.approx(ready_at, abs=1e-3) and "attention" in notes[0]["message"]
+    assert len(watch(feed, 2)[1][1]["notes"]) == 2, "who looks later finds them too"
 
 
 def test_an_outage_is_told_from_its_begin_to_its_end(client):

@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from page_fakes import browser
 from starlette.routing import Mount
 
 from jitney.dashboard import dashboard_routes, sse
-from jitney.dashboard.remote import RemoteEngine
+from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.replica import Replica
 from jitney.dashboard.standalone import create_standalone
 from jitney.engine.api.app import create_app
@@ -157,6 +158,29 @@ def test_an_engine_that_is_gone_ends_the_feed_with_a_word():
     assert "does not answer" in events[0][1]["reason"] and events[0][1]["retry_ms"] > 0
     slots = run(call(standalone("http://127.0.0.1:1"), "/engines/0/slots", method="GET"))
     assert slots.status == 502 and slots.error["code"] == "engine_unreachable"
+
+
+def test_an_event_without_an_end_is_not_kept():
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 1 << 30:
+            sent += 1 << 20
+            yield b"x" * (1 << 20)
+
+    engine = RemoteEngine(
+        "http://engine.example",
+        transport=httpx.MockTransport(lambda request: httpx.Response(200, content=endless())),
+    )
+
+    async def read() -> None:
+        async for _ in engine.feed():
+            pass
+
+    with pytest.raises(Unreachable, match="an event of its feed has more than 8388608 bytes"):
+        run(read())
+    assert sent < 10 << 20
 
 
 def test_the_key_opens_the_engine_and_this_page_alike(client):

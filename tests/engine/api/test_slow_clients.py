@@ -138,11 +138,15 @@ def test_a_drain_does_not_wait_for_who_does_not_read(monkeypatch):
 def test_all_that_waits_together_is_bounded():
     class Reader:
         def __init__(self, waiting: int):
+            self.idle_since: float | None = None
             self.written = self.waiting = waiting
             self.dropped = False
 
         def drop(self) -> None:
             self.dropped = True
+
+        def close(self) -> None:
+            raise AssertionError("it is not idle")
 
     async def look() -> list[bool]:
         connections = Connections(ServerSettings(), most_bytes=100)
