@@ -403,9 +403,9 @@ def test_kernels_taken_out_are_told_once_for_each_engine(client):
 
     async def session() -> list[dict[str, Any]]:
         with feed.viewer() as viewer:
-            first = await asyncio.wait_for(next_note(viewer), 30)
+            (_, (_, key_frame)) = await take(viewer, 2)
             client.history.ready_at += 1.0  # another one
-            return [first, await asyncio.wait_for(next_note(viewer), 30)]
+            return [*key_frame["notes"], await asyncio.wait_for(next_note(viewer), 30)]
 
     notes = asyncio.run(session())
     assert [note["code"] for note in notes] == ["kernels_out", "kernels_out"]
