@@ -156,11 +156,11 @@ class Ledger:
         """True if in every record kept, and in the totals, the kinds of rows add up to the rows
         computed.
         """
-        records = self.since(-1)
+        records, totals = self.since(-1), self.totals
         sums = np.sum([records[kind] for kind in ROW_KINDS], axis=0)
-        totals = self.totals
         total = sum(totals[kind] for kind in ROW_KINDS)
-        return bool(np.all(sums == records["bucket_tokens"])) and total == totals["bucket_tokens"]
+        are_true = bool(np.all(sums == records["bucket_tokens"]))
+        return are_true and total == totals["bucket_tokens"]
 
 
 #: Records kept: ten minutes of steps of 5 ms.
@@ -209,13 +209,7 @@ class RecordRing:
         """
         taken = np.frombuffer(record, STEP_DTYPE)[0].copy()
         taken["step"] += renumber
-        launched = (
-            taken["started"]
-            + float(taken["plan_s"])
-            + float(taken["batch_s"])
-            + float(taken["launch_s"])
-        )
-        ready = max(launched, self.last_ready) + float(taken["device_s"])
+        ready = max(_launched(taken), self.last_ready) + float(taken["device_s"])
         at = self._count % len(self._ring)
         self._ring[at], self._steps[at], self._ready[at] = taken, taken["step"], ready
         self._count += 1
@@ -251,9 +245,8 @@ class RecordRing:
     def _slice(self, array: np.ndarray, low: int, high: int) -> np.ndarray:
         """A copy of the kept items low .. high - 1, counted from the oldest."""
         old, new = self._halves(array)
-        return np.concatenate(
-            (old[low:high], new[max(0, low - len(old)) : max(0, high - len(old))])
-        )
+        passed = len(old)
+        return np.concatenate((old[low:high], new[max(0, low - passed) : max(0, high - passed)]))
 
     def _halves(self, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The kept items in two pieces, each in order of time."""
@@ -261,3 +254,9 @@ class RecordRing:
             return array[: self._count], array[:0]
         at = self._count % len(array)
         return array[at:], array[:at]
+
+
+def _launched(record: np.void) -> float:
+    """When a step went to the device, s."""
+    planned = record["started"] + float(record["plan_s"])
+    return planned + float(record["batch_s"]) + float(record["launch_s"])

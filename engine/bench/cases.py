@@ -9,6 +9,7 @@ heavy case and a light one, and a curve of waits over loads.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -76,15 +77,16 @@ def simulated_capacity(arrivals: Sequence[Arrival], shape: EngineShape, table: S
     seats run empty.
     """
     limits = shape.limits
-    a_round = limits.batch
-    if limits.policy == "continuous":
-        a_round = limits.max_seats
-    coming = []
-    for number in range(_CAPACITY_ROUNDS * a_round):
-        coming.append(msgspec.structs.replace(arrivals[number % len(arrivals)], at=0.0))
-    run = simulate(coming, shape, table)
+    a_round = limits.max_seats if limits.policy == "continuous" else limits.batch
+    run = simulate(_at_once(arrivals, _CAPACITY_ROUNDS * a_round), shape, table)
     boarded = sorted(request.boarded for request in run.requests if request.boarded is not None)
     return (len(boarded) - a_round) / (boarded[-1] - boarded[0])
+
+
+def _at_once(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
+    """So many of them, from the first again after the last, all at time 0."""
+    again = itertools.islice(itertools.cycle(arrivals), count)
+    return [msgspec.structs.replace(arrival, at=0.0) for arrival in again]
 
 
 def open_to_all(shape: EngineShape) -> EngineShape:
@@ -116,18 +118,16 @@ def load_curve(
     the load is: from 1 on its queue grows without bound, and its waits are those of a run of this
     length.
     """
-    shapes = {}
-    capacities = {}
-    for policy in {*policies, "continuous"}:
-        shapes[policy] = shape.under(policy, 0.0)
-        capacities[policy] = simulated_capacity(arrivals, shapes[policy], table)
+    shapes = {policy: shape.under(policy, 0.0) for policy in {*policies, "continuous"}}
+    able = {policy: simulated_capacity(arrivals, shapes[policy], table) for policy in shapes}
     points = []
     for load in loads:
-        rate = load * capacities["continuous"]
+        rate = load * able["continuous"]
+        coming = at_load(arrivals, rate)
         waits = {}
         for policy in policies:
-            run = simulate(at_load(arrivals, rate), shapes[policy], table)
-            waits[policy] = waits_of(run.figures(), rate / capacities[policy])
+            run = simulate(coming, shapes[policy], table)
+            waits[policy] = waits_of(run.figures(), rate / able[policy])
         points.append({"load": load, "rate": rate, "policies": waits})
     return points
 

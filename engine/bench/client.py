@@ -65,17 +65,19 @@ class RemoteEndpoint:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._prompt(text),
         }
-        if self.chat:
-            body["messages"] = [{"role": "user", "content": text}]
-        else:
-            body["prompt"] = text
         if self.extras:
             # An endpoint that knows such fields may have a penalty of its own as a default.
             body |= {"repetition_penalty": 1.0, **dict.fromkeys(self.extras, True)}
         if user:
             body["user"] = user
         return body
+
+    def _prompt(self, text: str) -> JsonDict:
+        if self.chat:
+            return {"messages": [{"role": "user", "content": text}]}
+        return {"prompt": text}
 
 
 @dataclass(slots=True)

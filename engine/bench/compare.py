@@ -4,6 +4,7 @@ the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,23 +89,23 @@ def ratios(figures: Mapping[str, JsonObject], best: str = "continuous") -> dict[
     """
     if best not in figures:
         return {}
-    gains = {}
-    for name, theirs in figures.items():
-        if name != best:
-            gains[name] = _gains(figures[best], theirs)
-            gains[name]["published_output_tok_s"] = PUBLISHED.get(name)
-    return gains
+    others = {name: theirs for name, theirs in figures.items() if name != best}
+    return {name: _gains_over(name, figures[best], theirs) for name, theirs in others.items()}
+
+
+def _gains_over(name: str, ours: JsonObject, theirs: JsonObject) -> JsonDict:
+    gains = _gains(ours, theirs)
+    return gains | {"published_output_tok_s": PUBLISHED.get(name)}
 
 
 def _gains(ours: JsonObject, theirs: JsonObject) -> JsonDict:
     gains: JsonDict = {}
     for rate in ("output_tok_s", "req_s"):
         gains[rate] = _ratio(ours[rate], theirs[rate])
-    for wait in ("ttft_s", "e2e_s"):
-        for quantile in ("p50", "p99"):
-            shorter = _percentile(ours, wait, quantile)
-            longer = _percentile(theirs, wait, quantile)
-            gains[f"{wait}_{quantile}"] = _ratio(longer, shorter)
+    for wait, quantile in itertools.product(("ttft_s", "e2e_s"), ("p50", "p99")):
+        shorter = _percentile(ours, wait, quantile)
+        longer = _percentile(theirs, wait, quantile)
+        gains[f"{wait}_{quantile}"] = _ratio(longer, shorter)
     return gains
 
 
@@ -138,6 +139,11 @@ def capacity(
         policy="continuous",
         watch=partial(watch, "capacity"),
     )
+    return _rate_while_full(run, 2 * seats), run
+
+
+def _rate_while_full(run: OfflineRun, concurrency: int) -> float:
+    """Requests a second until the queue is empty, when seats begin to stay free."""
     ends = sorted(request.end for request in run.requests)
-    full = max(1, len(ends) - 2 * seats)  # from then on the queue is empty and seats stay free
-    return full / max(1e-9, ends[full - 1] - run.started), run
+    full = max(1, len(ends) - concurrency)
+    return full / max(1e-9, ends[full - 1] - run.started)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -49,17 +49,19 @@ class Sender:
     @property
     def trouble(self) -> str:
         """Why the figures may be the client's and not the server's; empty if it kept up."""
-        reasons = []
-        if self.cpu_share > _MOST_CPU:
-            reasons.append(f"it used {self.cpu_share:.0%} of a CPU")
-        lag, late = _p99(self.lag_s), _p99(self.late_s)
-        if lag > _MOST_LAG_S:
-            reasons.append(f"its event loop woke up {1e3 * lag:.0f} ms late (p99)")
-        if late > _MOST_LAG_S:
-            reasons.append(f"requests left {1e3 * late:.0f} ms late (p99)")
+        reasons = list(self._reasons())
         if not reasons:
             return ""
         return f"the client may be the bottleneck: {', '.join(reasons)}"
+
+    def _reasons(self) -> Iterator[str]:
+        if self.cpu_share > _MOST_CPU:
+            yield f"it used {self.cpu_share:.0%} of a CPU"
+        lag, late = _p99(self.lag_s), _p99(self.late_s)
+        if lag > _MOST_LAG_S:
+            yield f"its event loop woke up {1e3 * lag:.0f} ms late (p99)"
+        if late > _MOST_LAG_S:
+            yield f"requests left {1e3 * late:.0f} ms late (p99)"
 
     def as_json(self) -> JsonDict:
         return {
@@ -128,10 +130,7 @@ async def run_load(
             if closed:
                 intended = time.monotonic()
             group.create_task(exchange.serve(number, intended))
-    numbers = range(len(arrivals))
-    requests = [exchange.requests[number] for number in numbers]
-    answers = [exchange.answers[number] for number in numbers]
-    return LoadResult(requests, answers, started, span(requests), exchange.sender)
+    return exchange.result(started)
 
 
 @dataclass(slots=True)
@@ -159,6 +158,13 @@ class _Exchange:
         self.answers[number] = answer
         self.requests[number] = record_of(number, self.arrivals[number], intended, answer)
         self.watch(len(self.answers), len(self.arrivals))
+
+    def result(self, started: float) -> LoadResult:
+        """Everything, in the order of the arrivals."""
+        numbers = range(len(self.arrivals))
+        requests = [self.requests[number] for number in numbers]
+        answers = [self.answers[number] for number in numbers]
+        return LoadResult(requests, answers, started, span(requests), self.sender)
 
 
 def record_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestRecord:

@@ -54,14 +54,14 @@ def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, L
     The server tells the time of all steps together, so it is split over the rows of all steps
     alike, unlike a bill made from step records; idle is the rest of `seconds`.
     """
-    counts = []
-    for kind in SPLIT_ORDER:
-        counts.append(round((_rows(after, kind) or 0) - (_rows(before, kind) or 0)))
+    counts = [_rows_between(before, after, kind) for kind in SPLIT_ORDER]
     busy = round((_step_seconds(after) - _step_seconds(before)) * NANO)
-    lines = {}
-    for kind, count, time in zip(SPLIT_ORDER, counts, _shares(busy, counts), strict=True):
-        lines[kind] = Line(count, time)
-    return with_idle(lines, busy, seconds)
+    lines = map(Line, counts, _shares(busy, counts))
+    return with_idle(dict(zip(SPLIT_ORDER, lines, strict=True)), busy, seconds)
+
+
+def _rows_between(before: Samples, after: Samples, kind: str) -> int:
+    return round((_rows(after, kind) or 0) - (_rows(before, kind) or 0))
 
 
 def _shares(total: int, counts: Sequence[int]) -> list[int]:

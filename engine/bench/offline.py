@@ -215,15 +215,15 @@ class OfflineBench:
             "max_predicted_wait_s": 0.0,
             "max_waiting_tokens": _NO_CAP,
         }
-        pool = PagePool(
-            own.pool.n_pages,
-            own.pool.page_size,
-            retain=own.pool.retain,
-            share_outputs=own.pool.share_outputs,
-        )
         changed = replace(own.limits, **open_door, **limits)
-        scheduler = Scheduler(changed, own.buckets, pool, self.clock)
+        scheduler = Scheduler(changed, own.buckets, _empty_like(own.pool), self.clock)
         return EngineCore(scheduler, runner, Ledger(capacity=1), self.clock)
+
+
+def _empty_like(pool: PagePool) -> PagePool:
+    return PagePool(
+        pool.n_pages, pool.page_size, retain=pool.retain, share_outputs=pool.share_outputs
+    )
 
 
 def _check_length(number: int, arrival: Arrival, most: int) -> None:

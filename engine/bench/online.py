@@ -148,17 +148,7 @@ class _Session:
         """Find the model, and learn how long texts of up to `longest` tokens are."""
         if not endpoint.model:
             endpoint = replace(endpoint, model=await first_model(client, endpoint))
-        one, few = await _lengths(client, endpoint, 1, _FEW_WORDS)
-        if few <= one:
-            raise JitneyError(
-                f"the endpoint counts {one} and {few} tokens for texts of 1 and {_FEW_WORDS} words"
-            )
-        ruler = Ruler.of(one, few, _FEW_WORDS)
-        words = min(_MANY_WORDS, ruler.words(longest))
-        if words > _FEW_WORDS:
-            (many,) = await _lengths(client, endpoint, words)
-            ruler = Ruler.of(one, many, words)
-        return cls(client, endpoint, ruler)
+        return cls(client, endpoint, await _measured_ruler(client, endpoint, longest))
 
     async def measure(
         self,
@@ -217,6 +207,23 @@ class _Session:
 
         at_once = [Arrival(0.0, 1, 1)] * len(arrivals)
         await run_load(send, at_once, concurrency=concurrency or len(arrivals), closed=True)
+
+
+async def _measured_ruler(
+    client: httpx.AsyncClient, endpoint: RemoteEndpoint, longest: int
+) -> Ruler:
+    """From two texts, the longer one nearly of `longest` tokens."""
+    one, few = await _lengths(client, endpoint, 1, _FEW_WORDS)
+    if few <= one:
+        raise JitneyError(
+            f"the endpoint counts {one} and {few} tokens for texts of 1 and {_FEW_WORDS} words"
+        )
+    ruler = Ruler.of(one, few, _FEW_WORDS)
+    words = min(_MANY_WORDS, ruler.words(longest))
+    if words <= _FEW_WORDS:
+        return ruler
+    (many,) = await _lengths(client, endpoint, words)
+    return Ruler.of(one, many, words)
 
 
 async def _lengths(client: httpx.AsyncClient, endpoint: RemoteEndpoint, *words: int) -> list[int]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
@@ -74,16 +74,17 @@ def vllm(executable: str, folder: str, dtype: str) -> Peer:
     """vLLM's CPU build on a Hugging Face folder of the same model."""
     flags = (*_VLLM_FLAGS, "--dtype", dtype)
     preload = _preload(executable)
-    environment = dict(_VLLM_ENVIRONMENT)
-    if preload:
-        environment["LD_PRELOAD"] = ":".join(preload)
     names = ", ".join(Path(library).name for library in preload) or "nothing"
     return Peer(
         name="vLLM, CPU",
         command=(executable, "serve", folder, *flags),
-        environment=environment,
+        environment=_VLLM_ENVIRONMENT | _preloading(preload),
         settings=f"vllm serve {' '.join(flags)}; preloaded: {names}",
     )
+
+
+def _preloading(libraries: Sequence[str]) -> dict[str, str]:
+    return {"LD_PRELOAD": ":".join(libraries)} if libraries else {}
 
 
 def _preload(executable: str) -> list[str]:
@@ -147,14 +148,20 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> N
             raise JitneyError(
                 f"it ended with status {process.returncode} before it was ready: {_tail(log)}"
             )
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=_LOOK_EVERY_S).status_code == 200:
-                return
+        if _is_healthy(url):
+            return
         time.sleep(_LOOK_EVERY_S)
     raise JitneyError(
         f"it was not ready after {_START_S:g} s; if it compiles at its first start, its own "
         f"compile cache may now be broken and has to be deleted: {_tail(log)}"
     )
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=_LOOK_EVERY_S).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def _tail(log: IO[bytes]) -> str:

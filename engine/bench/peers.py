@@ -32,6 +32,7 @@ from jitney.engine.simulation.workload import (
     Arrival,
     Closed,
     Fixed,
+    Lengths,
     LengthSummary,
     LogNormal,
     synthesise,
@@ -81,6 +82,11 @@ class _Measurement(NamedTuple):
         outputs = [min(8, n_output) for n_output in self.outputs[:few]]
         return _Measurement("warm-up", self.streams, self.prompts[:few], outputs)
 
+    def arrivals(self) -> list[Arrival]:
+        """As a closed loop takes them."""
+        lengths = zip(self.prompts, self.outputs, strict=True)
+        return [Arrival(0.0, len(prompt), n_output) for prompt, n_output in lengths]
+
 
 def _figure_of(name: str) -> str:
     if name.startswith("prompts_"):
@@ -122,12 +128,15 @@ def make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> 
     measurements = []
     for count in streams:
         n = min(requests, _SINGLE_REQUESTS) if count == 1 else requests
-        arrivals = synthesise(n, PROMPTS, OUTPUTS, Closed(), _SEED)
+        arrivals = _drawn(n, PROMPTS, OUTPUTS)
         measurements.append(_measurement(f"streams_{count}", count, arrivals, encode))
-    n = min(_LONG_REQUESTS, requests)
-    long = synthesise(n, Fixed(_LONG_PROMPT), Fixed(1), Closed(), _SEED)
+    long = _drawn(min(_LONG_REQUESTS, requests), Fixed(_LONG_PROMPT), Fixed(1))
     measurements.append(_measurement(f"prompts_{_LONG_PROMPT}", _LONG_STREAMS, long, encode))
     return measurements
+
+
+def _drawn(count: int, prompts: Lengths, outputs: Lengths) -> list[Arrival]:
+    return synthesise(count, prompts, outputs, Closed(), _SEED)
 
 
 def _measurement(
@@ -186,10 +195,12 @@ class PeerBench:
             for measurement in self.measurements:
                 await _drive(client, named, measurement.warm_up())
                 load = await _drive(client, named, measurement)
-                figures = _figures_of(load)
-                result.runs[-1][measurement.name] = figures
-                self.save(self.report())
-                self.say(_progress_line(measurement.name, figures))
+                self._keep(result, measurement.name, _figures_of(load))
+
+    def _keep(self, result: _PeerResult, name: str, figures: JsonDict) -> None:
+        result.runs[-1][name] = figures
+        self.save(self.report())
+        self.say(_progress_line(name, figures))
 
     def report(self) -> JsonDict:
         """Everything that is known so far, ready for JSON."""
@@ -223,9 +234,7 @@ async def _drive(
         body["prompt"] = measurement.prompts[number]
         return await ask(client, endpoint, body)
 
-    arrivals = []
-    for prompt, n_output in zip(measurement.prompts, measurement.outputs, strict=True):
-        arrivals.append(Arrival(0.0, len(prompt), n_output))
+    arrivals = measurement.arrivals()
     load = await run_load(send, arrivals, concurrency=measurement.streams, closed=True)
     for arrival, answer in zip(arrivals, load.answers, strict=True):
         _check_answer(measurement.name, arrival, answer)
@@ -310,6 +319,14 @@ def _speed(medians: JsonObject, name: str) -> float:
 
 def markdown(report: JsonObject) -> str:
     """The table for a page, with what it was taken on above it."""
+    taken = (
+        f"{report['machine']}; over HTTP with streaming, the client on the same machine; medians "
+        "(least - most)."
+    )
+    return "\n".join([taken, "", *markdown_lines(_table_of(report)), ""])
+
+
+def _table_of(report: JsonObject) -> Table:
     work = report["work"]
     busiest = _busiest(work)
     heads = [_head(name, sent) for name, sent in work.items()]
@@ -319,12 +336,7 @@ def markdown(report: JsonObject) -> str:
         if engine["medians"]:
             title = f"{name} {engine['version']}".strip()
             rows.append(_engine_row(title, engine["medians"], work, busiest))
-    table = markdown_lines(Table(["", *heads], rows))
-    taken = (
-        f"{report['machine']}; over HTTP with streaming, the client on the same machine; medians "
-        "(least - most)."
-    )
-    return "\n".join([taken, "", *table, ""])
+    return Table(["", *heads], rows)
 
 
 def _busiest(work: JsonObject) -> str:

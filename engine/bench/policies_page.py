@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from plotly.graph_objects import Figure
 
-from jitney.engine.bench.offline import PolicyRuns
+from jitney.engine.bench.offline import OfflineRun, PolicyRuns
 from jitney.engine.report import figures, tables
 from jitney.engine.report.page import PageSection, write_page
 from jitney.engine.telemetry.backlog import QueueGrowth
@@ -26,16 +27,24 @@ def write_policies_page(
     """Write the page. ConfigError if the file cannot be written."""
     sections: list[PageSection] = []
     for name, case in report["cases"].items():
-        sections.append(_figures(name, case))
-        sections.append(_cross_errors(name, case))
-        sections.append(_seats(name, runs[name]))
-        sections.append(_over_time(name, runs[name]))
-        sections.append(_ledger(name, runs[name], price_per_hour))
-        sections.append(_request_shares(name, runs[name], price_per_hour))
+        sections += _case_sections(name, case, runs[name], price_per_hour)
     if report["load_curve"]:
         sections.append(_load_curve(report))
     title = "Static, dynamic and continuous batching on the same requests"
     write_page(path, title, summary, sections)
+
+
+def _case_sections(
+    name: str, case: JsonObject, runs: PolicyRuns, price_per_hour: float | None
+) -> list[PageSection]:
+    return [
+        _figures(name, case),
+        _cross_errors(name, case),
+        _seats(name, runs),
+        _over_time(name, runs),
+        _ledger(name, runs, price_per_hour),
+        _request_shares(name, runs, price_per_hour),
+    ]
 
 
 def case_lines(case: JsonObject) -> list[str]:
@@ -81,24 +90,27 @@ def _cross_errors(name: str, case: JsonObject) -> PageSection:
 
 def _seats(name: str, runs: PolicyRuns) -> PageSection:
     until = max(run.seconds for run in runs.values())
-    charts = []
-    for policy, run in runs.items():
-        held = policy != "continuous"
-        seats = run.limits.max_seats
-        chart = figures.seat_timeline(policy, run.stays, run.started, seats, until, held=held)
-        charts.append(chart)
+    charts = [_seat_chart(policy, run, until) for policy, run in runs.items()]
     notes = ["All runs share one time scale. White: the seat is empty."]
     return PageSection(f"Seats: {name}", notes, charts=charts)
 
 
+def _seat_chart(policy: str, run: OfflineRun, until: float) -> Figure:
+    held = policy != "continuous"
+    seats = run.limits.max_seats
+    return figures.seat_timeline(policy, run.stays, run.started, seats, until, held=held)
+
+
 def _over_time(name: str, runs: PolicyRuns) -> PageSection:
-    ends, requests = {}, {}
-    for policy, run in runs.items():
-        requests[policy] = run.requests
-        finished = [(request.end, request.n_output) for request in run.requests]
-        ends[policy] = np.array(finished), run.started
+    requests = {policy: run.requests for policy, run in runs.items()}
+    ends = {policy: (_ends_of(run), run.started) for policy, run in runs.items()}
     charts = [figures.tokens_over_time(ends), *figures.latency_charts(requests)]
     return PageSection(f"Over time: {name}", charts=charts)
+
+
+def _ends_of(run: OfflineRun) -> np.ndarray:
+    """Finish times and token counts [requests, 2]."""
+    return np.array([(request.end, request.n_output) for request in run.requests])
 
 
 def _ledger(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSection:
@@ -113,10 +125,9 @@ def _ledger(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSe
 
 def _request_shares(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSection:
     """The costliest requests of continuous batching, or of the first policy that ran."""
-    policy = "continuous"
-    if policy not in runs:
-        policy = next(iter(runs))
-    shares, _ = runs[policy].owners.bill(runs[policy].records)
+    policy = "continuous" if "continuous" in runs else next(iter(runs))
+    run = runs[policy]
+    shares, _ = run.owners.bill(run.records)
     note = (
         "Its rows' share of the steps they were computed in; padding is nobody's and stands in the "
         "ledger."

@@ -70,15 +70,21 @@ def write_records(path: str | Path, runs: PolicyRuns) -> None:
 
     ConfigError if the file cannot be written.
     """
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name, run in runs.items():
-        note = RunNote(run.shape, run.concurrency)
-        arrays[f"records_{name}"] = run.records
-        arrays[f"times_{name}"] = _times_array(run)
-        arrays[f"rides_{name}"] = _rides_array(run)
-        arrays[f"note_{name}"] = np.array(msgspec.json.encode(note).decode())
+        arrays |= _arrays_of(name, run)
     with _config_errors(path), open(path, "wb") as file:  # a name without .npz stays as it is
         np.savez_compressed(file, **arrays)
+
+
+def _arrays_of(name: str, run: OfflineRun) -> dict[str, np.ndarray]:
+    note = RunNote(run.shape, run.concurrency)
+    return {
+        f"records_{name}": run.records,
+        f"times_{name}": _times_array(run),
+        f"rides_{name}": _rides_array(run),
+        f"note_{name}": np.array(msgspec.json.encode(note).decode()),
+    }
 
 
 def _times_array(run: OfflineRun) -> np.ndarray:

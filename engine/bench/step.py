@@ -35,7 +35,7 @@ from jitney.engine.simulation.step_table import (
     kind_of,
     noise_factors,
 )
-from jitney.engine.types import EngineRequest, JsonDict, SamplingParams
+from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, SamplingParams
 
 if TYPE_CHECKING:
     from jitney.engine.checkpoints.model_config import ModelConfig
@@ -123,23 +123,26 @@ def _decode_cases(bucket: Bucket, contexts: Sequence[int], room: int) -> Iterato
 
 
 def _mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Iterator[StepCase]:
-    """Prompts alone (one, several, late in a long one, half a bucket), and beside decoding
-    seats.
-    """
+    """Prompts alone, and beside decoding seats."""
     rows, seats = bucket.tokens, bucket.seats
-    whole = min(rows, context - 1)
-    late = max(0, min(_LATE, context - 1 - whole))
-    prompts: list[tuple[tuple[int, int], ...]] = [((0, whole),), ((0, max(1, whole // 2)),)]
-    if seats >= 4:
-        prompts.append(((0, rows // 4),) * 4)
-    prompts.append(((late, whole),))
-    for chunks in prompts:
+    for chunks in _lone_prompts(bucket, context):
         yield StepCase(bucket, (), chunks)
     if seats > 1:
         beside = min(seats - 1, rows - 1)
         chunk = (0, min(rows - beside, context - 1))
         for length in (contexts[0], contexts[-1]):
             yield StepCase(bucket, (length,) * beside, (chunk,))
+
+
+def _lone_prompts(bucket: Bucket, context: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """(start, rows) of prompts that fill a bucket: one, half of it, several, late in a long one."""
+    whole = min(bucket.tokens, context - 1)
+    yield ((0, whole),)
+    yield ((0, max(1, whole // 2)),)
+    if bucket.seats >= 4:
+        yield ((0, bucket.tokens // 4),) * 4
+    late = max(0, min(_LATE, context - 1 - whole))
+    yield ((late, whole),)
 
 
 def plan_of(case: StepCase, number: int, page_size: int) -> Plan:
@@ -165,20 +168,20 @@ class _ChunkMaker:
 
     def chunk(self, start: int, count: int, *, decode: bool) -> Chunk:
         """Rows of a sequence that has computed `start` positions."""
-        n_pages = -(-(start + count) // self.page_size)
-        pages = list(range(self.page, self.page + n_pages))
-        n_tokens = start + count
-        if decode:
-            n_tokens = (
-                start  # the row's token is still on the device, as it is when the engine runs
-            )
+        end = start + count
+        # A decoding row's token is still on the device, as it is when the engine runs.
+        tokens = [1] * (start if decode else end)
         name = f"{self.number}-{self.seat}"
-        tokens = [1] * n_tokens
         request = EngineRequest(id=name, prompt=tokens, sampling=_GREEDY, arrival=0.0)
-        seq = Seq(request, 0, 0, tokens, 1, seat=self.seat, pages=pages)
-        self.page += n_pages
+        seq = Seq(request, 0, 0, tokens, 1, seat=self.seat, pages=self._next_pages(end))
         self.seat += 1
         return Chunk(seq, start, count, decode, True)
+
+    def _next_pages(self, positions: int) -> list[int]:
+        """Pages for so many positions that nobody else has."""
+        first = self.page
+        self.page += -(-positions // self.page_size)
+        return list(range(first, self.page))
 
 
 def _time_cases(
@@ -243,32 +246,36 @@ def _copy_bandwidth() -> float:
 
     size = COPY_BYTES[jax.default_backend() == "cpu"]
     add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = jax.block_until_ready(add_one(jnp.zeros(size // 4, jnp.float32)))
-    best = np.inf
-    for _ in range(8):
+    x = jnp.zeros(size // 4, jnp.float32)
+    return 2 * size / _least_seconds(add_one, x, 8)
+
+
+def _least_seconds(step: Callable[[Any], Any], x: Any, turns: int) -> float:
+    """Of x = step(x), so many times after one that does not count."""
+    import jax
+
+    x = jax.block_until_ready(step(x))
+    least = np.inf
+    for _ in range(turns):
         started = time.perf_counter()
-        x = jax.block_until_ready(add_one(x))
-        best = min(best, time.perf_counter() - started)
-    return 2 * size / best
+        x = jax.block_until_ready(step(x))
+        least = min(least, time.perf_counter() - started)
+    return least
 
 
 def _product_rate(dtype: str) -> float:
+    """Operations/s of a product of two large matrices."""
     import jax
     import jax.numpy as jnp
+
+    side = PRODUCT_SIDE[jax.default_backend() == "cpu"]
+    ones = jnp.ones((side, side), dtype)
 
     @jax.jit
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(dtype)
 
-    side = PRODUCT_SIDE[jax.default_backend() == "cpu"]
-    a = jnp.ones((side, side), dtype)
-    jax.block_until_ready(multiply(a, a))
-    best = np.inf
-    for _ in range(5):
-        started = time.perf_counter()
-        jax.block_until_ready(multiply(a, a))
-        best = min(best, time.perf_counter() - started)
-    return 2 * side**3 / best
+    return 2 * side**3 / _least_seconds(lambda _: multiply(ones, ones), ones, 5)
 
 
 def measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: float) -> Roofline:
@@ -317,16 +324,22 @@ def measure(
     host = _host_of(core, info.seats)
     runner: Any = core.runner
     timings = _time_cases(runner, wanted, pool.page_size, repeats, seconds, watch)
-    bandwidth, rate = _copy_bandwidth(), _product_rate(info.dtype)
     source = f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}"
-    table = table_of(timings, host, source)
+    return _report_of(info, config, timings, table_of(timings, host, source))
+
+
+def _report_of(
+    info: EngineInfo, config: ModelConfig, timings: Sequence[StepTiming], table: StepTable
+) -> JsonDict:
+    bandwidth, rate = _copy_bandwidth(), _product_rate(info.dtype)
     floor = measured_floor(config, info.dtype, bandwidth, rate)
-    report = {name: getattr(info, name) for name in _FACTS}
-    report["copy_bytes_s"] = bandwidth
-    report["product_flops_s"] = rate
-    report["cases"] = [_row_of(timing, table, floor) for timing in timings]
-    report["table"] = table.contents()
-    return report
+    return {
+        **{name: getattr(info, name) for name in _FACTS},
+        "copy_bytes_s": bandwidth,
+        "product_flops_s": rate,
+        "cases": [_row_of(timing, table, floor) for timing in timings],
+        "table": table.contents(),
+    }
 
 
 def table_of(timings: Sequence[StepTiming], host: HostTimes, source: str) -> StepTable:

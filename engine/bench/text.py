@@ -152,13 +152,15 @@ def arrival_prose(arrival: Arrival, n_words: Callable[[int], int], number: int, 
     wanted = n_words(arrival.n_prompt)
     if not arrival.conversation:
         return prose(wanted, [seed, number])
-    shared: list[str] = []
-    if arrival.n_shared:
-        shared = prose(n_words(arrival.n_shared), [seed, 0, _SYSTEM]).split()
-    own = wanted - len(shared)
+    words = _system_prompt(n_words(arrival.n_shared), seed) if arrival.n_shared else []
+    own = wanted - len(words)
     if own >= 1:
-        shared.append(prose(own, [seed, arrival.conversation, _CONVERSATION]))
-    return " ".join(shared)
+        words.append(prose(own, [seed, arrival.conversation, _CONVERSATION]))
+    return " ".join(words)
+
+
+def _system_prompt(words: int, seed: int) -> list[str]:
+    return prose(words, [seed, 0, _SYSTEM]).split()
 
 
 def arrival_ids(

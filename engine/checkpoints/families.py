@@ -68,15 +68,11 @@ def read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConf
 
 def _activation(fields: Fields) -> Activation:
     """`hidden_activation` goes before `hidden_act`: Gemma's first files name another there."""
-    key = "hidden_activation"
-    if fields.get(key) is None:
-        key = "hidden_act"
+    key = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
     name = fields.get(key, "silu")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ModelError(
-            f"config.json: {key} {str(name)[:40]!r} is not supported; known: "
-            f"{', '.join(_ACTIVATIONS)}"
-        )
+        known = ", ".join(_ACTIVATIONS)
+        raise ModelError(f"config.json: {key} {str(name)[:40]!r} is not supported; known: {known}")
     return _ACTIVATIONS[name]
 
 
@@ -310,9 +306,8 @@ def tiny_config(name: str = "llama") -> ModelConfig:
 
     Raises ModelError for an unknown family.
     """
-    names = []
     for architecture, family in FAMILIES.items():
         if family.name == name:
             return replace(TINY, architecture=architecture, **family.tiny)
-        names.append(family.name)
-    raise ModelError(f"tiny-random has no architecture {name!r}; known: {', '.join(names)}")
+    known = ", ".join(family.name for family in FAMILIES.values())
+    raise ModelError(f"tiny-random has no architecture {name!r}; known: {known}")

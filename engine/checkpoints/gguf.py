@@ -129,11 +129,13 @@ class GGUFFile:
     def tensor_header(self) -> tuple[str, tuple[int, ...], int, int]:
         """(name, shape, type, offset)."""
         name = self.string()
+        return name, self._shape_of(name), self.scalar("I"), self.scalar("Q")
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
         axes = self.scalar("I")
         if not 1 <= axes <= 4:
             raise ModelError(f"{self.name}: {name[:100]} has {axes} axes")
-        shape = tuple(self.scalar("Q") for _ in range(axes))[::-1]
-        return name, shape, self.scalar("I"), self.scalar("Q")
+        return tuple(self.scalar("Q") for _ in range(axes))[::-1]
 
     def placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> _TensorInfo:
         """The tensor's place in the file; ModelError if its type is unknown or it does not lie

@@ -78,13 +78,13 @@ def read_gguf_config(
 
 
 def _family_named(name: Any) -> tuple[str, Family]:
-    known = []
-    for architecture, family in FAMILIES.items():
-        if family.from_gguf is not None:
-            if family.name == name:
-                return architecture, family
-            known.append(family.name)
-    raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {', '.join(known)}")
+    """(architecture, family) of the name that GGUF files use."""
+    readable = {key: family for key, family in FAMILIES.items() if family.from_gguf is not None}
+    for architecture, family in readable.items():
+        if family.name == name:
+            return architecture, family
+    known = ", ".join(family.name for family in readable.values())
+    raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {known}")
 
 
 def _fields_of(metadata: JsonObject, name: str) -> Fields:

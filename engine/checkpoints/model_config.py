@@ -89,10 +89,13 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, found {self.head_dim}")
         for token in (self.bos_id, *self.eos_ids):
-            if token is not None and not 0 <= token < self.vocab_size:
-                raise ModelError(
-                    f"special token id {token} lies outside the vocabulary of {self.vocab_size}"
-                )
+            self._check_special(token)
+
+    def _check_special(self, token: int | None) -> None:
+        if token is not None and not 0 <= token < self.vocab_size:
+            raise ModelError(
+                f"special token id {token} lies outside the vocabulary of {self.vocab_size}"
+            )
 
     @property
     def window(self) -> int:

@@ -407,9 +407,8 @@ def _web_bytes(client: httpx.Client, link: _Link, watch: _Watch) -> Iterator[byt
             return
         except httpx.TransportError as error:
             if not retries:
-                raise _IndexProblem(
-                    f"its file broke off after {done} bytes: {_reason_of(error)}"
-                ) from None
+                reason = f"its file broke off after {done} bytes: {_reason_of(error)}"
+                raise _IndexProblem(reason) from None
             retries -= 1
             time.sleep(PAUSE_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -34,13 +34,7 @@ def _hf_scaling(rope: Fields, original: int) -> RopeScaling | None:
         case "linear":
             return RopeScaling("linear", rope.number("factor"))
         case "llama3":
-            return RopeScaling(
-                "llama3",
-                rope.number("factor"),
-                original,
-                low_freq_factor=rope.number("low_freq_factor"),
-                high_freq_factor=rope.number("high_freq_factor"),
-            )
+            return _hf_llama3(rope, original)
         case "yarn":
             return _hf_yarn(rope, original)
     raise ModelError(
@@ -49,13 +43,18 @@ def _hf_scaling(rope: Fields, original: int) -> RopeScaling | None:
     )
 
 
+def _hf_llama3(rope: Fields, original: int) -> RopeScaling:
+    return RopeScaling(
+        "llama3",
+        rope.number("factor"),
+        original,
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+    )
+
+
 def _hf_yarn(rope: Fields, original: int) -> RopeScaling:
-    """YaRN; the temperature on cos and sin is 0.1 ln(factor) + 1 unless the file says otherwise."""
     factor = rope.number("factor")
-    attention = _yarn_temperature(factor, 1.0)
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        over = _yarn_temperature(factor, rope.number("mscale"))
-        attention = over / _yarn_temperature(factor, rope.number("mscale_all_dim"))
     return RopeScaling(
         "yarn",
         factor,
@@ -63,8 +62,16 @@ def _hf_yarn(rope: Fields, original: int) -> RopeScaling:
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
-        attention_factor=rope.number("attention_factor", attention),
+        attention_factor=rope.number("attention_factor", _hf_temperature(rope, factor)),
     )
+
+
+def _hf_temperature(rope: Fields, factor: float) -> float:
+    """YaRN's on cos and sin: 0.1 ln(factor) + 1 unless the file says otherwise."""
+    if not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        return _yarn_temperature(factor, 1.0)
+    over = _yarn_temperature(factor, rope.number("mscale"))
+    return over / _yarn_temperature(factor, rope.number("mscale_all_dim"))
 
 
 def _yarn_temperature(factor: float, scale: float) -> float:

@@ -97,13 +97,17 @@ def _stored_bytes(path: Path, name: str) -> np.ndarray:
 
 
 def _shard_names(folder: Path) -> list[str]:
-    if safe_file(folder, _INDEX, missing_ok=True) is None:
-        if safe_file(folder, _SINGLE, missing_ok=True) is None:
-            raise ModelError(
-                f"the model folder has neither {_SINGLE} nor {_INDEX}; other weight formats are "
-                "not read"
-            )
-        return [_SINGLE]
+    if safe_file(folder, _INDEX, missing_ok=True) is not None:
+        return _indexed_shards(folder)
+    if safe_file(folder, _SINGLE, missing_ok=True) is None:
+        raise ModelError(
+            f"the model folder has neither {_SINGLE} nor {_INDEX}; other weight formats are "
+            "not read"
+        )
+    return [_SINGLE]
+
+
+def _indexed_shards(folder: Path) -> list[str]:
     try:
         shards = msgspec.convert(read_json(folder, _INDEX), _ShardIndex).weight_map.values()
     except msgspec.ValidationError:

@@ -85,11 +85,9 @@ def sampling_defaults(settings: SamplingSection, source: ModelSource) -> dict[st
 
     Raises ConfigError naming the file and the field.
     """
+    own = {name: getattr(settings, name) for name in SAMPLING_DEFAULTS}
     defaults = _recommended(settings.generation_config, source)
-    for name in SAMPLING_DEFAULTS:
-        value = getattr(settings, name)
-        if value != -1:
-            defaults[name] = value
+    defaults.update((name, value) for name, value in own.items() if value != -1)
     if defaults:
         shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         log.info("a request that does not say otherwise is sampled with %s", shown)
@@ -104,6 +102,11 @@ def _recommended(generation_config: str, source: ModelSource) -> dict[str, int |
         return _from_path(Path(generation_config).expanduser())
     if source.name in _BUILT_IN:
         return dict(_BUILT_IN[source.name])
+    return _from_model(source)
+
+
+def _from_model(source: ModelSource) -> dict[str, int | float]:
+    """What the model's own file says."""
     if source.kind == "hf":
         values = read_json(Path(source.path), _HF_FILE, missing_ok=True)
         return _from_values(values, _HF_FILE, _HF_NAMES, _HF_OTHERS)

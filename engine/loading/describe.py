@@ -18,11 +18,10 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
     if len(kinds) > 1:
         return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())
     (kind,) = kinds
+    made = {"float32": "not rounded", "bfloat16": "rounded"}.get(kind)
     stored = _stored_blocks(source)
-    if stored and kind == "float32":
-        return f"float32, not rounded, from {stored}"
-    if stored and kind == "bfloat16":
-        return f"bfloat16, rounded from {stored}"
+    if stored and made:
+        return f"{kind}, {made} from {stored}"
     return kind
 
 
@@ -39,13 +38,17 @@ def _stored_blocks(source: ModelSource | None) -> str:
     """
     if source is None or source.kind != "gguf":
         return ""
-    from gguf import GGMLQuantizationType
-
-    tensors = GGUFFile(source.path).tensors.values()
-    kinds = Counter(tensor.kind for tensor in tensors if len(tensor.shape) == 2)
-    if not kinds:
-        return ""
-    name = GGMLQuantizationType(kinds.most_common(1)[0][0]).name
+    name = _commonest_kind(GGUFFile(source.path))
     if name in ("F32", "F16", "BF16", "F64"):
         return ""
     return name
+
+
+def _commonest_kind(file: GGUFFile) -> str:
+    from gguf import GGMLQuantizationType
+
+    kinds = Counter(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) == 2)
+    if not kinds:
+        return ""
+    ((kind, _),) = kinds.most_common(1)
+    return GGMLQuantizationType(kind).name

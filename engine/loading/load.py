@@ -157,16 +157,18 @@ def _fuse(parts: list[jax.Array], *, dtype: np.dtype, transpose: bool, offset: f
 def _rounded(
     path: Path, floats: jax.Array, dtype: DType, storage: WeightStorage, shares: Shares | None
 ) -> Packed:
-    """A matrix [I, O] in the scheme; groups of int4 are so small that each device has whole
-    ones.
-    """
+    """A matrix [I, O] in the scheme."""
     group = 0
     if storage.scheme == "int4":
-        size_in = floats.shape[0]
-        if shares is not None and set(BY_INPUTS) & set(path):
-            size_in //= shares.mesh.size
-        group = group_size(size_in)
+        group = group_size(_inputs_of(path, floats, shares))
     return quantise(floats, scheme=storage.scheme, dtype=dtype, group=group)
+
+
+def _inputs_of(path: Path, floats: jax.Array, shares: Shares | None) -> int:
+    """On one device: groups of int4 are so small that each device has whole ones."""
+    if shares is not None and set(BY_INPUTS) & set(path):
+        return floats.shape[0] // shares.mesh.size
+    return floats.shape[0]
 
 
 def _by_path(path: Path, packed: Packed) -> dict[Path, jax.Array]:

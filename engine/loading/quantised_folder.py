@@ -88,9 +88,8 @@ class QuantisedFolder(SafetensorsFolder):
             return
         for name, shape in self.stored.items():
             if name.endswith(ending):
-                if len(shape) != 2:
-                    raise ModelError(f"{name[:100]} has {len(shape)} axes instead of 2")
-                yield f"{name.removesuffix(ending)}.weight", self._sizes(*shape)
+                matrix = f"{name.removesuffix(ending)}.weight"
+                yield matrix, self._sizes(*_two_axes(name, shape))
 
     def _sizes(self, rows: int, columns: int) -> tuple[int, int]:
         """(O, I) of a matrix in words; a word has eight numbers of one axis."""
@@ -224,17 +223,25 @@ class QuantisedFolder(SafetensorsFolder):
 
     def _check_order(self, name: str, groups: int) -> None:
         """ModelError for GPTQ's activation order, unless it is the order of the inputs."""
-        if name not in self.stored:
-            return
-        index = super().read(name)
-        if not len(index):
-            return
-        group = -(-len(index) // groups)
-        if not np.array_equal(index, np.arange(len(index)) // group):
+        if name in self.stored and not _is_in_order(super().read(name), groups):
             raise ModelError(
                 f"{name[:100]} reorders inputs by activation (desc_act), which is not read: use a "
                 "version of the model quantised without it"
             )
+
+
+def _two_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) != 2:
+        raise ModelError(f"{name[:100]} has {len(shape)} axes instead of 2")
+    return shape
+
+
+def _is_in_order(index: np.ndarray, groups: int) -> bool:
+    """Whether the group of each input [I] rises with the inputs."""
+    if not len(index):
+        return True
+    group = -(-len(index) // groups)
+    return np.array_equal(index, np.arange(len(index)) // group)
 
 
 def _widened_blocks(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -72,14 +72,19 @@ def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
     """jnp dtype of the KV pools; ConfigError for fp8 on an NVIDIA GPU that does not know it."""
     if name == "auto":
         return dtype
+    if name == "fp8":
+        _check_fp8(device)
+    return KV_TYPES[name]
+
+
+def _check_fp8(device: Any) -> None:
     capability = str(getattr(device, "compute_capability", ""))
     is_gpu = device.platform in ("gpu", "cuda") and capability
-    if name == "fp8" and is_gpu and float(capability) < _FP8_CAPABILITY:
+    if is_gpu and float(capability) < _FP8_CAPABILITY:
         raise ConfigError(
             f"kv_dtype fp8 needs compute capability {_FP8_CAPABILITY}; this {device.device_kind} "
             f"has {capability}: use int8"
         )
-    return KV_TYPES[name]
 
 
 def load_kv_scales(
@@ -93,11 +98,16 @@ def load_kv_scales(
         _calibrate_on_text(model, source, kv_dtype, mesh)
         return
     scales = [factors(most, kv_dtype) for most in limits]
-    if mesh is not None:
-        shares = Shares(source.config, mesh)
-        scales = [shares.place(("attention", "kv_scales"), layer) for layer in scales]
-    model.set_kv_scales(scales)
+    model.set_kv_scales(_placed(scales, source, mesh))
     log.info("KV factors: as the checkpoint has them")
+
+
+def _placed(scales: list[Any], source: ModelSource, mesh: Mesh | None) -> list[Any]:
+    """On the devices that hold the layers."""
+    if mesh is None:
+        return scales
+    shares = Shares(source.config, mesh)
+    return [shares.place(("attention", "kv_scales"), layer) for layer in scales]
 
 
 def _calibrate_on_text(model: Model, source: ModelSource, kv_dtype: Any, mesh: Mesh | None) -> None:

@@ -90,19 +90,11 @@ def seat_timeline(
     started: zero of the time axis. until: seconds that it shows, so that runs side by side share
     their scale. held: draw the seats that a batch keeps as well.
     """
-    shown = sorted(stays, key=_start_of)[:MOST_STAYS]
-    prompts, outputs = _phases(shown)
-    traces = [
-        _spans("prompt", prompts, started, ROW_KIND_TABLE["prefill"].light),
-        _spans("generating", outputs, started, ROW_KIND_TABLE["decode"].light),
-    ]
-    if held:
-        traces.append(_spans("held for the batch", held_seats(shown), started, _HELD_COLOUR))
     title = name
     if len(stays) > MOST_STAYS:
         title += f", the first {MOST_STAYS} stays"
     return figure(
-        traces,
+        _stay_bars(sorted(stays, key=_start_of)[:MOST_STAYS], started, held=held),
         title,
         "seconds",
         "seat",
@@ -115,15 +107,25 @@ def seat_timeline(
     )
 
 
+def _stay_bars(stays: Sequence[SeatStay], started: float, *, held: bool) -> list[go.Bar]:
+    prompts, outputs = _phases(stays)
+    bars = [
+        _spans("prompt", prompts, started, ROW_KIND_TABLE["prefill"].light),
+        _spans("generating", outputs, started, ROW_KIND_TABLE["decode"].light),
+    ]
+    if held:
+        bars.append(_spans("held for the batch", held_seats(stays), started, _HELD_COLOUR))
+    return bars
+
+
 def _phases(stays: Iterable[SeatStay]) -> tuple[list[_Span], list[_Span]]:
     """The prompt parts of stays, and the parts in which tokens were generated."""
     prompts, outputs = [], []
     for request, stay in stays:
-        if stay.first_token is None:
-            prompts.append(_Span(stay.seat, stay.start, stay.left, request.number))
-            continue
-        prompts.append(_Span(stay.seat, stay.start, stay.first_token, request.number))
-        outputs.append(_Span(stay.seat, stay.first_token, stay.left, request.number))
+        turns = stay.left if stay.first_token is None else stay.first_token
+        prompts.append(_Span(stay.seat, stay.start, turns, request.number))
+        if stay.first_token is not None:
+            outputs.append(_Span(stay.seat, turns, stay.left, request.number))
     return prompts, outputs
 
 
@@ -183,26 +185,29 @@ def _distribution(title: str, x: str, values: Mapping[str, Iterable[float | None
     for number, (name, column) in enumerate(values.items()):
         known = [value for value in column if value is not None]
         if known:
-            share = np.linspace(0, 100, min(_CURVE_POINTS, max(2, len(known))))
-            traces.append(line(name, np.percentile(known, share), share, _colour_of(name, number)))
+            traces.append(_shares_below(name, known, _colour_of(name, number)))
     return figure(traces, title, x, "% of requests", xaxis_type="log")
+
+
+def _shares_below(name: str, values: Sequence[float], colour: str) -> go.Scatter:
+    share = np.linspace(0, 100, min(_CURVE_POINTS, max(2, len(values))))
+    return line(name, np.percentile(values, share), share, colour)
 
 
 def latency_charts(runs: Mapping[str, Sequence[RequestRecord]]) -> list[go.Figure]:
     """Time to first token and end to end, of served requests."""
-    first_tokens: dict[str, list[float | None]] = {}
-    ends: dict[str, list[float | None]] = {}
-    for name, requests in runs.items():
-        first_tokens[name], ends[name] = [], []
-        for request in requests:
-            if request.served:
-                first_tokens[name].append(request.ttft_s)
-                ends[name].append(request.e2e_s)
+    served = {name: list(filter(_is_served, requests)) for name, requests in runs.items()}
+    first_tokens = {name: [each.ttft_s for each in requests] for name, requests in served.items()}
+    ends = {name: [each.e2e_s for each in requests] for name, requests in served.items()}
     unit = "seconds from the intended arrival"
     return [
         _distribution("Time to first token", unit, first_tokens),
         _distribution("End to end", unit, ends),
     ]
+
+
+def _is_served(request: RequestRecord) -> bool:
+    return request.served
 
 
 def tokens_over_time(runs: Mapping[str, tuple[np.ndarray, float]]) -> go.Figure:
@@ -248,16 +253,11 @@ def request_costs(lines: Bill, price_per_hour: float | None) -> go.Figure:
     hover = "request %{text}: %{x} rows, %{y:.3f} s"
     if price_per_hour is not None:
         hover += ", costs %{customdata:.3g}"
-    rows, seconds, costs = [], [], []
-    for line in lines.values():
-        rows.append(line.rows)
-        seconds.append(line.seconds)
-        costs.append(line.money(price_per_hour or 0.0))
     trace = go.Scatter(
         mode="markers",
-        x=rows,
-        y=seconds,
-        customdata=costs,
+        x=[line.rows for line in lines.values()],
+        y=[line.seconds for line in lines.values()],
+        customdata=[line.money(price_per_hour or 0.0) for line in lines.values()],
         text=list(lines),
         marker={"color": ROW_KIND_TABLE["decode"].light},
         hovertemplate=hover + "<extra></extra>",
@@ -302,14 +302,19 @@ def waits_over(
     """
     traces, crossed = [], []
     for number, (name, values) in enumerate(waits.items()):
-        colour = _colour_of(name, number)
-        traces.append(line(name, at, values, colour, mode="lines+markers"))
-        for place, wait, growing in zip(at, values, grew, strict=True):
-            if growing and wait:
-                crossed.append((place, wait))
+        traces.append(line(name, at, values, _colour_of(name, number), mode="lines+markers"))
+        crossed += _growing(at, values, grew)
     if crossed:
         traces.append(_crosses("the queue grew for the whole run", crossed, WARNING))
     return figure(traces, "Time to first token", x, "s", yaxis_type="log")
+
+
+def _growing(
+    at: Sequence[float], waits: Sequence[float | None], grew: Sequence[bool]
+) -> list[tuple[float, float | None]]:
+    """The points at which the queue grew; none where nothing is known."""
+    points = zip(at, waits, grew, strict=True)
+    return [(place, wait) for place, wait, growing in points if growing and wait]
 
 
 def _crosses(name: str, points: Sequence[tuple[float, float | None]], colour: str) -> go.Scatter:
@@ -329,11 +334,10 @@ def load_curve(simulated: Sequence[JsonObject], measured: Sequence[JsonObject]) 
         colour = _colour_of(policy, number)
         traces.append(_simulated_waits(policy, simulated, colour))
         if measured:
-            name = f"{policy}, measured"
-            traces.append(_crosses(name, _waits_of(policy, measured), colour))
-    title = "p99 time to first token"
+            points = _waits_of(policy, measured)
+            traces.append(_crosses(f"{policy}, measured", points, colour))
     x = "load, times what continuous batching can serve"
-    return figure(traces, title, x, "seconds", yaxis_type="log")
+    return figure(traces, "p99 time to first token", x, "seconds", yaxis_type="log")
 
 
 def _simulated_waits(policy: str, points: Sequence[JsonObject], colour: str) -> go.Scatter:

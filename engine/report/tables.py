@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jitney.engine.report.page import Table
 from jitney.engine.telemetry.cost import IDLE, Bill, Line
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import JsonObject
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 _QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
 _LATENCIES = {
@@ -69,18 +73,15 @@ def figures_table(figures: Mapping[str, JsonObject]) -> Table:
 
 def _figure_cells(run: JsonObject) -> dict[str, str]:
     """All cells of a run's column by their rows' names; empty where nothing is known."""
-    cells = {
+    return {
         "served / sent": f"{run['served']} / {run['requests']}",
         "seconds": f"{run['seconds']:.2f}",
+        **{label: number(run[name]) for name, label in _RATES.items()},
+        **_latency_cells(run),
+        "queue": queue(run.get("backlog")),
+        **{label: share(run[name]) for name, label in _SHARES.items()},
+        "cost per million output tokens": number(run["cost_per_million_tokens"]),
     }
-    for name, label in _RATES.items():
-        cells[label] = number(run[name])
-    cells |= _latency_cells(run)
-    cells["queue"] = queue(run.get("backlog"))
-    for name, label in _SHARES.items():
-        cells[label] = share(run[name])
-    cells["cost per million output tokens"] = number(run["cost_per_million_tokens"])
-    return cells
 
 
 def _latency_cells(run: JsonObject) -> dict[str, str]:
@@ -133,10 +134,15 @@ def ledgers_table(bills: Mapping[str, Bill], price_per_hour: float | None = None
         if lines.count(_NOTHING) < len(lines):
             rows.append(_kind_row(kind, lines))
     if price_per_hour is not None:
-        rows.append(["cost"])
-        for column in columns:
-            rows[-1] += ["", *_cost(column["all"], price_per_hour)]
+        rows.append(_cost_row([column["all"] for column in columns], price_per_hour))
     return Table(heads, rows)
+
+
+def _cost_row(sums: Iterable[Line], price_per_hour: float) -> list[str]:
+    row = ["cost"]
+    for line in sums:
+        row += ["", *_cost(line, price_per_hour)]
+    return row
 
 
 def _kind_row(kind: str, lines: Sequence[Line]) -> list[str]:
@@ -148,12 +154,9 @@ def _kind_row(kind: str, lines: Sequence[Line]) -> list[str]:
 
 def _with_sum(lines: Bill) -> dict[str, Line]:
     """Lines in the order of `LEDGER_LABELS`, and "all", their sum."""
-    rows = nanoseconds = 0
-    ordered = {}
-    for kind in LEDGER_LABELS:
-        ordered[kind] = lines[kind]
-        rows += lines[kind].rows
-        nanoseconds += lines[kind].nanoseconds
+    ordered = {kind: lines[kind] for kind in LEDGER_LABELS}
+    rows = sum(line.rows for line in ordered.values())
+    nanoseconds = sum(line.nanoseconds for line in ordered.values())
     return ordered | {"all": Line(rows, nanoseconds)}
 
 
@@ -181,17 +184,18 @@ def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
     """What continuous batching gains over the others, beside what is published: times the
     throughput, and by what the waits are divided.
     """
-    rows = []
-    for name, gains in ratios.items():
-        row = [f"over {name}", _times(gains["output_tok_s"]), ""]
-        if gains["published_output_tok_s"]:
-            least, most = gains["published_output_tok_s"]
-            row[-1] = f"{least:g}x to {most:g}x"
-        for wait in ("ttft_s_p50", "ttft_s_p99", "e2e_s_p99"):
-            row.append(_times(gains[wait]))
-        rows.append(row)
+    rows = [_gain_cells(name, gains) for name, gains in ratios.items()]
     waits = ["TTFT p50 /", "TTFT p99 /", "e2e p99 /"]
     return Table(["continuous", "output tokens/s", "published claims", *waits], rows)
+
+
+def _gain_cells(name: str, gains: JsonObject) -> list[str]:
+    published = ""
+    if gains["published_output_tok_s"]:
+        least, most = gains["published_output_tok_s"]
+        published = f"{least:g}x to {most:g}x"
+    waits = [_times(gains[wait]) for wait in ("ttft_s_p50", "ttft_s_p99", "e2e_s_p99")]
+    return [f"over {name}", _times(gains["output_tok_s"]), published, *waits]
 
 
 def cross_table(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
@@ -199,11 +203,12 @@ def cross_table(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table
     rows = []
     for source, predicted in cross.items():
         for name, errors in predicted.items():
-            row = [f"{source} -> {name}"]
-            for figure in _CROSS_FIGURES:
-                row.append(f"{errors[figure]:+.1%}" if figure in errors else "")
-            rows.append(row)
+            rows.append([f"{source} -> {name}", *_cross_cells(errors)])
     return Table(["", *_CROSS_FIGURES.values()], rows)
+
+
+def _cross_cells(errors: Mapping[str, float]) -> list[str]:
+    return [f"{errors[name]:+.1%}" if name in errors else "" for name in _CROSS_FIGURES]
 
 
 def curve_table(points: Sequence[JsonObject]) -> Table:
@@ -226,8 +231,16 @@ def _curve_cell(waits: Mapping[str, float | None]) -> str:
 
 def print_table(table: Table, title: str = "") -> None:
     """On standard output."""
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPED_WIDTH)
+    console.print(_rich_table(table, title))
+
+
+def _rich_table(table: Table, title: str) -> RichTable:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -237,10 +250,7 @@ def print_table(table: Table, title: str = "") -> None:
         shown.add_column(Text(head), justify="right" if column else "left")
     for row in table.rows:
         shown.add_row(*[Text(cell) for cell in row])
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH)
-    console.print(shown)
+    return shown
 
 
 def print_lines(lines: Iterable[str]) -> None:

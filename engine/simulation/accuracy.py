@@ -172,13 +172,13 @@ def cross_errors(
     other predicted.
     """
     measured = {name: run.figures() for name, run in runs.items()}
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found = {}
     for source, run in runs.items():
         table = StepTable.from_records(run.records)
-        found[source] = {}
-        for name, other in runs.items():
-            figures = other.predicted(table, seed=seed).figures()
-            found[source][name] = errors(figures, measured[name])
+        found[source] = {
+            name: errors(other.predicted(table, seed=seed).figures(), measured[name])
+            for name, other in runs.items()
+        }
     return found
 
 
@@ -202,30 +202,27 @@ def verdict(output_tok_s: Mapping[str, float], off: Mapping[str, float | None]) 
         return ""
     best = max(output_tok_s, key=lambda name: output_tok_s[name])
     worst = min(output_tok_s, key=lambda name: output_tok_s[name])
-    if output_tok_s[worst] <= 0:
+    slowest, fastest = output_tok_s[worst], output_tok_s[best]
+    if slowest <= 0:
         return f"By simulation {worst} makes no token here."
-    if best == worst:
+    if slowest == fastest:
         return "By simulation all make the same tokens a second."
-    gain = f"{best} makes {output_tok_s[best] / output_tok_s[worst]:.2f}x the tokens of {worst}"
+    gain = f"{best} makes {fastest / slowest:.2f}x the tokens of {worst}"
     return f"By simulation {gain}{_certainty(best, worst, off)}"
 
 
 def _certainty(best: str, worst: str, off: Mapping[str, float | None]) -> str:
     """How far off saying so may be, as the end of the sentence."""
-    sure, unsure, error = [], [], 0.0
-    for name in (best, worst):
-        own = off.get(name)
-        if own is None:
-            unsure.append(name)
-        else:
-            sure.append(name)
-            error += own
-    if not sure:
+    known = {name: off[name] for name in (best, worst) if off.get(name) is not None}
+    if not known:
         return "; error unknown: neither was measured."
+    error = sum(filter(None, known.values()))
     spread = f"±{max(1, round(100 * error))} %"
-    if not unsure:
+    if len(known) == 2:
         return f", {spread}."
-    return f", {spread} for {sure[0]}, error unknown for {unsure[0]}, which was not measured."
+    (sure,) = known
+    unsure = worst if sure == best else best
+    return f", {spread} for {sure}, error unknown for {unsure}, which was not measured."
 
 
 #: Of closed-loop traffic: shares of the time in which all its requests are open, and of arrivals
@@ -242,22 +239,30 @@ def closed_concurrency(requests: Sequence[RequestRecord]) -> int | None:
     Such traffic waits for the engine. Replayed at its recorded times it would not: a slower policy
     would meet more requests than its clients could send, a faster one fewer.
     """
-    ended = sorted(requests, key=lambda request: request.arrival)
-    if any(request.first_token is None and request.finish == "error" for request in ended):
+    if any(request.first_token is None and request.finish == "error" for request in requests):
         return None  # clients that are refused come again, at their own times
-    ends = [request.end for request in ended]
-    moments = _moments(ended)
-    clients = _most_open(moments)
-    if len(ended) < 3 * clients:
+    by_arrival = sorted(requests, key=lambda request: request.arrival)
+    clients = _most_open(_moments(by_arrival))
+    if len(by_arrival) < 3 * clients:
         return None
-    later = ended[clients:]
-    if _time_average(moments, ended[clients - 1].arrival, later[-1].arrival) < _MOSTLY * clients:
-        return None
-    usual = float(np.median([request.end - request.arrival for request in ended]))
-    soon = max(_FOLLOWS_S, _FOLLOWS_SHARE * usual)
-    if _following(later, ends, soon) < _MOSTLY * len(later):
+    if not _mostly_busy(by_arrival, clients) or not _mostly_following(by_arrival, clients):
         return None
     return clients
+
+
+def _mostly_busy(by_arrival: Sequence[RequestRecord], clients: int) -> bool:
+    """Whether about so many requests were open all the time."""
+    start, end = by_arrival[clients - 1].arrival, by_arrival[-1].arrival
+    return _time_average(_moments(by_arrival), start, end) >= _MOSTLY * clients
+
+
+def _mostly_following(by_arrival: Sequence[RequestRecord], clients: int) -> bool:
+    """Whether nearly every request but the first ones came soon after the end of another."""
+    later = by_arrival[clients:]
+    usual = float(np.median([request.end - request.arrival for request in by_arrival]))
+    soon = max(_FOLLOWS_S, _FOLLOWS_SHARE * usual)
+    ends = [request.end for request in by_arrival]
+    return _following(later, ends, soon) >= _MOSTLY * len(later)
 
 
 def _moments(requests: Iterable[RequestRecord]) -> list[tuple[float, int]]:
@@ -301,13 +306,9 @@ def _following(later: Sequence[RequestRecord], ends: Iterable[float], soon: floa
 
 def read_runs(path: str | Path) -> dict[str, MeasuredRun]:
     """The runs in an .npz file, by name. Raises ConfigError if it holds none."""
-    runs = {}
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            for key in arrays.files:
-                if key.startswith("times_"):
-                    name = key.removeprefix("times_")
-                    runs[name] = _run_of(arrays, name)
+            runs = _runs_in(arrays)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or 'cannot be read as an .npz file'}") from None
     except (ValueError, KeyError, msgspec.DecodeError) as error:
@@ -317,6 +318,12 @@ def read_runs(path: str | Path) -> dict[str, MeasuredRun]:
     if not runs:
         raise ConfigError(f"{path}: holds no runs (see jitney bench policies --records)")
     return runs
+
+
+def _runs_in(arrays: Mapping[str, np.ndarray]) -> dict[str, MeasuredRun]:
+    times = [key for key in arrays if key.startswith("times_")]
+    names = [key.removeprefix("times_") for key in times]
+    return {name: _run_of(arrays, name) for name in names}
 
 
 def _run_of(arrays: Mapping[str, np.ndarray], name: str) -> MeasuredRun:

@@ -82,6 +82,19 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
             f"a budget of {executables} executables is too small: one decode and one mixed bucket "
             f"take {DECODE_EXECUTABLES + _MIXED_EXECUTABLES}"
         )
+    seat_sizes, token_sizes = _least_waste(seen, present, executables)
+    return Proposal(
+        seat_buckets=seat_sizes,
+        token_buckets=token_sizes,
+        executables=DECODE_EXECUTABLES * len(seat_sizes) + _MIXED_EXECUTABLES * len(token_sizes),
+        padding=_paddings(seen, seat_sizes, token_sizes),
+        padding_now=_paddings(seen, _rows_of(present.decode), _rows_of(present.mixed)),
+        rows=_total(seen.decode) + _total(seen.mixed),
+    )
+
+
+def _least_waste(seen: Seen, present: Buckets, executables: int) -> tuple[_Sizes, _Sizes]:
+    """(seat sizes, token sizes): the best way to share the executables between both kinds."""
     seats, budget = present.seats, present.token_budget
     decode = _at_least(seen.decode, min(_FEWEST_SEATS, seats))
     mixed = _at_least(seen.mixed, seats + 1)  # a mixed bucket has more rows than seats
@@ -94,14 +107,7 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
         more_waste, token_sizes = by_tokens[min(len(by_tokens) - 1, left)]
         choices.append((waste + more_waste, seat_sizes, token_sizes))
     _, seat_sizes, token_sizes = min(choices, key=lambda choice: choice[0])
-    return Proposal(
-        seat_buckets=seat_sizes,
-        token_buckets=token_sizes,
-        executables=DECODE_EXECUTABLES * len(seat_sizes) + _MIXED_EXECUTABLES * len(token_sizes),
-        padding=_paddings(seen, seat_sizes, token_sizes),
-        padding_now=_paddings(seen, _rows_of(present.decode), _rows_of(present.mixed)),
-        rows=_total(seen.decode) + _total(seen.mixed),
-    )
+    return seat_sizes, token_sizes
 
 
 def _at_least(seen: Mapping[int, int], fewest: int) -> Counter[int]:
@@ -122,6 +128,10 @@ def _rows_of(buckets: Sequence[Bucket]) -> list[int]:
 
 def _paddings(seen: Seen, seat_sizes: Sequence[int], token_sizes: Sequence[int]) -> dict[str, int]:
     return {"decode": padding(seen.decode, seat_sizes), "mixed": padding(seen.mixed, token_sizes)}
+
+
+#: Ascending rows.
+_Sizes = tuple[int, ...]
 
 
 def best_sizes(

@@ -97,7 +97,7 @@ class Offer:
 
 
 @dataclass(slots=True)
-class _StepLog:
+class StepLog:
     """Every step of a run."""
 
     #: One STEP_DTYPE item each, in bytes.
@@ -122,12 +122,12 @@ def drive(
     offer: Offer,
     requests: RequestRecords,
     reported: Callable[[StepReport], None] = lambda report: None,
-) -> _StepLog:
+) -> StepLog:
     """Take in who has come, step, and write down what it brought, until all have come and ended.
 
     reported: called with each report before it is written down; the simulator's host works then.
     """
-    log = _StepLog()
+    log = StepLog()
     while not offer.empty or core.has_work:
         while offer.due(clock(), requests.n_open):
             request = offer.take(clock())

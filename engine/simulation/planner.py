@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket, powers_of_two
@@ -61,6 +62,11 @@ class Demand:
     def mean_context(self) -> float:
         """KV positions that a decoding sequence holds on average."""
         return self.prompt + self.output / 2
+
+    @property
+    def longest(self) -> int:
+        """KV positions of a sequence at its end."""
+        return self.prompt + self.output
 
     @property
     def prompt_rows(self) -> float:
@@ -124,11 +130,7 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
     fit.
     """
     check_split(roofline)
-    longest, context = demand.prompt + demand.output, roofline.cost.config.context_length
-    if longest > context:
-        raise ConfigError(
-            f"prompt and output together are {longest} tokens, more than the context of {context}"
-        )
+    _check_context(roofline, demand)
     memory = fit(roofline, demand)
     sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, demand.token_budget - 1))
     curve = tuple(operate(roofline, demand, seats) for seats in sizes)
@@ -141,6 +143,15 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
     if chosen is None:
         return sizing
     return _loaded(sizing, chosen, demand.rate)
+
+
+def _check_context(roofline: Roofline, demand: Demand) -> None:
+    context = roofline.cost.config.context_length
+    if demand.longest > context:
+        raise ConfigError(
+            f"prompt and output together are {demand.longest} tokens, more than the context of "
+            f"{context}"
+        )
 
 
 def _loaded(sizing: Sizing, chosen: Operating, rate: float) -> Sizing:
@@ -164,27 +175,31 @@ def fit(roofline: Roofline, demand: Demand) -> _Memory:
     cost, page = roofline.cost, demand.page_size
     per_position = cost.kv_bytes / roofline.kv_split
     pages = int(roofline.kv_room / (per_position * page)) - 1  # one is trash
-
-    def seats(length: float) -> int:
-        return max(0, int(pages / math.ceil(length / page)))
-
-    full = demand.prompt + demand.output
-    if seats(full) < 1:
-        raise ConfigError(
-            f"{cost.weight_bytes / 1e9:.1f} GB of weights leave no room for a sequence of {full} "
-            "tokens "
-            f"on {roofline.count} x {roofline.device.name} ({roofline.device.memory / 1e9:g} GB "
-            "each): "
-            "use more chips (--count), smaller --weights or --kv, or shorter requests"
-        )
+    seats_full = _seats_in(pages, demand.longest, page)
+    if seats_full < 1:
+        raise ConfigError(_no_room(roofline, demand))
     return _Memory(
         weight_bytes=cost.weight_bytes,
         kv_bytes_per_token=cost.kv_bytes,
         kv_room_bytes=roofline.kv_room * roofline.count,
         pages=pages,
         positions=pages * page,
-        seats_mean=seats(demand.mean_context),
-        seats_full=seats(full),
+        seats_mean=_seats_in(pages, demand.mean_context, page),
+        seats_full=seats_full,
+    )
+
+
+def _seats_in(pages: int, length: float, page_size: int) -> int:
+    """Sequences of that length that fit."""
+    return max(0, int(pages / math.ceil(length / page_size)))
+
+
+def _no_room(roofline: Roofline, demand: Demand) -> str:
+    device = roofline.device
+    return (
+        f"{roofline.cost.weight_bytes / 1e9:.1f} GB of weights leave no room for a sequence of "
+        f"{demand.longest} tokens on {roofline.count} x {device.name} ({device.memory / 1e9:g} GB "
+        "each): use more chips (--count), smaller --weights or --kv, or shorter requests"
     )
 
 
@@ -198,14 +213,11 @@ def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
         math.ceil(decoding),
         round(prompt),
         round(decoding * demand.mean_context),
-        demand.prompt + demand.output,
+        demand.longest,
         round(prompt * demand.prompt / 2),
     )
     step = roofline.seconds(bucket, work)
     tokens = decoding / step
-    cost = None
-    if demand.price_per_hour is not None:
-        cost = demand.price_per_hour * roofline.count / 3600 / tokens * 1e6
     return Operating(
         seats=seats,
         decoding=decoding,
@@ -214,8 +226,14 @@ def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
         req_s=tokens / demand.output,
         ttft_s=first_token(demand, seats, step),
         bound=_bound(roofline, bucket, work),
-        cost_per_million=cost,
+        cost_per_million=_cost_per_million(roofline, demand, tokens),
     )
+
+
+def _cost_per_million(roofline: Roofline, demand: Demand, output_tok_s: float) -> float | None:
+    if demand.price_per_hour is None:
+        return None
+    return demand.price_per_hour * roofline.count / 3600 / output_tok_s * 1e6
 
 
 def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
@@ -259,12 +277,12 @@ def knee(curve: Sequence[Operating]) -> Operating:
     """The point farthest above the straight line between the ends of tokens/s over step time, both
     scaled to 0..1 (Kneedle: Satopaa and others, 2011)."""
     first, last = curve[0], curve[-1]
-    span_s, span_tok = last.step_s - first.step_s, last.output_tok_s - first.output_tok_s
-    if span_s <= 0 or span_tok <= 0:
+    if last.step_s <= first.step_s or last.output_tok_s <= first.output_tok_s:
         return max(curve, key=lambda point: point.output_tok_s)
+    return max(curve, key=partial(_above_line, first, last))
 
-    def above(point: Operating) -> float:
-        gained = (point.output_tok_s - first.output_tok_s) / span_tok
-        return gained - (point.step_s - first.step_s) / span_s
 
-    return max(curve, key=above)
+def _above_line(first: Operating, last: Operating, point: Operating) -> float:
+    gained = (point.output_tok_s - first.output_tok_s) / (last.output_tok_s - first.output_tok_s)
+    waited = (point.step_s - first.step_s) / (last.step_s - first.step_s)
+    return gained - waited

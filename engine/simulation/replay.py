@@ -8,6 +8,7 @@ shares the machine with does not notice.
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 from typing import Any
@@ -130,16 +131,11 @@ def work(job: ReplayJob) -> JsonDict:
     clients = closed_concurrency(job.requests) or 0
     measured = _measured_figures(job)
     off = _own_error(job, table, clients, measured)
-    arrivals = job.paced
-    policies, rates = {}, {}
+    policies = {}
     for number, policy in enumerate(job.policies):
         _send(progress=(number + 1) / (len(job.policies) + 1))
-        shape = job.engine.shape(job.changes | {"policy": policy})
-        # Static is compared as what it is: it waits for its number, unless a timeout was asked for.
-        shape = shape.under(policy, job.changes.get("static_timeout_ms") or 0.0)
-        run = simulate(arrivals, shape, table, concurrency=round(clients * job.speed) or None)
-        policies[policy] = _result_of(run, job.price_per_hour)
-        rates[policy] = policies[policy]["figures"]["output_tok_s"]
+        policies[policy] = _predicted(job, policy, table, clients)
+    rates = {policy: result["figures"]["output_tok_s"] for policy, result in policies.items()}
     return {
         "policies": policies,
         "measured": measured,
@@ -147,6 +143,15 @@ def work(job: ReplayJob) -> JsonDict:
         "closed_loop": clients,
         "verdict": verdict(rates, {job.recorded: speed_error(off)}),
     }
+
+
+def _predicted(job: ReplayJob, policy: str, table: StepTable, clients: int) -> JsonDict:
+    """What the recorded traffic would have met under a policy."""
+    shape = job.engine.shape(job.changes | {"policy": policy})
+    # Static is compared as what it is: it waits for its number, unless a timeout was asked for.
+    shape = shape.under(policy, job.changes.get("static_timeout_ms") or 0.0)
+    run = simulate(job.paced, shape, table, concurrency=round(clients * job.speed) or None)
+    return _result_of(run, job.price_per_hour)
 
 
 def _measured_figures(job: ReplayJob) -> JsonDict:
@@ -191,21 +196,19 @@ def seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
     arrival.
     """
     end = min(request.arrival for request in requests) + seconds
-    firsts, ends = [], []
-    tokens = 0.0
-    for request in requests:
-        tokens += delivered(request, end)
-        if request.first_token is not None and request.first_token <= end:
-            firsts.append(request.ttft_s)
-        if request.served and request.end <= end:
-            ends.append(request.e2e_s)
-    tokens = round(tokens)
+    tokens = round(sum(delivered(request, end) for request in requests))
+    begun = [request for request in requests if request.first_token is not None]
+    ended = [request for request in requests if request.served and request.end <= end]
     return {
         "output_tokens": tokens,
         "output_tok_s": tokens / seconds if seconds > 0 else 0.0,
-        "ttft_s": spread(firsts),
-        "e2e_s": spread(ends),
+        "ttft_s": spread([request.ttft_s for request in begun if _first_token(request) <= end]),
+        "e2e_s": spread([request.e2e_s for request in ended]),
     }
+
+
+def _first_token(request: RequestRecord) -> float:
+    return math.inf if request.first_token is None else request.first_token
 
 
 def delivered(request: RequestRecord, end: float) -> float:
@@ -232,16 +235,14 @@ def _result_of(run: SimulatedRun, price_per_hour: float | None) -> JsonDict:
 
 
 def _columns(stays: list[SeatStay], first: float) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {}
-    for name in ("seat", "request", "from", "first_token", "to"):
-        columns[name] = []
-    for request, stay in stays:
-        columns["seat"].append(stay.seat)
-        columns["request"].append(request.number)
-        columns["from"].append(_since(first, stay.start))
-        columns["first_token"].append(_since(first, stay.first_token))
-        columns["to"].append(_since(first, stay.end))
-    return columns
+    """Seconds since `first`."""
+    return {
+        "seat": [stay.seat for _, stay in stays],
+        "request": [request.number for request, _ in stays],
+        "from": [_since(first, stay.start) for _, stay in stays],
+        "first_token": [_since(first, stay.first_token) for _, stay in stays],
+        "to": [_since(first, stay.end) for _, stay in stays],
+    }
 
 
 def _since(first: float, t: float | None) -> float | None:

@@ -31,7 +31,7 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Draft, MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.simulation.drive import Offer, VirtualClock, drive
+from jitney.engine.simulation.drive import Offer, StepLog, VirtualClock, drive
 from jitney.engine.simulation.step_table import StepTimes, kind_of
 from jitney.engine.simulation.workload import Arrival, request_of
 from jitney.engine.telemetry.history import RequestRecords
@@ -66,19 +66,11 @@ class EngineShape:
         """The engine that these settings describe; pages as in `EngineShape`, because settings may
         leave it to the machine. on_device: on a GPU or TPU. buckets: those of a running engine,
         where they are known."""
-        shared = {}
-        for field in fields(SchedulerLimits):
-            if hasattr(settings, field.name):
-                shared[field.name] = getattr(settings, field.name)
+        names = [field.name for field in fields(SchedulerLimits) if hasattr(settings, field.name)]
+        shared = {name: getattr(settings, name) for name in names}
         limits = SchedulerLimits(context_length=context_length, **shared)
         if buckets is None:
-            buckets = make_buckets(
-                max_seats=settings.max_seats,
-                token_budget=settings.token_budget,
-                seat_sizes=settings.seat_buckets,
-                token_sizes=settings.token_buckets,
-                on_device=on_device,
-            )
+            buckets = _buckets_of(settings, on_device)
         return cls(limits, buckets, pages, settings.page_size)
 
     def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
@@ -99,6 +91,16 @@ class EngineShape:
         else:
             scheduler = Scheduler(self.limits, self.buckets, pool, device.clock)
         return EngineCore(scheduler, device, Ledger(), device.clock)
+
+
+def _buckets_of(settings: EngineSection, on_device: bool) -> Buckets:
+    return make_buckets(
+        max_seats=settings.max_seats,
+        token_budget=settings.token_budget,
+        seat_sizes=settings.seat_buckets,
+        token_sizes=settings.token_buckets,
+        on_device=on_device,
+    )
 
 
 class _RecordedHits(Scheduler):
@@ -249,19 +251,15 @@ def simulate(
     with _no_collection():
         log = drive(core, device.clock, offer, history, device.reported)
     core.check()
-    requests = list(history.oldest())
+    return _run_of(list(history.oldest()), log, engine.limits.max_seats)
+
+
+def _run_of(requests: list[RequestRecord], log: StepLog, seats: int) -> SimulatedRun:
     records = log.records
     gaps, gap_counts = token_waits(requests, records["step"], np.array(log.done))
     first = min(request.arrival for request in requests)
     last = max(request.end for request in requests)
-    return SimulatedRun(
-        requests=requests,
-        records=records,
-        seconds=last - first,
-        seats=engine.limits.max_seats,
-        gaps=gaps,
-        gap_counts=gap_counts,
-    )
+    return SimulatedRun(requests, records, last - first, seats, gaps, gap_counts)
 
 
 def _hits_of(arrivals: Series[Arrival]) -> dict[str, int]:
@@ -305,14 +303,21 @@ def weighted_spread(values: np.ndarray, counts: np.ndarray) -> dict[str, float] 
         return None
     order = np.argsort(values)
     values, counts = values[order], counts[order]
-    ends = np.cumsum(counts)
-    most = ends[-1] - 1
-    rank = most * np.array(list(QUANTILES.values())) / 100
-    whole = np.floor(rank)
-    low = values[np.searchsorted(ends, np.minimum(whole, most), side="right")]
-    high = values[np.searchsorted(ends, np.minimum(whole + 1, most), side="right")]
-    points = low + (high - low) * (rank - whole)
+    points = _weighted_percentiles(values, counts, list(QUANTILES.values()))
     figures = dict(zip(QUANTILES, points.tolist(), strict=True))
     figures["mean"] = float(np.average(values, weights=counts))
     figures["max"] = float(values[-1])
     return figures
+
+
+def _weighted_percentiles(
+    values: np.ndarray, counts: np.ndarray, percents: Series[float]
+) -> np.ndarray:
+    """values: ascending."""
+    ends = np.cumsum(counts)
+    most = ends[-1] - 1
+    rank = most * np.array(percents) / 100
+    whole = np.floor(rank)
+    low = values[np.searchsorted(ends, np.minimum(whole, most), side="right")]
+    high = values[np.searchsorted(ends, np.minimum(whole + 1, most), side="right")]
+    return low + (high - low) * (rank - whole)

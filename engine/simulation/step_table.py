@@ -155,10 +155,7 @@ class StepTable:
         noise: dict[str, list[float]] | None = None,
     ) -> StepTable:
         """Fit measured steps. noise: None takes it from the residuals."""
-        kinds: dict[str, list[Point]] = {"decode": [], "mixed": []}
-        for point in points:
-            kinds[kind_of(point.bucket)].append(point)
-        kinds = {kind: group for kind, group in kinds.items() if group}
+        kinds = _by_kind(points)
         curves = itertools.chain.from_iterable(map(_fit_steadily, kinds.values()))
         table = cls(list(curves), host, noise, source=source)
         for kind, group in kinds.items():
@@ -199,6 +196,14 @@ class StepTable:
                 f"{file}: not a step table (write one with jitney bench step --json): {error}"
             ) from None
         return cls(read.curves, read.host, read.noise, read.errors, read.source)
+
+
+def _by_kind(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Decode steps before mixed ones; a kind without points is left out."""
+    kinds: dict[str, list[Point]] = {"decode": [], "mixed": []}
+    for point in points:
+        kinds[kind_of(point.bucket)].append(point)
+    return {kind: group for kind, group in kinds.items() if group}
 
 
 class _Contents(msgspec.Struct):
@@ -257,12 +262,15 @@ def _fit_steadily(points: Sequence[Point]) -> list[Curve]:
         most = _STALL * _fitted_to(curves, points)
         if np.all(measured <= most):
             break
-        capped = []
-        for point, seconds in zip(points, np.minimum(measured, most).tolist(), strict=True):
-            capped.append(point._replace(seconds=seconds))
-        curves = fit_kind(capped)
+        curves = fit_kind(_retimed(points, np.minimum(measured, most)))
     scale = float(measured.sum() / _fitted_to(curves, points).sum())
     return [_scaled(curve, scale) for curve in curves]
+
+
+def _retimed(points: Sequence[Point], seconds: np.ndarray) -> list[Point]:
+    """The same work with other times."""
+    pairs = zip(points, seconds.tolist(), strict=True)
+    return [point._replace(seconds=seconds) for point, seconds in pairs]
 
 
 def _seconds_of(points: Sequence[Point]) -> np.ndarray:
@@ -295,12 +303,19 @@ def fit_kind(points: Sequence[Point]) -> list[Curve]:
     curves = []
     for at, (tokens, seats) in enumerate(buckets.tolist()):
         mine = fixed[:, at] > 0
-        count = int(mine.sum())
-        design = np.column_stack((np.ones(count), slopes[mine]))
         prior = np.array([common[at], *common[len(buckets) :]])
-        own = nonnegative(design, seconds[mine], prior)
-        curves.append(Curve(tokens, seats, *own.tolist(), points=count))
+        curves.append(_fit_bucket(tokens, seats, slopes[mine], seconds[mine], prior))
     return curves
+
+
+def _fit_bucket(
+    tokens: int, seats: int, slopes: np.ndarray, seconds: np.ndarray, prior: np.ndarray
+) -> Curve:
+    """prior: the fit of all buckets of its kind together."""
+    count = len(seconds)
+    design = np.column_stack((np.ones(count), slopes))
+    own = nonnegative(design, seconds, prior)
+    return Curve(tokens, seats, *own.tolist(), points=count)
 
 
 def _slopes_of(work: StepWork) -> tuple[int, ...]:
@@ -315,15 +330,21 @@ def nonnegative(
     prior, x is pulled to it as if PULL more rows had said so of each typical column value."""
     from scipy.optimize import nnls
 
-    # Columns differ by ten orders of magnitude (1 beside query-key pairs): scaled, they are alike
-    # to the solver.
-    scale = np.sqrt(np.mean(design**2, axis=0))
-    scale[scale == 0] = 1.0
+    scale = _column_scale(design)
     rows, wanted = design / scale, target
     if prior is not None:
         rows = np.vstack((rows, np.sqrt(_PULL) * np.eye(design.shape[1])))
         wanted = np.concatenate((target, np.sqrt(_PULL) * prior * scale))
     return nnls(rows, wanted)[0] / scale
+
+
+def _column_scale(design: np.ndarray) -> np.ndarray:
+    """Columns differ by ten orders of magnitude (1 beside query-key pairs): scaled, they are alike
+    to the solver. [k], never 0.
+    """
+    scale = np.sqrt(np.mean(design**2, axis=0))
+    scale[scale == 0] = 1.0
+    return scale
 
 
 def _residuals(table: StepTable, points: Sequence[Point]) -> tuple[list[float], _FitError]:

@@ -4,6 +4,7 @@ both.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -100,10 +101,7 @@ def read_trace_lines(path: str | Path) -> list[TraceLine]:
     """All lines of a trace or a recording, by time. ConfigError names the file, the line and what
     is wrong with it.
     """
-    try:
-        rows = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    rows = _bytes_of(path).splitlines()
     lines = []
     for number, row in enumerate(rows, 1):
         if row.strip():
@@ -113,6 +111,13 @@ def read_trace_lines(path: str | Path) -> list[TraceLine]:
     return sorted(lines, key=lambda line: line.at)
 
 
+def _bytes_of(path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+
 def _read_line(row: bytes, where: str) -> TraceLine:
     try:
         line = _LINE.decode(row)
@@ -120,29 +125,28 @@ def _read_line(row: bytes, where: str) -> TraceLine:
         raise ConfigError(
             f'{where}: {error}; a line looks like {{"t": 0.5, "in": 120, "out": 64}}'
         ) from None
-    if not (line.at >= 0 and math.isfinite(line.at)) or line.n_prompt < 1 or line.n_output < 0:
-        raise ConfigError(f"{where}: t must be 0 or more, in at least 1 and out at least 0")
-    if line.conversation < 0 or not 0 <= line.n_shared <= line.n_prompt:
-        raise ConfigError(f"{where}: conversation must be 0 or more, shared from 0 to in")
-    if line.n_shared and not line.conversation:
-        raise ConfigError(f"{where}: shared is for requests with a conversation above 0")
-    if not 0 <= line.n_cached <= line.n_prompt:
-        raise ConfigError(f"{where}: cached must be 0 to in")
+    wrong = _fault_of(line)
+    if wrong:
+        raise ConfigError(f"{where}: {wrong}")
     return line
+
+
+def _fault_of(line: TraceLine) -> str:
+    """What no request can be, "" if nothing."""
+    if not (line.at >= 0 and math.isfinite(line.at)) or line.n_prompt < 1 or line.n_output < 0:
+        return "t must be 0 or more, in at least 1 and out at least 0"
+    if line.conversation < 0 or not 0 <= line.n_shared <= line.n_prompt:
+        return "conversation must be 0 or more, shared from 0 to in"
+    if line.n_shared and not line.conversation:
+        return "shared is for requests with a conversation above 0"
+    if not 0 <= line.n_cached <= line.n_prompt:
+        return "cached must be 0 to in"
+    return ""
 
 
 def read_trace(path: str | Path) -> list[Arrival]:
     """The requests of a trace file, by time. ConfigError as in `read_trace_lines`."""
     return [line.arrival for line in read_trace_lines(path)]
-
-
-def write_trace(path: str | Path, arrivals: Iterable[Arrival]) -> None:
-    """Write a trace file, one JSON object a line. ConfigError if the file cannot be written."""
-    lines = [TraceLine(**msgspec.structs.asdict(arrival)) for arrival in arrivals]
-    try:
-        Path(path).write_bytes(msgspec.json.Encoder().encode_lines(lines))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
 class Lengths(Protocol):
@@ -285,25 +289,22 @@ class Conversations:
         times = pattern.times(at_rng, count).tolist()
         n_messages = messages.draw(in_rng, count).tolist()
         n_answers = answers.draw(out_rng, count).tolist()
-        n_turns = self.turns.draw(turns_rng, count).tolist()
+        n_turns = iter(self.turns.draw(turns_rng, count).tolist())
         talks = [_Talk() for _ in range(min(self.live, max(1, count // _ROUNDS)))]
+        numbers = itertools.count(1)
         arrivals = []
-        begun = 0
-        for number in range(count):
+        for number, at in enumerate(times):
             talk = talks[number % len(talks)]
             if not talk.turns_left:
-                begun += 1
-                talk.begin(begun, n_turns[begun - 1], self.n_shared)
+                talk.begin(next(numbers), next(n_turns), self.n_shared)
             n_prompt, n_output = talk.take_turn(n_messages[number], n_answers[number])
-            arrival = Arrival(
-                times[number],
-                n_prompt,
-                n_output,
-                conversation=talk.conversation,
-                n_shared=self.n_shared,
-            )
-            arrivals.append(arrival)
+            arrivals.append(self._arrival(at, n_prompt, n_output, talk))
         return arrivals
+
+    def _arrival(self, at: float, n_prompt: int, n_output: int, talk: _Talk) -> Arrival:
+        return Arrival(
+            at, n_prompt, n_output, conversation=talk.conversation, n_shared=self.n_shared
+        )
 
 
 @dataclass(slots=True)
@@ -411,12 +412,12 @@ class LengthSummary(msgspec.Struct, frozen=True):
         shortest, longest = int(values.min()), int(values.max())
         return cls(
             shortest=shortest,
-            at_shortest=float((values == shortest).mean()),
+            at_shortest=_share(values == shortest),
             median=float(np.median(values)),
             mean=float(values.mean()),
             p95=float(np.percentile(values, 95)),
             longest=longest,
-            at_longest=float((values == longest).mean()),
+            at_longest=_share(values == longest),
         )
 
     def __str__(self) -> str:
@@ -427,6 +428,10 @@ class LengthSummary(msgspec.Struct, frozen=True):
             f"({self.at_longest:.0%}), "
             f"median {self.median:.0f}, mean {self.mean:.0f}, p95 {self.p95:.0f}"
         )
+
+
+def _share(which: np.ndarray) -> float:
+    return float(which.mean())
 
 
 def repeated_tokens(arrivals: Iterable[Arrival]) -> int:

@@ -62,12 +62,12 @@ def backlog_of(requests: Iterable[RequestRecord]) -> QueueGrowth | None:
     """
     came, began = [], []
     for request in requests:
-        if request.first_token is not None:
+        waited_until = request.first_token
+        if waited_until is None and request.finish == "timeout":
+            waited_until = request.end
+        if waited_until is not None:
             came.append(request.arrival)
-            began.append(request.first_token)
-        elif request.finish == "timeout":
-            came.append(request.arrival)
-            began.append(request.end)
+            began.append(waited_until)
     return backlog(came, began)
 
 
@@ -119,6 +119,10 @@ def _grew(
     if np.any(np.diff(quarters) <= 0):
         return False
     window = float(since[-1])
+    return bool(_is_steep(since, waits) and quarters[-1] > _LEAST_WAIT * window)
+
+
+def _is_steep(since: np.ndarray, waits: np.ndarray) -> bool:
+    """Whether waits rise enough over the run."""
     slope = float(np.polyfit(since, waits, 1)[0])
-    steep = slope * window > _LEAST_TREND * waits.mean()
-    return bool(steep and quarters[-1] > _LEAST_WAIT * window)
+    return slope * float(since[-1]) > _LEAST_TREND * waits.mean()

@@ -148,9 +148,11 @@ def _cut(
 
 def as_json(lines: dict[str, Line], price_per_hour: float | None = None) -> dict[str, JsonDict]:
     """Lines as plain numbers; money only with a price."""
-    plain: dict[str, JsonDict] = {}
-    for name, line in lines.items():
-        plain[name] = {"rows": line.rows, "seconds": line.seconds}
-        if price_per_hour is not None:
-            plain[name]["money"] = line.money(price_per_hour)
+    return {name: _plain(line, price_per_hour) for name, line in lines.items()}
+
+
+def _plain(line: Line, price_per_hour: float | None) -> JsonDict:
+    plain: JsonDict = {"rows": line.rows, "seconds": line.seconds}
+    if price_per_hour is not None:
+        plain["money"] = line.money(price_per_hour)
     return plain

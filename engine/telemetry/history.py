@@ -281,12 +281,12 @@ class History(RequestRecords):
 
     def outage_began(self, cause: str, *, n_resumed: int, n_lost: int) -> None:
         """A core that served is gone. One that goes before it was ready makes its outage longer."""
-        if self.outages and self.outages[-1].ready is None:
-            last = self.outages[-1]
+        last = self.outages[-1] if self.outages else None
+        if last is not None and last.ready is None:
             last.cause, last.restart = cause, last.restart + 1
             last.n_lost += n_lost
             return
-        restart = self.outages[-1].restart + 1 if self.outages else 1
+        restart = 1 if last is None else last.restart + 1
         self.outages.append(Outage(self._clock(), cause, restart, n_resumed, n_lost))
 
     def core_lost(self, code: str) -> None:
@@ -372,15 +372,18 @@ class History(RequestRecords):
     def _end(self, record: RequestRecord, finish: str, code: str, step: int, t: float) -> None:
         seat = record.seat
         super()._end(record, finish, code, step, t)
-        if finish == "error" and not record.stays and code not in _ENGINE_ERRORS:
-            self.rejected[code] = self.rejected.get(code, 0) + 1
-        else:
-            self.finished[finish] += 1
+        self._count_end(record, finish, code)
         self._vacate(seat, record)
         event = "aborted" if finish == "abort" else "finished"
         self._add_event(event, record, step, t, seat, code or finish)
         self._ended.append(record)
         self._forget(t)
+
+    def _count_end(self, record: RequestRecord, finish: str, code: str) -> None:
+        if finish == "error" and not record.stays and code not in _ENGINE_ERRORS:
+            self.rejected[code] = self.rejected.get(code, 0) + 1
+        else:
+            self.finished[finish] += 1
 
     def _vacate(self, seat: int, record: RequestRecord) -> None:
         """Its passenger has left: the seat is free, unless the batch keeps it."""

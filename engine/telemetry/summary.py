@@ -57,8 +57,7 @@ def summarise(
     for nobody counts, nor the time that a preempted sequence waits.
     """
     served = [request for request in requests if request.served]
-    n_prompt = sum(request.n_prompt for request in served)
-    n_output = sum(request.n_output for request in served)
+    tokens = _tokens(served, seconds)
     if seated_s is None:
         seated_s = seated(stay for request in requests for stay in request.stays)
     return {
@@ -66,17 +65,27 @@ def summarise(
         "served": len(served),
         "finish": dict(Counter(request.finish for request in requests)),
         "seconds": seconds,
+        **tokens,
+        **_latencies(served),
+        **_goodput(requests, seconds, slo),
+        "seat_fill": seat_fill(seated_s, seats, seconds),
+        "price_per_hour": price_per_hour,
+        "cost_per_million_tokens": cost_per_million(
+            price_per_hour, seconds, tokens["output_tokens"]
+        ),
+        **_step_figures(records),
+    }
+
+
+def _tokens(served: Sequence[RequestRecord], seconds: float) -> JsonDict:
+    n_prompt = sum(request.n_prompt for request in served)
+    n_output = sum(request.n_output for request in served)
+    return {
         "prompt_tokens": n_prompt,
         "output_tokens": n_output,
         "req_s": _per(len(served), seconds),
         "output_tok_s": _per(n_output, seconds),
         "total_tok_s": _per(n_prompt + n_output, seconds),
-        **_latencies(served),
-        **_goodput(requests, seconds, slo),
-        "seat_fill": seat_fill(seated_s, seats, seconds),
-        "price_per_hour": price_per_hour,
-        "cost_per_million_tokens": cost_per_million(price_per_hour, seconds, n_output),
-        **_step_figures(records),
     }
 
 

@@ -103,16 +103,23 @@ def make_inputs(
     config, total = job.config, sum(load.rows)
     total += bool(load.prompts) and total == len(load.rows)
     meta, pages = _make_meta(load, job.page_size, total)
-    keys = jax.random.split(jax.random.key(seed))
+    for_queries, for_pool = jax.random.split(jax.random.key(seed))
     shape = (pages, job.page_size, 2 * config.n_kv_heads, config.head_dim)
-    q = jax.random.normal(keys[0], (total, config.n_heads, config.head_dim), dtype)
-    pool = jax.random.normal(keys[1], shape, dtype)
+    q = jax.random.normal(for_queries, (total, config.n_heads, config.head_dim), dtype)
+    pool = jax.random.normal(for_pool, shape, dtype)
     if kv == "auto":
         return _AttentionInputs(q, pool, meta)
+    stored, scale = _quantised(pool, kv)
+    return _AttentionInputs(q, stored, meta, scale)
+
+
+def _quantised(pool: jax.Array, kv: str) -> tuple[jax.Array, jax.Array]:
+    """(the pool in 8 bits, its scales)."""
     # 4 spreads are the greatest number held.
-    scale = jnp.full((shape[2],), 4 / LIMITS[KV_TYPES[kv]], jnp.float32)
-    stored = as_stored(pool.reshape(-1, *shape[2:]), jnp.zeros((0,), KV_TYPES[kv]), scale)
-    return _AttentionInputs(q, stored.reshape(shape), meta, scale)
+    heads, dim = pool.shape[2:]
+    scale = jnp.full((heads,), 4 / LIMITS[KV_TYPES[kv]], jnp.float32)
+    stored = as_stored(pool.reshape(-1, heads, dim), jnp.zeros((0,), KV_TYPES[kv]), scale)
+    return stored.reshape(pool.shape), scale
 
 
 def attention(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:

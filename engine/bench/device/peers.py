@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted, timing_fields
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
+from jitney.engine.types import JsonDict
 
 _REPEATS = 7
 #: Steps that a static cache has room for beyond the context that is measured.
@@ -130,12 +131,7 @@ def _make_model(job: PartJob) -> Any:
 def _batching_row(job: PartJob, row: Row) -> Iterator[Row]:
     """Output tokens a second of the second of two batches; the first one captures and compiles."""
     (n_prompt, n_output), streams, model = job.sizes.batch, job.sizes.streams, _make_model(job)
-    wanted = module("transformers").GenerationConfig(
-        max_new_tokens=n_output, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    options = {"generation_config": wanted}
-    if "persistent_manager" in inspect.signature(model.generate_batch).parameters:
-        options["persistent_manager"] = True
+    options = _batching_options(model, n_output)
     outputs, seconds = {}, 0.0
     for turn in range(2):
         # Other prompts each time, or a prefix cache would answer for the second run.
@@ -152,6 +148,17 @@ def _batching_row(job: PartJob, row: Row) -> Iterator[Row]:
     yield replace(row, figures=figures, **timing_fields([seconds]))
 
 
+def _batching_options(model: Any, n_output: int) -> JsonDict:
+    """For exactly so many tokens, greedily."""
+    wanted = module("transformers").GenerationConfig(
+        max_new_tokens=n_output, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    options = {"generation_config": wanted}
+    if "persistent_manager" in inspect.signature(model.generate_batch).parameters:
+        options["persistent_manager"] = True
+    return options
+
+
 def _random_prompts(job: PartJob, count: int, length: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     ids = range(1, job.config.vocab_size)
@@ -163,23 +170,28 @@ def _sdpa_row(job: PartJob, seqs: int, rows: int, context: int, row: Row) -> Ite
     torch = module("torch")
     attend = torch.nn.functional.scaled_dot_product_attention
     config, dtype = job.config, getattr(torch, job.dtype)
-    heads, n_kv, dim = config.n_heads, config.n_kv_heads, config.head_dim
-    moved = dtype.itemsize * seqs * (2 * context * n_kv + 2 * rows * heads) * dim
+    heads, dim = config.n_heads, config.head_dim
+    moved = dtype.itemsize * seqs * (2 * context * config.n_kv_heads + 2 * rows * heads) * dim
     operations = 4.0 * heads * dim * seqs * rows * (2 * context - rows + 1) / 2
     floor_s, bound = job.measured.of(moved, operations)
-    random_of = partial(torch.randn, dtype=dtype, device=place())
     copies = max(1, min(8, math.ceil(job.sizes.cache_bytes / moved)))
-    made = []
-    for _ in range(copies):
-        q = random_of(seqs, heads, rows, dim)
-        made.append((q, *(random_of(seqs, n_kv, context, dim) for _ in range(2))))
+    given = [_random_heads(job, seqs, rows, context) for _ in range(copies)]
 
     def run() -> None:
-        for q, k, v in made:
+        for q, k, v in given:
             attend(q, k, v, is_causal=rows > 1, enable_gqa=True)
 
     spent = [sample / copies for sample in _samples(run, job.sizes.sample_s)]
     yield replace(row, floor_s=floor_s, bound=bound, **timing_fields(spent))
+
+
+def _random_heads(job: PartJob, seqs: int, rows: int, context: int) -> tuple[Any, Any, Any]:
+    """(queries, keys, values) [seqs, heads, positions, head_dim]."""
+    torch, config = module("torch"), job.config
+    random_of = partial(torch.randn, dtype=getattr(torch, job.dtype), device=place())
+    of_keys = seqs, config.n_kv_heads, context, config.head_dim
+    q = random_of(seqs, config.n_heads, rows, config.head_dim)
+    return q, random_of(*of_keys), random_of(*of_keys)
 
 
 def _compiled_row(
@@ -208,9 +220,8 @@ def _compiled_step(model: Any, seqs: int, context: int) -> Callable[[], None]:
 
     def run() -> None:
         turn = next(turns)
-        if turn and turn % _SLACK == 0:  # the cache is full: forget the last steps
-            for layer in keys.layers:
-                layer.cumulative_length.fill_(context)
+        if turn and turn % _SLACK == 0:
+            _forget(keys, context)
         with torch.no_grad():
             forward(token, past_key_values=keys, use_cache=True).logits.argmax(-1)
 
@@ -219,20 +230,24 @@ def _compiled_step(model: Any, seqs: int, context: int) -> Callable[[], None]:
     return run
 
 
+def _forget(keys: Any, context: int) -> None:
+    """The last steps of a cache that is full."""
+    for layer in keys.layers:
+        layer.cumulative_length.fill_(context)
+
+
 def _samples(run: Callable[[], None], sample_s: float) -> list[float]:
     """Seconds of one run, REPEATS times: as many in a row as make up `sample_s`, then one wait."""
     for _ in range(3):
         run()
     wait()
+    count = max(2, math.ceil(sample_s / max(_seconds_of(run, 1), 1e-7)))
+    return [_seconds_of(run, count) / count for _ in range(_REPEATS)]
+
+
+def _seconds_of(run: Callable[[], None], count: int) -> float:
     started = time.perf_counter()
-    run()
+    for _ in range(count):
+        run()
     wait()
-    count = max(2, math.ceil(sample_s / max(time.perf_counter() - started, 1e-7)))
-    spent = []
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        for _ in range(count):
-            run()
-        wait()
-        spent.append((time.perf_counter() - started) / count)
-    return spent
+    return time.perf_counter() - started

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from jitney.engine.bench.device.rows import GOALS, About, Goal, Row, goal_values
+from jitney.engine.bench.device.rows import GOALS, About, Floors, Goal, Row, goal_values
 from jitney.engine.bench.device.run import PARTS, DeviceResults
 from jitney.engine.errors import ConfigError
 from jitney.engine.report.page import Table
@@ -83,21 +83,22 @@ def goals(results: DeviceResults) -> list[JsonDict]:
 
 def _judged(results: DeviceResults, key: str, goal: Goal) -> JsonDict:
     values = goal_values(results.rows, key) if results.real else []
-    judged: JsonDict = {
+    return {
         "goal": key,
         "what": goal.what,
         "first": goal.first,
         "then": goal.then,
-        "worst": None,
+        "worst": _worst(goal, values),
         "counted": len(values),
-        "met_first": None,
-        "met_then": None,
+        "met_first": goal.met(values, goal.first) if values else None,
+        "met_then": goal.met(values, goal.then) if values else None,
     }
-    if values:
-        judged["worst"] = max(values) if goal.most else min(values)
-        judged["met_first"] = goal.met(values, goal.first)
-        judged["met_then"] = goal.met(values, goal.then)
-    return judged
+
+
+def _worst(goal: Goal, values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return max(values) if goal.most else min(values)
 
 
 def markdown(results: DeviceResults) -> str:
@@ -116,14 +117,17 @@ def _opening(results: DeviceResults) -> Iterator[str]:
         yield _TINY_NOTE
         yield ""
     yield _programs(about)
-    yield (
-        f"Floors, measured in this run: copy {floors.copy_bytes_s / 1e9:,.1f} GB/s (read + "
-        "written), products "
-        f"{floors.product_flops_s / 1e12:,.2f} TFLOP/s, one launch of many in a row "
-        f"{1e6 * floors.launch_s:.1f} us."
-    )
+    yield _floors_line(floors)
     yield _HOW_TO_READ
     yield f"{results.seconds:.0f} s of {results.plan.seconds:.0f} were used."
+
+
+def _floors_line(floors: Floors) -> str:
+    return (
+        f"Floors, measured in this run: copy {floors.copy_bytes_s / 1e9:,.1f} GB/s (read + "
+        f"written), products {floors.product_flops_s / 1e12:,.2f} TFLOP/s, one launch of many in "
+        f"a row {1e6 * floors.launch_s:.1f} us."
+    )
 
 
 def _programs(about: About) -> str:
@@ -227,12 +231,15 @@ def _duration(seconds: float | None) -> str:
 def figures(row: Row) -> Iterator[str]:
     """What else was read off."""
     for name, value in row.figures.items():
-        kind = name.removesuffix("_s")
-        if name == "share":
-            yield f"{value:.2%} of the step"
-        elif kind == name:
-            yield f"{value:,.0f} {name}"
-        elif kind in ("tokens", "requests"):
-            yield f"{value:,.1f} {kind}/s"
-        else:
-            yield f"{kind} {_duration(value)}"
+        yield _figure(name, value)
+
+
+def _figure(name: str, value: float) -> str:
+    kind = name.removesuffix("_s")
+    if name == "share":
+        return f"{value:.2%} of the step"
+    if kind == name:
+        return f"{value:,.0f} {name}"
+    if kind in ("tokens", "requests"):
+        return f"{value:,.1f} {kind}/s"
+    return f"{kind} {_duration(value)}"

@@ -173,20 +173,22 @@ def _extended(wanted: Mapping[str, str]) -> dict[str, str]:
 
 
 def _take(results: DeviceResults, line: PartMessage, report: _Report) -> None:
-    about, floors, row = line.about, line.floors, line.row
-    if about is not None:
-        results.about = about
-        report(f"{about.device}: {about.kernels} kernels, {about.dtype}")
-    if floors is not None:
-        results.floors = floors
-        report(
-            f"copy {floors.copy_bytes_s / 1e9:,.1f} GB/s, products "
-            f"{floors.product_flops_s / 1e12:,.2f} "
-            f"TFLOP/s, a launch {1e6 * floors.launch_s:.1f} us"
-        )
-    if row is not None:
-        results.rows.append(row)
-        report(f"{row.part}: {row.name}, {row.case}: {_outcome(row)}")
+    if line.about is not None:
+        results.about = line.about
+        report(f"{line.about.device}: {line.about.kernels} kernels, {line.about.dtype}")
+    if line.floors is not None:
+        results.floors = line.floors
+        report(_describe(line.floors))
+    if line.row is not None:
+        results.rows.append(line.row)
+        report(f"{line.row.part}: {line.row.name}, {line.row.case}: {_outcome(line.row)}")
+
+
+def _describe(floors: Floors) -> str:
+    return (
+        f"copy {floors.copy_bytes_s / 1e9:,.1f} GB/s, products "
+        f"{floors.product_flops_s / 1e12:,.2f} TFLOP/s, a launch {1e6 * floors.launch_s:.1f} us"
+    )
 
 
 def _outcome(row: Row) -> str:
@@ -258,13 +260,7 @@ def _start_worker(
 def _read_lines(stream: IO[bytes], seconds: float) -> Iterator[PartMessage]:
     """The lines until the stream ends; TimeoutError if that takes longer."""
     lines: queue.Queue[bytes] = queue.Queue()
-
-    def read() -> None:
-        for line in stream:
-            lines.put(line)
-        lines.put(b"")
-
-    threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=_copy_lines, args=(stream, lines), daemon=True).start()
     until = time.monotonic() + seconds
     while True:
         try:
@@ -275,6 +271,13 @@ def _read_lines(stream: IO[bytes], seconds: float) -> Iterator[PartMessage]:
             return
         if text.startswith(b"{"):  # a library may print what it likes
             yield msgspec.json.decode(text, type=PartMessage)
+
+
+def _copy_lines(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
+    """Every line, then an empty one."""
+    for line in stream:
+        lines.put(line)
+    lines.put(b"")
 
 
 def _last_line(errors: IO[bytes]) -> str:

@@ -86,16 +86,18 @@ def _fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any) -> jax.
     """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1,
     and scales small, so that no step overflows."""
     if jnp.issubdtype(dtype, jnp.integer):
-        if name == "zeros":
-            return jnp.full(shape, 8, dtype)
-        width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
-        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
+        return jnp.full(shape, 8, dtype) if name == "zeros" else _random_bits(key, shape, dtype)
     if name in ("scale", "kv_scales"):
         return jnp.full(shape, 1e-3, dtype)
     if len(shape) < 2:
         return jnp.full(shape, name != "bias", dtype)
     spread = 1.0 if dtype.itemsize == 1 else shape[0] ** -0.5
     return (spread * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
+
+
+def _random_bits(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
+    return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
 
 
 def make_bench(
@@ -176,10 +178,7 @@ def _step_row(
     bench = get()
     wanted = _room_of(case, bench.page_size)
     if wanted > bench.positions:
-        needed = wanted * bench.row_bytes / GIB
-        room = bench.positions * bench.row_bytes / GIB
-        note = f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
-        yield noted(row, note)
+        yield noted(row, _no_room(bench, wanted))
         return
     compile_buckets(bench, group)
     samples, work = _time_step(bench, case, job.sizes.sample_s)
@@ -187,6 +186,13 @@ def _step_row(
     floor_s, bound = job.measured.of(bench.floor_bytes(work), bench.operations(case.bucket, work))
     figures = {"tokens_s": (work.decode + work.prompt) / times["seconds"]}
     yield replace(row, floor_s=floor_s, bound=bound, figures=figures, **times)
+
+
+def _no_room(bench: StepBench, wanted: int) -> str:
+    """wanted: KV positions."""
+    needed = wanted * bench.row_bytes / GIB
+    room = bench.positions * bench.row_bytes / GIB
+    return f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
 
 
 def _room_of(case: StepCase, page: int) -> int:

@@ -57,17 +57,22 @@ def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[fl
     wait.
     """
     carry = jax.block_until_ready(call(carry))
-    started = time.perf_counter()
-    carry = jax.block_until_ready(call(carry))
-    calls = max(2, math.ceil(sample_s / max(time.perf_counter() - started, 1e-7)))
+    carry, one = _seconds_of(call, carry, 1)
+    calls = max(2, math.ceil(sample_s / max(one, 1e-7)))
     samples = []
     for _ in range(REPEATS):
-        started = time.perf_counter()
-        for _ in range(calls):
-            carry = call(carry)
-        jax.block_until_ready(carry)
-        samples.append((time.perf_counter() - started) / calls)
+        carry, seconds = _seconds_of(call, carry, calls)
+        samples.append(seconds / calls)
     return samples
+
+
+def _seconds_of(call: Callable[[Any], Any], carry: Any, calls: int) -> tuple[Any, float]:
+    """(what the last call returned, seconds of them all)."""
+    started = time.perf_counter()
+    for _ in range(calls):
+        carry = call(carry)
+    jax.block_until_ready(carry)
+    return carry, time.perf_counter() - started
 
 
 def measure_floors(sizes: Sizes, dtype: Any) -> Floors:

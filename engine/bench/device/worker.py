@@ -55,14 +55,13 @@ def main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
 
 def lines_of(job: PartJob) -> Iterator[PartMessage]:
     """Everything the job yields."""
+    if job.part == "floors":
+        yield from _floors_of(*kernels_of(job))
+        return
     if job.part in PEERS:
         tasks = _tasks_of(PEERS[job.part], job)
     else:
-        sets, dtype = kernels_of(job)
-        if job.part == "floors":
-            yield from _floors_of(sets, dtype)
-            return
-        tasks = _tasks_of(OURS[job.part], job, sets, dtype)
+        tasks = _tasks_of(OURS[job.part], job, *kernels_of(job))
     for row in rows_of(job, tasks):
         yield PartMessage(row=row)
 
@@ -82,8 +81,12 @@ def rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
         try:
             yield from task.run(task.row)
         except Exception as error:  # whatever a driver says, the next case may do better
-            words = " ".join(str(error).split())[:200]
-            yield noted(task.row, f"failed: {type(error).__name__}: {words}")
+            yield noted(task.row, _failure(error))
+
+
+def _failure(error: Exception) -> str:
+    words = " ".join(str(error).split())[:200]
+    return f"failed: {type(error).__name__}: {words}"
 
 
 def kernels_of(job: PartJob) -> tuple[Sequence[Any], Any]:
@@ -107,19 +110,22 @@ def _floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[PartMessage]:
     from jitney.engine.bench.device.timing import measure_floors
 
     device = jax.devices()[0]
+    yield PartMessage(about=_about(device, sets[0], dtype))
+    sizes = SMALL if device.platform == "cpu" else LARGE
+    yield PartMessage(floors=measure_floors(sizes, dtype))
+
+
+def _about(device: Any, kernels: Any, dtype: Any) -> About:
     stats = device.memory_stats() or {}
-    about = About(
+    return About(
         device=device.device_kind,
         platform=device.platform,
-        kernels=sets[0].label,
-        kernel_set=sets[0].name,
+        kernels=kernels.label,
+        kernel_set=kernels.name,
         dtype=str(dtype),
         memory=stats.get("bytes_limit", 0),
         versions=versions(),
     )
-    yield PartMessage(about=about)
-    sizes = SMALL if device.platform == "cpu" else LARGE
-    yield PartMessage(floors=measure_floors(sizes, dtype))
 
 
 def versions() -> dict[str, str]:

@@ -16,6 +16,7 @@ from statistics import median
 
 import numpy as np
 import pytest
+from traces import write_trace
 
 from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, events, open_client
 from jitney.engine.bench.load import Sender, record_of, run_load
@@ -24,7 +25,7 @@ from jitney.engine.bench.online import Ruler, measure
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.machine import cpu_name
-from jitney.engine.simulation.workload import WORKLOADS, Arrival, read_trace_lines, write_trace
+from jitney.engine.simulation.workload import WORKLOADS, Arrival, read_trace_lines
 from jitney.engine.telemetry.cost import Line
 
 SERVICE_S = 0.05

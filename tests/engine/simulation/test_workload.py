@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from places import ROOT
+from traces import write_trace
 
 from jitney.engine.bench.text import arrival_ids, arrival_prose
 from jitney.engine.errors import ConfigError
@@ -33,7 +34,6 @@ from jitney.engine.simulation.workload import (
     read_trace_lines,
     repeated_tokens,
     synthesise,
-    write_trace,
 )
 
 N = 20_000

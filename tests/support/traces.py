@@ -1,0 +1,16 @@
+"""Trace files as other tools write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from jitney.engine.simulation.workload import Arrival, TraceLine
+
+
+def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:
+    """One JSON object a line."""
+    lines = [TraceLine(**msgspec.structs.asdict(arrival)) for arrival in arrivals]
+    path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
