@@ -63,14 +63,6 @@ def load() -> Library:
     return opened(available(levels))
 
 
-def arranges_here() -> bool:
-    """Whether weights are arranged in panels on this machine; False also where no library runs."""
-    try:
-        return load().arranges
-    except NoLibrary:
-        return False
-
-
 def available(levels: Sequence[Level]) -> Level:
     """The greatest of some levels that has a current library, once the greatest of all has been
     tried to compile.

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_library import arranges_here
 from oracle import VOCAB, oracle_logprobs, prompt
 
 from jitney.engine import LLM, SamplingParams
@@ -246,9 +247,7 @@ def test_alone_and_in_a_crowd_of_32(llm, params):
     assert len({tuple(tokens) for tokens in crowd}) > 16
 
 
-@pytest.mark.skipif(
-    not library.arranges_here(), reason="this CPU's weights are not arranged in pairs"
-)
+@pytest.mark.skipif(not arranges_here(), reason="this CPU's weights are not arranged in pairs")
 def test_bfloat16_gives_the_same_answer_in_every_bucket():
     """Alone, in a crowd and in other chunks. A sum that was rounded elsewhere would move a
     log-probability by 1e-3; the last bit of it is XLA's, which adds up the vocabulary of fewer than
@@ -337,9 +336,7 @@ def test_prefix_hits_save_rows_and_change_nothing():
     assert warm.core.ledger.totals["prefill"] == 109 + 3 * 13 + 13
 
 
-@pytest.mark.skipif(
-    not library.arranges_here(), reason="this CPU's weights are not arranged in pairs"
-)
+@pytest.mark.skipif(not arranges_here(), reason="this CPU's weights are not arranged in pairs")
 def test_in_bfloat16_the_next_turn_has_the_same_answer_whoever_came_before():
     """A prompt that begins with another's answer finds that one's prompt; the answer's own pages,
     computed by decode steps, would move its log-probabilities by more than the last bit."""

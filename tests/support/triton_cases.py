@@ -18,10 +18,10 @@ from triton_interpreter import Interpreted  # first: decides how kernels are mad
 import jax
 import jax.numpy as jnp
 import numpy as np
+from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
 
 from jitney.kernels import reference
-from jitney.kernels.int4 import pack_int4
 from jitney.kernels.select import select
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 

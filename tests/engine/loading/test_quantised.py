@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from int4_weights import quantise_int4
 from llamas import as_llama
 
 from jitney.engine.checkpoints.families import tiny_config
@@ -35,7 +36,7 @@ from jitney.engine.models.quantization import (
 )
 from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.types import SamplingParams
-from jitney.kernels.int4 import quantise_int4, unpack_int4
+from jitney.kernels.int4 import unpack_int4
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import select
 

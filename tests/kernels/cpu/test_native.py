@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_library import arranges_here
 from ragged import Case, attention, make, written
 
 from jitney.kernels import reference
@@ -162,7 +163,7 @@ except library.NoLibrary as absent:
     pytest.skip(str(absent), allow_module_level=True)
 
 PAIRS = pytest.mark.skipif(
-    not library.arranges_here(), reason="this CPU's weights are not arranged in pairs"
+    not arranges_here(), reason="this CPU's weights are not arranged in pairs"
 )
 
 

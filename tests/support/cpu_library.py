@@ -1,0 +1,13 @@
+"""What the compiled library can do on this machine."""
+
+from __future__ import annotations
+
+from jitney.kernels.cpu.library import NoLibrary, load
+
+
+def arranges_here() -> bool:
+    """Whether weights are arranged in panels on this machine; False also where no library runs."""
+    try:
+        return load().arranges
+    except NoLibrary:
+        return False
