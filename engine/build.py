@@ -235,25 +235,28 @@ def _compile(runner: Runner, progress: _Report) -> None:
 
 def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> EngineCore:
     """The engine; alone: the core that checks it, if one does."""
+    scheduler = _make_scheduler(setup, runner)
+    if alone is None:
+        return EngineCore(scheduler, runner, Ledger())
+    limit, every = LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every
+    return CanaryCore(scheduler, runner, Ledger(), alone=alone, every=every, limit=limit)
+
+
+def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
     settings, model = setup.settings, setup.source.config
-    scheduler = Scheduler(
+    pool = PagePool(
+        runner.n_pages,
+        settings.page_size,
+        retain=settings.prefix_cache,
+        share_outputs=_shares_outputs(settings),
+    )
+    return Scheduler(
         SchedulerLimits.of(settings, context_length=setup.context),
         runner.buckets,
-        PagePool(
-            runner.n_pages,
-            settings.page_size,
-            retain=settings.prefix_cache,
-            share_outputs=_shares_outputs(settings),
-        ),
+        pool,
         eos_ids=model.eos_ids,
         vocab_size=model.vocab_size,
         window=model.window,
-    )
-    if alone is None:
-        return EngineCore(scheduler, runner, Ledger())
-    limit = LIMITS[jnp.dtype(setup.dtype).name]
-    return CanaryCore(
-        scheduler, runner, Ledger(), alone=alone, every=settings.canary_every, limit=limit
     )
 
 
@@ -288,11 +291,7 @@ def start_jax(config: Config) -> list[Any]:
     """Set jax up for this run and return the devices to run on, as many as `tensor_parallel`
     says.
     """
-    programs = open_compilation_cache(config.engine)
-    if programs is not None:
-        jax.config.update("jax_compilation_cache_dir", str(programs))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    _keep_programs(config.engine)
     claim_memory(os.environ, config.engine.memory_share)
     libc = _glibc()
     if libc:
@@ -306,6 +305,15 @@ def start_jax(config: Config) -> list[Any]:
             f"({devices[0].platform})"
         )
     return devices[:wanted]
+
+
+def _keep_programs(settings: EngineSection) -> None:
+    """Have jax keep every compiled program, if there is a folder for them."""
+    programs = open_compilation_cache(settings)
+    if programs is not None:
+        jax.config.update("jax_compilation_cache_dir", str(programs))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def devices_of(name: str) -> list[Any]:

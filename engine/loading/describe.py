@@ -18,10 +18,10 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
     if len(kinds) > 1:
         return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())
     (kind,) = kinds
-    made = {"float32": "not rounded", "bfloat16": "rounded"}.get(kind)
+    made = {"float32": "not rounded, from", "bfloat16": "rounded from"}.get(kind)
     stored = _stored_blocks(source)
     if stored and made:
-        return f"{kind}, {made} from {stored}"
+        return f"{kind}, {made} {stored}"
     return kind
 
 

@@ -130,9 +130,7 @@ def fast_from_gguf(metadata: JsonObject) -> PreTrainedTokenizerFast:
     """
     tokens = _tokens_of(metadata)
     try:
-        rust, add_bos = _gguf_rust(metadata, tokens)
-        _add_special_tokens(rust, metadata, tokens)
-        _add_template(rust, metadata, tokens, add_bos)
+        rust = _full_rust(metadata, tokens)
         ids = _named_tokens(metadata, len(tokens))
     except ModelError:
         raise
@@ -143,6 +141,13 @@ def fast_from_gguf(metadata: JsonObject) -> PreTrainedTokenizerFast:
     if not isinstance(template, str):
         template = None
     return _fast_class()(tokenizer_object=rust, chat_template=template, **named)
+
+
+def _full_rust(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
+    rust, add_bos = _gguf_rust(metadata, tokens)
+    _add_special_tokens(rust, metadata, tokens)
+    _add_template(rust, metadata, tokens, add_bos)
+    return rust
 
 
 def _tokens_of(metadata: JsonObject) -> list[str]:
@@ -261,32 +266,38 @@ def _named_tokens(metadata: JsonObject, size: int) -> dict[str, int]:
     """
     named = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if id is None:
-            continue
-        if type(id) is not int or not 0 <= id < size:
-            raise ModelError(
-                f"GGUF: tokenizer.ggml.{key}_token_id lies outside the vocabulary of {size}"
-            )
-        named[name] = id
+        id = _token_id(metadata, f"tokenizer.ggml.{key}_token_id", size)
+        if id is not None:
+            named[name] = id
     return named
+
+
+def _token_id(metadata: JsonObject, key: str, size: int) -> int | None:
+    id = metadata.get(key)
+    if id is not None and (type(id) is not int or not 0 <= id < size):
+        raise ModelError(f"GGUF: {key} lies outside the vocabulary of {size}")
+    return id
 
 
 def _add_special_tokens(rust: RustTokenizer, metadata: JsonObject, tokens: list[str]) -> None:
     """Control tokens become special, user-defined ones are matched before all else."""
     from tokenizers import AddedToken
 
-    kinds = metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(kinds, list) or len(kinds) != len(tokens):
-        raise ModelError("GGUF: tokenizer.ggml.token_type must give each token a type")
     control, shown = [], []
-    for token, kind in zip(tokens, kinds, strict=True):
+    for token, kind in zip(tokens, _token_kinds(metadata, len(tokens)), strict=True):
         if kind in (_UNKNOWN, _CONTROL):
             control.append(AddedToken(token, special=True, normalized=False))
         elif kind == _USER_DEFINED:
             shown.append(AddedToken(token, normalized=False))
     rust.add_special_tokens(control)
     rust.add_tokens(shown)
+
+
+def _token_kinds(metadata: JsonObject, size: int) -> list[Any]:
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, list) or len(kinds) != size:
+        raise ModelError("GGUF: tokenizer.ggml.token_type must give each token a type")
+    return kinds
 
 
 def _add_template(
