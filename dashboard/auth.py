@@ -155,12 +155,11 @@ class FeedEndpoint:
                 with contextlib.suppress(OSError):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TooManyViewers as error:
-            raise HttpError(
-                503,
-                str(error),
-                code="too_many_viewers",
-                headers={"retry-after": "5"},
-            ) from None
+            raise _full(error) from None
+
+
+def _full(error: TooManyViewers) -> HttpError:
+    return HttpError(503, str(error), code="too_many_viewers", headers={"retry-after": "5"})
 
 
 async def _start(send: Send) -> None:

@@ -109,10 +109,7 @@ class Feed:
         """
         if identity.is_admin:
             identity = EVERYBODY  # all of them are sent the same
-        elif self._viewers_of(identity) >= _MOST_OF_A_USER:
-            raise TooManyViewers(_MOST_OF_A_USER)
-        if len(self._viewers) >= self._max_viewers:
-            raise TooManyViewers(self._max_viewers)
+        self._check_room(identity)
         viewer = self._welcome(last_id, identity)
         self._viewers.add(viewer)
         if not self.sampling:
@@ -123,6 +120,13 @@ class Feed:
             self._viewers.discard(viewer)
             if not self._viewers:
                 self._stop_sampling()
+
+    def _check_room(self, identity: Identity) -> None:
+        """Raise TooManyViewers."""
+        if not identity.is_admin and self._viewers_of(identity) >= _MOST_OF_A_USER:
+            raise TooManyViewers(_MOST_OF_A_USER)
+        if len(self._viewers) >= self._max_viewers:
+            raise TooManyViewers(self._max_viewers)
 
     def _viewers_of(self, identity: Identity) -> int:
         return sum(viewer.identity == identity for viewer in self._viewers)
@@ -297,14 +301,17 @@ class _Sampler:
             self._last_step = int(records[-1]["step"])
         now = time.monotonic()
         with_key_frame = now - self._sent_key_frame >= KEY_FRAME_S
+        self._renew_latencies(now, with_key_frame)
+        self.feed.send(self._snapshot(records, now), records, with_key_frame=with_key_frame)
+
+    def _renew_latencies(self, now: float, with_key_frame: bool) -> None:
+        history = self.client.history
         if with_key_frame:
             self._sent_key_frame = now
-            history = self.client.history
             self._histograms = latency.histograms(history, now - _HISTOGRAM_S, now)
         if now - self._renewed >= _RENEW_S:
             self._renewed = now
-            self._latency = latency.summary(self.client.history, now - _RECENT_S, now)
-        self.feed.send(self._snapshot(records, now), records, with_key_frame=with_key_frame)
+            self._latency = latency.summary(history, now - _RECENT_S, now)
 
     def _snapshot(self, records: np.ndarray, now: float) -> Snapshot:
         client = self.client

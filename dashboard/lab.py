@@ -321,14 +321,17 @@ def check(experiment: Experiment, settings: EngineSection) -> None:
     check_minutes(experiment.minutes)
     if not 0.1 <= experiment.speed <= 10:
         raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
-    price = experiment.price_per_hour
+    _check_price(experiment.price_per_hour)
+    _check_policies(experiment.policies)
+    _check_settings(experiment.settings, settings)
+
+
+def _check_price(price: float | None) -> None:
     if price is not None and not 0 < price < 1e6:
         raise RequestError(
             "price_per_hour must be more than 0 and less than a million, or null",
             param="price_per_hour",
         )
-    _check_policies(experiment.policies)
-    _check_settings(experiment.settings, settings)
 
 
 def check_minutes(minutes: float) -> None:
@@ -357,10 +360,15 @@ def _check_settings(changes: dict[str, Any], settings: EngineSection) -> None:
     try:
         EngineSection.model_validate(settings.model_dump(mode="python") | changes)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "settings"
-        message = first["msg"].removeprefix("Value error, ")
-        raise RequestError(f"{name}: {message}", param=name) from None
+        raise _field_error(error) from None
+
+
+def _field_error(error: ValidationError) -> RequestError:
+    """The first of the faults, by the field's name."""
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"])) or "settings"
+    message = first["msg"].removeprefix("Value error, ")
+    return RequestError(f"{name}: {message}", param=name)
 
 
 def arrivals(requests: list[RequestRecord], first: float) -> list[Arrival]:
@@ -392,15 +400,19 @@ def wanted(request: RequestRecord, lengths: np.ndarray) -> int:
     """
     if request.finished is not None and request.stays:
         return max(1, request.n_output)
-    longer = lengths[np.searchsorted(lengths, request.n_output, "right") :]
-    length = request.n_output + 1
-    if len(longer):
-        # The same request asks for the same every time.
-        draw = np.random.default_rng(request.number).integers(len(longer))
-        length = int(longer[draw])
+    length = _some_longer(request, lengths)
     if request.max_tokens:
         length = min(length, request.max_tokens)
     return max(1, length)
+
+
+def _some_longer(request: RequestRecord, lengths: np.ndarray) -> int:
+    longer = lengths[np.searchsorted(lengths, request.n_output, "right") :]
+    if not len(longer):
+        return request.n_output + 1
+    # The same request asks for the same every time.
+    draw = np.random.default_rng(request.number).integers(len(longer))
+    return int(longer[draw])
 
 
 def counted(requests: list[RequestRecord]) -> dict[str, int]:

@@ -21,6 +21,12 @@ _FEW_PREEMPTIONS = 4
 _KEPT = 20
 
 
+_PREEMPTION_STORM = (
+    "sequences lose their seats for lack of KV pages: fewer seats, shorter contexts or "
+    "more pages would compute less twice"
+)
+
+
 class Notes:
     """Finds notes, and keeps the newest, oldest first (`kept`)."""
 
@@ -62,15 +68,9 @@ class Notes:
 
     def _bursts(self, now: Snapshot) -> list[Note]:
         notes = []
-        many = _FEW_PREEMPTIONS
-        if now.seats is not None:
-            many = max(many, len(now.seats.state) // 4)
-        if self._bursts_of("preemption_storm", now, now.metrics["preemptions"], many):
-            message = (
-                "sequences lose their seats for lack of KV pages: fewer seats, shorter contexts or "
-                "more pages would compute less twice"
-            )
-            notes.append(_note(now, "warn", "preemption_storm", message))
+        preempted, many = now.metrics["preemptions"], _many_preemptions(now)
+        if self._bursts_of("preemption_storm", now, preempted, many):
+            notes.append(_note(now, "warn", "preemption_storm", _PREEMPTION_STORM))
         refused = sum(now.metrics["rejected"].values())
         if self._bursts_of("rejections", now, refused, _MANY_REFUSALS):
             message = "requests are being refused because too many wait"
@@ -91,6 +91,13 @@ class Notes:
             return False
         self._noted[code] = now.t
         return True
+
+
+def _many_preemptions(now: Snapshot) -> int:
+    """How many in a window are worth a note."""
+    if now.seats is None:
+        return _FEW_PREEMPTIONS
+    return max(_FEW_PREEMPTIONS, len(now.seats.state) // 4)
 
 
 def _compiles(now: Snapshot, records: np.ndarray) -> list[Note]:

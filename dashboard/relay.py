@@ -48,10 +48,7 @@ class Relay:
         """
         if len(self._viewers) >= self._max_viewers:
             raise TooManyViewers(self._max_viewers)
-        if self._since_key_frame:
-            viewer = Viewer([self._hello, *self._since_key_frame])
-        else:
-            viewer = Viewer([], lost=True)
+        viewer = self._welcome()
         self._viewers.add(viewer)
         if self._source is None or self._source.done():
             self._source = asyncio.create_task(self._pass_on())
@@ -62,6 +59,11 @@ class Relay:
             if not self._viewers and self._source is not None:
                 self._source.cancel()
                 self._forget()
+
+    def _welcome(self) -> Viewer:
+        if self._since_key_frame:
+            return Viewer([self._hello, *self._since_key_frame])
+        return Viewer([], lost=True)
 
     def _forget(self) -> None:
         self._source = None

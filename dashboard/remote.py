@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -29,14 +29,18 @@ def base_of(url: str) -> str:
     refused.
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
+    _check_parts(parts)
+    path = parts.path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path.removesuffix(PATH)}{PATH}"
+
+
+def _check_parts(parts: SplitResult) -> None:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{parts.geturl()!r} is not the URL of an engine: give http://HOST:PORT")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(
             "an engine's URL is http://HOST:PORT; a key comes from the environment or a file"
         )
-    path = parts.path.rstrip("/")
-    return f"{parts.scheme}://{parts.netloc}{path.removesuffix(PATH)}{PATH}"
 
 
 class RemoteEngine:

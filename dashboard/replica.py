@@ -110,11 +110,7 @@ class Replica:
         return [SeatView(*row) for row in rows]
 
     def _apply_delta(self, delta: Delta) -> None:
-        for seat in self.seats or ():
-            seat.advance(delta["step"] - self.step)
-        for number, code, *row in delta.get("seats", ()):
-            assert self.seats is not None  # the feed sends a key frame when seats appear
-            self.seats[number] = SeatView(self._states[code], *row)
+        self._change_seats(delta)
         pages = delta.get("pages")
         if pages is not None and self.cells is not None:
             for first, count, state in pages["runs"]:
@@ -127,3 +123,10 @@ class Replica:
         self.last_step_age_s = delta.get("last_step_age_s", self.last_step_age_s)
         self.progress = delta.get("progress", self.progress)
         self.metrics = self.metrics | delta.get("metrics", {})
+
+    def _change_seats(self, delta: Delta) -> None:
+        for seat in self.seats or ():
+            seat.advance(delta["step"] - self.step)
+        for number, code, *row in delta.get("seats", ()):
+            assert self.seats is not None  # the feed sends a key frame when seats appear
+            self.seats[number] = SeatView(self._states[code], *row)

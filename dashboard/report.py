@@ -359,33 +359,23 @@ def _spans(
 ) -> tuple[tuple[str, float, float], ...]:
     """(kind, from, to) of both phases of a stay, within begin .. end."""
     start = max(came, begin)
-    last = end
-    if left is not None:
-        last = min(left, end)
-    turn = last
-    if first_token is not None:
-        turn = min(max(first_token, start), last)
+    last = end if left is None else min(left, end)
+    turn = last if first_token is None else min(max(first_token, start), last)
     return ("prefill", start, turn), ("decode", turn, last)
 
 
 def _phase_bars(kind: str, hue: str, phases: Sequence[_Phase]) -> go.Bar:
     import plotly.graph_objects as go
 
-    seats, starts, lengths, texts = [], [], [], []
-    for phase in phases:
-        seats.append(phase.seat)
-        starts.append(phase.start)
-        lengths.append(phase.seconds)
-        texts.append(_hover(phase))
     pattern = _pattern("/" if kind == "prefill" else "")
     return go.Bar(
         orientation="h",
         width=0.86,
         hoverinfo="text",
-        y=seats,
-        base=starts,
-        x=lengths,
-        hovertext=texts,
+        y=[phase.seat for phase in phases],
+        base=[phase.start for phase in phases],
+        x=[phase.seconds for phase in phases],
+        hovertext=list(map(_hover, phases)),
         marker={"color": hue, "line": {"width": 0}, "pattern": pattern},
     )
 

@@ -77,11 +77,18 @@ def listing(
             if more:
                 break
             shown.append(request)
-    rows: list[dict[str, Any]] = []
-    for request in shown:
+    rows = yield from _rows(shown)
+    return {"t": _t(now), "requests": rows, "next": shown[-1].number if more else None}
+
+
+def _rows(
+    requests: Iterable[RequestRecord],
+) -> Generator[None, None, list[dict[str, Any]]]:
+    rows = []
+    for request in requests:
         rows.append(_row(request))
         yield
-    return {"t": _t(now), "requests": rows, "next": shown[-1].number if more else None}
+    return rows
 
 
 def _is_in(request: RequestRecord, state: str) -> bool:
@@ -228,28 +235,30 @@ class Steps:
         """When each output token came (the newest _MAX_TIMES), and the gaps between them."""
         places = np.flatnonzero(self.bringing())[: self.request.n_output]
         times = self.ready[places]
-        result: dict[str, Any] = {
+        return {
             "t": np.round(times[-_MAX_TIMES:], 4).tolist(),
-            "gap_p50": None,
-            "gap_p95": None,
-            "gap_max": None,
-            "slowest": None,
+            **dict.fromkeys(("gap_p50", "gap_p95", "gap_max", "slowest")),
+            **self._gaps(places, times),
         }
+
+    def _gaps(self, places: np.ndarray, times: np.ndarray) -> dict[str, Any]:
+        """Of tokens that came at `times`, with the steps at `places`; empty if there is no gap."""
         if len(times) < 2:
-            return result
+            return {}
         gaps = np.diff(times)
         worst = int(np.argmax(gaps))
         before, place = int(places[worst]), int(places[worst + 1])
-        result["gap_p50"] = _t(np.quantile(gaps, 0.5))
-        result["gap_p95"] = _t(np.quantile(gaps, 0.95))
-        result["gap_max"] = _t(gaps[worst])
-        result["slowest"] = {
-            "t": _t(times[worst + 1]),
-            "gap": _t(gaps[worst]),
-            "step": int(self.number[place]),
-            "cause": self._cause_of_gap(before, place),
+        return {
+            "gap_p50": _t(np.quantile(gaps, 0.5)),
+            "gap_p95": _t(np.quantile(gaps, 0.95)),
+            "gap_max": _t(gaps[worst]),
+            "slowest": {
+                "t": _t(times[worst + 1]),
+                "gap": _t(gaps[worst]),
+                "step": int(self.number[place]),
+                "cause": self._cause_of_gap(before, place),
+            },
         }
-        return result
 
     def _cause_of_gap(self, before: int, place: int) -> str:
         """Why the token of the step at `place` came so long after the one of `before`."""
@@ -267,22 +276,20 @@ class Steps:
         records = self.records[self.seated()]
         own_rows = sum(chunk.count for chunk in self.request.chunks)
         prompt_rows = int((records["prefill"] + records["recomputed"]).sum())
-        result: dict[str, Any] = {
+        others = records["seats_busy"].astype(np.int64) - 1
+        return {
             "steps": len(records),
-            "mean": None,
-            "max": None,
-            "padding_share": None,
+            "mean": round(float(others.mean()), 2) if len(records) else None,
+            "max": int(others.max()) if len(records) else None,
+            "padding_share": _padding_share(records),
             "compiles": int(records["compiled"].sum()),
             "prefill_rows_of_others": max(0, prompt_rows - own_rows),
         }
-        if len(records):
-            busy = records["seats_busy"].astype(np.int64)
-            result["mean"] = round(float(busy.mean()) - 1, 2)
-            result["max"] = int(busy.max()) - 1
-        rows = int(records["bucket_tokens"].sum())
-        if rows:
-            result["padding_share"] = round(int(records["padding"].sum()) / rows, 4)
-        return result
+
+
+def _padding_share(records: np.ndarray) -> float | None:
+    rows = int(records["bucket_tokens"].sum())
+    return round(int(records["padding"].sum()) / rows, 4) if rows else None
 
 
 #: Causes in words.
@@ -308,17 +315,22 @@ def causes(request: RequestRecord, steps: Steps, now: float) -> list[dict[str, A
     what steps with prompt rows of others took longer than steps without, while it decoded.
     host_gap: the device had nothing to do. decode: the rest.
     """
-    end = request.finished if request.finished is not None else now
-    boarded = request.stays[0].start if request.stays else end
-    seconds = {"queue": boarded - request.arrival, **_seconds_of_steps(request, steps)}
-    seconds["preemption"] += _waits_after_preemption(request, end)
-    seconds["decode"] = max(0.0, end - request.arrival - sum(seconds.values()))
+    seconds = _seconds_by_cause(request, steps, now)
     result = []
     for code, value in seconds.items():
         if value > _LEAST_S:
             message = _WORDS[code].format(request=request)
             result.append({"code": code, "seconds": _t(value), "message": message})
     return sorted(result, key=lambda cause: -cause["seconds"])
+
+
+def _seconds_by_cause(request: RequestRecord, steps: Steps, now: float) -> dict[str, float]:
+    end = request.finished if request.finished is not None else now
+    boarded = request.stays[0].start if request.stays else end
+    seconds = {"queue": boarded - request.arrival, **_seconds_of_steps(request, steps)}
+    seconds["preemption"] += _waits_after_preemption(request, end)
+    seconds["decode"] = max(0.0, end - request.arrival - sum(seconds.values()))
+    return seconds
 
 
 def _seconds_of_steps(request: RequestRecord, steps: Steps) -> dict[str, float]:
@@ -362,9 +374,11 @@ def _ends_of_first_stay(request: RequestRecord) -> tuple[int, int]:
     if not request.stays:
         return _NEVER, _NEVER
     stay = request.stays[0]
-    first_step = stay.first_step if stay.first_step >= 0 else _NEVER
-    last_step = stay.last_step if stay.last_step >= 0 else _NEVER
-    return first_step, last_step
+    return _known_step(stay.first_step), _known_step(stay.last_step)
+
+
+def _known_step(step: int) -> int:
+    return step if step >= 0 else _NEVER
 
 
 def _waits_after_preemption(request: RequestRecord, end: float) -> float:

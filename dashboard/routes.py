@@ -57,10 +57,9 @@ class PageRoutes:
         body = await read_body(request)
         sign_in = read_json(body, _SignIn, 'a sign-in is JSON: {"key": "..."}', "key")
         identity = self.keys.identify(sign_in.key, address_of(request.scope))
+        session = self.sessions.open(identity)
         response = Response(status_code=204)
-        response.set_cookie(
-            COOKIE, self.sessions.open(identity), max_age=LIFETIME_S, **_cookie_of(request)
-        )
+        response.set_cookie(COOKIE, session, max_age=LIFETIME_S, **_cookie_of(request))
         return response
 
     async def sign_out(self, request: Request) -> Response:
@@ -94,8 +93,7 @@ async def read_body(request: Request) -> bytes:
     """A JSON body. Another type is refused: pages of other sites may send forms and plain text
     unasked, not JSON.
     """
-    content_type = request.headers.get("content-type", "").partition(";")[0]
-    if content_type.strip().lower() != "application/json":
+    if _media_type(request) != "application/json":
         raise HttpError(415, "the Content-Type must be application/json")
     body = bytearray()
     async for part in request.stream():
@@ -103,6 +101,11 @@ async def read_body(request: Request) -> bytes:
         if len(body) > _BODY_LIMIT:
             raise HttpError(413, f"the body may have at most {_BODY_LIMIT} bytes", close=True)
     return bytes(body)
+
+
+def _media_type(request: Request) -> str:
+    """Without parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def read_json[T](body: bytes, kind: type[T], otherwise: str, param: str) -> T:

@@ -162,9 +162,9 @@ def _commonest(states: np.ndarray, width: int) -> np.ndarray:
     lowest.
     """
     starts = np.arange(0, len(states), width)
-    votes = []
-    for code in range(len(PAGE_STATES)):
-        votes.append(np.add.reduceat(states == code, starts, dtype=np.int64))
+    votes = [
+        np.add.reduceat(states == code, starts, dtype=np.int64) for code in range(len(PAGE_STATES))
+    ]
     return np.argmax(votes, axis=0).astype(np.uint8)
 
 
@@ -225,19 +225,16 @@ def key_frame(snapshot: Snapshot, page_size: int, view: View | None = None) -> K
     """All of the snapshot that somebody may see. page_size: tokens of a KV page; view: None for
     everything.
     """
-    seats = pages = None
-    if snapshot.seats is not None:
-        seats = _seat_lists(_shown(snapshot.seats, view), page_size)
-    if snapshot.pages is not None:
-        pages = page_map(snapshot.pages)
+    seats = snapshot.seats
+    pages = snapshot.pages
     return {
         "t": round(snapshot.t, 4),
         "step": snapshot.step,
         "state": snapshot.state,
         "last_step_age_s": snapshot.last_step_age_s,
         "progress": snapshot.progress,
-        "seats": seats,
-        "pages": pages,
+        "seats": None if seats is None else _seat_lists(_shown(seats, view), page_size),
+        "pages": None if pages is None else page_map(pages),
         "metrics": snapshot.metrics,
         "histograms": snapshot.histograms,
         "notes": snapshot.notes,
@@ -305,14 +302,7 @@ def _sizes(snapshot: Snapshot) -> tuple[int, int]:
 def delta(before: Snapshot, now: Snapshot) -> Delta:
     """What changed since `before`, which `now` follows."""
     changes: Delta = {"t": round(now.t, 4), "step": now.step, "n_events": now.n_events}
-    if before.state != now.state:
-        changes["state"] = now.state
-    if before.last_step_age_s != now.last_step_age_s:
-        changes["last_step_age_s"] = now.last_step_age_s
-    if before.progress != now.progress:
-        changes["progress"] = now.progress
-    if before.outages != now.outages:
-        changes["outages"] = now.outages
+    _add_state(changes, before, now)
     seats = _seat_changes(before, now)
     if seats:
         changes["seats"] = seats
@@ -324,6 +314,18 @@ def delta(before: Snapshot, now: Snapshot) -> Delta:
     if metrics:
         changes["metrics"] = metrics
     return changes
+
+
+def _add_state(changes: Delta, before: Snapshot, now: Snapshot) -> None:
+    """What is sent whole if it is another."""
+    if before.state != now.state:
+        changes["state"] = now.state
+    if before.last_step_age_s != now.last_step_age_s:
+        changes["last_step_age_s"] = now.last_step_age_s
+    if before.progress != now.progress:
+        changes["progress"] = now.progress
+    if before.outages != now.outages:
+        changes["outages"] = now.outages
 
 
 def _seat_changes(before: Snapshot, now: Snapshot) -> list[list[Any]]:

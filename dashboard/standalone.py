@@ -83,14 +83,16 @@ class _Standalone(PageRoutes):
 
 async def _ask(engine: RemoteEngine) -> dict[str, str]:
     """What an engine says of itself: name (of its model), url, state."""
+    name, state = "", "unknown"
     try:
         async with asyncio.timeout(_STATE_S), engine.answer("GET", "engines") as answer:
             (info,) = msgspec.json.decode(await answer.aread())["engines"]
-            return {"name": str(info["name"]), "url": engine.url, "state": str(info["state"])}
+            name, state = str(info["name"]), str(info["state"])
     except (Unreachable, TimeoutError):
-        return {"name": "", "url": engine.url, "state": "unreachable"}
+        state = "unreachable"
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
-        return {"name": "", "url": engine.url, "state": "unknown"}
+        pass  # something else answers there
+    return {"name": name, "url": engine.url, "state": state}
 
 
 async def _relayed(

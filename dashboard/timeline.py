@@ -134,19 +134,34 @@ def stay_columns(
     """
     columns: dict[str, list[Any]] = {name: [] for name in _STAY_COLUMNS}
     for place, (request, stay) in enumerate(stays):
-        shown = identity.may_see(request.tenant)
-        columns["seat"].append(stay.seat)
-        columns["request"].append(request.request_id if shown else "")
-        columns["index"].append(request.index if shown else 0)
-        columns["from"].append(_t(stay.start))
-        columns["first_token"].append(_t(stay.first_token))
-        columns["to"].append(_t(stay.end))
-        columns["end"].append(stay.how if shown else "")
-        columns["n_prompt"].append(request.n_prompt if shown else 0)
-        columns["n_output"].append(request.n_output if shown else 0)
+        row = _stay_times(stay) | _passenger(request, stay, identity)
+        for name, value in row.items():
+            columns[name].append(value)
         if place % _TOLD == 0:
             yield
     return columns
+
+
+def _stay_times(stay: Stay) -> dict[str, Any]:
+    return {
+        "seat": stay.seat,
+        "from": _t(stay.start),
+        "first_token": _t(stay.first_token),
+        "to": _t(stay.end),
+    }
+
+
+def _passenger(request: RequestRecord, stay: Stay, identity: Identity) -> dict[str, Any]:
+    """Who sat there, as far as `identity` may know."""
+    if not identity.may_see(request.tenant):
+        return {"request": "", "index": 0, "end": "", "n_prompt": 0, "n_output": 0}
+    return {
+        "request": request.request_id,
+        "index": request.index,
+        "end": stay.how,
+        "n_prompt": request.n_prompt,
+        "n_output": request.n_output,
+    }
 
 
 def binned(history: History, start: float, end: float, bins: int) -> Work:
@@ -156,18 +171,13 @@ def binned(history: History, start: float, end: float, bins: int) -> Work:
     records, ready = yield from _copied(history, *history.records.span(start, end))
     width = (end - start) / bins
     parts = _Bins(ready, start, width, bins)
-    spans = records["device_s"].astype(np.float64) + records["gap_s"]
-    columns: dict[str, Any] = {
+    columns = {
         "t": np.round(start + width * np.arange(bins), 4).tolist(),
         "width": round(width, 6),
-        "steps": parts.counts.tolist(),
-        "rows": {},
-        "step_s": parts.seconds(spans),
-        "gap_s": parts.seconds(records["gap_s"]),
-        "longest_step_s": parts.highest(spans),
-        "seats_busy": parts.means(records["seats_busy"]),
+        **_step_columns(parts, records),
     }
     yield
+    columns["rows"] = {}
     for kind in ROW_KINDS:
         columns["rows"][kind] = parts.totals(records[kind])
         yield
@@ -178,9 +188,18 @@ def binned(history: History, start: float, end: float, bins: int) -> Work:
         columns[name] = parts.highest(records[name])
         yield
     percentiles = yield from _p95(history, records, ready, start, end, bins)
-    for name, values in percentiles.items():
-        columns[f"{name}_p95"] = values
-    return columns
+    return columns | {f"{name}_p95": values for name, values in percentiles.items()}
+
+
+def _step_columns(parts: _Bins, records: np.ndarray) -> dict[str, Any]:
+    spans = records["device_s"].astype(np.float64) + records["gap_s"]
+    return {
+        "steps": parts.counts.tolist(),
+        "step_s": parts.seconds(spans),
+        "gap_s": parts.seconds(records["gap_s"]),
+        "longest_step_s": parts.highest(spans),
+        "seats_busy": parts.means(records["seats_busy"]),
+    }
 
 
 class _Bins:
@@ -286,16 +305,20 @@ def _trace_events(
     model: str,
 ) -> Iterator[list[dict[str, Any]]]:
     """The events in groups, none of them empty. taken: records, and when each step was done."""
-    names = [_meta(1, 0, "process_name", f"{model}: seats")]
-    names.append(_meta(2, 0, "process_name", "step loop"))
-    for seat in range(len(history.seats)):
-        names.append(_meta(1, seat, "thread_name", f"seat {seat}"))
-    yield names
+    yield _thread_names(len(history.seats), model)
     for request, stay in stays:
         yield _stay_events(request, stay, now)
     records, ready = taken[0][-_MAX_TRACED:], taken[1][-_MAX_TRACED:]
     for first in range(0, len(records), _TOLD):
         yield _step_events(records[first : first + _TOLD], ready[first : first + _TOLD])
+
+
+def _thread_names(seats: int, model: str) -> list[dict[str, Any]]:
+    return [
+        _meta(1, 0, "process_name", f"{model}: seats"),
+        _meta(2, 0, "process_name", "step loop"),
+        *(_meta(1, seat, "thread_name", f"seat {seat}") for seat in range(seats)),
+    ]
 
 
 def _meta(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
@@ -341,16 +364,20 @@ def _step_events(records: np.ndarray, ready: np.ndarray) -> list[dict[str, Any]]
         args = {name: columns[name][place] for name in _TRACED}
         kind = "mixed" if columns["mixed"][place] else "decode"
         device = _span(2, 1, kind, done - columns["device_s"][place], done, args)
-        waiting = {
-            "ph": "C",
-            "pid": 2,
-            "tid": 0,
-            "name": "waiting",
-            "ts": device["ts"],
-            "args": {"sequences": args["waiting"]},
-        }
-        events += [device, waiting]
+        events += [device, _waiting(device["ts"], args["waiting"])]
     return events
+
+
+def _waiting(ts: int, sequences: int) -> dict[str, Any]:
+    """A counter's event."""
+    return {
+        "ph": "C",
+        "pid": 2,
+        "tid": 0,
+        "name": "waiting",
+        "ts": ts,
+        "args": {"sequences": sequences},
+    }
 
 
 def _t(value: float | None) -> float | None:
