@@ -248,8 +248,7 @@ class EngineCore:
         previous, self._flight = self._flight, None
         started = self.clock()
         self._let_in_compiled()
-        # While blame is found out, nothing is launched behind a step.
-        alone = previous is not None and self.scheduler.tries
+        alone = previous is not None and self._is_alone(previous.plan, started)
         plan = None if alone else self.scheduler.plan(started)
         failure = self._try_launch(plan, started) if plan is not None else None
         self._answer()
@@ -261,6 +260,12 @@ class EngineCore:
             self._recover(failure)
         outputs = outcome.outputs + self.scheduler.drain()
         return self._report(outputs, outcome.record, outcome.chunks)
+
+    def _is_alone(self, plan: Plan, now: float) -> bool:
+        """Nothing is to be launched behind a step: while blame is found out, or when nobody waits
+        for it.
+        """
+        return self.scheduler.tries or self.scheduler.lets_others_first(plan, now)
 
     def _try_launch(self, plan: Plan, started: float) -> _Failure | None:
         """Start a plan's step, or say what came of it."""

@@ -16,6 +16,7 @@ COMMANDS = Commands(
     {
         "serve": "serve a model over HTTP (OpenAI-compatible), with in-flight batching",
         "generate": "complete prompts offline and print the texts",
+        "batch": "answer a file of requests without a server, and go on where it stopped",
         "chat": "talk to a model in the terminal",
         "bench": "measure throughput and latency: over HTTP, policy by policy, step by step",
         "simulate": "predict what an engine does with given traffic, policy by policy",

@@ -189,7 +189,7 @@ class _Server:
 
     async def _work(self) -> None:
         """Load everything, say so, and return only when the engine is lost for good."""
-        source = await _in_thread(lambda: _find_model(self.config, self.display))
+        source = await _in_thread(lambda: find_model(self.config, self.display))
         await self.client.start()
         template = self.config.model.chat_template
         tokenizer = await _in_thread(lambda: _load_tokenizer(source, template))
@@ -370,7 +370,7 @@ def _web_options(server: ServerSection) -> JsonDict:
     }
 
 
-def _find_model(config: Config, display: Display) -> ModelSource:
+def find_model(config: Config, display: Display) -> ModelSource:
     """The model's files, fetched if need be. Raises ModelError."""
     from jitney.engine.checkpoints.sources import resolve
 

@@ -41,8 +41,9 @@ _STRETCH = 1.15
 #: Share AUTO at its least: a step may take so many times as long as one without prompt rows, so
 #: that the slowest of them stays within three times.
 _MOST_SLOWER = 2.7
-#: The same of steps with prompt rows that nobody waits for.
-_BACKGROUND_SLOWER = 2.0
+#: The same of steps with prompt rows that nobody waits for, and of steps in which streams decode
+#: beside rows that nobody waits for.
+_BACKGROUND_SLOWER, _BACKGROUND_STRETCH = 2.0, 1.2
 #: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
 #: rows all the same.
 PATIENCE = 4
@@ -149,6 +150,20 @@ class StepTimeEstimate:
         bucket = self._decode_bucket(sequences)
         self._take_in()
         return self._typical(bucket) if bucket in self._seen else None
+
+    def rows_beside(self, sequences: int) -> int:
+        """Rows that may be added to a step in which so many sequences decode, at least one, without
+        slowing it down: its padding, and more where a larger bucket takes hardly longer.
+        """
+        own = self._decode_bucket(sequences)
+        self._take_in()
+        rows = own.seats
+        if own in self._seen:
+            limit = _BACKGROUND_STRETCH * self._typical(own)
+            for bucket in self.buckets.decode:
+                if bucket in self._seen and self._typical(bucket) <= limit:
+                    rows = max(rows, bucket.seats)
+        return rows - sequences
 
     def has_seen(self, bucket: Bucket) -> bool:
         """Whether a step of this bucket was measured."""

@@ -188,6 +188,8 @@ class Plan:
     preempted: list[Sequence] = field(default_factory=_no_sequences)
     #: Prompt tokens of the boarded whose KV was found in pages.
     cached_tokens: int = 0
+    #: Nobody waits for any of its rows.
+    background: bool = False
     #: Padding rows that a batch wants: prompts up to the longest, steps up to the batch's size.
     reserved: int = 0
     occupancy: Occupancy = _NOBODY

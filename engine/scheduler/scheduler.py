@@ -46,6 +46,8 @@ log = logging.getLogger("jitney.core")
 
 #: Seconds without a live request after which the background may take every seat.
 _CALM_S = 10.0
+#: While a live request is open, one step in so many may have prompt rows of the background.
+_BACKGROUND_EVERY = 8
 _FAILED = ErrorInfo(
     "request_failed", "computing this request failed, also when it was computed alone"
 )
@@ -115,6 +117,8 @@ class Scheduler:
         self._row_limit = RowLimit([bucket.tokens for bucket in buckets.mixed])
         self._arrivals = 0
         self._steps = 0
+        # The last step with prompt rows that nobody waits for.
+        self._background_prompts_at = 0
 
     @property
     def has_open(self) -> bool:
@@ -321,8 +325,13 @@ class Scheduler:
             self._plan_background(draft, now)
 
     def _plan_background(self, draft: Draft, now: float) -> None:
-        """Prompts that nobody waits for, in a step without any other."""
+        """Prompts that nobody waits for, in a step without any other; rarely while somebody is
+        here, since whoever comes next waits for that step's end.
+        """
         state = self.state
+        if state.live.requests and self._steps - self._background_prompts_at < _BACKGROUND_EVERY:
+            return
+        rows = draft.rows
         prompts = list(state.prefilling)
         start = prompts[0].scheduled if prompts else 0
         most = self._prefill_budget.most_in_background(draft.n_decode, start)
@@ -332,10 +341,21 @@ class Scheduler:
             self._background_seats(now) - state.background.n_seated, len(state.free_seats)
         )
         self._plan_boarding(state.background, may_board, draft, now)
+        if draft.rows > rows:
+            self._background_prompts_at = self._steps
+
+    def _is_calm(self, now: float) -> bool:
+        return now - self.state.live_at >= _CALM_S
+
+    def lets_others_first(self, plan: Plan, now: float) -> bool:
+        """Nothing is to be launched behind this step, because nobody waits for it, nor for the next
+        one: whoever comes while it runs then has the next one.
+        """
+        return plan.background and not self.state.live.requests and not self._is_calm(now)
 
     def _background_seats(self, now: float) -> int:
         """Seats that the background may have: all, once nobody else has been here for a while."""
-        if now - self.state.live_at >= _CALM_S:
+        if self._is_calm(now):
             return self.limits.max_seats
         return self.limits.background_seats or max(1, self.limits.max_seats // 4)
 
@@ -416,14 +436,16 @@ class Scheduler:
         rows: list[Sequence] = []
         needy: list[Sequence] = []
         done: list[Sequence] = []
-        rests = self.state.background_rests
+        room = self._background_rows()
         for seq in self.state.longest_first():
             if seq.scheduled + 1 >= seq.limit:
                 done.append(seq)
                 continue
-            if rests and seq.background:
-                self.state.reorder()
-                continue
+            if seq.background:
+                room -= 1
+                if room < 0:
+                    self.state.reorder()
+                    continue
             rows.append(seq)
             # Its pages are full: those of the prompt, and one for as many tokens since.
             if seq.scheduled % self.pool.page_size == 0:
@@ -443,6 +465,18 @@ class Scheduler:
             seq.pages.append(page)
         draft.fed = needy
         return rows
+
+    def _background_rows(self) -> int:
+        """Rows that decode in this step and that nobody waits for, at most: none beside a live
+        prompt, and beside live streams as many as do not slow them down.
+        """
+        state = self.state
+        if not state.background.n_seated:
+            return 0
+        if state.background_rests:
+            return 0
+        live = state.n_decoding_live
+        return self.step_times.rows_beside(live) if live else self.limits.max_seats
 
     def _prompt_rows(self, prompts: list[Sequence], draft: Draft) -> int:
         """The most prompt rows of this step, by the prompts that want some: of those who sit, and
@@ -669,6 +703,8 @@ class Scheduler:
             dropped=draft.dropped,
             preempted=draft.preempted,
             cached_tokens=draft.cached_tokens,
+            background=self.state.background.n_seated > 0
+            and all(chunk.seq.background for chunk in draft.chunks),
             reserved=draft.reserved,
             occupancy=self._occupancy(),
             masked=masked_rows_of(draft.chunks) if draft.masked else [],

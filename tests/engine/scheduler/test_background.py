@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from fakes import (
     FakeClock,
@@ -114,17 +116,72 @@ def test_no_step_with_a_live_prompt_has_a_row_of_the_background(data: st.DataObj
     core.check()
 
 
-def test_who_decodes_is_not_held_up_by_prompts_of_the_background():
-    """They get the rows of the smallest bucket."""
-    core = make_core(seats=4, pages=80, budget=64, eos=(), background_seats=4)
+def with_times(core: EngineCore, decode: dict[int, float], mixed: float) -> EngineCore:
+    """A core whose steps take as long as it is told: seconds by sequences that decode, and per row
+    of steps with prompts.
+    """
+    scheduler = core.scheduler
+    for bucket in scheduler.buckets.decode:
+        scheduler.step_times.observe(bucket, decode[bucket.seats])
+    for bucket in scheduler.buckets.mixed:
+        scheduler.step_times.observe(bucket, mixed * bucket.tokens)
+    scheduler.observe = lambda plan, seconds: None
+    return core
+
+
+SLOW = {1: 0.01, 4: 0.011, 8: 0.03}
+
+
+def test_streams_are_held_up_by_short_prompt_steps_and_seldom():
+    """Those of the smallest bucket, and one step in eight."""
+    core = with_times(make_core(seats=8, pages=80, budget=64, eos=()), SLOW, 0.0012)
     plans = watch(core)
     core.add(make_request("live", [1, 2], max_tokens=60))
     core.step()
     core.add(make_request("b", [3] * 60, max_tokens=2, background=True))
     core.run_until_idle()
     with_prompts = [plan for plan in plans[1:] if plan.prompt_chunks]
-    assert [str(plan.bucket) for plan in with_prompts] == ["mixed-8"] * len(with_prompts)
-    assert [chunk[2] - chunk[1] for chunk in picture(with_prompts[0])] == [1, 7]
+    assert [str(plan.bucket) for plan in with_prompts] == ["mixed-16"] * len(with_prompts)
+    assert [chunk[2] - chunk[1] for chunk in picture(with_prompts[0])] == [1, 15]
+    numbers = [plan.number for plan in with_prompts if plan.number < 60]
+    assert len(numbers) > 2
+    assert all(later - earlier >= 8 for earlier, later in pairwise(numbers))
+
+
+def test_streams_have_no_more_beside_them_than_leaves_them_fast():
+    """Four in a step are as fast as one, eight are not."""
+    core = calm(with_times(make_core(seats=8, pages=200, budget=64, eos=()), SLOW, 0.001))
+    fill(core, 7)
+    for _ in range(4):
+        core.step()
+    plans = watch(core)
+    core.add(make_request("live", [1, 2], max_tokens=12))
+    outputs = core.run_until_idle()
+    beside = [
+        sum(chunk.seq.background for chunk in plan.chunks)
+        for plan in plans
+        if any(not chunk.seq.background for chunk in plan.chunks)
+    ]
+    assert beside == [0] + [3] * 11
+    assert all(len(tokens_of(outputs, f"b{i}")) for i in range(7)), "the others go on later"
+
+
+def test_nothing_is_launched_behind_a_step_that_nobody_waits_for():
+    """Unless nobody has come for long: whoever comes has the very next step."""
+    core = make_core(seats=4, pages=80, budget=32, eos=())
+    core.add(make_request("live", [1, 2], max_tokens=1))
+    core.run_until_idle()
+    plans = watch(core)
+    fill(core, 1)
+    counts = []
+    for _ in range(6):
+        core.step()
+        counts.append(len(plans))
+    assert counts == [1, 1, 2, 2, 3, 3]
+    calm(core)
+    for _ in range(3):
+        core.step()
+    assert len(plans) == 6
 
 
 @pytest.mark.usefixtures("rash")

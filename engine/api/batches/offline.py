@@ -1,0 +1,134 @@
+"""A file of requests answered without a server: the same lines by the same routes, written to a
+file as they come, and gone on with where an earlier run stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import orjson
+
+from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.lines import LineReader, read_line
+from jitney.engine.api.batches.records import Fault, Line, Outcome
+from jitney.engine.errors import ConfigError
+
+#: Faults of a file that are told.
+_MOST_FAULTS = 10
+
+
+class Counts(NamedTuple):
+    """How far a run is."""
+
+    #: Lines of the file; those that have an answer by now, and how many of this run's are errors.
+    total: int
+    answered: int
+    failed: int
+
+
+def lines_of(path: Path, most_bytes: int) -> list[Line]:
+    """The lines of a file of requests. Raises ConfigError, which names those that are none.
+    most_bytes: of a request's body.
+    """
+    try:
+        reader = LineReader(path, most_bytes)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    lines: list[Line] = []
+    faults: list[Fault] = []
+    done = False
+    while not done and len(faults) < _MOST_FAULTS:
+        group = reader.next_group()
+        lines += group.lines
+        faults += group.faults
+        done = group.done
+    reader.close()
+    seen: set[str] = set()
+    for line in lines:
+        if line.custom_id in seen:
+            message = f"line {line.number} has the custom_id of a line before it"
+            faults.append(Fault("duplicate_custom_id", message, line.number))
+        seen.add(line.custom_id)
+    if faults:
+        told = "; ".join(fault.message for fault in faults[:_MOST_FAULTS])
+        raise ConfigError(f"{path}: {told}")
+    if not lines:
+        raise ConfigError(f"{path} has no lines")
+    return lines
+
+
+def answered_in(path: Path) -> set[str]:
+    """The custom_ids that a file of answers has; a line that was half written is cut off. Raises
+    ConfigError for a file that is none.
+    """
+    if not path.exists():
+        return set()
+    found: set[str] = set()
+    whole = 0
+    with path.open("rb+") as file:
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                break
+            found.add(_answered_id(path, raw))
+            whole += len(raw)
+        file.truncate(whole)
+    return found
+
+
+def _answered_id(path: Path, raw: bytes) -> str:
+    try:
+        return str(orjson.loads(raw)["custom_id"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise ConfigError(
+            f"{path} is there and is no file of answers; it is not written to"
+        ) from None
+
+
+class OfflineRun:
+    """Answers the lines of a file that have no answer yet."""
+
+    def __init__(self, path: Path, lines: list[Line], out: Path):
+        """Raises ConfigError if `out` has answers to other lines."""
+        self._path = path
+        self._out = out
+        answered = answered_in(out)
+        strangers = answered - {line.custom_id for line in lines}
+        if strangers:
+            raise ConfigError(f"{out} has answers to other lines than those of {path}")
+        self._open = [line for line in lines if line.custom_id not in answered]
+        self._total = len(lines)
+        self._answered = len(answered)
+        self._failed = 0
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self._total, self._answered, self._failed)
+
+    async def run(
+        self, executor: LineExecutor, in_flight: int, on_answer: Callable[[Counts], None]
+    ) -> None:
+        """Until every line has its answer; so many at a time."""
+        places = asyncio.Semaphore(in_flight)
+        with self._out.open("ab", buffering=0) as out:
+            async with asyncio.TaskGroup() as group:
+                for line in self._open:
+                    await places.acquire()
+                    task = group.create_task(self._answer(line, executor, out, on_answer))
+                    task.add_done_callback(lambda _: places.release())
+
+    async def _answer(
+        self,
+        line: Line,
+        executor: LineExecutor,
+        out: BinaryIO,
+        on_answer: Callable[[Counts], None],
+    ) -> None:
+        raw = await asyncio.to_thread(read_line, self._path, line)
+        answer = await executor.answer(raw, line.custom_id, endpoint="", owner="")
+        out.write(answer.text + b"\n")
+        self._answered += 1
+        self._failed += answer.outcome is Outcome.FAILED
+        on_answer(self.counts)

@@ -1,0 +1,175 @@
+"""Batches that are killed in the middle; files of requests that are answered without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from api_fakes import FakeClient, Script, make_app, until
+from batch_files import CHATS, COMPLETIONS, answers, begin, ended, jsonl, line
+from openai import OpenAI
+
+from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.offline import Counts, OfflineRun, lines_of
+from jitney.engine.api.routes import ROUTES
+from jitney.engine.api.routing import RouteTable
+from jitney.engine.errors import ConfigError
+
+SERVER = Path(__file__).parents[2] / "support" / "batch_server.py"
+
+
+@contextmanager
+def server(folder: Path, port: int) -> Iterator[tuple[OpenAI, subprocess.Popen[bytes]]]:
+    """A server process and a client of it."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(folder)], env=environ)
+    client = OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=False),
+    )
+    try:
+        until(lambda: answers_calls(client), 60)
+        yield client, process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def answers_calls(client: OpenAI) -> bool:
+    try:
+        client.batches.list()
+    except openai.APIConnectionError:
+        return False
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def answered(client: OpenAI, id: str) -> int:
+    counts = client.batches.retrieve(id).request_counts
+    assert counts is not None
+    return counts.completed
+
+
+def test_killed_in_the_middle_each_line_is_answered_once(tmp_path: Path):
+    port, folder = free_port(), tmp_path / "data"
+    names = [f"r{number}" for number in range(300)]
+    with server(folder, port) as (client, process):
+        batch = begin(client, [line(name) for name in names])
+        until(lambda: answered(client, batch.id) >= 60, 60)
+        process.send_signal(signal.SIGKILL)
+    with server(folder, port) as (client, process):
+        before = answered(client, batch.id)
+        assert before >= 60
+        until(lambda: answered(client, batch.id) > before, 60)
+        process.send_signal(signal.SIGKILL)
+    with server(folder, port) as (client, _):
+        batch = ended(client, batch.id, 60)
+        assert batch.status == "completed" and batch.error_file_id is None
+        assert list(answers(client, batch.output_file_id)) == names
+
+
+def offline(
+    path: Path, out: Path, engine: FakeClient, in_flight: int = 4, stop_after: int = 0
+) -> Counts:
+    """Run a file; stop_after: be interrupted after so many answers."""
+    work = OfflineRun(path, lines_of(path, 10_000), out)
+
+    async def run() -> None:
+        service = make_app(engine).state.service
+        executor = LineExecutor(service, RouteTable(ROUTES), background=False)
+        task: asyncio.Task[None]
+
+        def on_answer(counts: Counts) -> None:
+            if counts.answered == stop_after:
+                task.cancel()
+
+        task = asyncio.create_task(work.run(executor, in_flight, on_answer))
+        await asyncio.wait((task,), timeout=60)
+        assert task.done()
+        service.close()
+
+    asyncio.run(run())
+    return work.counts
+
+
+def written(out: Path) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    found = {each["custom_id"]: each for each in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_a_file_is_answered_without_a_server(tmp_path: Path):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_bytes(jsonl([line("a"), line("b", CHATS), line("c", n=0), line("d")]))
+    engine = FakeClient(Script(text="words"))
+    assert offline(path, out, engine) == Counts(4, 4, 1)
+    found = written(out)
+    assert set(found) == {"a", "b", "c", "d"}
+    assert found["a"]["response"]["body"]["object"] == "text_completion"
+    assert found["b"]["response"]["body"]["object"] == "chat.completion"
+    assert found["c"]["response"]["body"]["error"]["param"] == "n"
+    assert not any(request.background for request in engine.requests)
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_bytes(jsonl([line(f"r{number}") for number in range(20)]))
+    first = FakeClient(Script(text="words", delay_s=0.01))
+    assert offline(path, out, first, in_flight=1, stop_after=7).answered == 7
+    with out.open("ab") as file:
+        file.write(b'{"custom_id": "r7", "resp')  # it was killed while it wrote
+    second = FakeClient(Script(text="words"))
+    assert offline(path, out, second) == Counts(20, 20, 0)
+    assert set(written(out)) == {f"r{number}" for number in range(20)}
+    assert len(second.requests) == 13
+    third = FakeClient()
+    assert offline(path, out, third) == Counts(20, 20, 0) and not third.requests
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no lines"),
+        (b"{}\n[]\n", "line 1 needs a custom_id.*line 2 is not a JSON object"),
+        (jsonl([line("a"), line("a")]), "line 2 has the custom_id of a line before it"),
+        (None, "cannot be read"),
+    ],
+)
+def test_files_that_are_none_of_requests(tmp_path: Path, content: bytes | None, reason: str):
+    path = tmp_path / "in.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=reason):
+        lines_of(path, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"a letter\n", "no file of answers"), (b'{"custom_id": "z"}\n', "answers to other lines")],
+)
+def test_files_of_somebody_elses_are_not_written_to(tmp_path: Path, content: bytes, reason: str):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_bytes(jsonl([line("a", COMPLETIONS)]))
+    out.write_bytes(content)
+    with pytest.raises(ConfigError, match=reason):
+        OfflineRun(path, lines_of(path, 10_000), out)
+    assert out.read_bytes() == content
