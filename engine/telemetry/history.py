@@ -73,6 +73,7 @@ class RequestRecords:
             index=index,
             tenant=request.tenant,
             priority=request.priority,
+            background=request.background,
             n_prompt=len(request.prompt),
             max_tokens=request.sampling.max_tokens or 0,
             arrival=request.arrival,
@@ -233,7 +234,8 @@ class History(RequestRecords):
         self.seats: list[RequestRecord | None] = []
         #: Seats that a batch keeps after their passenger's end.
         self.held: set[int] = set()
-        #: (time, seconds since arrival) of those who boarded, and of first tokens.
+        #: (time, seconds since arrival) of those who boarded, and of first tokens, where somebody
+        #: waits for them.
         self.waits: deque[tuple[float, float]] = deque(maxlen=_KEEP_SAMPLES)
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=_KEEP_SAMPLES)
         #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
@@ -331,7 +333,8 @@ class History(RequestRecords):
 
     def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
         self.cached_tokens += record.cached_tokens
-        self.first_tokens.append((now, now - record.arrival))
+        if not record.background:
+            self.first_tokens.append((now, now - record.arrival))
         self._add_event("first_token", record, step, now)
 
     def _time_of(self, event: SequenceEvent) -> float:
@@ -357,7 +360,8 @@ class History(RequestRecords):
     def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
         if record.boarded is None:
             self.boarded += 1
-            self.waits.append((t, t - record.arrival))
+            if not record.background:
+                self.waits.append((t, t - record.arrival))
         super()._board(record, seat, step, t)
         self.held.discard(seat)
         self.seats[seat] = record

@@ -71,6 +71,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     index: int = 0
     tenant: str = ""
     priority: int = 0
+    #: Nobody waits for it: a line of a batch.
+    background: bool = False
     #: Most output tokens it may have, 0: no limit of its own.
     max_tokens: int = 0
     #: Output tokens so far.

@@ -32,6 +32,7 @@ from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.jsonio import read_object
+from jitney.engine.api.queries import read_query
 from jitney.engine.api.schema import checked
 from jitney.engine.api.service import Service, context_of
 from jitney.engine.api.settings import ServerSettings
@@ -90,7 +91,7 @@ def _full(reason: str) -> HttpError:
 
 async def list_files(service: Service, request: Request) -> Response:
     keeper = await _batches(service).keeper()
-    query = checked(FileQuery, request.query_params)
+    query = read_query(request, FileQuery)
     files, more = await keeper.do(
         Store.files,
         context_of(request.scope).tenant,
@@ -207,7 +208,7 @@ async def _check_batch(keeper: Keeper, settings: ServerSettings, batch: Batch) -
 
 async def list_batches(service: Service, request: Request) -> Response:
     keeper = await _batches(service).keeper()
-    query = checked(BatchQuery, request.query_params)
+    query = read_query(request, BatchQuery)
     owner = context_of(request.scope).tenant
     batches, more = await keeper.do(Store.batches, owner, after=query.after, limit=query.limit)
     return _json(shown_list([shown_batch(batch) for batch in batches], more=more))

@@ -98,6 +98,7 @@ def test_every_command_has_a_module_that_runs_it():
         (["serve", "--max-seat", "3"], 2, "--max-seat is unknown; did you mean --max-seats?"),
         (["serve", "--api-keys", "k"], 2, "--api-keys is unknown"),
         (["generate", "--port", "1"], 2, "--port is unknown"),
+        (["batch", "in.jsonl"], 2, "arguments are required: -o"),
     ],
 )
 def test_wrong_usage(
@@ -116,6 +117,9 @@ def test_wrong_usage(
         (["serve", "--max-seats", "many"], "--max-seats: must be a whole number, not many"),
         (["serve", "--host", "0.0.0.0"], "no API key is set"),
         (["serve", "--config", "absent.toml"], "absent.toml: cannot be read"),
+        (["serve", "--webhook-prefixes", "ftp://a/"], "is not the beginning of a URL"),
+        (["serve", "--webhook-prefixes", "https://a/"], "needs webhook_secret_file"),
+        (["batch", "absent.jsonl", "-o", "out"], "absent.jsonl cannot be read"),
         (["serve", "--api-key-file", "absent"], "api_key_file absent cannot be read"),
         (
             ["serve", "--host", "203.0.113.7", "--insecure"],

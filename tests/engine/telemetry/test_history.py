@@ -238,3 +238,14 @@ def test_the_ring_finds_records_by_step_and_by_time():
     )
     within, times = ring.between(ready[0] - 1e-6, ready[1] - 1e-6)
     assert within["step"].tolist() == [kept[-4]["step"]] and times[0] == ready[0]
+
+
+def test_what_nobody_waits_for_is_in_no_distribution_of_waits():
+    watched = Watched()
+    watched.add("live", [1, 2, 3], max_tokens=2)
+    watched.add("b", [1, 2, 3], max_tokens=2, background=True)
+    while watched.core.has_work:
+        watched.step()
+    history = watched.history
+    assert (len(history.waits), len(history.first_tokens), history.boarded) == (1, 1, 2)
+    assert [record.background for record in history.oldest()] == [False, True]
