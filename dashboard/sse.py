@@ -130,7 +130,7 @@ class KeyFrame(TypedDict):
 
     t: float
     step: int  # the newest step that is done
-    state: str  # "loading", "ready", "restarting", "draining" or "dead"
+    state: str  # "loading", "ready", "sleeping", "restarting", "draining" or "dead"
     last_step_age_s: float  # seconds since the core was last heard of
     progress: dict[str, Any] | None  # while it loads: stage, done, total
     seats: SeatLists | None  # null: there is no engine

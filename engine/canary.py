@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from jitney.engine.core import EngineCore
+from jitney.engine.errors import RequestError
 from jitney.engine.messages import CanaryFinding, StepReport
 from jitney.engine.types import (
     EngineRequest,
@@ -76,6 +78,13 @@ class CanaryCore(EngineCore):
 
     def add(self, request: EngineRequest) -> None:
         super().add(self._chosen(request))
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """Not with a canary: its own state and the weights, which it shares, would stay."""
+        raise RequestError(
+            "an engine that checks itself (canary_every) does not sleep",
+            code="unsupported_parameter",
+        )
 
     def _chosen(self, request: EngineRequest) -> EngineRequest:
         """The request, or if it shall be watched, one like it that asks for log-probabilities."""

@@ -68,6 +68,16 @@ class Runner(Protocol):
         """
         ...
 
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """Free the device's memory; nothing is launched until `wake`. alive: called now and then.
+        -> bytes freed.
+        """
+        ...
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        """Take the memory again, as it was at the start. Raises if it cannot be had."""
+        ...
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -133,6 +143,8 @@ class EngineCore:
         self._kinds: set[tuple[Bucket, bool]] = set()
         # The step that the device computes.
         self._flight: _Flight | None = None
+        # The device's memory is free: see `sleep`.
+        self._asleep = False
         # When the device finished the last step; None after a time without work.
         self._ready: float | None = None
         # For the next report.
@@ -416,6 +428,31 @@ class EngineCore:
             longest=plan.work.longest,
             pairs=plan.work.pairs,
         )
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """Free the device's memory, until `wake`. alive: called now and then. -> bytes freed.
+        Raises RequestError busy while there is work.
+        """
+        if self.has_work:
+            raise RequestError("there is work to do", code="busy")
+        freed = 0
+        if not self._asleep:
+            self.reset_prefix_cache()
+            freed = self.runner.sleep(alive)
+        self._asleep = True
+        return freed
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        """Take the memory again. Raises if it cannot be had."""
+        if self._asleep:
+            self.runner.wake(alive)
+        self._asleep = False
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later prompt find what was computed for an earlier one. Pages of those who run
+        stay theirs.
+        """
+        self.scheduler.forget_prefixes()
 
     def run_until_idle(self, max_steps: int = 100_000) -> list[SequenceOutput]:
         """Step until there is no work; all outputs in order. RuntimeError if max_steps were not

@@ -49,6 +49,7 @@ _CODES = (
     "draining",
     "loading",
     "restarting",
+    "sleeping",
     "busy",
     "engine_dead",
     "deadline_exceeded",

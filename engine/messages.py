@@ -42,6 +42,24 @@ class Tokenizer(msgspec.Struct, tag="tokenizer", frozen=True):
     json: str
 
 
+class Sleep(msgspec.Struct, tag="sleep", frozen=True):
+    """Free the device's memory; answered by `Done`, code busy while there is work."""
+
+    ticket: int
+
+
+class Wake(msgspec.Struct, tag="wake", frozen=True):
+    """Take the memory again; answered by `Done`."""
+
+    ticket: int
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
+    """Let no later prompt find a page that is there now; answered by `Done`."""
+
+    ticket: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Stop the loop after the current step and exit with status 0."""
 
@@ -163,14 +181,23 @@ class SeatMap(msgspec.Struct, tag="seat_map", frozen=True):
     page_states: bytes
 
 
+class Done(msgspec.Struct, tag="done", frozen=True, omit_defaults=True):
+    """What was asked for with this ticket has been done, or why it has not."""
+
+    ticket: int
+    error: ErrorInfo | None = None
+    #: Bytes of device memory that it freed.
+    freed: int = 0
+
+
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     """The core cannot start or go on; its process exits after this."""
 
     error: ErrorInfo
 
 
-ToCore = Add | Abort | AskSeatMap | Tokenizer | Shutdown
-FromCore = Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Fatal
+ToCore = Add | Abort | AskSeatMap | Tokenizer | Sleep | Wake | ResetPrefixCache | Shutdown
+FromCore = Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Done | Fatal
 
 encode = msgspec.msgpack.encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

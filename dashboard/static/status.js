@@ -12,7 +12,7 @@ const QUIET = {connecting: "Connecting to the engine", dead: "The engine is dead
 /** States in which programs are compiled and weights read. */
 const LOADING = ["loading", "restarting"];
 
-/** The state of the page: connecting, loading, live, paused, replay, stale, draining or dead. silent: ms without news. */
+/** The state of the page: connecting, loading, live, paused, replay, stale, sleeping, draining or dead. silent: ms without news. */
 export function stateOf(frame, mode, silent) {
   if (!frame) {
     return "connecting";
@@ -45,6 +45,9 @@ export function headline(frame, now) {
   }
   if (frame.state === "loading") {
     return loading(frame.progress);
+  }
+  if (frame.state === "sleeping") {
+    return "Asleep: its memory is free until somebody wakes it";
   }
   const policy = now.policy ? `, ${now.policy}` : "";
   const when = now.ago > 0.05 ? ` (${ago(now.ago)})` : "";

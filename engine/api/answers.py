@@ -223,6 +223,19 @@ class Version(BaseModel):
     version: str
 
 
+class Sleeping(Described):
+    """GET /is_sleeping."""
+
+    is_sleeping: bool
+
+
+class Asleep(Described):
+    """POST /sleep. freed_bytes: of the device's memory; 0 if it slept already."""
+
+    status: Literal["asleep"]
+    freed_bytes: int
+
+
 class Slot(BaseModel):
     """A seat, with llama.cpp's names where they exist."""
 

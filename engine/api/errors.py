@@ -46,6 +46,7 @@ _CODES: dict[str, tuple[int, str | None, float | None]] = {
     "draining": (503, "draining", 5.0),
     "loading": (503, "loading", 5.0),
     "restarting": (503, "restarting", 5.0),
+    "sleeping": (503, "sleeping", None),
     "busy": (503, "busy", 1.0),
     "engine_dead": (503, "engine_dead", 5.0),
     "deadline_exceeded": (504, "deadline_exceeded", None),

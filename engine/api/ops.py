@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.queries import read_query
 from jitney.engine.api.service import Service
 from jitney.engine.types import EngineInfo, KernelProof, Seat
 
@@ -26,6 +28,20 @@ _SHOWN = (
     "kv_dtype",
     "sampling_defaults",
 )
+
+
+class SleepQuery(BaseModel):
+    """POST /sleep?level=1&mode=wait. Level 1 keeps the weights in the host's memory; there is no
+    other. mode: what becomes of open requests: they are waited for, or ended.
+    """
+
+    level: Literal[1] = 1
+    mode: Literal["wait", "abort"] = "wait"
+
+    @field_validator("level", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 async def list_models(service: Service, request: Request) -> Response:
@@ -99,6 +115,31 @@ async def show_openapi(service: Service, request: Request) -> Response:
 
 async def show_metrics(service: Service, request: Request) -> Response:
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def reset_prefix_cache(service: Service, request: Request) -> Response:
+    service.ready()
+    await service.client.reset_prefix_cache()
+    return _json({"status": "reset"})
+
+
+async def sleep(service: Service, request: Request) -> Response:
+    query = read_query(request, SleepQuery)
+    if service.client.state != "sleeping":
+        service.ready()
+    freed = await service.client.sleep(abort=query.mode == "abort")
+    return _json({"status": "asleep", "freed_bytes": freed})
+
+
+async def wake_up(service: Service, request: Request) -> Response:
+    if service.client.state != "sleeping":
+        service.ready()
+    await service.client.wake()
+    return _json({"status": "awake"})
+
+
+async def is_sleeping(service: Service, request: Request) -> Response:
+    return _json({"is_sleeping": service.client.state == "sleeping"})
 
 
 async def list_slots(service: Service, request: Request) -> Response:

@@ -193,6 +193,8 @@ class Service:
             return RequestError("the server is shutting down", code="draining")
         if self.client.state == "dead":
             return RequestError("the engine is gone", code="engine_dead")
+        if self.client.state == "sleeping":
+            return RequestError("the engine is asleep: POST /wake_up wakes it", code="sleeping")
         is_loaded = self.client.info is not None and self.tokenizer is not None
         if self.client.state == "ready" and is_loaded:
             return None

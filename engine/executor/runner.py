@@ -144,6 +144,8 @@ class Runner:
         self.executables: dict[tuple[Bucket, bool], Any] = {}
         #: Those that choose tokens behind a step.
         self.choices = Choices(sizes.seats)
+        #: The weights on the host, and where on the device each belongs; while it sleeps.
+        self._asleep: list[tuple[np.ndarray, Any]] = []
         # Of the process, when `compile` was done.
         self._compiled_before = 0
         #: Seconds that compiling took.
@@ -322,14 +324,50 @@ class Runner:
 
         Raises what the device raises, if even a step without a row fails.
         """
+        self._free_state()  # before its room is needed again
+        self._start_over()
+
+    def _free_state(self) -> int:
+        """Let go of the state; its bytes."""
+        freed = 0
         for array in jax.tree.leaves(self.state):
             if isinstance(array, jax.Array) and not array.is_deleted():
-                array.delete()  # before its room is needed again
+                freed += array.nbytes
+                array.delete()
+        self.state = self.shapes
+        return freed
+
+    def _start_over(self) -> None:
+        """The state as it was at the start, and a step without a row."""
         self.state = allocate(self.shapes, self.config)
         self.builder = self._sizes.builder()
         bucket = self.buckets.decode[0]
         plain = self.is_plain(bucket, True)
         jax.block_until_ready(self.run(bucket, plain, self.builder.empty(bucket, plain)))
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """Free the device's memory, until `wake`; nothing may be launched. The KV pool and what
+        seats keep are let go; weights are copied to the host, unless the device is a CPU, whose
+        memory they are in already. alive: called now and then. -> bytes freed.
+        """
+        freed = self._free_state()
+        if jax.default_backend() == "cpu":
+            return freed
+        for number, leaf in enumerate(self.leaves):
+            self._asleep.append((np.asarray(leaf), leaf.sharding))
+            freed += leaf.nbytes
+            leaf.delete()
+            self.leaves[number] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            alive()
+        return freed
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        """Take the memory again. Nothing is compiled for it. Raises what the device raises."""
+        for number, (weights, sharding) in enumerate(self._asleep):
+            self.leaves[number] = jax.block_until_ready(jax.device_put(weights, sharding))
+            alive()
+        self._asleep = []
+        self._start_over()
 
     def fetch(self, ticket: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""

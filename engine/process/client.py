@@ -18,7 +18,7 @@ from jitney.engine.records import ROW_KINDS
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
 
-EngineState = Literal["loading", "ready", "restarting", "draining", "dead"]
+EngineState = Literal["loading", "ready", "sleeping", "restarting", "draining", "dead"]
 
 _STEP_KINDS = ("decode", "mixed")
 #: Why a core ended: by itself or killed from outside; after it said why; killed because it said
@@ -177,6 +177,23 @@ class EngineClient(Protocol):
         """The page states alone (see `engine.messages.SeatMap`), which cost the core
         next to nothing. Raises as `seat_map`.
         """
+        ...
+
+    async def sleep(self, *, abort: bool = False) -> int:
+        """Refuse new requests (sleeping), wait until the open ones have ended (abort: end them),
+        and free the device's memory, until `wake`. -> bytes freed, 0 if it slept already. Raises
+        RequestError.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the device's memory again, and serve; nothing if it does not sleep. Raises
+        RequestError.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Let no later prompt find what was computed for an earlier one. Raises RequestError."""
         ...
 
     def records(self, after_step: int) -> np.ndarray:

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
@@ -14,7 +15,7 @@ import zmq.asyncio
 
 from jitney.engine import messages
 from jitney.engine.config.schema import Config, platform_environment
-from jitney.engine.errors import ErrorInfo
+from jitney.engine.errors import EngineDead, ErrorInfo
 from jitney.engine.process.children import child_environ, start_child
 from jitney.engine.process.folder import private_folder
 from jitney.engine.process.main import Start, from_core_address, to_core_address
@@ -45,7 +46,7 @@ class CoreLink:
     #: It said nothing for too long and was killed for it.
     hung: bool = False
     #: Who waits for which answer.
-    tickets: dict[int, asyncio.Future[messages.SeatMap]] = field(default_factory=dict)
+    tickets: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
 
     def send(self, message: messages.ToCore) -> None:
         """Queue a message; one to a dead core is dropped: what it was about is seen to when the
@@ -58,11 +59,17 @@ class CoreLink:
         """The next message."""
         return messages.decode_from_core(await self.from_core.recv())
 
-    def answer(self, seat_map: messages.SeatMap) -> None:
+    def answer(self, message: messages.SeatMap | messages.Done) -> None:
         """Wake whoever asked with this ticket, unless it has given up."""
-        waiter = self.tickets.pop(seat_map.ticket, None)
+        waiter = self.tickets.pop(message.ticket, None)
         if waiter is not None and not waiter.done():
-            waiter.set_result(seat_map)
+            waiter.set_result(message)
+
+    def lost(self) -> None:
+        """The core is gone: whoever asked it something waits for nothing."""
+        for waiter in self.tickets.values():
+            if not waiter.done():
+                waiter.set_exception(EngineDead("the engine process ended"))
 
     def kill(self) -> None:
         if self.process.returncode is None:

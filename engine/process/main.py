@@ -26,7 +26,7 @@ import zmq
 from jitney.engine import messages
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.config.schema import Config
-from jitney.engine.errors import ErrorInfo, JitneyError
+from jitney.engine.errors import ErrorInfo, JitneyError, RequestError
 from jitney.engine.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -180,6 +180,10 @@ def _received(inbox: zmq.Socket, wait_s: float) -> Iterator[messages.ToCore]:
 
 def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> None:
     """Give one message to the core; its consequences come out of the next step."""
+
+    def alive() -> None:
+        outbox.send(messages.encode(messages.Tick(waiting=0)))
+
     match message:
         case messages.Add(request=request):
             core.add(request)
@@ -192,8 +196,24 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
                 outbox.send(messages.encode(core.seat_map(ticket, seats=seats)))
         case messages.Tokenizer(json=tokenizer):
             core.learn(tokenizer)
+        case messages.Sleep(ticket=ticket):
+            outbox.send(messages.encode(_done(ticket, lambda: core.sleep(alive))))
+        case messages.Wake(ticket=ticket):
+            core.wake(alive)
+            outbox.send(messages.encode(messages.Done(ticket)))
+        case messages.ResetPrefixCache(ticket=ticket):
+            core.reset_prefix_cache()
+            outbox.send(messages.encode(messages.Done(ticket)))
         case messages.Shutdown():
             pass
+
+
+def _done(ticket: int, work: Callable[[], int]) -> messages.Done:
+    """Do it, and say so."""
+    try:
+        return messages.Done(ticket, freed=work())
+    except RequestError as error:
+        return messages.Done(ticket, error.info)
 
 
 if __name__ == "__main__":

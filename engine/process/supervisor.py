@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -48,6 +48,8 @@ _BACKOFF_S = (0.5, 30.0)
 #: Seconds to wait for a SeatMap, for the last messages of a dead core, and for a core to leave when
 #: asked.
 _SEAT_MAP_S = 2.0
+#: Seconds to wait for a core to free its device's memory, or to take it again: some 100 GB.
+_SLEEP_S = 120.0
 _LAST_MESSAGES_S = 0.1
 _SHUTDOWN_S = 5.0
 #: Seconds between two looks at a core's silence.
@@ -57,6 +59,7 @@ _DEADLINE_GRACE_S = 1.0
 _REFUSALS = {
     "loading": "the model is still loading",
     "restarting": "the engine is being started again after it died",
+    "sleeping": "the engine is asleep: POST /wake_up wakes it",
     "draining": "the server is shutting down",
     "engine_dead": "the engine is gone",
 }
@@ -121,6 +124,8 @@ class ProcessClient:
         self._on_progress = on_progress
         self._streams: dict[str, Stream] = {}
         self._tickets = itertools.count()
+        #: Set when a request has ended.
+        self._stream_closed = asyncio.Event()
         self._link: CoreLink | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._closing = False
@@ -300,6 +305,7 @@ class ProcessClient:
                 for task in tasks:
                     task.cancel()
                 self._link = None
+                link.lost()
             return self._end_of(link)
 
     def _end_of(self, link: CoreLink) -> _CoreEnd:
@@ -364,7 +370,7 @@ class ProcessClient:
                 self._on_progress(message)
             case messages.Ready(info=info):
                 self._take_ready(link, info)
-            case messages.SeatMap():
+            case messages.SeatMap() | messages.Done():
                 link.answer(message)
             case messages.Fatal(error=error):
                 link.fatal = error
@@ -424,6 +430,7 @@ class ProcessClient:
     def _close_stream(self, stream: Stream) -> None:
         """Nothing more is to come of a request."""
         del self._streams[stream.id]
+        self._stream_closed.set()
         stream.closed = True
         if stream.timer is not None:
             stream.timer.cancel()
@@ -466,6 +473,8 @@ class ProcessClient:
         """Why no request is taken now."""
         if self.state in ("loading", "restarting", "draining"):
             return RequestError(_REFUSALS[self.state], code=self.state, retry_after=1.0)
+        if self.state == "sleeping":
+            return RequestError(_REFUSALS["sleeping"], code="sleeping")
         return RequestError(_REFUSALS["engine_dead"], code="engine_dead")
 
     def _end_late(self, stream: Stream) -> None:
@@ -503,15 +512,66 @@ class ProcessClient:
 
     async def seat_map(self, *, seats: bool = True) -> messages.SeatMap:
         """Who sits where now. Raises RequestError if no core answers in time."""
+        return await self._ask(lambda ticket: messages.AskSeatMap(ticket, seats), _SEAT_MAP_S)
+
+    async def sleep(self, *, abort: bool = False) -> int:
+        """See `EngineClient`."""
+        if self.state == "sleeping":
+            return 0
+        if self.state != "ready":
+            raise self._refusal()
+        self._set_state("sleeping")
+        try:
+            if abort:
+                for request_id in list(self._streams):
+                    self.abort(request_id)
+            return await self._fall_asleep()
+        except BaseException:
+            if self.state == "sleeping":
+                self._set_state("ready")
+            raise
+
+    async def _fall_asleep(self) -> int:
+        """Once nothing is open. -> bytes freed."""
+        while True:
+            while self._streams:
+                self._stream_closed.clear()
+                await self._stream_closed.wait()
+            if self.state != "sleeping":
+                raise RequestError("it was woken before it slept", code="busy")
+            done = await self._ask(messages.Sleep, _SLEEP_S)
+            if done.error is None:
+                return done.freed
+            if done.error.code != "busy":
+                raise RequestError.from_info(done.error)
+            await asyncio.sleep(_LOOK_S)  # the last step of somebody who was given up
+
+    async def wake(self) -> None:
+        """See `EngineClient`."""
+        if self.state == "sleeping":
+            await self._ask(messages.Wake, _SLEEP_S)
+            if self.state == "sleeping":
+                self._set_state("ready")
+
+    async def reset_prefix_cache(self) -> None:
+        """See `EngineClient`."""
+        await self._ask(messages.ResetPrefixCache, _SEAT_MAP_S)
+
+    async def _ask(self, question: Callable[[int], messages.ToCore], wait_s: float) -> Any:
+        """What the core answers. question: made of a ticket. Raises RequestError if no core answers
+        in time.
+        """
         link = self._link
         if link is None or not link.ready:
             raise self._refusal()
         ticket = next(self._tickets)
         waiter = asyncio.get_running_loop().create_future()
         link.tickets[ticket] = waiter
-        link.send(messages.AskSeatMap(ticket, seats))
+        link.send(question(ticket))
         try:
-            return await asyncio.wait_for(waiter, _SEAT_MAP_S)
+            return await asyncio.wait_for(waiter, wait_s)
+        except EngineDead:
+            raise RequestError("the engine died over it", code="engine_dead") from None
         except TimeoutError:
             raise RequestError(
                 "the engine is busy and did not answer in time", code="internal_error"

@@ -68,6 +68,11 @@ class PromptScores:
         for number in range((len(entries) - new) // size, whole):
             self._put(keys[number], _packed(entries[number * size : (number + 1) * size]))
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._pages.clear()
+        self.kept_bytes = 0
+
     def drop(self, keys: list[bytes]) -> None:
         """Forget the pages of these names: what was computed with them is not to be trusted."""
         for key in keys:

@@ -284,6 +284,11 @@ class Scheduler:
         if not self._suspects:
             log.warning("a step failed, and none of its sequences fails alone")
 
+    def forget_prefixes(self) -> None:
+        """Let no later prompt find what was computed for an earlier one."""
+        self.pool.clear()
+        self._scores.clear()
+
     def take_unseated(self) -> list[Sequence]:
         """Who has lost its seat since the last call, other than for a plan."""
         unseated, self.state.unseated = self.state.unseated, []

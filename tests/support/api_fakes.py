@@ -118,6 +118,9 @@ class FakeClient:
         self.requests: list[EngineRequest] = []
         self.aborts: list[tuple[str, int | None, FinishReason]] = []
         self.open: set[str] = set()
+        #: Of each time that it was sent to sleep, whether open requests were to end.
+        self.slept: list[bool] = []
+        self.resets = 0
         self.age = 0.0
         defaults: dict[str, Any] = dict(
             model="fake",
@@ -251,6 +254,19 @@ class FakeClient:
 
     async def page_states(self) -> bytes:
         return (await self.seat_map()).page_states
+
+    async def sleep(self, *, abort: bool = False) -> int:
+        if self.state == "sleeping":
+            return 0
+        self.state = "sleeping"
+        self.slept.append(abort)
+        return 4096
+
+    async def wake(self) -> None:
+        self.state = "ready"
+
+    async def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     def records(self, after_step: int) -> np.ndarray:
         return self.history.records.since(after_step)

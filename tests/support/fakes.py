@@ -9,6 +9,7 @@ therefore changes the tokens.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +101,9 @@ class FakeRunner:
 
     def __init__(self, n_pages: int, page_size: int, seats: int):
         self.page_size, self.compiles = page_size, 0
-        self.tokens = np.full(n_pages * page_size, -1)
-        self.positions = np.full(n_pages * page_size, -1)
+        self.n_tokens = n_pages * page_size
+        self.tokens = np.full(self.n_tokens, -1)
+        self.positions = np.full(self.n_tokens, -1)
         self.last_token, self.seeds = [-1] * seats, [0] * seats
         self.poisoned: set[str] = set()
         self.spoiled: set[tuple[str, int]] = set()
@@ -204,6 +206,19 @@ class FakeRunner:
         self.tokens[:] = self.positions[:] = -1
         self.last_token = [-1] * len(self.last_token)
         self._tickets.clear()
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """What was stored is gone."""
+        alive()
+        freed = self.tokens.nbytes + self.positions.nbytes
+        self.tokens = self.positions = np.zeros(0, np.int64)
+        return freed
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        alive()
+        self.tokens = np.full(self.n_tokens, -1)
+        self.positions = np.full(self.n_tokens, -1)
+        self.last_token = [-1] * len(self.last_token)
 
     def _flat(self, chunk: Rows, position: int) -> int:
         return chunk.pages[position // self.page_size] * self.page_size + position % self.page_size

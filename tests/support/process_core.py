@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from jitney.engine.errors import ErrorInfo, ModelError
+from jitney.engine.errors import ErrorInfo, ModelError, RequestError
 from jitney.engine.messages import AskSeatMap, Progress, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, Seat, SequenceOutput
@@ -56,6 +57,8 @@ class Core:
         self.ended: list[SequenceOutput] = []
         self.asked: list[AskSeatMap] = []
         self.steps = 0
+        self.asleep = False
+        self.resets = 0
 
     @property
     def has_work(self) -> bool:
@@ -85,6 +88,7 @@ class Core:
         ]
 
     def step(self) -> StepReport:
+        assert not self.asleep
         outputs, self.ended = self.ended, []
         self.steps += 1
         events = [self.board(row) for row in self.rows if row.seat < 0]
@@ -120,6 +124,21 @@ class Core:
             events,
             answers=[self.seat_map(one.ticket) for one in asked],
         )
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        if self.has_work:
+            raise RequestError("there is work to do", code="busy")
+        alive()
+        self.asleep = True
+        return 1000
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        if os.environ.get("JITNEY_TEST_NO_WAKING"):
+            raise RuntimeError("there is no memory left")
+        self.asleep = False
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     def board(self, row: Row) -> SequenceEvent:
         row.seat = min(set(range(INFO.seats)) - {other.seat for other in self.rows})

@@ -668,3 +668,98 @@ def test_keys_do_not_reach_the_core(monkeypatch: pytest.MonkeyPatch):
                 assert b"sesame" not in Path(f"/proc/{pid_of(client)}/{name}").read_bytes()
 
     run(test)
+
+
+def refused(client: ProcessClient) -> str:
+    with pytest.raises(RequestError) as caught:
+        client.submit(request("no", 7))
+    return caught.value.info.code
+
+
+def test_an_engine_that_sleeps_refuses_and_serves_again_once_woken():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            assert await client.sleep() == 1000
+            assert (client.state, refused(client)) == ("sleeping", "sleeping")
+            assert await client.sleep() == 0, "it slept already"
+            await client.wake()
+            await client.wake()
+            outputs = await collect(client.submit(request("a", 7)))
+            assert [output.tokens for output in outputs] == [[7], [8], [9]]
+
+    run(test)
+
+
+def test_open_requests_are_waited_for():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=10))
+            going = asyncio.create_task(client.sleep())
+            await wait_for(lambda: client.state == "sleeping")
+            assert refused(client) == "sleeping"
+            outputs = await collect(stream)
+            assert len(outputs) == 10 and outputs[-1].finish == "length"
+            assert await going == 1000
+
+    run(test)
+
+
+def test_or_ended():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=100_000))
+            assert await client.sleep(abort=True) == 1000
+            assert (await collect(stream))[-1].finish == "abort"
+
+    run(test)
+
+
+def test_who_is_woken_while_it_waits_does_not_sleep():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=100))
+            going = asyncio.create_task(client.sleep())
+            await wait_for(lambda: client.state == "sleeping")
+            await client.wake()
+            assert client.state == "ready"
+            await collect(stream)
+            with pytest.raises(RequestError, match="woken before it slept"):
+                await going
+            assert client.state == "ready"
+
+    run(test)
+
+
+def test_a_core_that_cannot_wake_is_replaced_by_one_that_is_awake(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("JITNEY_TEST_NO_WAKING", "1")
+
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            before = pid_of(client)
+            await client.sleep()
+            with pytest.raises(RequestError) as caught:
+                await client.wake()
+            assert caught.value.info.code == "engine_dead"
+            await client.until("ready")
+            assert pid_of(client) != before
+            assert len(await collect(client.submit(request("a", 7)))) == 3
+
+    run(test)
+
+
+def test_a_prefix_cache_is_reset_while_requests_run():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=5))
+            await client.reset_prefix_cache()
+            assert len(await collect(stream)) == 5
+
+    run(test)
