@@ -22,7 +22,7 @@ from jitney.engine.api.schema import (
 )
 from jitney.engine.api.service import Context, Service
 from jitney.engine.conversation.events import AssistantParser
-from jitney.engine.conversation.grammars import behind_thoughts, tool_grammar
+from jitney.engine.conversation.grammars import Turn, turn_grammar
 from jitney.engine.conversation.tools import Tool, ToolUse, chosen_tools, shaped_messages
 from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, Whole
@@ -130,6 +130,8 @@ class Conversation:
     tools: ToolUse | None = None
     #: How long it shall think; None: as it likes.
     effort: ReasoningEffort | None = None
+    #: Tokens that it may think; None: as many as it likes.
+    thinking_budget: int | None = None
     #: Whether its thoughts are shown.
     shows_reasoning: bool = True
 
@@ -175,6 +177,7 @@ async def chat_conversation(service: Service, body: ChatBody) -> Conversation:
         variables=body.chat_template_kwargs | _template_variables(body),
         tools=_tool_use(body),
         effort=body.reasoning_effort,
+        thinking_budget=body.thinking_token_budget,
         shows_reasoning=body.include_reasoning is not False,
     )
 
@@ -212,17 +215,11 @@ async def conversation_request(
 def _held_to_grammar(
     service: Service, conversation: Conversation, prompt: str, sampling: SamplingParams
 ) -> SamplingParams:
-    """With the grammar of the whole turn, where calls are forced or strict, or the answer has a
-    grammar of its own.
+    """With the grammar of the whole turn, where calls are forced or strict, thoughts have a budget,
+    or the answer has a grammar of its own.
     """
-    turns, special_ids = service.turns, service.special_texts
-    grammar = sampling.grammar
-    if conversation.tools is not None:
-        if grammar is not None:
-            raise RequestError("excludes tools", param="response_format")
-        grammar = tool_grammar(turns, conversation.tools, prompt, special_ids)
-    elif grammar is not None:
-        grammar = behind_thoughts(turns, grammar, prompt, special_ids)
+    turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
+    grammar = turn_grammar(turn, conversation.tools, sampling.grammar)
     return msgspec.structs.replace(sampling, grammar=grammar)
 
 

@@ -573,6 +573,8 @@ class ChatBody(GenerationBody):
     #: None: true.
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    #: Tokens after which the thoughts are ended and the answer begins.
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     #: Whether thoughts are shown; None: true.
     include_reasoning: bool | None = None
     chat_template_kwargs: Annotated[

@@ -138,14 +138,16 @@ class Service:
 
     @property
     def special_texts(self) -> dict[str, int]:
-        """The markers of the model's turns that are special tokens, and their ids."""
+        """The markers of the model's turns that are tokens of their own, and their ids. In tags
+        they are so also where they are shown as text.
+        """
         if self._special_texts is None:
             _, tokenizer = self.ready()
-            markers = self.turns.markers(with_calls=True)
             self._special_texts = {}
-            for id in tokenizer.special_ids:
-                text = tokenizer.token_bytes(id).decode(errors="replace")
-                if text in markers:
+            for text in self.turns.markers(with_calls=True):
+                id = tokenizer.added_tokens.get(text)
+                is_tag = text.startswith("<") and text.endswith(">")
+                if id is not None and (is_tag or id in tokenizer.special_ids):
                     self._special_texts[text] = id
         return self._special_texts
 

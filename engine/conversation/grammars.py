@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jitney.engine.conversation import harmony
 from jitney.engine.conversation.formats import (
     CallText,
-    ReasoningFormat,
     TurnFormat,
     is_closed,
     is_open,
@@ -36,16 +36,60 @@ _OPENING = ("additionalProperties", "unevaluatedProperties", "patternProperties"
 _OPENING += ("oneOf", "$ref", "not", "if", "dependentSchemas", "propertyNames", "minProperties")
 
 
-def tool_grammar(
-    turns: TurnFormat, use: ToolUse, prompt: str, special_ids: Mapping[str, int]
-) -> Grammar | None:
-    """What a turn that follows a prompt may be; None: anything. special_ids: token ids of
-    texts that are special tokens, which no other tokens spell.
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is known of a turn before it is written."""
+
+    format: TurnFormat
+    #: The end of the text that it follows.
+    prompt: str
+    #: Token ids of markers that are tokens of their own: no others spell them.
+    special_ids: Mapping[str, int]
+    #: Tokens that it may think; None: as many as it likes.
+    thinking_budget: int | None = None
+
+
+def turn_grammar(turn: Turn, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
+    """What a whole turn may be; None: anything. use: what it may call. answer: what its content
+    must be. Raises RequestError.
+    """
+    if use is not None and answer is not None:
+        raise RequestError("excludes tools", param="response_format")
+    _check_budget(turn)
+    if answer is not None:
+        return _behind_thoughts(turn, answer)
+    if use is not None:
+        return _tool_grammar(turn, use)
+    if turn.thinking_budget is None:
+        return None
+    lark = _Lark(turn.special_ids)
+    thoughts = _thoughts(lark, turn)
+    return Grammar("lark", lark.written(f"{thoughts} {_content(lark, turn, 'ANY')}"))
+
+
+def _check_budget(turn: Turn) -> None:
+    """Refuse a budget where it could not be kept to the token."""
+    if turn.thinking_budget is None:
+        return
+    reasoning = turn.format.reasoning
+    end = harmony.END if reasoning is None else reasoning.end
+    if not turn.format.thinks or end not in turn.special_ids:
+        raise RequestError(
+            "this model does not think, or marks the end of its thoughts with no token of its own",
+            code="unsupported_parameter",
+            param="thinking_token_budget",
+        )
+
+
+def _tool_grammar(turn: Turn, use: ToolUse) -> Grammar | None:
+    """What a turn that may or must call may be; None: anything.
 
     Raises RequestError where a tool is strict and its calls have no form that could be held to a
     schema.
     """
-    if not use.is_required and not any(tool.strict for tool in use.tools):
+    turns = turn.format
+    is_free = turn.thinking_budget is None and not any(tool.strict for tool in use.tools)
+    if is_free and not use.is_required:
         return None
     text = turns.forced_tools.text
     if turns.tools is None or (turns.tools.text is None and not use.is_required):
@@ -56,19 +100,17 @@ def tool_grammar(
             param="tools",
         )
     assert text is not None  # forced_tools has one
-    lark = _Lark(special_ids)
-    thoughts = _thoughts(lark, turns, prompt)
+    lark = _Lark(turn.special_ids)
+    thoughts = _thoughts(lark, turn)
     return Grammar("lark", lark.written(f"{thoughts} {_answer(lark, turns, text, use)}"))
 
 
-def behind_thoughts(
-    turns: TurnFormat, grammar: Grammar, prompt: str, special_ids: Mapping[str, int]
-) -> Grammar:
+def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
     """The grammar of a turn whose answer has a grammar, and which may begin with thoughts. Raises
     RequestError for a grammar that cannot stand behind other text.
     """
-    lark = _Lark(special_ids)
-    thoughts = _thoughts(lark, turns, prompt)
+    lark = _Lark(turn.special_ids)
+    thoughts = _thoughts(lark, turn)
     if not thoughts:
         return grammar
     match grammar.kind:
@@ -86,9 +128,14 @@ def behind_thoughts(
                 code="unsupported_parameter",
                 param="structured_outputs",
             )
-    if turns.has_channels:
-        answer = f"{lark.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {answer}"
-    return Grammar("lark", lark.written(f"{thoughts} {answer}"))
+    return Grammar("lark", lark.written(f"{thoughts} {_content(lark, turn, answer)}"))
+
+
+def _content(lark: _Lark, turn: Turn, rule: str) -> str:
+    """A rule of what is said, with the header that it has in some formats."""
+    if not turn.format.has_channels:
+        return rule
+    return f"{lark.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {rule}"
 
 
 def _json_rule(schema: Any) -> str:
@@ -112,17 +159,18 @@ def _answer(lark: _Lark, turns: TurnFormat, text: CallText, use: ToolUse) -> str
     return f"({lark.up_to(trigger)} {lark.calls(text, use, trigger=trigger)})* ANY"
 
 
-def _thoughts(lark: _Lark, turns: TurnFormat, prompt: str) -> str:
+def _thoughts(lark: _Lark, turn: Turn) -> str:
     """What may come before the answer."""
+    turns, budget = turn.format, turn.thinking_budget
     if turns.has_channels:
         head = lark.literal(f"{harmony.CHANNEL}{harmony.THOUGHTS}{harmony.MESSAGE}")
         behind = lark.literal(f"{harmony.START}assistant")
-        return f"({head} {lark.up_to(harmony.END)} {behind})?"
-    reasoning: ReasoningFormat | None = turns.reasoning
-    if reasoning is None or is_closed(prompt, reasoning):
+        return f"({head} {lark.up_to(harmony.END, budget)} {behind})?"
+    reasoning = turns.reasoning
+    if reasoning is None or is_closed(turn.prompt, reasoning):
         return ""
-    rest = f"{lark.up_to(reasoning.end)} BLANKS"
-    if is_open(prompt, reasoning):
+    rest = f"{lark.up_to(reasoning.end, budget)} BLANKS"
+    if is_open(turn.prompt, reasoning):
         return rest
     return f"({lark.literal(reasoning.start)} {rest})?"
 
@@ -146,11 +194,16 @@ class _Lark:
                 parts.append(json.dumps(part, ensure_ascii=False))
         return " ".join(parts)
 
-    def up_to(self, marker: str) -> str:
-        """Any text, up to and with a marker."""
-        if marker in self._ids:
-            return f"ANY {self.literal(marker)}"
+    def up_to(self, marker: str, most_tokens: int | None = None) -> str:
+        """Any text, up to and with a marker. most_tokens: of a text before a marker that is a
+        token; then the marker is all that may come.
+        """
         name = f"up_to_{len(self._rules)}"
+        if marker in self._ids and most_tokens is None:
+            return f"ANY {self.literal(marker)}"
+        if marker in self._ids:
+            self._rules.append(f"{name}[max_tokens={most_tokens}]: ANY")
+            return f"{name} {self.literal(marker)}"
         self._rules.append(f"{name}[lazy]: ANY {json.dumps(marker, ensure_ascii=False)}")
         return name
 

@@ -62,6 +62,8 @@ class TextReader:
         self._n_calls = 0
         #: What is read now is thought, not said.
         self.is_thinking = False
+        #: The marker that was found last.
+        self.found = ""
         self._reading = self._read_all()
         next(self._reading)
 
@@ -165,6 +167,7 @@ class TextReader:
             self._settle(markers, drop_blanks)
             found = self._held.lstrip() if drop_blanks else self._held
             if found in markers:
+                self.found = found
                 self.mark(self._held)
                 self._held = ""
                 return found

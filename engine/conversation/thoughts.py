@@ -14,27 +14,35 @@ class TurnParser:
     def __init__(self, reader: TextReader):
         self._reader = reader
         self.reasoning_tokens = 0
-        #: Tokens whose text may belong to the marker that ends the thoughts.
-        self._unsure_tokens = 0
+        #: Text that may belong to the marker that ends the thoughts, and how many tokens brought
+        #: each piece.
+        self._unsure: list[tuple[str, int]] = []
 
     def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
         was_thinking = self._reader.is_thinking
         events = self._reader.feed(text)
-        if was_thinking and self._reader.is_thinking:
-            self._unsure_tokens += len(tokens)
-            if not self._reader.is_unsure:
+        if was_thinking:
+            self._unsure.append((text, len(tokens)))
+            if not self._reader.is_thinking:
+                self._count(before=self._reader.found)
+            elif not self._reader.is_unsure:
                 self._count()
-        else:
-            self._unsure_tokens = 0
         return events
 
     def finish(self) -> list[AssistantEvent]:
         self._count()
         return self._reader.close()
 
-    def _count(self) -> None:
-        self.reasoning_tokens += self._unsure_tokens
-        self._unsure_tokens = 0
+    def _count(self, before: str = "") -> None:
+        """Tokens that were thoughts: all, or those before a marker."""
+        texts = "".join([text for text, _ in self._unsure])
+        most = texts.find(before) if before else len(texts)
+        length = 0
+        for text, n_tokens in self._unsure:
+            length += len(text)
+            if length <= most:
+                self.reasoning_tokens += n_tokens
+        self._unsure = []
 
 
 class ThinkReader(TextReader):

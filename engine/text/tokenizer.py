@@ -71,6 +71,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._fast.chat_template)
 
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that are found whole in a text before all others, and their ids."""
+        return {token.content: id for id, token in self._rust.get_added_tokens_decoder().items()}
+
     @property
     def chat_template(self) -> str:
         """The template's text; empty if there is none."""

@@ -46,6 +46,7 @@ class ByteTokenizer:
     """
 
     special_ids = frozenset({EOS, BOS})
+    added_tokens: dict[str, int] = {}  # noqa: RUF012
     eos_ids = (EOS,)
     vocab_size = VOCAB
     has_chat_template = True

@@ -135,7 +135,7 @@ class FamilyTokenizer(ByteTokenizer):
     def __init__(self, family: str, specials: Iterable[str] = SPECIALS):
         self.chat_template = TEMPLATES[family]
         self._texts = {VOCAB + number: text.encode() for number, text in enumerate(specials)}
-        self._ids = {text.decode(): id for id, text in self._texts.items()}
+        self.added_tokens = self._ids = {text.decode(): id for id, text in self._texts.items()}
         self._cut = re.compile("(" + "|".join(map(re.escape, self._ids)) + ")")
         self.special_ids = ByteTokenizer.special_ids | set(self._texts)
 

@@ -256,6 +256,15 @@ def test_thoughts_are_counted():
     assert details == {"reasoning_tokens": len("\nTwo and two.\n")}
 
 
+def test_a_thinking_budget_reaches_the_engine_as_a_grammar():
+    for budget in (0, 20):
+        app, client = engine("qwen3", THINKING)
+        reply = run(call(app, CHATS, CHAT | {"thinking_token_budget": budget}))
+        assert reply.status == 200
+        grammar = client.requests[0].sampling.grammar
+        assert grammar is not None and f"[max_tokens={budget}]" in grammar.text
+
+
 def test_thoughts_can_be_left_out():
     body = CHAT | {"include_reasoning": False}
     message = ask("qwen3", THINKING, body)["message"]
@@ -324,6 +333,10 @@ def schema(**parameters: Any) -> list[dict[str, Any]]:
         ("reasoning_effort", {"reasoning_effort": "high"}),
         ("reasoning_effort", {"reasoning_effort": "nope"}),
         ("include_reasoning", {"include_reasoning": 1}),
+        *(
+            ("thinking_token_budget", {"thinking_token_budget": value})
+            for value in (-1, 2**31, "5", True, 1.5, 5)
+        ),
         *(
             ("chat_template_kwargs", {"chat_template_kwargs": value})
             for value in (

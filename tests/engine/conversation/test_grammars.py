@@ -6,17 +6,22 @@ from __future__ import annotations
 
 import itertools
 import json
+from random import Random
 from typing import Any
 
 import pytest
 from families import TEMPLATES
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 
+from jitney.engine.conversation import harmony
 from jitney.engine.conversation.events import message_of
-from jitney.engine.conversation.formats import turn_format
-from jitney.engine.conversation.grammars import behind_thoughts, tool_grammar
+from jitney.engine.conversation.formats import TurnFormat, turn_format
+from jitney.engine.conversation.grammars import Turn, turn_grammar
 from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse, chosen_tools
 from jitney.engine.errors import RequestError
+from jitney.engine.text.gguf_tokenizer import tiny_fast
+from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import Grammar
 
 BYTES = LLTokenizer("byte")
@@ -35,6 +40,18 @@ def use_of(mode: ToolMode, *, parallel: bool = True) -> ToolUse:
     use = chosen_tools([WEATHER, CLOCK], mode, None, parallel=parallel)
     assert use is not None
     return use
+
+
+def tool_grammar(
+    turns: TurnFormat, use: ToolUse, prompt: str, special_ids: dict[str, int]
+) -> Grammar | None:
+    return turn_grammar(Turn(turns, prompt, special_ids), use, None)
+
+
+def behind_thoughts(
+    turns: TurnFormat, grammar: Grammar, prompt: str, special_ids: dict[str, int]
+) -> Grammar | None:
+    return turn_grammar(Turn(turns, prompt, special_ids), None, grammar)
 
 
 def matcher(grammar: Grammar | None) -> LLMatcher:
@@ -195,3 +212,97 @@ def test_schemas_are_closed_where_that_is_plain():
 
     assert takes(grammar, call('{"a": {"b": 1}}')) and takes(grammar, call("{}"))
     assert not takes(grammar, call('{"c": 1}')) and not takes(grammar, call('{"a": {"c": 1}}'))
+
+
+@pytest.fixture(scope="module")
+def thinker() -> tuple[LLTokenizer, dict[str, int], Any]:
+    """A tokenizer whose markers are tokens: one special, one shown as text."""
+    fast = tiny_fast()
+    rust: Any = fast.backend_tokenizer
+    rust.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
+    marks = [harmony.CHANNEL, harmony.MESSAGE, harmony.END, harmony.START, "<tool_call>"]
+    rust.add_special_tokens([AddedToken(text, special=True) for text in marks])
+    ids = {text: rust.token_to_id(text) for text in (*marks, "<think>", "</think>")}
+    size = rust.get_vocab_size(True)
+    end = rust.token_to_id("<|im_end|>")
+    return LLTokenizer(rust.to_str(), n_vocab=size, eos_token=[end]), ids, Tokenizer(fast)
+
+
+def walked(inner: LLMatcher, random: Random, wanted: list[int], most: int) -> list[int]:
+    """Tokens that a model writes which wants these first, and then anything."""
+    tokens: list[int] = []
+    for _ in range(most):
+        mask = inner.compute_bitmask()
+        allowed = [id for id in range(len(mask) * 8) if mask[id // 8] >> (id % 8) & 1]
+        if not allowed or inner.is_stopped():
+            break
+        liked = [id for id in wanted if id in allowed]
+        token = liked[0] if liked else random.choice(allowed)
+        wanted = wanted[1:] if liked else wanted
+        assert inner.consume_token(token)
+        tokens.append(token)
+    return tokens
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, 40])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "harmony"])
+@pytest.mark.parametrize("answer", ["text", "json", "call", "tools"])
+def test_a_budget_ends_the_thoughts_to_the_token(thinker, budget: int, family: str, answer: str):
+    """And the answer begins, whatever it must be. A model that never ends them by itself."""
+    trie, ids, tokenizer = thinker
+    prompt = "<think>\n" if family == "deepseek_v3" else "assistant\n"
+    turns = turn_format(TEMPLATES[family], "hermes" if family != "harmony" else "auto")
+    turn = Turn(turns, prompt, ids, budget)
+    use = {"call": use_of("required"), "tools": use_of("auto")}.get(answer)
+    content = Grammar("json_schema", '{"enum":["yes"]}') if answer == "json" else None
+    grammar = turn_grammar(turn, use, content)
+    assert grammar is not None
+    random = Random(budget)
+    opening = {
+        "qwen3": "<think>",
+        "deepseek_v3": "",
+        "harmony": "<|channel|>analysis<|message|>",
+    }[family]
+    wanted = tokenizer.encode(opening, add_special_tokens=False)
+    end = ids[harmony.END if family == "harmony" else "</think>"]
+    for _ in range(5):
+        inner = LLMatcher(trie, LLMatcher.grammar_from_lark(grammar.text))
+        assert not inner.is_error(), inner.get_error()
+        assert inner.consume_tokens(wanted) if wanted else True
+        thoughts: list[int] = []
+        while len(thoughts) <= budget:
+            mask = inner.compute_bitmask()
+            allowed = [id for id in range(len(mask) * 8) if mask[id // 8] >> (id % 8) & 1]
+            if allowed == [end]:
+                break
+            token = random.choice([id for id in allowed if id != end])
+            assert inner.consume_token(token)
+            thoughts.append(token)
+        assert len(thoughts) == budget and allowed == [end]
+        assert inner.consume_token(end)
+        parser = turns.parser(prompt, frozenset(), forced=False)
+        for token in [*wanted, *thoughts, end]:
+            parser.push(tokenizer.token_bytes(token).decode(errors="replace"), [token])
+        assert parser.reasoning_tokens == budget
+        rest = b"".join(tokenizer.token_bytes(id) for id in walked(inner, random, [], 60))
+        if answer == "json":
+            assert rest.endswith(b'"yes"')
+        if answer == "call":
+            assert rest.lstrip().startswith((b"<tool_call>", b"<|start|>assistant<|channel|>comm"))
+
+
+def test_a_model_may_end_its_thoughts_before_the_budget(thinker):
+    trie, ids, tokenizer = thinker
+    turn = Turn(turn_format(TEMPLATES["qwen3"]), "<think>\n", ids, 50)
+    grammar = turn_grammar(turn, None, None)
+    assert grammar is not None
+    inner = LLMatcher(trie, LLMatcher.grammar_from_lark(grammar.text))
+    tokens = tokenizer.encode("Hm.</think>So, <b>it is</b>.", add_special_tokens=False)
+    assert inner.consume_tokens(tokens) and inner.is_accepting()
+
+
+def test_a_budget_needs_a_token_to_end_the_thoughts():
+    for family, ids in (("qwen3", {}), ("hermes", {"</think>": 5}), ("harmony", {})):
+        turn = Turn(turn_format(TEMPLATES[family]), "", ids, 5)
+        with pytest.raises(RequestError, match="no token of its own"):
+            turn_grammar(turn, None, None)
