@@ -73,8 +73,10 @@ class Format:
     """
 
     whole_object = chunk_object = ""
-    #: What a stream says while there is nothing to say.
-    keep_alive = b": keep-alive\n\n"
+    #: What a stream says while there is nothing to say: an event without a field, which is none. A
+    #: comment would be as right, but `vllm bench serve` (0.32) strips the chunks that it reads: a
+    #: comment by itself loses its end, and swallows all that follows.
+    keep_alive = b"\n\n"
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         self.generation = generation

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, Script, call, make_app, run
 
+from jitney.engine.api.formats import Format
 from jitney.engine.errors import ErrorInfo
 from jitney.engine.messages import Progress
 from jitney.engine.records import STEP_DTYPE
@@ -234,8 +235,8 @@ def test_keep_alives_while_the_engine_says_nothing():
     script = Script("abc", first_delay_s=0.3, delay_s=0.3)
     app = make_app(FakeClient(script), header_wait_s=0.05, keep_alive_s=0.1)
     reply = run(call(app, "/v1/completions", PROMPT | {"stream": True, "max_tokens": 2}))
-    assert reply.status == 200 and reply.chunks[0] == b": keep-alive\n\n"
-    assert 3 <= reply.chunks.count(b": keep-alive\n\n") <= 9
+    assert reply.status == 200 and reply.chunks[0] == Format.keep_alive
+    assert 3 <= reply.chunks.count(Format.keep_alive) <= 9
     assert reply.body.endswith(b"data: [DONE]\n\n")
 
 
