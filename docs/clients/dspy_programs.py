@@ -1,0 +1,75 @@
+"""dspy against a Jitney server."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import dspy
+from checks import Checks, expect
+
+checks = Checks(__doc__)
+
+
+def _model(**settings: Any) -> dspy.LM:
+    return dspy.LM(
+        f"openai/{checks.model}",
+        api_base=checks.base_url,
+        api_key=checks.key,
+        cache=False,
+        num_retries=0,
+        **settings,
+    )
+
+
+class Feel(dspy.Signature):
+    """How somebody feels."""
+
+    text: str = dspy.InputField()
+    feeling: Literal["happy", "sad", "angry"] = dspy.OutputField()
+    strength: Literal[1, 2, 3] = dspy.OutputField()
+
+
+@checks.add
+def call() -> None:
+    model = _model(max_tokens=16)
+    [answer] = model("Say hello.")
+    expect(answer, "no text")
+    [answer] = model(messages=[{"role": "user", "content": "Say hello."}])
+    expect(answer, "no text")
+
+
+@checks.add
+def text_completion() -> None:
+    [answer] = _model(max_tokens=8, model_type="text")("Once upon a time")
+    expect(answer, "no text")
+
+
+@checks.add
+def several() -> None:
+    answers = _model(max_tokens=16, temperature=1.0, n=3)("Say hello.")
+    expect(len(answers) == 3, answers)
+
+
+@checks.add
+def predict_by_schema() -> None:
+    """JSONAdapter asks for the answer's schema with response_format."""
+    with dspy.context(lm=_model(max_tokens=200), adapter=dspy.JSONAdapter()):
+        answer = dspy.Predict(Feel)(text="What a beautiful day!")
+    expect(answer.feeling in ("happy", "sad", "angry"), answer)
+    expect(answer.strength in (1, 2, 3), answer)
+
+
+@checks.add
+def chain_of_thought() -> None:
+    with dspy.context(lm=_model(max_tokens=1000), adapter=dspy.JSONAdapter()):
+        answer = dspy.ChainOfThought("question -> answer: bool")(question="Is water wet?")
+    expect(answer.answer in (True, False) and answer.reasoning, answer)
+
+
+@checks.add
+def responses() -> None:
+    [answer] = _model(max_tokens=16, model_type="responses")("Say hello.")
+    expect(answer, "no text")
+
+
+checks.run()

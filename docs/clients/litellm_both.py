@@ -1,0 +1,184 @@
+"""litellm, as a library and as a proxy in front of a Jitney server."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import litellm
+import openai
+from checks import Checks, expect
+from pydantic import BaseModel
+
+checks = Checks(__doc__)
+TO: dict[str, Any] = {
+    "model": f"openai/{checks.model}",
+    "api_base": checks.base_url,
+    "api_key": checks.key,
+}
+HELLO = [{"role": "user", "content": "Say hello."}]
+LAMP = {
+    "type": "function",
+    "function": {
+        "name": "set_lamp",
+        "parameters": {
+            "type": "object",
+            "properties": {"lamp": {"enum": ["kitchen", "hall"]}, "on": {"type": "boolean"}},
+            "required": ["lamp", "on"],
+            "additionalProperties": False,
+        },
+    },
+}
+#: Seconds that the proxy gets to be ready; it imports for long.
+_START_S = 120
+_PROXY_KEY = "sk-of-the-proxy"
+
+
+class Mood(BaseModel):
+    feeling: Literal["happy", "sad", "angry"]
+    strength: Literal[1, 2, 3]
+
+
+@checks.add
+def completion() -> None:
+    answer: Any = litellm.completion(**TO, messages=HELLO, max_tokens=16)
+    expect(answer.choices[0].message.content, answer)
+    expect(answer.usage.completion_tokens > 0, answer.usage)
+
+
+@checks.add
+def stream() -> None:
+    chunks: Any = litellm.completion(
+        **TO,
+        messages=HELLO,
+        max_tokens=16,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    pieces = list(chunks)
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    expect(text and len(pieces) > 2, pieces)
+
+
+@checks.add
+async def async_completion() -> None:
+    answer: Any = await litellm.acompletion(**TO, messages=HELLO, max_tokens=8)
+    expect(answer.choices[0].message.content, answer)
+
+
+@checks.add
+def text_completion() -> None:
+    to = TO | {"model": f"text-completion-openai/{checks.model}"}
+    answer: Any = litellm.text_completion(**to, prompt="Once upon a time", max_tokens=8)
+    expect(answer.choices[0].text, answer)
+
+
+@checks.add
+def errors() -> None:
+    try:
+        litellm.completion(**TO, messages=HELLO, temperature=9)
+    except litellm.BadRequestError:
+        return
+    raise AssertionError("temperature 9 was accepted")
+
+
+@checks.add
+def response_format() -> None:
+    answer: Any = litellm.completion(**TO, messages=HELLO, response_format=Mood)
+    Mood.model_validate_json(answer.choices[0].message.content)
+
+
+@checks.add
+def tools() -> None:
+    answer: Any = litellm.completion(**TO, messages=HELLO, tools=[LAMP], tool_choice="required")
+    [call, *_] = answer.choices[0].message.tool_calls
+    expect(json.loads(call.function.arguments)["lamp"] in ("kitchen", "hall"), call)
+
+
+@checks.add
+def responses() -> None:
+    answer: Any = litellm.responses(**TO, input="Say hello.", max_output_tokens=16)
+    expect(answer.output_text, answer)
+
+
+@checks.add
+def proxy() -> str:
+    with _proxy() as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=_PROXY_KEY, max_retries=0)
+        sent: Any = {"model": "ours", "messages": HELLO, "max_tokens": 16}
+        answer = client.chat.completions.create(**sent)
+        expect(answer.choices[0].message.content, answer)
+        pieces = list(client.chat.completions.create(**sent, stream=True))
+        expect(len(pieces) > 2, pieces)
+        call = client.chat.completions.create(**sent, tools=[LAMP], tool_choice="required")
+        expect(call.choices[0].message.tool_calls, call)
+        spoken = {"model": "ours", "max_tokens": 16, "messages": HELLO}
+        told = httpx.post(
+            f"{url}/v1/messages", json=spoken, headers={"x-api-key": _PROXY_KEY}, timeout=60
+        )
+        expect(told.status_code == 200 and told.json()["content"], told.text)
+    return "chat, stream, tools, messages"
+
+
+@contextmanager
+def _proxy() -> Iterator[str]:
+    """The address of a proxy that knows the server's model as "ours"."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "config.yaml")
+        config.write_text(
+            json.dumps({"model_list": [{"model_name": "ours", "litellm_params": TO}]})
+        )
+        port = _free_port()
+        program = str(Path(sys.executable).parent / "litellm")
+        with Path(folder, "log").open("w+b") as log:
+            process = subprocess.Popen(
+                [program, "--config", str(config), "--host", "127.0.0.1", "--port", str(port)],
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                env=os.environ | {"LITELLM_MASTER_KEY": _PROXY_KEY},
+            )
+            try:
+                url = f"http://127.0.0.1:{port}"
+                _wait_ready(process, url, Path(folder, "log"))
+                yield url
+            finally:
+                _stop(process)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until and process.poll() is None:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health/liveliness", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise RuntimeError(f"the proxy did not start: {log.read_text()[-250:]}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+checks.run()
