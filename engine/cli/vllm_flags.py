@@ -141,6 +141,7 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "--load-format": AlwaysSo(
         "the format is seen from the files: safetensors or GGUF", ("auto", "safetensors", "gguf")
     ),
+    "--enable-auto-tool-choice": AlwaysSo("a model may call the tools that a request brings"),
     "--trust-remote-code": Refused("no code of a model's is ever run"),
     "--download-dir": Refused("set JITNEY_CACHE, the cache folder, in the environment"),
     "--task": AlwaysSo("it generates", ("auto", "generate")),

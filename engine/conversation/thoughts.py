@@ -64,6 +64,8 @@ class ThinkReader(TextReader):
     def feed(self, text: str) -> list[AssistantEvent]:
         if self._is_over:
             return self._answer.feed(text)
+        if self.passes(text):
+            return self._taken()
         for position, char in enumerate(text):
             self._reading.send(char)
             if self._is_over:
