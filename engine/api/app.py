@@ -48,7 +48,7 @@ def create_app(
     and limits.
     """
     service = Service(client, tokenizer, settings, model_name)
-    service.openapi = document(routes)
+    service.openapi = document(tuple(routes))
     table = RouteTable(routes)
     batches = service.batches = Batches(service, table)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -50,7 +50,7 @@ async def upload_file(service: Service, request: Request) -> Response:
     await _check_room(keeper, service.settings, owner)
     id = new_id("file-")
     async with batches.uploading():
-        upload = await receive_upload(request, keeper.part(id))
+        upload = await _received(request, keeper.part(id))
         try:
             _check_purpose(upload)
             await _check_room(keeper, service.settings, owner, upload.size)
@@ -62,6 +62,14 @@ async def upload_file(service: Service, request: Request) -> Response:
             raise
     ignored = [name for name in upload.fields if name != "purpose"]
     return _json(shown_file(file), ignored_header(ignored))
+
+
+async def _received(request: Request, path: Path) -> Upload:
+    try:
+        return await receive_upload(request, path)
+    except ClientDisconnect:
+        context_of(request.scope).left = True
+        raise HttpError(400, "the client left before its file was there", close=True) from None
 
 
 def _check_purpose(upload: Upload) -> None:

@@ -28,6 +28,8 @@ _log = logging.getLogger("jitney.api")
 
 #: Seconds before each further try; after the last one it is given up.
 _PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)
+#: Seconds before another try if we could not send anything at all, a full disk perhaps.
+_AGAIN_S = 10.0
 #: Seconds that the other side has for an answer.
 _TIMEOUT_S = 10.0
 _SECRET_PREFIX = "whsec_"
@@ -108,10 +110,18 @@ class Webhooks:
         """Until it is cancelled."""
         async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
             while True:
-                self._news.clear()
-                due = await self._keeper.do(Store.deliveries, time.time())
-                await asyncio.gather(*(self._deliver(client, each) for each in due))
-                await self._sleep()
+                try:
+                    await self._tell(client)
+                except Exception:
+                    _log.exception("the ends of batches could not be told; it is tried again")
+                    await asyncio.sleep(_AGAIN_S)
+
+    async def _tell(self, client: httpx.AsyncClient) -> None:
+        """What is due, and then wait for more."""
+        self._news.clear()
+        due = await self._keeper.do(Store.deliveries, time.time())
+        await asyncio.gather(*(self._deliver(client, each) for each in due))
+        await self._sleep()
 
     async def _sleep(self) -> None:
         """Until the next one is due, or there is news."""

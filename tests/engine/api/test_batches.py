@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import httpx
 import openai
 import pytest
-from api_fakes import FakeClient, Script, http_client, make_app, served, until
+from api_fakes import FakeClient, Script, call, http_client, make_app, served, until
 from batch_files import CHATS, answers, begin, ended, jsonl, line
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
@@ -134,6 +135,22 @@ def test_files_are_bounded_in_size_and_number(folder: Path):
         with pytest.raises(openai.BadRequestError, match="key_files"):
             client.files.create(file=("a", b"x"), purpose="batch")
         assert len(list((folder / "files").iterdir())) == 3
+
+
+def test_a_client_that_leaves_in_the_middle_leaves_nothing(folder: Path, caplog: Any):
+    form = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nabc'
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    messages = [{"type": "http.request", "body": form, "more_body": True}]
+
+    async def leave() -> int:
+        app = make_app(data_dir=folder)
+        reply = await call(app, "/v1/files", headers=headers, messages=messages, leave_after=0.01)
+        await app.state.service.batches.close()
+        return reply.status
+
+    assert asyncio.run(leave()) == 400
+    assert not list((folder / "files").iterdir())
+    assert "Traceback" not in caplog.text
 
 
 def test_a_slow_upload_is_not_waited_for(folder: Path):
