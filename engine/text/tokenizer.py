@@ -114,9 +114,12 @@ class Tokenizer:
         """What a process needs to render chats of this model; None without a chat template."""
         if not self.has_chat_template:
             return None
-        names = self._fast.special_tokens_map
-        special_tokens = {name: str(token) for name, token in names.items()}
-        return TemplateSource(self.chat_template, special_tokens)
+        return TemplateSource(self.chat_template, self.special_tokens)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Those that have names, such as "bos_token", by these."""
+        return {name: str(token) for name, token in self._fast.special_tokens_map.items()}
 
     def apply_chat_template(
         self,

@@ -103,6 +103,21 @@ class DetokenizeAnswer(_Answer):
     content: str
 
 
+class TokenizerAnswer(_Answer):
+    """What a client needs to leave tokenising and templates to `/tokenize` and its like; null for
+    what the model has not.
+    """
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    #: Jinja.
+    chat_template: str | None
+    vocab_size: int
+    model_max_length: int
+
+
 class TemplateAnswer(_Answer):
     """What the chat template makes of a chat."""
 

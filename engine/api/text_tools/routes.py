@@ -28,6 +28,7 @@ from jitney.engine.api.text_tools.bodies import (
     TextTokenizeBody,
     TokenizeAnswer,
     TokenizeBody,
+    TokenizerAnswer,
 )
 from jitney.engine.api.text_tools.infill import InfillAnswer, InfillBody, infill
 from jitney.engine.errors import RequestError
@@ -68,6 +69,16 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
         raise RequestError(f"token ids must be 0 to {info.vocab_size - 1}", param="tokens")
     text = await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return _sent(service, {"prompt": text, "content": text}, headers)
+
+
+async def tokenizer_info(service: Service, request: Request) -> ASGIApp:
+    info, tokenizer = service.ready()
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    body: JsonDict = {name: tokenizer.special_tokens.get(name) for name in names}
+    body["chat_template"] = tokenizer.chat_template if tokenizer.has_chat_template else None
+    body["vocab_size"] = tokenizer.vocab_size
+    body["model_max_length"] = info.context_length
+    return _sent(service, body, {})
 
 
 async def apply_template(service: Service, request: Request) -> ASGIApp:
@@ -151,6 +162,13 @@ TEXT_ROUTES = (
         "the text of tokens",
         body=DetokenizeBody,
         answer=DetokenizeAnswer,
+    ),
+    HttpRoute(
+        "/tokenizer_info",
+        ("GET",),
+        tokenizer_info,
+        "the tokenizer's special tokens and the chat template, as vLLM has it",
+        answer=TokenizerAnswer,
     ),
     HttpRoute(
         "/apply-template",

@@ -6,6 +6,8 @@ import pytest
 from api_fakes import EOS, FakeClient, call, make_app, run
 
 from jitney.engine.api.settings import digest_key
+from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.text.tokenizer import load_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "ab"}]}
 RENDERED = "user: ab\nassistant: "
@@ -62,6 +64,25 @@ def test_an_empty_text_has_no_tokens():
 def test_tokens_become_text_under_both_names():
     body = ask("/detokenize", {"tokens": [104, 195, 169, EOS]}).json()
     assert body == {"prompt": "hé<eos>", "content": "hé<eos>"}
+
+
+def test_what_a_client_needs_to_leave_tokenising_to_the_server():
+    client = FakeClient()
+    body = run(call(make_app(client), "/tokenizer_info", method="GET")).json()
+    assert body == {
+        "bos_token": None,
+        "eos_token": "<eos>",
+        "pad_token": None,
+        "unk_token": None,
+        "chat_template": "",
+        "vocab_size": 260,
+        "model_max_length": 256,
+    }
+
+
+def test_the_special_tokens_of_a_model_have_names():
+    tokens = load_tokenizer(resolve("tiny-random")).special_tokens
+    assert (tokens["bos_token"], tokens["eos_token"]) == ("<|bos|>", "<|im_end|>")
 
 
 def test_what_the_template_makes_of_a_chat():
