@@ -188,10 +188,12 @@ class EngineCore:
         report.
         """
         grammar = request.sampling.grammar
-        if grammar is None:
+        if grammar is None and not request.sampling.ruled:
             self._let_in(request)
         elif self.grammars is None:
             self._reject(request, _NO_GRAMMARS)
+        elif grammar is None:
+            self._let_in(request)
         else:
             self.grammars.enter(request, grammar)
             self._let_in_compiled()
@@ -211,6 +213,9 @@ class EngineCore:
     def _let_in(
         self, request: EngineRequest, new_matcher: Callable[[], Matcher] | None = None
     ) -> None:
+        if request.sampling.ruled:
+            assert self.grammars is not None  # `add` has looked
+            new_matcher = self.grammars.ruled(request.sampling, new_matcher)
         try:
             self.scheduler.add(request, new_matcher)
         except RequestError as error:

@@ -33,6 +33,8 @@ MAX_BIAS = 512
 _MOST_NAMED = MAX_BIAS - 8
 MAX_N = 128
 _MAX_STOP_CHARS = 256
+#: Most tokens of a banned word.
+_MAX_WORD_TOKENS = 256
 _MAX_INT = 2**31 - 1
 #: Fields of SamplingParams that a model may bring its own defaults of.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -131,6 +133,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
     #: None: any text.
     grammar: Grammar | None = None
+    #: The only tokens that may be chosen; empty: all.
+    allowed_token_ids: tuple[int, ...] = ()
+    #: Words as tokens, each of which never comes whole.
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -163,8 +169,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """True when argmax of the logits is the whole answer: the all-greedy executable serves this
         row.
         """
-        shaped = self.penalised or self.biased or self.grammar is not None
-        return self.greedy and not (shaped or self.scored)
+        masked = self.grammar is not None or self.ruled
+        return self.greedy and not (self.penalised or self.biased or masked or self.scored)
+
+    @property
+    def ruled(self) -> bool:
+        """True when some tokens may not be chosen, whatever its grammar says."""
+        return bool(self.allowed_token_ids or self.banned_sequences)
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming a field that is out of range.
@@ -180,11 +191,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             Range(0, self.max_tokens).check("min_tokens", self.min_tokens)
         if self.logit_bias or self.stop_token_ids:
             self._check_token_ids(vocab_size)
+        if self.ruled:
+            self._check_rules(vocab_size)
         for text in self.stop:
             if not text or len(text) > _MAX_STOP_CHARS:
                 raise RequestError(
                     f"stop strings must have 1 to {_MAX_STOP_CHARS} characters", param="stop"
                 )
+
+    def _check_rules(self, vocab_size: int) -> None:
+        token_ids = Range(0, vocab_size - 1)
+        allowed = self.allowed_token_ids
+        if allowed:
+            token_ids.check("allowed_token_ids", min(allowed))
+            token_ids.check("allowed_token_ids", max(allowed))
+        alone: set[int] = set()
+        for banned in self.banned_sequences:
+            if not banned or len(banned) > _MAX_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words must have 1 to {_MAX_WORD_TOKENS} tokens", param="bad_words"
+                )
+            token_ids.check("bad_words", min(banned))
+            token_ids.check("bad_words", max(banned))
+            if len(banned) == 1:
+                alone.add(banned[0])
+        if allowed and alone.issuperset(allowed):
+            raise RequestError("bad_words leave none of allowed_token_ids", param="bad_words")
 
     def _check_token_ids(self, vocab_size: int) -> None:
         token_ids = Range(0, vocab_size - 1)

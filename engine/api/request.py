@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -309,6 +309,7 @@ def sampling_params(body: GenerationBody, info: EngineInfo, own: dict[str, Any])
         value = getattr(body, name)
         if value is not None:
             fields[name] = value
+    fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
     fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
     params = SamplingParams(**(fields | own))
     params.validate(info.vocab_size)
@@ -326,7 +327,10 @@ def _generation_request(
     sampling: SamplingParams,
 ) -> Generator[None, None, GenerationRequest]:
     """Without what only one of the routes shows. Work for `Slices`."""
-    info, _ = service.ready()
+    info, tokenizer = service.ready()
+    banned = yield from _banned_sequences(body.bad_words or (), tokenizer)
+    if banned:
+        sampling = msgspec.structs.replace(sampling, banned_sequences=banned)
     most = _most_prompt_tokens(body, info, kind, sampling)
     if most is not None:
         for prompt in prompts:
@@ -353,6 +357,23 @@ def _generation_request(
         prompt_logprobs=body.prompt_logprobs,
         top_logprobs=None,
     )
+
+
+def _banned_sequences(
+    words: Sequence[str], tokenizer: Tokenizer
+) -> Generator[None, None, tuple[tuple[int, ...], ...]]:
+    """The words as tokens, at the beginning of a text and within one, where it is spelled with a
+    blank before it. Work for `Slices`.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        texts = [word] if word[0].isspace() else [word, " " + word]
+        for text in texts:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if ids:
+                found[tuple(ids)] = None
+        yield
+    return tuple(found)
 
 
 def _engine_request(

@@ -35,6 +35,10 @@ MAX_STOPS = 64
 _LABEL_CHARS = 512
 #: Most entries of stop_token_ids, before those that are named twice are dropped.
 _MAX_STOP_TOKENS = 512
+#: Most ids of allowed_token_ids; most words that are banned, and characters of each.
+_MOST_ALLOWED = 1 << 20
+_MOST_BAD_WORDS = 256
+_BAD_WORD_CHARS = 64
 _MAX_PROMPTS = 128
 _MAX_MESSAGES = 4096
 _DAY_MS = 86_400_000
@@ -77,9 +81,7 @@ _SCHEMA_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "obj
 
 #: Known fields whose meaning we do not give -> the values that ask for nothing (null always does).
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "add_special_tokens": (),
@@ -310,6 +312,9 @@ class ModelBody(Part):
     model: Annotated[str, Field(min_length=1)] | None = None
 
 
+_BadWord = Annotated[str, Field(min_length=1, max_length=_BAD_WORD_CHARS)]
+
+
 class GenerationBody(ModelBody):
     """Fields that the generation routes share. Of those in `_REFUSED`, one that a body declares is
     not refused.
@@ -346,6 +351,11 @@ class GenerationBody(ModelBody):
     truncate_prompt_tokens: Annotated[
         Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None, PlainValidator(_truncation)
     ] = None
+    #: None: all.
+    allowed_token_ids: (
+        Annotated[list[int], Field(min_length=1, max_length=_MOST_ALLOWED)] | None
+    ) = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=_MOST_BAD_WORDS)] | None = None
     prompt_logprobs: Annotated[int | None, ranged("prompt_logprobs")] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from jitney.engine.scheduler.plan import MaskedRow, Plan
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.structured.compiling import token_trie
 from jitney.engine.structured.matchers import Matcher, Matchers
-from jitney.engine.types import EngineRequest, FinishReason, Grammar
+from jitney.engine.structured.token_rules import RuledMatcher
+from jitney.engine.types import EngineRequest, FinishReason, Grammar, SamplingParams
 
 #: Seconds between two looks at a grammar that somebody waits for.
 _LOOK_S = 0.001
@@ -147,7 +148,7 @@ class GrammarDesk:
     def _fill(self, seq: Sequence, masks: np.ndarray, row: int) -> Ending | None:
         """Write the mask of a sequence's next token, or say why it gets none."""
         matcher = seq.matcher
-        assert isinstance(matcher, Matcher)  # made by `Verdict.new_matcher`
+        assert isinstance(matcher, (Matcher, RuledMatcher))  # made here
         may_end = not seq.request.sampling.ignore_eos
         may_end = may_end and seq.n_output + 1 >= seq.request.sampling.min_tokens
         try:
@@ -157,6 +158,17 @@ class GrammarDesk:
         except RequestError as error:
             return Ending(seq, "error", error.info)
         return Ending(seq, "stop")
+
+    def ruled(
+        self, params: SamplingParams, new_inner: Callable[[], Any] | None
+    ) -> Callable[[], RuledMatcher]:
+        """What makes matchers for a request that may not choose all tokens. new_inner: makes those
+        of its grammar, if it has one.
+        """
+        rules = self._matchers.rules(params)
+        if new_inner is None:
+            return lambda: RuledMatcher(rules, None)
+        return lambda: RuledMatcher(rules, new_inner())
 
     def take_work(self) -> GrammarWork | None:
         """See `Matchers.take_work`."""

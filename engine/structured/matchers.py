@@ -21,7 +21,8 @@ from llguidance.numpy import fill_next_token_bitmask
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import GrammarWork
 from jitney.engine.structured.compiling import new_matcher
-from jitney.engine.types import Grammar
+from jitney.engine.structured.token_rules import RuledMatcher, TokenRules
+from jitney.engine.types import Grammar, SamplingParams
 
 _log = logging.getLogger("jitney.core")
 
@@ -152,18 +153,23 @@ class Matchers:
         assert isinstance(found, LLMatcher)  # it is ready
         return Matcher(found.deep_copy())
 
+    def rules(self, params: SamplingParams) -> TokenRules:
+        """What all sequences of a request share of its rules about tokens."""
+        return TokenRules(params, self._trie.vocab_size)
+
     def masks(self, rows: int) -> np.ndarray:
         """Room for the masks of so many rows, int32 [rows, ceil(V / 32)]."""
         return np.zeros((rows, self._words), np.int32)
 
-    def fill(self, matcher: Matcher, masks: np.ndarray, row: int, *, may_end: bool) -> bool:
+    def fill(
+        self, matcher: Matcher | RuledMatcher, masks: np.ndarray, row: int, *, may_end: bool
+    ) -> bool:
         """Write a matcher's mask; False if there is nothing that may come next. may_end: the text
         may end here, if the grammar allows it. Raises RequestError if the grammar takes too much.
         """
         matcher.fill(masks, row)
-        if may_end:
-            return not matcher.complete
-        masks[row] &= self._no_ends
+        if not may_end:
+            masks[row] &= self._no_ends
         return not matcher.complete and bool(masks[row].any())
 
     def count_masks(self, masks: int, seconds: float) -> None:

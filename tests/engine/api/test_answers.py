@@ -344,7 +344,7 @@ def test_return_token_ids():
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 def test_every_sampling_parameter_can_be_asked_for(kind):
     """A new one needs a field of its name in the body; then it reaches the engine."""
-    made_of_others = {"grammar"}
+    made_of_others = {"grammar", "banned_sequences"}
     assert set(SamplingParams.__struct_fields__) - made_of_others <= set(kind.model_fields)
 
 

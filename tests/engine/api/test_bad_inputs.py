@@ -115,6 +115,14 @@ BOTH: list[tuple[str, Any]] = [  # field, value: 400 that blames the field
     ("metadata", {str(i): "x" for i in range(17)}),
     *(("request_id", value) for value in ("", "a b", "x" * 129, "a\r\nb", 5)),
     *(("truncate_prompt_tokens", value) for value in (0, -2, 2**31, "1", True, 1.5)),
+    *(
+        ("allowed_token_ids", value)
+        for value in ([], [260], [-1], [2**63], [True], ["1"], [1.5], 5, "a", list(range(300)))
+    ),
+    *(
+        ("bad_words", value)
+        for value in ([""], [5], "a", 5, ["a" * 65], ["a"] * 257, [None], [["a"]])
+    ),
     *(("prompt_logprobs", value) for value in (-1, 2**63, 10**9, True, "1", 1.5)),
     ("tool_choice", "auto"),
     ("tool_choice", "nope"),
@@ -141,7 +149,6 @@ UNSUPPORTED: dict[str, Any] = {
     "audio": {},
     "response_format": {"type": "json_object"},
     "suffix": "x",
-    "allowed_token_ids": [],
     "store": True,
     "logits_processors": ["os.system"],
     "use_beam_search": True,

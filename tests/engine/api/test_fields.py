@@ -133,3 +133,20 @@ def test_a_prompt_is_cut_to_what_there_is_room_for(path, fields, left):
     assert ask(path, long | fields, client).status == 200
     assert len(client.requests[0].prompt) == left
     assert ask(path, ROUTES[path] | fields, client).status == 200
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_words_that_never_come_are_tokens_with_and_without_a_blank(path):
+    client = FakeClient()
+    fields = {"bad_words": ["no", "no", "\n"], "allowed_token_ids": [65, 66, 65]}
+    assert ask(path, ROUTES[path] | fields, client).status == 200
+    sampling = client.requests[0].sampling
+    assert sampling.banned_sequences == (tuple(b"no"), tuple(b" no"), (10,))
+    assert sampling.allowed_token_ids == (65, 66)
+    assert sampling.ruled and not sampling.plain
+
+
+def test_words_that_leave_no_token_are_refused():
+    fields = {"bad_words": ["A", "B"], "allowed_token_ids": [65, 66]}
+    reply = ask(COMPLETIONS, PROMPT | fields)
+    assert (reply.status, reply.error["param"]) == (400, "bad_words")

@@ -1,0 +1,83 @@
+"""Which tokens a request may choose from, whatever its grammar says: those it allows
+(`allowed_token_ids`), without those that would complete a word it bans (`bad_words`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from jitney.engine.types import SamplingParams
+
+
+class _Inner(Protocol):
+    """The matcher of a grammar."""
+
+    @property
+    def complete(self) -> bool: ...
+
+    def take(self, tokens: list[int], start: int) -> None: ...
+
+    def fill(self, masks: np.ndarray, row: int) -> None: ...
+
+
+class TokenRules:
+    """What the sequences of one request share."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int):
+        may_come = np.zeros(-(-vocab_size // 32) * 32, bool)
+        if params.allowed_token_ids:
+            may_come[list(params.allowed_token_ids)] = True
+        else:
+            may_come[:vocab_size] = True
+        #: uint32 [ceil(V / 32)]: tokens that may ever come.
+        self.base = np.packbits(may_come, bitorder="little").view(np.uint32)
+        #: Banned words of several tokens, by the last token before the one that completes them.
+        self.by_token: dict[int, list[tuple[int, ...]]] = {}
+        for banned in params.banned_sequences:
+            if len(banned) == 1:
+                _clear(self.base, banned[0])
+            else:
+                self.by_token.setdefault(banned[-2], []).append(banned)
+        #: Output tokens that have to be remembered.
+        self.memory = max([len(banned) - 1 for banned in params.banned_sequences], default=0)
+
+
+class RuledMatcher:
+    """Where one sequence stands (`engine.scheduler.sequence.Matcher`). inner: of its grammar, if it
+    has one.
+    """
+
+    __slots__ = ("_inner", "_rules", "_tail")
+
+    def __init__(self, rules: TokenRules, inner: _Inner | None):
+        self._rules = rules
+        self._inner = inner
+        # The last output tokens.
+        self._tail: tuple[int, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return self._inner is not None and self._inner.complete
+
+    def take(self, tokens: list[int], start: int) -> None:
+        if self._inner is not None:
+            self._inner.take(tokens, start)
+        self._tail = tuple(tokens[max(start, len(tokens) - self._rules.memory) :])
+
+    def fill(self, masks: np.ndarray, row: int) -> None:
+        """Write which tokens may come next into a row of int32 [n, words]."""
+        allowed = self._rules.base.copy()
+        for banned in self._rules.by_token.get(self._tail[-1] if self._tail else -1, ()):
+            if self._tail[1 - len(banned) :] == banned[:-1]:
+                _clear(allowed, banned[-1])
+        if self._inner is None:
+            masks[row] = allowed.view(np.int32)
+        else:
+            self._inner.fill(masks, row)
+            masks[row] &= allowed.view(np.int32)
+
+
+def _clear(mask: np.ndarray, token: int) -> None:
+    mask[token // 32] &= ~np.uint32(1 << (token % 32))
