@@ -228,10 +228,19 @@ class EngineCore:
         for request, new_matcher, error, ended in self.grammars.leave():
             if error is not None:
                 self._reject(request, error)
-                continue
-            self._let_in(request, new_matcher)
-            for index, reason in ended.items():
-                self.scheduler.abort(request.id, index, reason)
+            elif new_matcher is None:
+                self._end_before(request, ended)
+            else:
+                self._let_in(request, new_matcher)
+                for index, reason in ended.items():
+                    self.scheduler.abort(request.id, index, reason)
+
+    def _end_before(self, request: EngineRequest, ended: dict[int, FinishReason]) -> None:
+        """All sequences of a request were ended before it was let in."""
+        self._rejected += [
+            SequenceOutput(request_id=request.id, index=index, finish=reason)
+            for index, reason in sorted(ended.items())
+        ]
 
     def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
         n = min(max(1, request.sampling.n), MAX_N)  # n itself may be what was refused

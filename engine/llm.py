@@ -19,7 +19,13 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.text.detokenizer import TextDelta, TextStream
 from jitney.engine.text.tokenizer import load_tokenizer
-from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
+from jitney.engine.types import (
+    EngineRequest,
+    Grammar,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+)
 
 _Prompt = str | Sequence[int]
 
@@ -205,7 +211,20 @@ class LLM:
             arrival=time.monotonic(),
         )
         self.core.scheduler.check_request(request)
+        if params.grammar is not None:
+            self._check_grammar(params.grammar)
         return request
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        """RequestError if no answer can be held to it."""
+        if self.core.grammars is None:
+            self.core.learn(self.tokenizer.json)
+        if self.core.grammars is None:
+            raise RequestError("this model's tokenizer cannot be held to grammars", param="grammar")
+        try:
+            self.core.grammars.check(grammar)
+        except RequestError as error:
+            raise RequestError(str(error), code=error.info.code, param="grammar") from None
 
     def _submit(self, request: EngineRequest) -> _RequestOutput:
         params = request.sampling

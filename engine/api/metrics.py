@@ -90,6 +90,7 @@ class _EngineCollector(Collector):
         yield from self._seats_and_pages()
         yield from self._kernels()
         yield from self._canary()
+        yield from self._grammars()
         yield from self._compilation()
         yield from self._steps()
 
@@ -171,6 +172,22 @@ class _EngineCollector(Collector):
             "of them, those that differed by more than rounding explains",
             counters.canary_mismatched,
         )
+
+    def _grammars(self) -> Iterator[Metric]:
+        counters = self._service.client.counters
+        yield _counter("grammar_masks", "tokens chosen under a grammar's mask", counters.masks)
+        yield _counter(
+            "grammar_mask_seconds",
+            "time spent computing masks, beside the device's work",
+            counters.mask_seconds,
+        )
+        yield _counter("grammars_compiled", "grammars compiled", counters.grammars_compiled)
+        yield _counter(
+            "grammar_compile_seconds",
+            "time spent compiling grammars, beside the steps",
+            counters.grammar_seconds,
+        )
+        yield _gauge("grammars_cached", "compiled grammars kept", counters.grammars_kept)
 
     def _compilation(self) -> Iterator[Metric]:
         counters, info = self._service.client.counters, self._service.client.info

@@ -147,6 +147,7 @@ async def completion_request(
     check_chars(max(lengths, default=0) + len(body.suffix or ""), info, "prompt")
     if body.suffix:
         sampling = with_ends(sampling, fill_in_of(tokenizer, "suffix"))
+    sampling = await _with_checked_grammar(service, body, sampling)
     prompts = await service.off_loop(
         lambda: [_completion_prompt(item, body.suffix, tokenizer) for item in body.prompt]
     )
@@ -193,6 +194,7 @@ async def conversation_request(
     info, _ = service.ready()
     check_model(service, body.model)
     _check_choices(sampling.n, info)
+    sampling = await _with_checked_grammar(service, body, sampling)
     prompt = await conversation_prompt(service, conversation)
     use = conversation.tools
     sampling = _held_to_grammar(service, conversation, prompt.tail, sampling)
@@ -311,11 +313,27 @@ def sampling_params(body: GenerationBody, info: EngineInfo, own: dict[str, Any])
             fields[name] = value
     fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
     fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
+    wanted = body.wanted_grammar
+    fields["grammar"] = None if wanted is None else wanted.grammar
     params = SamplingParams(**(fields | own))
     params.validate(info.vocab_size)
     if params.top_k > info.vocab_size:
         return msgspec.structs.replace(params, top_k=info.vocab_size)
     return params
+
+
+async def _with_checked_grammar(
+    service: Service, body: GenerationBody, sampling: SamplingParams
+) -> SamplingParams:
+    """The parameters with their grammar as the engine takes it. Raises RequestError, blamed on the
+    field that it came in, if it cannot be used.
+    """
+    if sampling.grammar is None:
+        return sampling
+    wanted = body.wanted_grammar
+    param = "tools" if wanted is None else wanted.param
+    grammar = await service.checked_grammar(sampling.grammar, param)
+    return msgspec.structs.replace(sampling, grammar=grammar)
 
 
 def _generation_request(
@@ -499,6 +517,7 @@ async def ids_request(
     sampling: SamplingParams,
 ) -> GenerationRequest:
     """The request that continues a prompt of tokens. Raises RequestError."""
+    sampling = await _with_checked_grammar(service, body, sampling)
     return await service.slices.result(
         _generation_request(service, body, context, kind, [EncodedPrompt(ids)], sampling)
     )

@@ -25,7 +25,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from jitney.engine.api import grammar_fields
 from jitney.engine.api.errors import echo
+from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.errors import RequestError
 from jitney.engine.types import Range, SamplingParams, declared
 
@@ -90,11 +92,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "grammar": (),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_whitespace_pattern": (),
     "include_reasoning": (True, False),
     "json_schema": (),
     "length_penalty": (1, 1.0),
@@ -105,10 +104,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_embeds": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": (),
     "thinking_token_budget": (),
     "tool_choice": ("none",),
@@ -359,11 +356,38 @@ class GenerationBody(ModelBody):
     prompt_logprobs: Annotated[int | None, ranged("prompt_logprobs")] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
+    response_format: grammar_fields.ResponseFormat | None = None
+    structured_outputs: grammar_fields.StructuredOutputs | None = None
+    guided_json: grammar_fields.Schema | None = None
+    guided_regex: grammar_fields.Pattern | None = None
+    guided_choice: grammar_fields.Choices | None = None
+    guided_grammar: grammar_fields.Pattern | None = None
     request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
+
+    @property
+    def wanted_grammar(self) -> WantedGrammar | None:
+        """What the answer is held to. Raises RequestError for more than one."""
+        found = [
+            *grammar_fields.of_response_format(self.response_format),
+            *grammar_fields.of_structured_outputs(self.structured_outputs),
+            *grammar_fields.of_fields(
+                "guided_",
+                self.guided_json,
+                self.guided_regex,
+                self.guided_choice,
+                self.guided_grammar,
+            ),
+        ]
+        if len(found) > 1:
+            raise RequestError(
+                f"an answer is held to one grammar, and {found[0].param} names another",
+                param=found[1].param,
+            )
+        return found[0] if found else None
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

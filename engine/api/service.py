@@ -25,13 +25,15 @@ from jitney.engine.api.text_threads import TextThreads
 from jitney.engine.conversation.formats import TurnFormat, turn_format
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
-from jitney.engine.types import EngineInfo
+from jitney.engine.structured.setup import CheckerSetup
+from jitney.engine.types import EngineInfo, Grammar
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from jitney.engine.api.batches.service import Batches
     from jitney.engine.api.chat_templates import ChatTemplates
+    from jitney.engine.api.grammars import Grammars
     from jitney.engine.api.tracing import Tracing
     from jitney.engine.text.tokenizer import Tokenizer
 
@@ -109,6 +111,8 @@ class Service:
         self._threads = TextThreads()
         #: Renders chats; None: the text threads do, which a template that never ends would take.
         self.chat_templates: ChatTemplates | None = None
+        #: Checks grammars; None: the text threads do, which one that never ends would take.
+        self.grammars: Grammars | None = None
         #: Makes spans for OpenTelemetry; None: it is off.
         self.tracing: Tracing | None = None
         #: Files and batches of requests.
@@ -247,3 +251,15 @@ class Service:
         if self.chat_templates is not None:
             return await self.chat_templates.render(messages, most_chars, variables)
         return await self.off_loop(lambda: tokenizer.apply_chat_template(messages, **variables))
+
+    async def checked_grammar(self, grammar: Grammar, param: str) -> Grammar:
+        """A grammar as the engine takes it. Raises RequestError, blamed on `param`, for one that
+        cannot be used.
+        """
+        if self.grammars is not None:
+            return await self.grammars.checked(grammar, param)
+        from jitney.engine.api.grammars import check_here
+
+        info, tokenizer = self.ready()
+        setup = CheckerSetup(tokenizer.special_names, info.vocab_size)
+        return await self.off_loop(lambda: check_here(setup, grammar, param))

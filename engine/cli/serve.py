@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.connections import Connections
+    from jitney.engine.api.grammars import Grammars
     from jitney.engine.api.settings import ServerSettings
     from jitney.engine.api.tracing import Tracing
     from jitney.engine.checkpoints.sources import ModelSource
@@ -129,6 +130,7 @@ class _Server:
         self.app.state.service.tracing = self.tracing
         #: Renders chats, once the model's template is known.
         self.chat_templates: ChatTemplates | None = None
+        self.grammars: Grammars | None = None
         self.connections = Connections(settings)
         self.web = web_server(config, settings, self.app, self.connections)
         #: Numbers of the signals that came.
@@ -182,6 +184,8 @@ class _Server:
         await asyncio.wait((web,), timeout=_FAREWELL_S + 1)
         if self.chat_templates is not None:
             await self.chat_templates.close()
+        if self.grammars is not None:
+            await self.grammars.close()
         if self.recorder is not None:
             self.recorder.close()
         if self.tracing is not None:
@@ -194,7 +198,9 @@ class _Server:
         template = self.config.model.chat_template
         tokenizer = await _in_thread(lambda: _load_tokenizer(source, template))
         await self._open_service(source.name, tokenizer)
+        self.client.learn(await _in_thread(lambda: tokenizer.json))
         info = await self.client.wait_ready()
+        self.grammars = self.app.state.service.grammars = _grammars(tokenizer, info)
         _put_aside()
         self.display.close()
         for line in _greeting(self.config, self.url, info, tokenizer):
@@ -378,6 +384,13 @@ def find_model(config: Config, display: Display) -> ModelSource:
         display.progress(Progress(stage, done, total, detail))
 
     return resolve(config.model.id, revision=config.model.revision or None, progress=report)
+
+
+def _grammars(tokenizer: Tokenizer, info: EngineInfo) -> Grammars:
+    from jitney.engine.api.grammars import Grammars
+    from jitney.engine.structured.setup import CheckerSetup
+
+    return Grammars(CheckerSetup(tokenizer.special_names, info.vocab_size))
 
 
 def _load_tokenizer(source: ModelSource, chat_template: str) -> Tokenizer:

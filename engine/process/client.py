@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jitney.engine.messages import CanaryFinding, Progress, SeatMap
+from jitney.engine.messages import CanaryFinding, GrammarWork, Progress, SeatMap
 from jitney.engine.records import ROW_KINDS
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
@@ -72,6 +72,12 @@ class EngineCounters:
         self.canary_mismatched = 0
         #: Largest difference of two log-probabilities.
         self.canary_worst = 0.0
+        #: What grammars cost: masks and grammars, and seconds of each; and how many are kept.
+        self.masks = 0
+        self.mask_seconds = 0.0
+        self.grammars_compiled = 0
+        self.grammar_seconds = 0.0
+        self.grammars_kept = 0
         #: Sequences that wait, and their prompt tokens.
         self.waiting = 0
         self.waiting_tokens = 0
@@ -110,6 +116,14 @@ class EngineCounters:
             self.canary_checked += 1
             self.canary_mismatched += not finding.right
             self.canary_worst = max(self.canary_worst, finding.apart)
+
+    def observe_grammars(self, work: GrammarWork) -> None:
+        """Add what grammars have cost."""
+        self.masks += work.masks
+        self.mask_seconds += work.mask_s
+        self.grammars_compiled += work.compiled
+        self.grammar_seconds += work.compile_s
+        self.grammars_kept = work.kept
 
     def observe_idle(self, waiting: int) -> None:
         """An idle tick: nothing sits in a seat, and no page is held by a sequence."""

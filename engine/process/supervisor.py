@@ -401,6 +401,8 @@ class ProcessClient:
             self._watchdog.step_done(step_of(report.record), record)
         self.counters.observe_outputs(report.outputs)
         self.counters.observe_canary(report.canary)
+        if report.grammars is not None:
+            self.counters.observe_grammars(report.grammars)
         self._deliver(report.outputs)
 
     def _take_outputs(self, outputs: list[SequenceOutput]) -> None:

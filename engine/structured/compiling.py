@@ -54,7 +54,9 @@ def in_lark(grammar: Grammar) -> Grammar:
         return grammar
     try:
         return Grammar("lark", gbnf_to_lark(grammar.text))
-    except Exception as error:  # among others RecursionError, of rules that are too deep
+    except RecursionError:
+        raise _bad_grammar("too complex: its rules are too deep") from None
+    except Exception as error:  # its own is no subclass of anything
         raise _bad_grammar(str(error) or type(error).__name__) from None
 
 

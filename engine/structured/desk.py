@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +42,8 @@ class Verdict(NamedTuple):
     """What came of a request that waited."""
 
     request: EngineRequest
-    #: Makes a matcher for each of its sequences; None: the grammar cannot be used.
+    #: Makes a matcher for each of its sequences; None: the grammar cannot be used, or all of them
+    #: were ended.
     new_matcher: Callable[[], Matcher] | None
     error: ErrorInfo | None
     #: Sequences that were ended meanwhile, and why.
@@ -88,7 +88,7 @@ class GrammarDesk:
     def check(self, grammar: Grammar) -> None:
         """Wait until a grammar is compiled. Raises RequestError if it cannot be used."""
         self._matchers.begin(grammar)
-        while not self._matchers.ready(grammar):
+        while self._matchers.maker(grammar) is None:
             time.sleep(_LOOK_S)
 
     def enter(self, request: EngineRequest, grammar: Grammar) -> None:
@@ -111,12 +111,15 @@ class GrammarDesk:
         return verdicts
 
     def _verdict(self, entry: _Waiting) -> Verdict | None:
+        """What came of a request, None while it waits."""
+        if entry.is_over:
+            return Verdict(entry.request, None, None, entry.ended)
         try:
-            if not (entry.is_over or self._matchers.ready(entry.grammar)):
-                return None
+            new_matcher = self._matchers.maker(entry.grammar)
         except RequestError as error:
             return Verdict(entry.request, None, error.info, entry.ended)
-        new_matcher = partial(self._matchers.new, entry.grammar)
+        if new_matcher is None:
+            return None
         return Verdict(entry.request, new_matcher, None, entry.ended)
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:

@@ -124,34 +124,28 @@ class Matchers:
             job = self._jobs[grammar] = _Job(grammar, self._clock())
         self._waiting.put(job)
 
-    def ready(self, grammar: Grammar) -> bool:
-        """Whether `new` makes matchers of a grammar that was begun. Raises RequestError if it
-        cannot be used.
+    def maker(self, grammar: Grammar) -> Callable[[], Matcher] | None:
+        """What makes matchers of a grammar that was begun, each at the beginning of a text; None
+        while it is being compiled. Raises RequestError if it cannot be used.
         """
         with self._lock:
             found = self._kept.get(grammar)
             job = self._jobs.get(grammar)
-            if isinstance(found, RequestError):
-                raise found
             if found is not None:
                 self._kept.move_to_end(grammar)
-                return True
-            if job is not None and self._clock() - job.since > _TIMEOUT_S:
+            elif job is not None and self._clock() - job.since > _TIMEOUT_S:
                 self._give_up(job)
                 raise RequestError(
                     f"compiling the grammar took longer than {_TIMEOUT_S:g} s",
                     code="grammar_too_complex",
                 )
+        if isinstance(found, RequestError):
+            raise found
+        if found is not None:
+            return lambda: Matcher(found.deep_copy())
         if job is None:  # it has made room for others meanwhile
             self.begin(grammar)
-        return False
-
-    def new(self, grammar: Grammar) -> Matcher:
-        """A matcher of a grammar that is ready, at the beginning of a text."""
-        with self._lock:
-            found = self._kept[grammar]
-        assert isinstance(found, LLMatcher)  # it is ready
-        return Matcher(found.deep_copy())
+        return None
 
     def rules(self, params: SamplingParams) -> TokenRules:
         """What all sequences of a request share of its rules about tokens."""

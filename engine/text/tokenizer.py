@@ -177,6 +177,17 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it, or None if it has none."""
         return self._rust.token_to_id(token)
 
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        """Names of the tokens that stand for no text of their own."""
+        names = [self.id_to_token(id) for id in sorted(self.special_ids)]
+        return tuple([name for name in names if name])
+
+    @property
+    def json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it."""
+        return self._rust.to_str()
+
     def id_to_token(self, id: int) -> str | None:
         """The token as the vocabulary spells it, or None for an id it does not have."""
         return self._rust.id_to_token(id)

@@ -48,6 +48,7 @@ class ByteTokenizer:
     special_ids = frozenset({EOS, BOS})
     added_tokens: dict[str, int] = {}  # noqa: RUF012
     special_tokens: dict[str, str] = {"eos_token": "<eos>"}  # noqa: RUF012
+    special_names = ("<eos>", "<bos>")
     eos_ids = (EOS,)
     vocab_size = VOCAB
     has_chat_template = True

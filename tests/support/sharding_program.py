@@ -28,6 +28,7 @@ from jitney.engine.machine import cpu_name
 from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import POOL, WHOLE, gather, make_mesh
 from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.types import Grammar
 from jitney.kernels.select import select
 
 ROWS = 64
@@ -93,8 +94,8 @@ def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
 
 
 def tokens(devices: int) -> np.ndarray:
-    """What a whole engine answers to six prompts, greedily and by chance: int [12, 12]; row 12:
-    compiles since.
+    """What a whole engine answers to six prompts, greedily, by chance, and held to a grammar: int
+    [18, 12]; row 18: compiles since.
     """
     llm = LLM(
         "tiny-random:qwen3",
@@ -117,10 +118,13 @@ def tokens(devices: int) -> np.ndarray:
             SamplingParams(
                 seed=3, top_p=0.9, top_k=40, max_tokens=12, ignore_eos=True, frequency_penalty=0.5
             ),
+            SamplingParams(
+                seed=3, max_tokens=12, presence_penalty=0.5, grammar=Grammar("regex", "[a-z]{99}")
+            ),
         )
     ]
     llm.core.check()
-    return np.array([*rows[0], *rows[1], [llm.core.runner.compiles] * 12])
+    return np.array([*rows[0], *rows[1], *rows[2], [llm.core.runner.compiles] * 12])
 
 
 def program(devices: int, plain: bool, bucket: list[int]) -> np.ndarray:

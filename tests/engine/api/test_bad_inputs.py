@@ -141,13 +141,12 @@ def test_a_bad_field_is_named(path, field, value):
 
 
 UNSUPPORTED: dict[str, Any] = {
-    "guided_json": {},
-    "structured_outputs": {"json": {}},
+    "guided_decoding_backend": "xgrammar",
+    "guided_whitespace_pattern": " ",
     "prompt_embeds": "x",
     "chat_template": "{% %}",
     "functions": [{}],
     "audio": {},
-    "response_format": {"type": "json_object"},
     "suffix": "x",
     "store": True,
     "logits_processors": ["os.system"],

@@ -1,0 +1,138 @@
+"""The fields by which a request holds its answer to a grammar: OpenAI's `response_format`, vLLM's
+`structured_outputs`, and the older `guided_*`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from jitney.engine.errors import RequestError
+from jitney.engine.structured import grammar
+from jitney.engine.types import Grammar
+
+#: Most characters of a regular expression, a grammar or a schema; choices, and characters of each.
+_MOST_CHARS = 1 << 16
+_MOST_CHOICES = 1024
+_MOST_CHOICE_CHARS = 1024
+
+Pattern = Annotated[str, Field(min_length=1, max_length=_MOST_CHARS)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=_MOST_CHOICE_CHARS)]],
+    Field(min_length=1, max_length=_MOST_CHOICES),
+]
+#: A JSON schema, or its text.
+Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=_MOST_CHARS)]
+
+
+class _Exact(BaseModel):
+    """Part of a body in which a field that nobody knows is an error: an answer is never held to
+    less than was asked for.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class _NamedSchema(_Exact):
+    """The schema of an answer. Every schema is kept to, strict or not."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    description: Annotated[str | None, Field(max_length=4096)] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Exact):
+    """OpenAI's: any text, any object of JSON, or what a schema allows."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _NamedSchema | None = None
+
+
+class StructuredOutputs(_Exact):
+    """vLLM's; exactly one of these."""
+
+    json_schema: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+
+
+class WantedGrammar(NamedTuple):
+    """What an answer is held to."""
+
+    #: The field that says so, to blame if it cannot be used.
+    param: str
+    grammar: Grammar
+
+
+def of_response_format(wanted: ResponseFormat | None) -> list[WantedGrammar]:
+    """Raises RequestError for a type and a schema that do not go together."""
+    if wanted is None:
+        return []
+    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+        raise RequestError(
+            "json_schema is needed with type json_schema, and with no other",
+            param="response_format.json_schema",
+        )
+    if wanted.json_schema is not None:
+        param = "response_format.json_schema.schema"
+        return [WantedGrammar(param, _schema(wanted.json_schema.json_schema, param))]
+    if wanted.type == "json_object":
+        return [WantedGrammar("response_format", grammar.ANY_OBJECT)]
+    return []
+
+
+def of_structured_outputs(wanted: StructuredOutputs | None) -> list[WantedGrammar]:
+    """Raises RequestError unless exactly one is given."""
+    if wanted is None:
+        return []
+    found = of_fields(
+        "structured_outputs.", wanted.json_schema, wanted.regex, wanted.choice, wanted.grammar
+    )
+    if wanted.json_object:
+        found.append(WantedGrammar("structured_outputs.json_object", grammar.ANY_OBJECT))
+    if len(found) != 1:
+        raise RequestError(
+            "exactly one of json, json_object, regex, choice and grammar is needed",
+            param="structured_outputs",
+        )
+    return found
+
+
+def of_fields(
+    prefix: str,
+    schema: dict[str, Any] | bool | str | None,
+    regex: str | None,
+    choice: list[str] | None,
+    text: str | None,
+) -> list[WantedGrammar]:
+    """Those that are given. prefix: of the fields' names. Raises RequestError."""
+    found: list[WantedGrammar] = []
+    if schema is not None:
+        param = prefix + "json"
+        found.append(WantedGrammar(param, _schema(schema, param)))
+    if regex is not None:
+        found.append(WantedGrammar(prefix + "regex", Grammar("regex", regex)))
+    if choice is not None:
+        found.append(WantedGrammar(prefix + "choice", grammar.choice(choice)))
+    if text is not None:
+        found.append(WantedGrammar(prefix + "grammar", grammar.grammar(text)))
+    return found
+
+
+def _schema(schema: dict[str, Any] | bool | str, param: str) -> Grammar:
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise RequestError(f"the schema is no JSON: {error}", param=param) from None
+    if not isinstance(schema, dict | bool):
+        raise RequestError("the schema must be an object, true or false", param=param)
+    made = grammar.json_schema(schema)
+    if len(made.text) > _MOST_CHARS:
+        raise RequestError(f"a schema may have at most {_MOST_CHARS} characters", param=param)
+    return made

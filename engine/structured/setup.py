@@ -1,0 +1,30 @@
+"""What is said to and by the process that checks grammars (`structured.worker`)."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from jitney.engine.errors import ErrorInfo
+from jitney.engine.types import Grammar
+
+#: Bytes of a message's length.
+LENGTH = struct.Struct("!I")
+
+
+class CheckerSetup(msgspec.Struct, frozen=True):
+    """What a check must know of the tokenizer."""
+
+    #: Special tokens that a grammar may name.
+    special_tokens: tuple[str, ...]
+    #: Of the model.
+    vocab_size: int
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """What came of a grammar."""
+
+    #: The grammar, in Lark if it was in GBNF; None if it cannot be used.
+    grammar: Grammar | None
+    error: ErrorInfo | None = None

@@ -1,0 +1,181 @@
+"""Fields that hold an answer to a grammar: what they become, and what is wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from typing import Any
+
+import pytest
+from api_fakes import FakeClient, Reply, call, make_app, run
+
+from jitney.engine.api import grammars
+from jitney.engine.api.grammars import Grammars
+from jitney.engine.errors import RequestError
+from jitney.engine.structured.setup import CheckerSetup
+from jitney.engine.types import Grammar
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "m", "prompt": "ab"},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "ab"}]},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SETUP = CheckerSetup(("<eos>",), 260)
+
+
+def named(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema} | more}
+
+
+def ask(path: str, fields: dict[str, Any]) -> tuple[Reply, FakeClient]:
+    client = FakeClient()
+    return run(call(make_app(client), path, ROUTES[path] | fields)), client
+
+
+TAKEN: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+    ({"response_format": named(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"response_format": named(SCHEMA, strict=True)}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"structured_outputs": {"json": "{}"}}, Grammar("json_schema", "{}")),
+    ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+    ({"structured_outputs": {"regex": "[a-z]+"}}, Grammar("regex", "[a-z]+")),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, Grammar("choice", '["yes","no"]')),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
+    ({"guided_json": json.dumps(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"guided_regex": "a|b"}, Grammar("regex", "a|b")),
+    ({"guided_choice": ["a"]}, Grammar("choice", '["a"]')),
+    ({"guided_grammar": 'start: "a" <eos>'}, Grammar("lark", 'start: "a" <eos>')),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(("fields", "grammar"), TAKEN)
+def test_what_the_engine_gets(path: str, fields: dict[str, Any], grammar: Grammar | None):
+    reply, client = ask(path, fields)
+    assert reply.status == 200, reply.body
+    found = client.requests[0].sampling.grammar
+    if grammar is not None and grammar.kind == "json_schema":
+        assert found is not None and json.loads(found.text) == json.loads(grammar.text)
+    else:
+        assert found == grammar
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_gbnf_becomes_lark(path: str):
+    reply, client = ask(path, {"guided_grammar": 'root ::= "a" | "b"'})
+    grammar = client.requests[0].sampling.grammar
+    assert reply.status == 200 and grammar is not None
+    assert grammar.kind == "lark" and "start:" in grammar.text
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "nope"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": named(SCHEMA) | {"type": "text"}}, "response_format.json_schema"),
+    ({"response_format": named(5)}, "response_format.json_schema.schema"),
+    ({"response_format": named({"type": "nope"})}, "response_format.json_schema.schema"),
+    ({"response_format": named({"not": {}})}, "response_format.json_schema.schema"),
+    ({"response_format": named({"$ref": "http://x/y"})}, "response_format.json_schema.schema"),
+    ({"response_format": named(SCHEMA, name="a b")}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice[0]"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"guided_json": "[]"}, "guided_json"),
+    ({"guided_json": 5}, "guided_json"),
+    ({"guided_regex": "a" * 70_000}, "guided_regex"),
+    ({"guided_grammar": "root ::= " + "(" * 5000}, "guided_grammar"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_kept_to_is_refused_by_name(path: str, fields: dict[str, Any], param: str):
+    reply, client = ask(path, fields)
+    assert reply.status == 400, reply.body
+    assert reply.error["param"] == param and len(reply.error["message"]) < 400
+    assert not client.requests
+
+
+def test_an_error_says_where_in_the_schema_it_is():
+    inner = {"type": "object", "properties": {"x/y": {"uniqueItems": True}}}
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": inner}}}
+    reply, _ = ask("/v1/completions", {"response_format": named(schema)})
+    assert "#/properties/a/items/properties/x~1y: " in reply.error["message"]
+
+
+async def outcome(checks: Grammars, grammar: Grammar) -> str:
+    """ "ok", or the error's code."""
+    try:
+        await checks.checked(grammar, "guided_regex")
+    except RequestError as error:
+        assert error.info.param == "guided_regex"
+        return error.info.code
+    return "ok"
+
+
+def test_a_process_checks_them_and_what_it_said_is_kept():
+    async def go() -> None:
+        checks = Grammars(SETUP)
+        try:
+            assert await outcome(checks, Grammar("regex", "a+")) == "ok"
+            assert await outcome(checks, Grammar("regex", "(")) == "invalid_value"
+            first = checks._process
+            assert first is not None
+            first.send_signal(signal.SIGKILL)
+            await first.wait()
+            assert await outcome(checks, Grammar("regex", "a+")) == "ok"  # kept
+            assert checks._process is first
+            assert await outcome(checks, Grammar("regex", "b+")) == "ok"
+            assert checks._process is not first
+        finally:
+            await checks.close()
+
+    run(go())
+
+
+def test_one_that_takes_too_long_is_given_up_with_its_process(monkeypatch: pytest.MonkeyPatch):
+    async def go() -> None:
+        checks = Grammars(SETUP)
+        try:
+            assert await outcome(checks, Grammar("regex", "a+")) == "ok"
+            process = checks._process
+            assert process is not None
+            process.send_signal(signal.SIGSTOP)  # as one that never answers
+            monkeypatch.setattr(grammars, "_TIMEOUT_S", 0.2)
+            waiting = asyncio.create_task(outcome(checks, Grammar("regex", "c+")))
+            await asyncio.wait([waiting], timeout=30)
+            assert waiting.result() == "grammar_too_complex"
+            assert process.returncode is not None
+            monkeypatch.setattr(grammars, "_TIMEOUT_S", 30.0)
+            assert await outcome(checks, Grammar("regex", "d+")) == "ok"
+        finally:
+            await checks.close()
+
+    run(go())
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    async def go() -> None:
+        monkeypatch.setattr(grammars, "_MOST_CHARS", 5 * grammars._CHARS_EACH)
+        checks = Grammars(SETUP)
+        try:
+            for number in range(12):
+                assert await outcome(checks, Grammar("regex", f"a{{{number + 1}}}")) == "ok"
+            assert len(checks._kept) <= 5
+        finally:
+            await checks.close()
+
+    run(go())
