@@ -105,6 +105,7 @@ class _Setup:
             page_size=self.settings.page_size,
             context_length=self.context,
             kv_dtype=self.kv_dtype,
+            logprobs=self.settings.max_logprobs,
         )
 
 
@@ -495,6 +496,7 @@ def _describe(
         sampling_defaults=defaults,
         proofs=proofs,
         canary_every=settings.canary_every,
+        max_logprobs=settings.max_logprobs,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),
     )

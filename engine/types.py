@@ -24,9 +24,10 @@ JsonDict = dict[str, Any]
 #: "error": see SequenceOutput.error.
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
-#: The most alternatives a request may ask for per token; the compiled sampler always computes this
-#: many.
+#: The most alternatives a request may ask for per token unless the server says otherwise
+#: (max_logprobs); the compiled sampler always computes this many. And the most a server may say.
 MAX_LOGPROBS = 20
+MOST_LOGPROBS = 500
 #: Entries of logit_bias + stop ids held back by min_tokens that one seat can carry on the device.
 MAX_BIAS = 512
 #: Entries of it that the model's own end tokens may take; the others are the request's.
@@ -128,9 +129,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     #: Log-probabilities of output tokens; None: none, 0: the chosen token's, n: also the n best.
-    logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
+    logprobs: Annotated[int | None, Range(0, MOST_LOGPROBS)] = None
     #: Likewise of the prompt's own tokens.
-    prompt_logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, Range(0, MOST_LOGPROBS)] = None
     #: None: any text.
     grammar: Grammar | None = None
     #: The only tokens that may be chosen; empty: all.
@@ -302,6 +303,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
     context_length: int
     #: KV positions of the whole pool.
     pool_tokens: int
+    #: Alternatives that are computed for each token.
+    max_logprobs: int = MAX_LOGPROBS
 
     @property
     def longest(self) -> int:
@@ -311,8 +314,19 @@ class RequestLimits(msgspec.Struct, frozen=True):
     def check(self, request: EngineRequest) -> int:
         """The most tokens the request may generate. Raises RequestError if it can never run."""
         request.sampling.validate(self.vocab_size)
+        self._check_logprobs(request.sampling)
         self._check_prompt(request.prompt)
         return self._max_tokens(request)
+
+    def _check_logprobs(self, sampling: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(sampling, name)
+            if wanted is not None and wanted > self.max_logprobs:
+                raise RequestError(
+                    f"{name} must be at most {self.max_logprobs}, as many as this server computes "
+                    "(--max-logprobs)",
+                    param=name,
+                )
 
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
@@ -440,13 +454,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()  # rows of the decode-only steps that programs were compiled for, ascending
     token_buckets: tuple[int, ...] = ()  # rows of those with prompts
     proofs: list[KernelProof] = []  # of every kernel that is not the reference's own
+    max_logprobs: int = MAX_LOGPROBS  # alternatives that are computed for each token
     canary_every: int = 0  # one request in so many is computed again with the reference; 0: none
 
     @property
     def request_limits(self) -> RequestLimits:
         """What a request is checked against."""
         pool_tokens = self.pages * self.page_size
-        return RequestLimits(self.vocab_size, self.context_length, pool_tokens)
+        return RequestLimits(self.vocab_size, self.context_length, pool_tokens, self.max_logprobs)
 
     @property
     def kernels_out(self) -> list[str]:

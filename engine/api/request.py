@@ -109,11 +109,13 @@ class Kind:
     prompt_field: str
     #: max_tokens where none is named, as OpenAI has it; None: to the end of the context.
     default_tokens: int | None = None
+    #: The field that asks for alternatives.
+    logprobs_field: str = "top_logprobs"
     #: Whether a max_tokens that is more than there is room for means: to the end of the context.
     clamps: bool = False
 
 
-_COMPLETION = Kind("cmpl-", "prompt", 16)
+_COMPLETION = Kind("cmpl-", "prompt", 16, "logprobs")
 _CHAT = Kind("chatcmpl-", "messages")
 
 
@@ -433,6 +435,8 @@ def _for_prompt(
         info.request_limits.check(request)
     except RequestError as error:
         param = error.info.param
+        if param == "logprobs":
+            param = kind.logprobs_field
         if param in ("prompt", "max_tokens"):  # which by now can only be too many after it
             param = kind.prompt_field
         raise RequestError(str(error), code=error.info.code, param=param) from None

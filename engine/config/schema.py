@@ -320,6 +320,15 @@ class EngineSection(Section):
             "in for it, with a warning"
         ),
     )
+    max_logprobs: int = Field(
+        default=20,
+        ge=1,
+        le=500,
+        description=(
+            "most alternatives a request may ask for with each token (logprobs, top_logprobs, "
+            "prompt_logprobs); so many are computed wherever any are asked for"
+        ),
+    )
     canary_every: int = Field(
         default=0,
         ge=0,

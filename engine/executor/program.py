@@ -39,6 +39,7 @@ from jitney.engine.executor.sampling import (
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import POOL, WHOLE, first_best, gather, on_mesh
 from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.types import MAX_LOGPROBS
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 #: Page table rows are padded to a multiple of this, so that kernels that read chunks of pages never
@@ -75,6 +76,7 @@ class StateSizes:
     page_size: int  #: positions
     context_length: int  #: tokens a sequence may have
     kv_dtype: Any
+    logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token
 
     @property
     def pages_per_seat(self) -> int:
@@ -193,6 +195,7 @@ class Program:
     treedef: Any  #: of its weights
     kernels: Kernels
     mesh: Mesh | None = None  #: the devices it runs on; None: the default one
+    logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token
 
     @property
     def split(self) -> bool:
@@ -244,7 +247,7 @@ class Program:
 
         rows = _sampling_rows(layout, inputs)
         logits = whole_logits_of(inputs.logit_rows)
-        sampled, seats = sample(logits, rows, seats, self.kernels.threshold)
+        sampled, seats = sample(logits, rows, seats, self.kernels.threshold, None, self.logprobs)
         last_token = last_token.at[inputs.seats].set(sampled.tokens, mode="drop")
         output = StepOutput(sampled)
         if layout.scores:
@@ -255,6 +258,7 @@ class Program:
                 inputs.score_tokens,
                 inputs.score_count[0],
                 block,
+                self.logprobs,
             )
             output = StepOutput(sampled, _broken_sequences(hidden, inputs.cu_q), scores)
         return kv, last_token, seats, output, logits
@@ -266,7 +270,7 @@ class Program:
         positions, owners, params = MaskedHeads.of(heads)
         rows = SamplingRows(params, positions, owners)
         allowed = unpack_masks(masks, logits.shape[-1])
-        chosen, seats = sample(logits, rows, seats, self.kernels.threshold, allowed)
+        chosen, seats = sample(logits, rows, seats, self.kernels.threshold, allowed, self.logprobs)
         # A row that is not finite may be so where the mask hides it.
         tokens = jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), chosen.tokens, -1)
         last_token = last_token.at[owners].set(tokens, mode="drop")
@@ -357,6 +361,6 @@ def lower_step(
         placed = [(path, leaf.replace(on_mesh(path, leaf, mesh))) for path, leaf in flat]
         state = nnx.from_flat_state(placed)
     leaves, treedef = jax.tree.flatten(state)
-    program = Program(graph, treedef, kernels, mesh)
+    program = Program(graph, treedef, kernels, mesh, sizes.logprobs)
     layout = sizes.builder().layout(bucket, plain)
     return program.lower(layout, leaves, sizes.shapes(model.config, kernels, mesh))

@@ -130,7 +130,7 @@ class Runner:
     ):
         graph, weights = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(weights)
-        self.program = Program(graph, treedef, kernels, mesh)
+        self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs)
         self.config = model.config
         self.buckets = buckets
         self.end_ids = end_ids

@@ -3,7 +3,8 @@ log-probabilities.
 
 Every parameter is an array with one entry per row, never static; parts that no row of a step asks
 for are skipped on the device (`lax.cond`). A row's result depends on its own logits, parameters,
-seed and position alone. Axes: S logit rows, V vocabulary, M seats, B bias entries per seat.
+seed and position alone. Axes: S logit rows, V vocabulary, M seats, B bias entries per seat, K
+alternatives of each token (`width`).
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Sampled(NamedTuple):
 
     tokens: jax.Array  # int32 [S]
     logprobs: jax.Array  # float32 [S] of `tokens` under the model's own distribution
-    top_ids: jax.Array  # int32 [S, MAX_LOGPROBS]
-    top_logprobs: jax.Array  # float32 [S, MAX_LOGPROBS]
+    top_ids: jax.Array  # int32 [S, K]
+    top_logprobs: jax.Array  # float32 [S, K]
 
 
 def empty_state(seats: int, vocab: int) -> SeatState:
@@ -136,6 +137,7 @@ def sample(
     state: SeatState,
     cut: Threshold | None = None,
     allowed: jax.Array | None = None,
+    width: int = MAX_LOGPROBS,
 ) -> tuple[Sampled, SeatState]:
     """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where
     it has one. allowed: bool [S, V], the tokens that each row may choose; None: all.
@@ -152,7 +154,9 @@ def sample(
         lambda: chosen,
     )
     scores = jax.lax.cond(
-        jnp.any(rows.need(SCORED)), lambda: _score(logits, tokens), lambda: _no_scores(tokens)
+        jnp.any(rows.need(SCORED)),
+        lambda: _score(logits, tokens, width),
+        lambda: _no_scores(tokens, width),
     )
     return Sampled(tokens, *scores), _count_tokens(state, rows, tokens)
 
@@ -340,14 +344,16 @@ def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     return index, target - before
 
 
-def _score(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities of tokens [S] and of the MAX_LOGPROBS best under the model's own
+def _score(
+    logits: jax.Array, tokens: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities of tokens [S] and of the `width` best under the model's own
     distribution.
     """
     total = jax.nn.logsumexp(logits, axis=-1)
-    best, ids = top(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    best, ids = top(logits, min(width, logits.shape[-1]))
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
-    room = ((0, 0), (0, MAX_LOGPROBS - best.shape[-1]))
+    room = ((0, 0), (0, width - best.shape[-1]))
     own = jnp.where(jnp.isfinite(total), own - total, jnp.nan)
     return own, jnp.pad(ids, room), jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
 
@@ -358,8 +364,8 @@ class _Scores(NamedTuple):
     finite."""
 
     logprobs: jax.Array  # float32 [T] of the tokens that follow
-    top_ids: jax.Array  # int32 [T, MAX_LOGPROBS]
-    top_logprobs: jax.Array  # float32 [T, MAX_LOGPROBS]
+    top_ids: jax.Array  # int32 [T, K]
+    top_logprobs: jax.Array  # float32 [T, K]
 
 
 def score_rows_at_once(rows: int, vocab: int) -> int:
@@ -380,6 +386,7 @@ def score_prompt(
     tokens: jax.Array,
     count: jax.Array,
     block: int,
+    width: int = MAX_LOGPROBS,
 ) -> _Scores:
     """Score the first `count` of rows int32 [T], each against its entry of tokens int32 [T].
 
@@ -393,10 +400,10 @@ def score_prompt(
 
     def scored(first: int) -> _Scores:
         end = first + block
-        return _Scores(*_score(logits_of(rows[first:end]), tokens[first:end]))
+        return _Scores(*_score(logits_of(rows[first:end]), tokens[first:end], width))
 
     def nothing() -> _Scores:
-        return _Scores(*_no_scores(tokens[:block]))
+        return _Scores(*_no_scores(tokens[:block], width))
 
     # Branches and no loop: a GPU's driver runs a branch inside a CUDA graph, and the host would
     # wait for a loop whose end the device decides. Out of a loop XLA also takes what does not
@@ -425,6 +432,6 @@ def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return best, jnp.take_along_axis(blocks, at // _LANES, axis=-1) * _LANES + at % _LANES
 
 
-def _no_scores(tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    shape = (*tokens.shape, MAX_LOGPROBS)
+def _no_scores(tokens: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    shape = (*tokens.shape, width)
     return jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)

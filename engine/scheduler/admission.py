@@ -38,7 +38,10 @@ class Admission:
     ):
         self.pool = pool
         self.request_limits = RequestLimits(
-            vocab_size, limits.context_length, pool.capacity * pool.page_size
+            vocab_size,
+            limits.context_length,
+            pool.capacity * pool.page_size,
+            limits.max_logprobs,
         )
         self.class_of, self.lengths = class_of, lengths
         self.eos_ids = frozenset(eos_ids)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jitney.engine.config.schema import AUTO, EngineSection, Share
 from jitney.engine.errors import ConfigError
+from jitney.engine.types import MAX_LOGPROBS
 
 
 class Batches(NamedTuple):
@@ -31,7 +32,7 @@ class SchedulerLimits:
     batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0 for none. prefill_share: of the
     token budget, for prompt rows while others decode, or AUTO. target_itl_ms, max_predicted_wait_s:
     0 for none. background_seats: of requests that nobody waits for, while others come; 0: a quarter
-    of all.
+    of all. max_logprobs: alternatives that are computed for each token.
     """
 
     max_seats: int
@@ -47,6 +48,7 @@ class SchedulerLimits:
     max_predicted_wait_s: float = 0.0
     static_timeout_ms: float = 0.0
     background_seats: int = 0
+    max_logprobs: int = MAX_LOGPROBS
 
     @classmethod
     def of(cls, settings: EngineSection, *, context_length: int) -> SchedulerLimits:

@@ -150,3 +150,19 @@ def test_words_that_leave_no_token_are_refused():
     fields = {"bad_words": ["A", "B"], "allowed_token_ids": [65, 66]}
     reply = ask(COMPLETIONS, PROMPT | fields)
     assert (reply.status, reply.error["param"]) == (400, "bad_words")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"logprobs": 31}, "logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": 31}, "prompt_logprobs"),
+        (CHATS, {"logprobs": True, "top_logprobs": 31}, "top_logprobs"),
+    ],
+)
+def test_as_many_alternatives_as_the_server_computes(path, fields, param):
+    client = FakeClient(max_logprobs=30)
+    reply = ask(path, ROUTES[path] | fields, client)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert "--max-logprobs" in reply.error["message"] and not client.requests
+    assert ask(path, ROUTES[path] | fields | {param: 30}, client).status == 200

@@ -203,6 +203,17 @@ def test_logprobs_of_sampled_rows_are_exact():
     )
 
 
+def test_as_many_alternatives_as_the_engine_is_told_to_compute():
+    logits = np.random.default_rng(2).normal(size=(2, VOCAB)).astype(np.float32)
+    rows = rows_of([SamplingParams(temperature=0.0, logprobs=5)] * 2, [SEATS, 1])
+    sampled, _ = jax.jit(sample, static_argnums=(3, 4, 5))(
+        jnp.asarray(logits), rows, empty_state(SEATS, VOCAB), None, None, 37
+    )
+    order = np.argsort(-log_softmax(logits), axis=1)[:, :37]
+    np.testing.assert_array_equal(sampled.top_ids, order)
+    assert sampled.top_logprobs.shape == (2, 37)
+
+
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 10])
 def test_scored_rows_bring_exact_logprobs_block_by_block(count: int):
     """Of 10 rows, four at a time: no row is left out or computed for nothing, whatever the
