@@ -155,7 +155,7 @@ class CanaryCore(EngineCore):
         if output.prompt_logprobs is None:
             log.error("canary: %s could not be computed again: %s", output.request_id, output.error)
             return [CanaryFinding(math.inf, False)]
-        scored = output.prompt_logprobs[len(watched.request.prompt) :]
+        scored = list(output.prompt_logprobs)[len(watched.request.prompt) :]
         apart = _largest_difference(watched.logprobs, scored)
         if apart > self.limit:
             log.error(

@@ -269,7 +269,8 @@ class LLM:
         if completion.finish_reason is not None:
             return  # a stop string was found; these tokens were on their way
         answer.cached_tokens = max(answer.cached_tokens, output.cached_tokens)
-        answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+        if output.prompt_logprobs is not None:
+            answer.prompt_logprobs = list(output.prompt_logprobs)
         delta = running.streams[output.index].push(
             output.tokens, final=output.finish is not None, stop_token=output.stop_token
         )

@@ -19,7 +19,13 @@ from jitney.engine.api.request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.service import Context, Service
 from jitney.engine.conversation.events import AssistantEvent, AssistantParser, ToolCallStart
 from jitney.engine.text.detokenizer import TextDelta, TextStream, TokenBytes
-from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
+from jitney.engine.types import (
+    EngineRequest,
+    PromptLogprobs,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+)
 
 #: Tokens of a prompt that are turned into text between two stops of `Slices`.
 _ECHO_TOKENS = 64
@@ -118,13 +124,12 @@ class PromptEcho:
     tokens: TokenList
     #: As wide as `prompt_logprobs` asks for; None where it does not.
     scores: Scores | None = None
-    #: They come with the first output token, an entry a token, and become `tokens.scores` and
-    #: `scores`.
-    logprobs: list[TokenLogprobs | None] | None = None
+    #: They come with the first output token, and become `tokens.scores` and `scores`.
+    logprobs: PromptLogprobs | None = None
 
     def take_scores(self) -> Generator[None, None, None]:
         """Work for `Slices`."""
-        entries, self.logprobs = self.logprobs or [], None
+        entries, self.logprobs = self.logprobs or (), None
         wanted = [scores for scores in (self.tokens.scores, self.scores) if scores is not None]
         for place, entry in enumerate(entries):
             for scores in wanted:

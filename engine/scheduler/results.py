@@ -13,7 +13,12 @@ from jitney.engine.scheduler.plan import Chunk, Plan, StepResult
 from jitney.engine.scheduler.prompt_scores import PromptScores
 from jitney.engine.scheduler.sequence import Matcher, Replay, Sequence
 from jitney.engine.scheduler.state import SchedulerState
-from jitney.engine.types import FinishReason, SequenceOutput, TokenLogprobs
+from jitney.engine.types import (
+    FinishReason,
+    PromptLogprobs,
+    SequenceOutput,
+    TokenLogprobs,
+)
 
 log = logging.getLogger("jitney.core")
 
@@ -215,7 +220,7 @@ class Results:
         if seq.request.sampling.prompt_logprobs is not None:
             if len(seq.prompt_logprobs) != seq.n_prompt:
                 raise ValueError("log-probabilities of the prompt are missing")
-            output.prompt_logprobs = seq.prompt_logprobs
+            output.prompt_logprobs = PromptLogprobs.of(seq.prompt_logprobs)
 
     def _fail(self, seq: Sequence) -> None:
         """A row was not finite: end the sequence if it still runs, and let nobody share its

@@ -31,6 +31,7 @@ from jitney.engine.types import (
     EngineInfo,
     EngineRequest,
     FinishReason,
+    PromptLogprobs,
     Seat,
     SequenceOutput,
     TokenLogprobs,
@@ -216,10 +217,8 @@ class FakeClient:
         ended = bool(last and new and new[-1] == EOS)
         prompt_logprobs = None
         if first and index == 0 and sampling.prompt_logprobs is not None:
-            prompt_logprobs = [
-                None,
-                *(score(token, sampling.prompt_logprobs) for token in request.prompt[1:]),
-            ]
+            scores = [score(token, sampling.prompt_logprobs) for token in request.prompt[1:]]
+            prompt_logprobs = PromptLogprobs.of([None, *scores])
         return SequenceOutput(
             request_id=request.id,
             index=index,

@@ -489,7 +489,7 @@ def test_prompt_logprobs_are_scored_once_each(pages: int):
     outputs = core.run_until_idle(500)
     for name, prompt in prompts.items():
         told = [
-            out.prompt_logprobs
+            list(out.prompt_logprobs)
             for out in outputs
             if out.request_id == name and out.prompt_logprobs is not None
         ]
@@ -523,7 +523,7 @@ def test_preempted_while_its_prompt_is_scored():
     scored = [sum(chunk.scored for chunk in plan.chunks) for plan in plans]
     when = [len(plan.preempted) for plan in plans].index(1)
     assert 0 < sum(scored[:when]) < sum(scored) == 19
-    told = next(out.prompt_logprobs for out in outputs if out.prompt_logprobs)
+    told = next(list(out.prompt_logprobs) for out in outputs if out.prompt_logprobs)
     assert [entry.logprob for entry in told[1:] if entry] == [
         score(prompt[: i + 1], token).logprob for i, token in enumerate(prompt[1:])
     ]
