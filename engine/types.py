@@ -381,7 +381,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
     """The log-probabilities of a prompt's tokens, in columns: whoever reads a message reads them
-    all at once, and 8,000 objects with 20 alternatives each take the server's event loop 20 ms and more.
+    all at once, and 8,000 objects with 20 alternatives each hold the event loop for 20 ms and more.
     """
 
     #: Tokens at the beginning of which nothing is known: the first one.

@@ -37,7 +37,7 @@ from faulty_server import NAN, POISON
 from jitney.engine.machine import cpu_name
 
 #: Seconds that the server may take to be ready, with nothing compiled yet.
-READY_S = 300.0
+READY_S = 900.0
 #: Seconds that a stream may be silent before it counts as lost.
 SILENCE_S = 120.0
 #: Resident bytes from which on a core is more than a process that starts.
@@ -126,6 +126,8 @@ class Server:
         while time.monotonic() - started < seconds:
             if await self._is_ready():
                 return time.monotonic() - started
+            if self.started.poll() is not None:
+                raise SystemExit(f"the server ended with status {self.started.returncode}")
             await asyncio.sleep(0.05)
         raise TimeoutError(f"not ready after {seconds:.0f} s")
 
