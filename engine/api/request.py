@@ -199,7 +199,7 @@ async def conversation_request(
     sampling = await _with_checked_grammar(service, body, sampling)
     prompt = await conversation_prompt(service, conversation)
     use = conversation.tools
-    sampling = _held_to_grammar(service, conversation, prompt.tail, sampling)
+    sampling = await _held_to_grammar(service, body, conversation, prompt.tail, sampling)
     request = await service.slices.result(
         _generation_request(service, body, context, conversation.kind, [prompt], sampling)
     )
@@ -216,15 +216,22 @@ async def conversation_request(
     )
 
 
-def _held_to_grammar(
-    service: Service, conversation: Conversation, prompt: str, sampling: SamplingParams
+async def _held_to_grammar(
+    service: Service,
+    body: GenerationBody,
+    conversation: Conversation,
+    prompt: str,
+    sampling: SamplingParams,
 ) -> SamplingParams:
     """With the grammar of the whole turn, where calls are forced or strict, thoughts have a budget,
     or the answer has a grammar of its own.
     """
     turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
     grammar = turn_grammar(turn, conversation.tools, sampling.grammar)
-    return msgspec.structs.replace(sampling, grammar=grammar)
+    if grammar == sampling.grammar:
+        return sampling
+    held = msgspec.structs.replace(sampling, grammar=grammar)
+    return await _with_checked_grammar(service, body, held)
 
 
 def _tool_use(body: ChatBody) -> ToolUse | None:

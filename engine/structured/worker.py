@@ -42,6 +42,8 @@ class _Tokens:
         self.eos_token_id = len(self.tokens)
         self.special_token_ids.append(self.eos_token_id)
         self.tokens.append(b"<|end of the text|>")
+        # The rest of the model's tokens, which a grammar may name by their ids.
+        self.tokens += [b""] * (setup.vocab_size - len(self.tokens))
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -52,10 +54,7 @@ class Checker:
 
     def __init__(self, setup: CheckerSetup):
         tokens = _Tokens(setup)
-        size = max(setup.vocab_size, len(tokens.tokens))
-        self._trie = LLTokenizer(
-            TokenizerWrapper(tokens), n_vocab=size, eos_token=tokens.eos_token_id, slices=[]
-        )
+        self._trie = LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.eos_token_id, slices=[])
 
     def check(self, grammar: Grammar) -> Checked:
         try:

@@ -244,6 +244,38 @@ def test_strict_tools_have_a_grammar_and_others_have_none():
     assert (reply.status, reply.error["param"]) == (400, "tools") and not client.requests
 
 
+def test_a_schema_that_cannot_be_forced_is_blamed_on_the_tools():
+    bad = schema(type="object", properties={"a": {"type": "string", "pattern": "("}})
+    for fields in ({"tool_choice": "required"}, {"tools": [_strict(bad[0])]}):
+        app, client = engine("hermes", "x")
+        reply = run(call(app, CHATS, CHAT | {"tools": bad} | fields))
+        assert (reply.status, reply.error["param"]) == (400, "tools") and not client.requests
+
+
+def test_tools_and_a_grammar_exclude_each_other():
+    app, _client = engine("hermes", "x")
+    reply = run(call(app, CHATS, TOOLS | {"response_format": {"type": "json_object"}}))
+    assert (reply.status, reply.error["param"]) == (400, "response_format")
+    none = {"tool_choice": "none", "response_format": {"type": "json_object"}}
+    assert run(call(app, CHATS, TOOLS | none)).status == 200
+
+
+def test_an_answers_grammar_begins_behind_the_thoughts():
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    for family, kind in (("qwen3", "lark"), ("plain", "json_schema")):
+        app, client = engine(family, "{}")
+        assert run(call(app, CHATS, CHAT | {"response_format": form})).status == 200
+        grammar = client.requests[0].sampling.grammar
+        assert grammar is not None and grammar.kind == kind
+    app, client = engine("qwen3", "a")
+    reply = run(call(app, CHATS, CHAT | {"structured_outputs": {"regex": "a+"}}))
+    assert reply.status == 400 and reply.error["param"] == "structured_outputs"
+
+
+def _strict(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool | {"function": tool["function"] | {"strict": True}}
+
+
 THINKING = "<think>\nTwo and two.\n</think>\n\nFour."
 
 

@@ -20,6 +20,8 @@ from jitney.engine.conversation.formats import TurnFormat, turn_format
 from jitney.engine.conversation.grammars import Turn, turn_grammar
 from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse, chosen_tools
 from jitney.engine.errors import RequestError
+from jitney.engine.structured.setup import CheckerSetup
+from jitney.engine.structured.worker import Checker
 from jitney.engine.text.gguf_tokenizer import tiny_fast
 from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import Grammar
@@ -158,6 +160,16 @@ def test_special_tokens_are_named_by_their_ids():
     )
     assert grammar is not None and '<[300]> " ["' in grammar.text
     assert "[TOOL_CALLS]" not in grammar.text
+
+
+def test_whoever_checks_grammars_knows_all_of_the_models_tokens():
+    checker = Checker(CheckerSetup(("<|a|>",), 5000))
+    for number, is_known in ((4999, True), (5000, False)):
+        grammar = tool_grammar(
+            turn_format(TEMPLATES["mistral"]), use_of("required"), "", {"[TOOL_CALLS]": number}
+        )
+        assert grammar is not None
+        assert (checker.check(grammar).grammar is not None) == is_known
 
 
 def test_nothing_is_held_back_where_nothing_is_strict():
