@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     if before.answered < before.total:
         asyncio.run(_answer_all(config, work))
     failed = work.counts.failed
-    say(f"{work.counts.answered} lines answered in {args.out}, {failed} of them now with an error")
+    say(f"{work.counts.answered} lines answered in {args.out}, {failed} of them with an error")
     return 1 if failed else 0
 
 

@@ -23,7 +23,7 @@ _MOST_FAULTS = 10
 class Counts(NamedTuple):
     """How far a run is."""
 
-    #: Lines of the file; those that have an answer by now, and how many of this run's are errors.
+    #: Lines of the file; those that have an answer by now, and how many of these are errors.
     total: int
     answered: int
     failed: int
@@ -60,27 +60,29 @@ def lines_of(path: Path, most_bytes: int) -> list[Line]:
     return lines
 
 
-def answered_in(path: Path) -> set[str]:
-    """The custom_ids that a file of answers has; a line that was half written is cut off. Raises
-    ConfigError for a file that is none.
+def answered_in(path: Path) -> dict[str, bool]:
+    """The custom_ids that a file of answers has, and whether each is an error; a line that was half
+    written is cut off. Raises ConfigError for a file that is none.
     """
     if not path.exists():
-        return set()
-    found: set[str] = set()
+        return {}
+    found: dict[str, bool] = {}
     whole = 0
     with path.open("rb+") as file:
         for raw in file:
             if not raw.endswith(b"\n"):
                 break
-            found.add(_answered_id(path, raw))
+            custom_id, is_error = _answered(path, raw)
+            found[custom_id] = is_error
             whole += len(raw)
         file.truncate(whole)
     return found
 
 
-def _answered_id(path: Path, raw: bytes) -> str:
+def _answered(path: Path, raw: bytes) -> tuple[str, bool]:
     try:
-        return str(orjson.loads(raw)["custom_id"])
+        answer = orjson.loads(raw)
+        return str(answer["custom_id"]), answer["response"]["status_code"] != 200
     except (orjson.JSONDecodeError, KeyError, TypeError):
         raise ConfigError(
             f"{path} is there and is no file of answers; it is not written to"
@@ -95,13 +97,13 @@ class OfflineRun:
         self._path = path
         self._out = out
         answered = answered_in(out)
-        strangers = answered - {line.custom_id for line in lines}
+        strangers = answered.keys() - {line.custom_id for line in lines}
         if strangers:
             raise ConfigError(f"{out} has answers to other lines than those of {path}")
         self._open = [line for line in lines if line.custom_id not in answered]
         self._total = len(lines)
         self._answered = len(answered)
-        self._failed = 0
+        self._failed = sum(answered.values())
 
     @property
     def counts(self) -> Counts:

@@ -128,6 +128,7 @@ def test_a_file_is_answered_without_a_server(tmp_path: Path):
     assert found["b"]["response"]["body"]["object"] == "chat.completion"
     assert found["c"]["response"]["body"]["error"]["param"] == "n"
     assert not any(request.background for request in engine.requests)
+    assert offline(path, out, FakeClient()) == Counts(4, 4, 1), "an error stays one"
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path):
@@ -164,7 +165,11 @@ def test_files_that_are_none_of_requests(tmp_path: Path, content: bytes | None, 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"a letter\n", "no file of answers"), (b'{"custom_id": "z"}\n', "answers to other lines")],
+    [
+        (b"a letter\n", "no file of answers"),
+        (b'{"custom_id": "z", "response": {"status_code": 200}}\n', "answers to other lines"),
+        (b'{"custom_id": "a"}\n', "no file of answers"),
+    ],
 )
 def test_files_of_somebody_elses_are_not_written_to(tmp_path: Path, content: bytes, reason: str):
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

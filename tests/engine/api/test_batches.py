@@ -315,7 +315,7 @@ def test_a_batch_is_cancelled(folder: Path):
 
 
 def test_a_batch_expires(folder: Path):
-    engine = FakeClient(seats=2)
+    engine = FakeClient(seats=1)
     engine.scripts = [Script(text="a")]
     engine.script = Script(hang=True)
     with serving(folder, engine) as client:
