@@ -211,16 +211,22 @@ class LLM:
             arrival=time.monotonic(),
         )
         self.core.scheduler.check_request(request)
+        if params.grammar is not None or params.ruled:
+            self._learn()
         if params.grammar is not None:
             self._check_grammar(params.grammar)
         return request
 
-    def _check_grammar(self, grammar: Grammar) -> None:
-        """RequestError if no answer can be held to it."""
+    def _learn(self) -> None:
+        """Have the core make masks. Raises RequestError if it cannot."""
         if self.core.grammars is None:
             self.core.learn(self.tokenizer.json)
         if self.core.grammars is None:
             raise RequestError("this model's tokenizer cannot be held to grammars", param="grammar")
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        """RequestError if no answer can be held to it."""
+        assert self.core.grammars is not None  # `_learn` has seen to it
         try:
             self.core.grammars.check(grammar)
         except RequestError as error:

@@ -260,6 +260,9 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "--enable-ssl-refresh": Refused("a new certificate needs a new start"),
     "--uds": Refused("it listens on --host and --port"),
     "--middleware": _NO_PLUGINS,
+    "--tool-parser-plugin": _NO_PLUGINS,
+    "--reasoning-parser-plugin": _NO_PLUGINS,
+    "--enable-reasoning": AlwaysSo("thoughts are told apart where the model marks them"),
     "--response-role": AlwaysSo("it answers as the assistant", ("assistant",)),
     "--chat-template-content-format": AlwaysSo(
         "templates are given a message's text as a string", ("auto", "string")

@@ -565,3 +565,17 @@ def test_a_request_that_fails_while_it_runs_costs_nobody_elses_answer(llm):
 def test_token_ids_outside_the_vocabulary_are_refused(llm):
     with pytest.raises(RequestError, match="0 to 511"):
         llm.generate([[1, 512]], GREEDY)
+
+
+def test_tokens_that_may_not_come_do_not_come(llm: LLM):
+    def tokens(**rules: Any) -> list[int]:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **rules)
+        [found] = tokens_of(llm, [[5, 6, 7]], params)
+        return found
+
+    free = tokens()
+    assert len(free) == 12
+    assert set(tokens(allowed_token_ids=tuple(range(60, 70)))) <= set(range(60, 70))
+    banned = tokens(banned_sequences=((free[0],), (free[1], free[2])))
+    assert len(banned) == 12 and free[0] not in banned
+    assert (free[1], free[2]) not in itertools.pairwise(banned)
