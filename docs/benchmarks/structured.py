@@ -2,9 +2,9 @@
 none; and what one row that is held to it costs its 31 neighbours. Both ways in turn, so that what
 else the machine does is in both.
 
-    python docs/benchmarks/structured.py [speed | neighbours | schemas N]
+    python docs/benchmarks/structured.py [speed] [neighbours] [schemas=N]
 
-schemas N: N random schemas with the default model; every finished answer is validated.
+schemas=N: N random schemas with the default model; every finished answer is validated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jitney.engine.machine import cpu_name  # noqa: E402
 from jitney.engine.structured import grammar  # noqa: E402
 from jitney.engine.types import Grammar  # noqa: E402
 
-SEATS, TOKENS, ROUNDS = 32, 60, 12
+SEATS, TOKENS, ROUNDS = 32, 50, 6
 KINDS = ("string", "integer", "number", "boolean")
 FIELDS = {f"field_{number}": {"type": KINDS[number % 4]} for number in range(20)}
 SCHEMA = {
@@ -123,7 +123,7 @@ def schemas(llm: LLM, count: int) -> None:
     draw()
     outcomes = {"finished": 0, "cut": 0, "refused": 0, "wrong": 0}
     draft = jsonschema.Draft202012Validator
-    for batch in itertools.batched(drawn[:count], SEATS, strict=False):
+    for batch in itertools.batched(drawn[:count], SEATS):
         taken: list[tuple[dict[str, Any], SamplingParams]] = []
         for number, schema in enumerate(batch):
             one = params(grammar.json_schema(schema), number, 200)
@@ -155,14 +155,22 @@ def schemas(llm: LLM, count: int) -> None:
 
 
 def main() -> None:
-    what = sys.argv[1] if len(sys.argv) > 1 else "speed"
+    parts = sys.argv[1:] or ["speed", "neighbours"]
     llm = LLM("smollm2-135m", max_seats=SEATS, context=1024)
-    print(f"{llm.info.model}, {llm.info.seats} seats, {cpu_name()}; {what}", flush=True)
+    print(f"{llm.info.model}, {llm.info.seats} seats, {cpu_name()}", flush=True)
     run(llm, SEATS, 0)  # caches, and the grammar
-    if what == "schemas":
-        schemas(llm, int(sys.argv[2]))
-    else:
-        {"speed": speed, "neighbours": neighbours}[what](llm)
+    for part in parts:
+        name, _, count = part.partition("=")
+        print(f"\n{part}", flush=True)
+        match name:
+            case "speed":
+                speed(llm)
+            case "neighbours":
+                neighbours(llm)
+            case "schemas":
+                schemas(llm, int(count))
+            case _:
+                sys.exit(f"no part {part}")
     assert not llm.core.runner.compiles, "nothing compiles after the start"
 
 

@@ -30,11 +30,11 @@ from jitney.engine.core import EngineCore
 from jitney.engine.types import EngineRequest, Grammar, SequenceOutput
 
 CODE = Grammar("regex", "[a-f]{3}-[0-9]{2,6}")
-WORDS = Grammar("choice", '["yes","yesno","hello"]')
+WORDS = Grammar("choice", '["no","nod","hello"]')
 PAIRS = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":4}')
 PATTERNS = {
     CODE: r"[a-f]{3}-[0-9]{2,6}",
-    WORDS: "yes|yesno|hello",
+    WORDS: "no|nod|hello",
     PAIRS: r'\[((("a"|"b"|10),){0,3}("a"|"b"|10))?\]',
 }
 
