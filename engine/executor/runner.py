@@ -192,7 +192,7 @@ class Runner:
 
     def largest_temp_bytes(self) -> int:
         """Temporaries of the largest executable on each device, for sizing the pool, whose size
-        they do not depend on.
+        they do not depend on; and the logits that it leaves, which two steps may have at once.
 
         `compile` will not compile that executable again.
         """
@@ -201,7 +201,8 @@ class Runner:
         executable: Any = compile_step(self.lower(largest, False))
         self.executables[largest, False] = executable
         self.compile_seconds += time.perf_counter() - started
-        return executable.memory_analysis().temp_size_in_bytes
+        logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]
+        return executable.memory_analysis().temp_size_in_bytes + 2 * logits
 
     def is_plain(self, bucket: Bucket, plain: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
