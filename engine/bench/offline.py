@@ -183,9 +183,7 @@ class OfflineBench:
         owners = RowOwners()
         runner = _NotingRunner(self._core.runner, owners)
         core = self._fresh(runner, requests, limits)
-        records = RequestRecords(keep_tokens=True, keep_times=True)
-        ended = itertools.count(1)
-        records.listeners.append(lambda record: watch(next(ended), len(requests)))
+        records = _watched_records(watch, len(requests))
         gc.collect()
         started = self.clock()
         offer = _offer_of(requests, started, concurrency)
@@ -218,6 +216,14 @@ class OfflineBench:
         changed = replace(own.limits, **open_door, **limits)
         scheduler = Scheduler(changed, own.buckets, _empty_like(own.pool), self.clock)
         return EngineCore(scheduler, runner, Ledger(capacity=1), self.clock)
+
+
+def _watched_records(watch: Watch, total: int) -> RequestRecords:
+    """With tokens and their times; `watch` is told of every end."""
+    records = RequestRecords(keep_tokens=True, keep_times=True)
+    ended = itertools.count(1)
+    records.listeners.append(lambda record: watch(next(ended), total))
+    return records
 
 
 def _empty_like(pool: PagePool) -> PagePool:

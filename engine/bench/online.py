@@ -5,7 +5,7 @@ the ledger.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -165,12 +165,7 @@ class _Session:
         earlier run too fast.
         """
         salt = secrets.randbits(32)
-        texts = self._texts(arrivals, salt)
-
-        async def send(number: int) -> Answer:
-            arrival = arrivals[number]
-            return await self._ask(texts[number], arrival.n_output, arrival.tenant)
-
+        send = self._sender(arrivals, self._texts(arrivals, salt))
         await self._warm_up(arrivals[:warmup], concurrency, salt)
         before = await read_metrics(self.client, self.endpoint.base)
         load = await run_load(send, arrivals, concurrency=concurrency, closed=closed, watch=watch)
@@ -179,6 +174,17 @@ class _Session:
         if before is not None:
             await self._read_bill(run, before)
         return run
+
+    def _sender(
+        self, arrivals: Sequence[Arrival], texts: Sequence[str]
+    ) -> Callable[[int], Awaitable[Answer]]:
+        """Sends the request of that number."""
+
+        async def send(number: int) -> Answer:
+            arrival = arrivals[number]
+            return await self._ask(texts[number], arrival.n_output, arrival.tenant)
+
+        return send
 
     def _texts(self, arrivals: Sequence[Arrival], salt: int) -> list[str]:
         texts = []

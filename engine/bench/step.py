@@ -195,11 +195,9 @@ def _time_cases(
     """Each case `repeats` times in shuffled rounds after one that does not count; at least one
     round counts, and no new one begins after `seconds`.
     """
-    pairs = []
-    for number, case in enumerate(wanted):
-        plan = plan_of(case, number, page_size)
-        pairs.append((plan, StepTiming(case, plan.work, [])))
-    timings = [timing for _, timing in pairs]
+    plans = [plan_of(case, number, page_size) for number, case in enumerate(wanted)]
+    timings = [StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
+    pairs = list(zip(plans, timings, strict=True))
     rng = random.Random(0)
     started = time.perf_counter()
     for turn in range(repeats + 1):

@@ -415,8 +415,7 @@ def _cells(axis: str, point: JsonObject) -> dict[str, str]:
         cells["rate"] = f"{point['rate']:.3g}"
     cells["output tok/s"] = number(point["output_tok_s"])
     cells["req/s"] = number(point["req_s"])
-    for name, head in _LATENCIES.items():
-        cells[head] = duration(point[name])
+    cells |= {head: duration(point[name]) for name, head in _LATENCIES.items()}
     if axis != "concurrency":
         cells["queue"] = queue(point["figures"]["backlog"], grew="grew")
     return cells

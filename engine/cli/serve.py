@@ -69,6 +69,15 @@ def run(arguments: Sequence[str]) -> int:
     """Serve until told to stop. Exit status: 0 after a drain in which all requests finished, 128 +
     its number after a second signal, else 1.
     """
+    args = _make_parser().parse(arguments)
+    config = config_from(args)
+    if args.print_config:
+        print(to_toml(config), end="")
+        return 0
+    return _start(config)
+
+
+def _make_parser() -> Parser:
     parser = Parser(
         "serve",
         "Serve a model over HTTP (OpenAI-compatible), with in-flight batching. vLLM's common flags "
@@ -79,12 +88,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     add_settings(parser)
     add_vllm_flags(parser)
-    args = parser.parse(arguments)
-    config = config_from(args)
-    if args.print_config:
-        print(to_toml(config), end="")
-        return 0
-    return _start(config)
+    return parser
 
 
 def _start(config: Config) -> int:

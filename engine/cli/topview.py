@@ -133,10 +133,14 @@ def _title(replica: Replica, url: str) -> Text:
     if info:
         text.append(f"  {info['model']} on {info['device']}, {info['policy']}")
         text.append(f", {info['kernels']} kernels")
-    wrong = [proof["kernel"] for proof in info.get("proofs", ()) if not _is_right(proof)]
+    wrong = _wrong_kernels(info)
     if wrong:
         text.append(f"  without {', '.join(wrong)}, wrong here", "bold red")
     return text.append(f"  {url}", _DIM)
+
+
+def _wrong_kernels(info: JsonDict) -> list[str]:
+    return [proof["kernel"] for proof in info.get("proofs", ()) if not _is_right(proof)]
 
 
 def _is_right(proof: JsonDict) -> bool:

@@ -179,9 +179,8 @@ def attend_row(
     error = _attention_error(kernels, attend, given, sum(load.rows))
 
     def time() -> JsonDict:
-        copies = [given]
-        for seed in range(1, copies_for(job, moved)):
-            copies.append(make_inputs(load, job, dtype, seed, kv))
+        seeds = range(1, copies_for(job, moved))
+        copies = [given, *(make_inputs(load, job, dtype, seed, kv) for seed in seeds)]
         return timed(
             lambda q, other: attend(other._replace(q=q)),
             jnp.copy(given.q),  # the carry is donated, and the first copy's queries stay an input

@@ -56,13 +56,11 @@ def _product_row(
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     moved = held + x.nbytes + 4 * rows * shape[1]
     floor_s, bound = job.measured.of(moved, 2.0 * rows * shape[0] * shape[1])
-    exact = jnp.matmul(x.astype(jnp.float32), widened(weights), precision="highest")
-    ours = jax.jit(lambda x, w: product(x, w, kernels))(x, weights)
+    error = _product_error(kernels, x, weights)
 
     def time() -> JsonDict:
-        copies = [weights]
-        for seed in range(1, copies_for(job, moved)):
-            copies.append(_make_weights(scheme, shape, dtype, seed))
+        seeds = range(1, copies_for(job, moved))
+        copies = [weights, *(_make_weights(scheme, shape, dtype, seed) for seed in seeds)]
         return timed(
             lambda x, w: chained(x, product(x, w, kernels)),
             x,
@@ -71,8 +69,15 @@ def _product_row(
             sample_s=job.sizes.sample_s,
         )
 
-    row = replace(row, floor_s=floor_s, bound=bound, error=float(distance(ours, exact)))
+    row = replace(row, floor_s=floor_s, bound=bound, error=error)
     yield checked(row, WRONG[jnp.dtype(dtype).itemsize], time)
+
+
+def _product_error(kernels: KernelSet, x: jax.Array, weights: Any) -> float:
+    """Distance from the product of the widened weights in float32."""
+    exact = jnp.matmul(x.astype(jnp.float32), widened(weights), precision="highest")
+    ours = jax.jit(lambda x, w: product(x, w, kernels))(x, weights)
+    return float(distance(ours, exact))
 
 
 def _make_weights(scheme: str, shape: tuple[int, int], dtype: Any, seed: int) -> Packed:
@@ -100,8 +105,7 @@ def _threshold_row(
     if search is None:
         yield noted(row, "the sampler's own search serves this set")
         return
-    scaled = jax.random.normal(jax.random.key(3), (rows, job.config.vocab_size), jnp.float32)
-    scaled -= jnp.max(scaled, axis=-1, keepdims=True)
+    scaled = _random_logits(rows, job.config.vocab_size)
     top_k, top_p = jnp.full((rows,), _TOP_K, jnp.int32), jnp.full((rows,), _TOP_P, jnp.float32)
     floor_s, bound = job.measured.of(scaled.nbytes)
     error = None
@@ -118,3 +122,9 @@ def _threshold_row(
         sample_s=job.sizes.sample_s,
     )
     yield checked(row, WRONG[4], time)
+
+
+def _random_logits(rows: int, vocab: int) -> jax.Array:
+    """float32 [rows, vocab], 0 the largest of each row."""
+    logits = jax.random.normal(jax.random.key(3), (rows, vocab), jnp.float32)
+    return logits - jnp.max(logits, axis=-1, keepdims=True)

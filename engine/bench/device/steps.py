@@ -114,10 +114,7 @@ def make_bench(
     embed_bytes = config.hidden_size * size
     table = 0 if config.tie_embeddings else config.vocab_size * embed_bytes
     row_bytes = config.n_layers * 2 * config.n_kv_heads * config.head_dim * size
-    positions = min(_MOST_POSITIONS + buckets.seats * job.page_size, _free_positions(row_bytes))
-    pages = positions // job.page_size
-    if pages < 2:
-        raise ConfigError(f"{held / GIB:.1f} GiB of weights leave no room for keys and values")
+    pages = _pages_for(job, buckets, row_bytes, held)
     sizes = StateSizes(buckets.seats, pages, job.page_size, context, dtype)
     runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
     runner.state = allocate(runner.shapes, runner.config)
@@ -130,6 +127,15 @@ def make_bench(
         positions=(pages - 1) * job.page_size,
         page_size=job.page_size,
     )
+
+
+def _pages_for(job: PartJob, buckets: Buckets, row_bytes: int, held: int) -> int:
+    """held: bytes of the weights. ConfigError if they leave no room."""
+    wanted = _MOST_POSITIONS + buckets.seats * job.page_size
+    pages = min(wanted, _free_positions(row_bytes)) // job.page_size
+    if pages < 2:
+        raise ConfigError(f"{held / GIB:.1f} GiB of weights leave no room for keys and values")
+    return pages
 
 
 def _free_positions(row_bytes: int) -> int:
