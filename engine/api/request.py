@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -111,6 +113,8 @@ class Kind:
     default_tokens: int | None = None
     #: The field that asks for alternatives.
     logprobs_field: str = "top_logprobs"
+    #: What the body calls fields of a chat.
+    names: Mapping[str, str] = MappingProxyType({})
     #: Whether a max_tokens that is more than there is room for means: to the end of the context.
     clamps: bool = False
 
@@ -199,7 +203,8 @@ async def conversation_request(
     sampling = await _with_checked_grammar(service, body, sampling)
     prompt = await conversation_prompt(service, conversation)
     use = conversation.tools
-    sampling = await _held_to_grammar(service, body, conversation, prompt.tail, sampling)
+    with _blaming(conversation.kind):
+        sampling = await _held_to_grammar(service, body, conversation, prompt.tail, sampling)
     request = await service.slices.result(
         _generation_request(service, body, context, conversation.kind, [prompt], sampling)
     )
@@ -259,35 +264,35 @@ async def conversation_prompt(service: Service, conversation: Conversation) -> E
     """The tokens that the model reads. Raises RequestError."""
     _, tokenizer = service.ready()
     text = await conversation_text(service, conversation)
-    try:
+    with _blaming(conversation.kind):
         return await service.off_loop(lambda: _chat_prompt(text, tokenizer))
-    except RequestError as error:
-        raise _blamed(error, conversation.kind) from error
 
 
 async def conversation_text(service: Service, conversation: Conversation) -> str:
     """What the chat template makes of it. Raises RequestError."""
     info, tokenizer = service.ready()
-    kind = conversation.kind
     chars = sum(len(str(message["content"])) for message in conversation.messages)
-    check_chars(chars, info, kind.prompt_field)
+    check_chars(chars, info, conversation.kind.prompt_field)
     most_chars = info.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
     turns, use = service.turns, conversation.tools
-    variables = conversation.variables | turns.effort_variables(conversation.effort)
-    if use is not None and turns.template_has_tools:
-        variables["tools"] = [tool.shown() for tool in use.tools]
-    messages = await service.slices.result(shaped_messages(conversation.messages, turns, use))
-    try:
+    with _blaming(conversation.kind):
+        variables = conversation.variables | turns.effort_variables(conversation.effort)
+        if use is not None and turns.template_has_tools:
+            variables["tools"] = [tool.shown() for tool in use.tools]
+        messages = await service.slices.result(shaped_messages(conversation.messages, turns, use))
         return await service.render_chat(messages, tokenizer, most_chars, variables)
+
+
+@contextmanager
+def _blaming(kind: Kind) -> Iterator[None]:
+    """Errors that blame a field of a chat blame what the route calls it."""
+    try:
+        yield
     except RequestError as error:
-        raise _blamed(error, kind) from error
-
-
-def _blamed(error: RequestError, kind: Kind) -> RequestError:
-    """An error of a chat's messages, under the name of the field that they came in."""
-    if error.info.param != _CHAT.prompt_field:
-        return error
-    return RequestError(str(error), code=error.info.code, param=kind.prompt_field)
+        name = kind.names.get(error.info.param or "")
+        if name is None:
+            raise
+        raise RequestError(str(error), code=error.info.code, param=name) from error
 
 
 def _completion_sampling(body: CompletionBody, info: EngineInfo) -> SamplingParams:

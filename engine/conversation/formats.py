@@ -307,6 +307,11 @@ class TurnFormat:
             texts += self.tools.markers
         return texts
 
+    @property
+    def takes_effort(self) -> bool:
+        """Whether the template can be told how long the model shall think."""
+        return not self.variables.isdisjoint(("reasoning_effort", *_SWITCHES))
+
     def effort_variables(self, effort: str | None) -> dict[str, Any]:
         """What tells the template how long the model shall think. Raises RequestError where nothing
         would.

@@ -15,6 +15,8 @@ from jitney.engine.api.anthropic_messages.schema import (
     ToolUseBlock,
 )
 from jitney.engine.api.request import Conversation, Kind
+from jitney.engine.api.schema import ReasoningEffort
+from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse, chosen_tools
 from jitney.engine.types import JsonDict
 
@@ -29,8 +31,12 @@ _MODES: dict[str, ToolMode] = {
 }
 
 
-def conversation_of(body: CountTokensBody, kind: Kind) -> Generator[None, None, Conversation]:
-    """What the body makes the template read. Work for `Slices`. Raises RequestError."""
+def conversation_of(
+    body: CountTokensBody, kind: Kind, turns: TurnFormat
+) -> Generator[None, None, Conversation]:
+    """What the body makes the template read. An effort is a wish: a model that cannot be told of
+    one does what it does. Work for `Slices`. Raises RequestError.
+    """
     messages = yield from _template_messages(body.system, body.messages)
     variables: JsonDict = {}
     if messages[-1]["role"] == "assistant":
@@ -40,8 +46,22 @@ def conversation_of(body: CountTokensBody, kind: Kind) -> Generator[None, None, 
         messages=messages,
         variables=variables,
         tools=_tool_use(body),
-        effort=body.effort,
+        effort=_effort(body, turns),
+        thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
     )
+
+
+def _effort(body: CountTokensBody, turns: TurnFormat) -> ReasoningEffort | None:
+    """How long the model shall think; None: as it likes."""
+    thinking = None if body.thinking is None else body.thinking.type
+    if thinking == "disabled":
+        return "none"
+    wish = None if body.output_config is None else body.output_config.effort
+    if not turns.takes_effort:
+        return None
+    if wish is None and thinking == "enabled":
+        return "medium"
+    return "xhigh" if wish == "max" else wish
 
 
 def _template_messages(

@@ -25,7 +25,16 @@ from jitney.engine.api.request import (
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service, context_of
 
-_KIND = Kind("msg_", "messages", clamps=True)
+_KIND = Kind(
+    "msg_",
+    "messages",
+    names={
+        "reasoning_effort": "thinking",
+        "response_format": "output_config.format",
+        "thinking_token_budget": "thinking.budget_tokens",
+    },
+    clamps=True,
+)
 #: Of the API, as a header says them. The second takes no temperature, top_p and top_k; here both
 #: do.
 _VERSIONS = ("2023-06-01", "2026-10-21")
@@ -37,9 +46,12 @@ async def create_message(service: Service, request: Request) -> ASGIApp:
     if body.metadata is not None:
         body = body.model_copy(update={"user": body.metadata.user_id})
     info, _ = service.ready()
-    own = {"max_tokens": body.max_tokens, "stop": tuple(body.stop_sequences or ())}
+    own = {
+        "max_tokens": body.max_tokens,
+        "stop": tuple(body.stop_sequences or ()),
+    }
     sampling = sampling_params(body, info, own)
-    conversation = await service.slices.result(conversation_of(body, _KIND))
+    conversation = await service.slices.result(conversation_of(body, _KIND, service.turns))
     context = context_of(request.scope)
     wanted = await conversation_request(service, body, context, conversation, sampling)
     return Answer(service, wanted, partial(MessageFormat, body=body), headers)
@@ -49,7 +61,9 @@ async def count_tokens(service: Service, request: Request) -> ASGIApp:
     _check_version(request)
     body, headers = await read_body(service, request, CountTokensBody)
     check_model(service, body.model)
-    conversation = await service.slices.result(conversation_of(body, _KIND))
+    info, _ = service.ready()
+    sampling_params(body, info, {})  # what a message is refused for is refused here too
+    conversation = await service.slices.result(conversation_of(body, _KIND, service.turns))
     prompt = await conversation_prompt(service, conversation)
     counted = orjson.dumps({"input_tokens": len(prompt.ids)})
     return Response(counted, headers=headers, media_type="application/json")

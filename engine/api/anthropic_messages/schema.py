@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from jitney.engine.api.errors import echo
+from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.api.schema import (
     MAX_STOPS,
     MAX_TOOLS,
@@ -14,13 +15,13 @@ from jitney.engine.api.schema import (
     GenerationBody,
     Label,
     Part,
-    ReasoningEffort,
     at_field,
     object_schema,
     ranged,
     text_content,
     unsupported,
 )
+from jitney.engine.structured.grammar import json_schema
 
 
 class _CacheControl(Part):
@@ -233,6 +234,10 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "diagnostics": (),
     "fallback_credit_token": (),
     "fallbacks": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "include_reasoning": (),
     "inference_geo": (),
     "input": (),
@@ -244,12 +249,14 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "prompt_logprobs": (),
     "request_id": (),
+    "response_format": (),
     "return_token_ids": (False,),
     "safety_identifier": (),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
     "stop": ([],),
     "stream_options": (),
+    "structured_outputs": (),
     "thread": (),
     "top_logprobs": (),
     "user": (),
@@ -295,15 +302,11 @@ class CountTokensBody(GenerationBody):
         return self
 
     @property
-    def effort(self) -> ReasoningEffort | None:
-        """How long the model shall think; None: as it likes."""
-        if self.thinking is not None and self.thinking.type == "disabled":
-            return "none"
-        if self.output_config is None or self.output_config.effort is None:
+    def wanted_grammar(self) -> WantedGrammar | None:
+        if self.output_config is None or self.output_config.format is None:
             return None
-        if self.output_config.effort == "max":
-            return "xhigh"
-        return self.output_config.effort
+        grammar = json_schema(self.output_config.format.schema_)
+        return WantedGrammar("output_config.format", grammar)
 
 
 class MessagesBody(CountTokensBody):

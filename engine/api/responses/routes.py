@@ -31,7 +31,15 @@ from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service, context_of
 from jitney.engine.types import SamplingParams
 
-_KIND = Kind("resp_", "input")
+_KIND = Kind(
+    "resp_",
+    "input",
+    names={
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+    },
+)
 
 
 async def create_response(service: Service, request: Request) -> ASGIApp:
@@ -63,7 +71,10 @@ def _previous(service: Service, body: ResponsesBody, tenant: str) -> Turn | None
 def _sampling(service: Service, body: ResponsesBody) -> SamplingParams:
     info, _ = service.ready()
     logprobs = (body.top_logprobs or 0) if body.shows_logprobs else None
-    own = {"max_tokens": body.max_output_tokens, "logprobs": logprobs}
+    own = {
+        "max_tokens": body.max_output_tokens,
+        "logprobs": logprobs,
+    }
     return sampling_params(body, info, own)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from jitney.engine.api.errors import echo
+from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.api.schema import (
     MAX_TOOLS,
     FunctionName,
@@ -20,6 +21,8 @@ from jitney.engine.api.schema import (
     text_content,
     unsupported,
 )
+from jitney.engine.structured.grammar import ANY_OBJECT, json_schema
+from jitney.engine.types import Grammar
 
 #: What a response may be asked to show more of. Only the log-probabilities are ours to give: the
 #: others are of tools that run elsewhere and never do here, and of reasoning that is not encrypted
@@ -305,6 +308,10 @@ class ResponsesBody(GenerationBody):
         "background_options": (),
         "context_management": ([],),
         "conversation": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
         "image": (),
         "max_completion_tokens": (),
         "max_tokens": (),
@@ -316,7 +323,9 @@ class ResponsesBody(GenerationBody):
         "prompt_cache_retention": ("in_memory",),
         "prompt_logprobs": (),
         "request_id": (),
+        "response_format": ({"type": "text"},),
         "return_token_ids": (False,),
+        "structured_outputs": (),
         "truncation": ("disabled",),
     }
 
@@ -377,6 +386,21 @@ class ResponsesBody(GenerationBody):
     def effort(self) -> ReasoningEffort | None:
         """How long the model shall think; None: as it likes."""
         return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def wanted_grammar(self) -> WantedGrammar | None:
+        grammar = self._grammar
+        return None if grammar is None else WantedGrammar("text.format", grammar)
+
+    @property
+    def _grammar(self) -> Grammar | None:
+        """What the answer's text must be; None: any text."""
+        wanted = None if self.text is None else self.text.format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return ANY_OBJECT
+        return json_schema(wanted.schema_ or {})
 
     @property
     def shows_logprobs(self) -> bool:

@@ -1,5 +1,5 @@
-"""Hostile and mistaken requests, over both generation routes: the status, the field to blame, and
-no harm done.
+"""Hostile and mistaken requests, over the generation routes: the status, the field to blame, and no
+harm done.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from api_fakes import FakeClient, Script, call, make_app, run
 
 PROMPT = {"model": "m", "prompt": "ab"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "ab"}]}
+RESPONSE = {"model": "m", "input": "ab"}
+MESSAGE = CHAT | {"max_tokens": 50}
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 ROUTES = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
+ALL_ROUTES = ROUTES | {RESPONSES: RESPONSE, MESSAGES: MESSAGE, COUNT: CHAT}
 MIB = 1 << 20
 
 
@@ -24,6 +28,8 @@ def check(reply, status: int, param: str | None = None, code: str | None = None)
     """
     assert reply.status == status, reply.body[:300]
     assert reply.headers["x-request-id"] and reply.headers["content-type"] == "application/json"
+    if "request-id" in reply.headers:
+        return check_message_error(reply, status, param)
     assert list(reply.json()) == ["error"]
     error = reply.error
     assert set(error) == {"message", "type", "param", "code"} and len(reply.body) < 2000
@@ -37,13 +43,32 @@ def check(reply, status: int, param: str | None = None, code: str | None = None)
     return error
 
 
+def check_message_error(reply, status: int, param: str | None) -> dict[str, Any]:
+    """The same of Anthropic's form, whose messages name the field."""
+    body = reply.json()
+    assert set(body) == {"type", "error", "request_id"} and body["type"] == "error"
+    assert body["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
+    error = body["error"]
+    assert set(error) == {"type", "message"} and error["message"] and len(reply.body) < 2000
+    kinds = {
+        401: "authentication_error",
+        404: "not_found_error",
+        413: "request_too_large",
+    }
+    assert error["type"] == kinds.get(status, "invalid_request_error")
+    assert not any(word in reply.body for word in (b"Traceback", b".py", b"0x", b"/work", b"/home"))
+    assert param is None or param in error["message"]
+    return error
+
+
 def refuse(
     path: str, body: Any, status: int = 400, param: str | None = None, code: str | None = None, **kw
 ) -> None:
     client = FakeClient()
+    app = make_app(client)
     started = time.monotonic()
-    reply = run(call(make_app(client), path, body, **kw))
-    assert time.monotonic() - started < 1
+    reply = run(call(app, path, body, **kw))
+    assert time.monotonic() - started < 5
     check(reply, status, param, code)
     assert not client.requests, "a refused request must not reach the engine"
 
@@ -131,10 +156,21 @@ BOTH: list[tuple[str, Any]] = [  # field, value: 400 that blames the field
 ]
 
 
-@pytest.mark.parametrize("path", ROUTES)
+def is_fine(path: str, field: str, value: Any) -> bool:
+    """Whether a route has another meaning for a field, in which the value is good."""
+    if path == RESPONSES:
+        return (field, value) == ("tool_choice", "auto")
+    if path == COUNT and (field, value) == ("priority", 1):
+        return True
+    return path in (MESSAGES, COUNT) and field == "metadata"
+
+
+@pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize(("field", "value"), BOTH, ids=lambda value: str(value)[:24])
 def test_a_bad_field_is_named(path, field, value):
-    body = ROUTES[path] | {field: value}
+    if is_fine(path, field, value):
+        return
+    body = ALL_ROUTES[path] | {field: value}
     if len(json.dumps(body)) > MIB:
         return refuse(path, body, 413)
     refuse(path, body, 400, field)
@@ -181,6 +217,193 @@ def test_what_we_do_not_do_is_refused_by_name(path, field):
 )
 def test_fields_of_the_sibling_route_are_refused(path, field, value):
     refuse(path, ROUTES[path] | {field: value}, 400, field, "unsupported_parameter")
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    return {"input": [fields]}
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "name": "f", "parameters": {}} | fields]}
+
+
+#: Of /v1/responses: what is sent, the field to blame, and whether it is one that is not supported.
+BAD_RESPONSES: list[tuple[dict[str, Any], str, bool]] = [
+    ({"input": None}, "input", False),
+    ({"input": []}, "input", False),
+    ({"input": 5}, "input", False),
+    ({"input": [None]}, "input[0]", False),
+    ({"input": [{"role": "user", "content": "x"}] * 5000}, "input", False),
+    (item(role="root", content="x"), "input[0].role", False),
+    (item(role="user"), "input[0].content", False),
+    (item(role="user", content=None), "input[0].content", False),
+    (item(role="user", content=[]), "input[0].content", False),
+    (item(role="user", content=[{"type": "input_text"}]), "input[0].content", False),
+    (item(role="user", content=[{"type": "input_image"}]), "input[0].content", True),
+    (item(role="user", content=[{"type": "input_file"}]), "input[0].content", True),
+    (item(type="web_search_call"), "input[0]", True),
+    (item(type="custom_tool_call"), "input[0]", True),
+    (item(type=5), "input[0]", True),
+    (item(type="function_call", name="f", arguments="{}"), "input[0].call_id", False),
+    (item(type="function_call_output", call_id="c"), "input[0].output", False),
+    (item(type="function_call_output", call_id="", output=""), "input[0].call_id", False),
+    (item(type="item_reference"), "input[0].id", False),
+    (item(type="item_reference", id="msg_nope"), "input[0].id", False),
+    (item(type="reasoning", content=[{"type": "nope"}]), "input[0].content[0].type", False),
+    ({"instructions": 5}, "instructions", False),
+    ({"max_output_tokens": 0}, "max_output_tokens", False),
+    ({"max_output_tokens": "5"}, "max_output_tokens", False),
+    ({"max_output_tokens": 5000}, "input", False),
+    ({"max_tool_calls": 0}, "max_tool_calls", False),
+    ({"top_logprobs": 21}, "top_logprobs", False),
+    ({"store": "yes"}, "store", False),
+    ({"include": ["nope"]}, "include", True),
+    ({"include": "x"}, "include", False),
+    ({"text": {"format": {"type": "nope"}}}, "text.format.type", False),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format", False),
+    ({"text": {"verbosity": "high"}}, "text.verbosity", False),
+    ({"reasoning": {"effort": "extreme"}}, "reasoning.effort", False),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", False),
+    (function(name="a b"), "tools[0].name", False),
+    (function(parameters=5), "tools[0].parameters", False),
+    (function(parameters={"type": "nope"}), "tools[0].parameters", False),
+    (function(defer_loading=True), "tools[0].defer_loading", False),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]", True),
+    ({"tools": [{"type": "mcp"}]}, "tools[0]", True),
+    ({"tools": function()["tools"] * 2}, "tools", False),
+    ({"tools": function()["tools"] * 200}, "tools", False),
+    ({"tool_choice": "required"}, "tool_choice", False),
+    (function() | {"tool_choice": {"type": "function", "name": "g"}}, "tool_choice", False),
+    (function() | {"tool_choice": {"type": "file_search"}}, "tool_choice", True),
+    (function() | {"text": {"format": {"type": "json_object"}}}, "text.format", False),
+    *(
+        ({name: value}, name, True)
+        for name, value in {
+            "background": True,
+            "background_options": {},
+            "context_management": [{"type": "compaction"}],
+            "conversation": "conv_1",
+            "max_completion_tokens": 5,
+            "max_tokens": 5,
+            "messages": [],
+            "moderation": {},
+            "n": 2,
+            "prompt": {"id": "pmpt_1"},
+            "prompt_cache_retention": "24h",
+            "response_format": {"type": "json_object"},
+            "truncation": "auto",
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "is_unsupported"), BAD_RESPONSES, ids=lambda value: str(value)[:40]
+)
+def test_bad_responses(fields, param, is_unsupported):
+    code = "unsupported_parameter" if is_unsupported else None
+    refuse(RESPONSES, RESPONSE | fields, 400, param, code)
+
+
+@pytest.mark.parametrize("id", ["resp_nope", "x" * 400, "../../x", "resp_\n"])
+def test_a_response_that_is_not_kept(id):
+    body = RESPONSE | {"previous_response_id": id}
+    refuse(RESPONSES, body, 404, "previous_response_id", "response_not_found")
+    if "/" not in id:
+        for method in ("GET", "DELETE"):
+            refuse(f"{RESPONSES}/{id}", b"", 404, "response_id", method=method)
+
+
+def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(blocks)}]}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"name": "f", "input_schema": {"type": "object"}} | fields]}
+
+
+#: Of /v1/messages: what is sent, and the field that the message names.
+BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [None]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "x"}] * 5000}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    (said(), "messages[0].content"),
+    (said(5), "messages[0].content[0]"),
+    (said({"text": "x"}), "messages[0].content[0]"),
+    (said({"type": "text"}), "messages[0].content[0].text"),
+    (said({"type": "image", "source": {"type": "url"}}), "messages[0].content[0]"),
+    (said({"type": "document"}), "messages[0].content[0]"),
+    (said({"type": "redacted_thinking", "data": "x"}, role="assistant"), "messages[0].content[0]"),
+    (said({"type": "tool_use", "id": "a", "name": "f", "input": {}}), "messages[0].content"),
+    (said({"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
+    (
+        said({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
+        "messages[0].content[0].content",
+    ),
+    (
+        said({"type": "tool_use", "id": "a", "name": "f", "input": "x"}, role="assistant"),
+        "messages[0].content[0].input",
+    ),
+    ({"system": 5}, "system"),
+    ({"system": [{"type": "image"}]}, "system"),
+    (tool(name="a b"), "tools[0].name"),
+    (tool(input_schema=5), "tools[0].input_schema"),
+    (tool(input_schema={"type": "string"}), "tools[0].input_schema"),
+    (tool(type="bash_20250124"), "tools[0]"),
+    (tool(defer_loading=True), "tools[0].defer_loading"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": tool()["tools"] * 2}, "tools"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    (tool() | {"tool_choice": {"type": "tool"}}, "tool_choice"),
+    (tool() | {"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    (tool() | {"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"thinking": {"type": "adaptive", "budget_tokens": 5}}, "thinking"),
+    ({"output_config": {"effort": "extreme"}}, "output_config.effort"),
+    ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management"),
+    *(
+        ({name: value}, name)
+        for name, value in {
+            "container": "x",
+            "diagnostics": {},
+            "mcp_servers": [{}],
+            "n": 2,
+            "service_tier": "priority",
+            "speed": "fast",
+            "stop": "x",
+            "user": "x",
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+@pytest.mark.parametrize(("fields", "param"), BAD_MESSAGES, ids=lambda value: str(value)[:40])
+def test_bad_conversations_in_blocks(path, fields, param):
+    refuse(path, ALL_ROUTES[path] | fields, 400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": ["x" * 257]}, "stop_sequences"),
+        ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"metadata": {"user_id": "x" * 513}}, "metadata.user_id"),
+        ({"metadata": "x"}, "metadata"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 50}}, "thinking.budget_tokens"),
+    ],
+)
+def test_bad_messages_of_blocks(fields, param):
+    refuse(MESSAGES, MESSAGE | fields, 400, param)
 
 
 @pytest.mark.parametrize(
@@ -321,15 +544,15 @@ def test_bad_messages(messages, param, code):
     refuse("/v1/chat/completions", {"model": "m", "messages": messages}, 400, param, code)
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize(
     "name", ["nope", "x" * 500_000, "../../x", "m\n", "<img src=x onerror=alert(1)>"]
 )
 def test_an_unknown_model_is_404_and_hardly_repeated(path, name):
-    refuse(path, ROUTES[path] | {"model": name}, 404, "model", "model_not_found")
+    refuse(path, ALL_ROUTES[path] | {"model": name}, 404, "model", "model_not_found")
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize(
     "body",
     [
@@ -357,13 +580,13 @@ def test_bodies_that_are_no_json_object(path, body):
     refuse(path, body, 400, None, "invalid_json")
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e400"])
 @pytest.mark.parametrize(
     "field", ["temperature", "max_tokens", "top_p", "priority", "min_p", "repetition_penalty"]
 )
 def test_numbers_that_are_not_finite_name_their_field(path, number, field):
-    body = json.dumps(ROUTES[path])[:-1].encode() + b', "%s": %s}' % (field.encode(), number)
+    body = json.dumps(ALL_ROUTES[path])[:-1].encode() + b', "%s": %s}' % (field.encode(), number)
     refuse(path, body, 400, field)
 
 
@@ -379,9 +602,9 @@ def test_of_equal_keys_the_last_counts(path):
     assert run(call(make_app(client), path, body + b', "n": 9999, "n": 1}')).status == 200
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ALL_ROUTES)
 def test_many_errors_make_one_short_answer(path):
-    body = ROUTES[path] | {
+    body = ALL_ROUTES[path] | {
         "n": "x",
         "seed": "x",
         "top_k": "x",
@@ -434,11 +657,11 @@ def test_huge_texts_are_refused_before_they_are_tokenised(text):
         )
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_over_the_cap(path, declared):
     limit = 2000
-    body = json.dumps(ROUTES[path]).encode()
+    body = json.dumps(ALL_ROUTES[path]).encode()
     chunks = [body + b" " * (limit - len(body)), b" "]
     headers = {"content-length": str(limit + 1)} if declared else {}
     messages = [
@@ -489,7 +712,7 @@ def test_an_endless_body_is_cut_off_unread():
     assert sent[0]["status"] == 413 and taken <= 22
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize(
     "headers",
     [
@@ -502,7 +725,7 @@ def test_an_endless_body_is_cut_off_unread():
     ],
 )
 def test_media_types(path, headers):
-    refuse(path, ROUTES[path], 415, headers=headers)
+    refuse(path, ALL_ROUTES[path], 415, headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -635,7 +858,7 @@ def test_keys():
         assert run(call(app, path, method="GET")).status == 200
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", [*ROUTES, RESPONSES])
 def test_the_log_has_one_harmless_line(path, caplog):
     nasty = "\n127.0.0.1 - GET /admin 200 \x1b[31m ${jndi:ldap://x}"
     with caplog.at_level(logging.INFO, logger="jitney.access"):
@@ -643,11 +866,11 @@ def test_the_log_has_one_harmless_line(path, caplog):
             call(
                 make_app(),
                 path,
-                ROUTES[path] | {"user": nasty, nasty: 1},
+                ALL_ROUTES[path] | {"user": nasty, nasty: 1},
                 headers={"x-request-id": nasty},
             )
         )
-        run(call(make_app(), "/v1/" + nasty, ROUTES[path], method="G\nET"))
+        run(call(make_app(), "/v1/" + nasty, ALL_ROUTES[path], method="G\nET"))
     lines = [record.getMessage() for record in caplog.records if record.name == "jitney.access"]
     assert (
         len(lines) == 2
