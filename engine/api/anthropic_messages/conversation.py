@@ -131,5 +131,5 @@ def _tool_use(body: CountTokensBody) -> ToolUse | None:
     if choice is None:
         return chosen_tools(tools, "auto", None, parallel=True)
     only = None if choice.name is None else [choice.name]
-    parallel = not choice.disable_parallel_tool_use
+    parallel = not choice.disable_parallel_tool_use and choice.type != "tool"
     return chosen_tools(tools, _MODES[choice.type], only, parallel=parallel)
