@@ -79,7 +79,8 @@ async def async_stream() -> None:
 @checks.add
 def count_tokens() -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=HELLO).input_tokens
-    used = client.messages.create(model=MODEL, max_tokens=1, messages=HELLO).usage.input_tokens
+    usage = client.messages.create(model=MODEL, max_tokens=1, messages=HELLO).usage
+    used = usage.input_tokens + (usage.cache_read_input_tokens or 0)
     expect(counted == used, f"counted {counted}, used {used}")
 
 
@@ -102,7 +103,11 @@ def tools_named() -> None:
         max_tokens=200,
         messages=QUESTION,
         tools=[WEATHER],
-        tool_choice={"type": "tool", "name": "get_weather"},
+        tool_choice={
+            "type": "tool",
+            "name": "get_weather",
+            "disable_parallel_tool_use": True,
+        },
     )
     _weather_call(answer)
 
