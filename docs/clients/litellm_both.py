@@ -120,7 +120,8 @@ def proxy() -> str:
         expect(answer.choices[0].message.content, answer)
         pieces = list(client.chat.completions.create(**sent, stream=True))
         expect(len(pieces) > 2, pieces)
-        call = client.chat.completions.create(**sent, tools=[LAMP], tool_choice="required")
+        longer = sent | {"max_tokens": 200}
+        call = client.chat.completions.create(**longer, tools=[LAMP], tool_choice="required")
         expect(call.choices[0].message.tool_calls, call)
         spoken = {"model": "ours", "max_tokens": 16, "messages": HELLO}
         told = httpx.post(

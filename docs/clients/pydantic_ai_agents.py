@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, Literal
 
 from checks import Checks, expect
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput, ToolOutput, UsageLimits
-from pydantic_ai.exceptions import UsageLimitExceeded
+from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai.direct import model_request_sync
+from pydantic_ai.messages import ModelRequest, ToolCallPart
+from pydantic_ai.models import ModelRequestParameters
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
+from pydantic_ai.tools import ToolDefinition
 
 checks = Checks(__doc__)
 provider = OpenAIProvider(base_url=checks.base_url, api_key=checks.key)
@@ -69,21 +71,21 @@ def output_by_schema() -> None:
 
 @checks.add
 def own_tool() -> None:
-    """A tool that must be called: how often is the model's affair, so requests are limited."""
-    called: list[str] = []
-    agent = _agent()
-
-    @agent.tool_plain
-    def set_lamp(lamp: Literal["kitchen", "hall"]) -> str:
-        """Switch a lamp on."""
-        called.append(lamp)
-        return "It is on."
-
-    forced: Any = {"tool_choice": "required", "max_tokens": 100}
-    limits = UsageLimits(request_limit=2)
-    with suppress(UsageLimitExceeded):
-        agent.run_sync("The hall is dark.", model_settings=forced, usage_limits=limits)
-    expect(called and set(called) <= {"kitchen", "hall"}, called)
+    """A tool that must be called: an answer in text is not allowed."""
+    lamps = {"type": "string", "enum": ["kitchen", "hall"]}
+    schema = {"type": "object", "properties": {"lamp": lamps}, "required": ["lamp"]}
+    tool = ToolDefinition(name="set_lamp", parameters_json_schema=schema)
+    answer = model_request_sync(
+        chat_model,
+        [ModelRequest.user_text_prompt("The hall is dark.")],
+        model_settings={"max_tokens": 200},
+        model_request_parameters=ModelRequestParameters(
+            function_tools=[tool], allow_text_output=False
+        ),
+    )
+    calls = [part for part in answer.parts if isinstance(part, ToolCallPart)]
+    expect(calls and calls[0].tool_name == "set_lamp", answer)
+    expect(calls[0].args_as_dict()["lamp"] in ("kitchen", "hall"), calls)
 
 
 @checks.add
