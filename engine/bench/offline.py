@@ -124,6 +124,12 @@ class _NotingRunner:
         """A run with a step that failed measures nothing."""
         raise error
 
+    def sleep(self, alive: Callable[[], None]) -> int:
+        return self._runner.sleep(alive)
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        self._runner.wake(alive)
+
 
 class OfflineBench:
     """Measures traffic on an engine of this process, given its core and how its text becomes ids.

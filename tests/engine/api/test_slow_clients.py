@@ -264,7 +264,7 @@ def test_what_is_thrown_away_is_bounded(monkeypatch):
                 for _ in range(1000):
                     drip.sendall(b"x")
                     time.sleep(0.02)
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 10
         until(lambda: not connections.n_open)
 
 
@@ -295,7 +295,7 @@ def test_nobody_notices_a_crowd_of_dead_readers():
         started = time.monotonic()
         with http_client(f"http://127.0.0.1:{port}") as client:
             answer = client.post("/v1/completions", json={"model": "m", "prompt": "a"} | {"n": 2})
-        assert answer.status_code == 200 and time.monotonic() - started < 3
+        assert answer.status_code == 200 and time.monotonic() - started < 10
         for sock in socks:
             sock.close()
 

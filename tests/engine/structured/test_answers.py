@@ -108,12 +108,13 @@ def test_any_object(llm: LLM):
 
 
 def test_greedy_penalised_and_scored_rows_keep_to_it_too(llm: LLM):
-    for sampling in (
+    kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.0, "frequency_penalty": 1.0},
         {"repetition_penalty": 1.3, "top_p": 0.5, "logprobs": 3},
         {"logit_bias": {97: 50.0}, "min_tokens": 5, "top_k": 3},
-    ):
+    ]
+    for sampling in kinds:
         for finish, text in answers(llm, Grammar("regex", "[a-f]{8}"), n=3, **sampling):
             assert finish == "stop" and re.fullmatch("[a-f]{8}", text)
 
