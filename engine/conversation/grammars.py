@@ -51,15 +51,15 @@ class Turn:
 
 def turn_grammar(turn: Turn, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
     """What a whole turn may be; None: anything. use: what it may call. answer: what its content
-    must be. Raises RequestError.
+    must be, if it says any. Raises RequestError.
     """
-    if use is not None and answer is not None:
-        raise RequestError("excludes tools", param="response_format")
     _check_budget(turn)
-    if answer is not None:
-        return _behind_thoughts(turn, answer)
+    if use is not None and answer is not None and not use.is_required:
+        return _calls_or_answer(turn, use, answer)
     if use is not None:
         return _tool_grammar(turn, use)
+    if answer is not None:
+        return _behind_thoughts(turn, answer)
     if turn.thinking_budget is None:
         return None
     lark = _Lark(turn.special_ids)
@@ -91,18 +91,37 @@ def _tool_grammar(turn: Turn, use: ToolUse) -> Grammar | None:
     is_free = turn.thinking_budget is None and not any(tool.strict for tool in use.tools)
     if is_free and not use.is_required:
         return None
+    if not use.is_required:
+        _check_form(turns)
     text = turns.forced_tools.text
-    if turns.tools is None or (turns.tools.text is None and not use.is_required):
+    assert text is not None  # forced_tools has one
+    lark = _Lark(turn.special_ids)
+    thoughts = _thoughts(lark, turn)
+    return Grammar("lark", lark.written(f"{thoughts} {_answer(lark, turns, text, use)}"))
+
+
+def _check_form(turns: TurnFormat) -> None:
+    """Raise RequestError where calls that need not be made cannot be held to a schema."""
+    if turns.tools is None or turns.tools.text is None:
         raise RequestError(
             "this model writes calls in a form that cannot be held to a schema unless tool_choice "
             "is required or names a function",
             code="unsupported_parameter",
             param="tools",
         )
+
+
+def _calls_or_answer(turn: Turn, use: ToolUse, grammar: Grammar) -> Grammar:
+    """A turn that calls, or else says what its grammar allows. Raises RequestError where one of
+    them cannot be held to its form.
+    """
+    _check_form(turn.format)
+    text = turn.format.forced_tools.text
     assert text is not None  # forced_tools has one
     lark = _Lark(turn.special_ids)
     thoughts = _thoughts(lark, turn)
-    return Grammar("lark", lark.written(f"{thoughts} {_answer(lark, turns, text, use)}"))
+    said = _content(lark, turn, _rule_of(lark, grammar))
+    return Grammar("lark", lark.written(f"{thoughts} ({lark.calls(text, use)} | {said})"))
 
 
 def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
@@ -113,22 +132,27 @@ def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
     thoughts = _thoughts(lark, turn)
     if not thoughts:
         return grammar
+    said = _content(lark, turn, _rule_of(lark, grammar))
+    return Grammar("lark", lark.written(f"{thoughts} {said}"))
+
+
+def _rule_of(lark: _Lark, grammar: Grammar) -> str:
+    """A grammar as a part of a turn's. Raises RequestError where it can be no part."""
     match grammar.kind:
         case "json_object":
-            answer = _json_rule({"type": "object"})
+            return _json_rule({"type": "object"})
         case "json_schema":
-            answer = _json_rule(json.loads(grammar.text))
+            return _json_rule(json.loads(grammar.text))
         case "choice":
             choices = [lark.literal(text) for text in json.loads(grammar.text)]
-            answer = f"({' | '.join(choices)})"
+            return f"({' | '.join(choices)})"
         case _:
             raise RequestError(
-                f"a {grammar.kind} grammar cannot follow this model's thoughts; switch them off, "
-                "or use a JSON schema or a choice",
+                f"a {grammar.kind} grammar stands neither behind thoughts nor beside tools here; "
+                "switch them off, or use a JSON schema or a choice",
                 code="unsupported_parameter",
                 param="structured_outputs",
             )
-    return Grammar("lark", lark.written(f"{thoughts} {_content(lark, turn, answer)}"))
 
 
 def _content(lark: _Lark, turn: Turn, rule: str) -> str:

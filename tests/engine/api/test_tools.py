@@ -252,12 +252,15 @@ def test_a_schema_that_cannot_be_forced_is_blamed_on_the_tools():
         assert (reply.status, reply.error["param"]) == (400, "tools") and not client.requests
 
 
-def test_tools_and_a_grammar_exclude_each_other():
-    app, _client = engine("hermes", "x")
-    reply = run(call(app, CHATS, TOOLS | {"response_format": {"type": "json_object"}}))
-    assert (reply.status, reply.error["param"]) == (400, "response_format")
-    none = {"tool_choice": "none", "response_format": {"type": "json_object"}}
-    assert run(call(app, CHATS, TOOLS | none)).status == 200
+@pytest.mark.parametrize(
+    ("choice", "kind"), [("auto", "lark"), ("required", "lark"), ("none", "json_object")]
+)
+def test_tools_and_a_grammar_of_the_answer_go_together(choice: str, kind: str):
+    app, client = engine("hermes", "x")
+    both = TOOLS | {"tool_choice": choice, "response_format": {"type": "json_object"}}
+    assert run(call(app, CHATS, both)).status == 200
+    grammar = client.requests[0].sampling.grammar
+    assert grammar is not None and grammar.kind == kind
 
 
 def test_an_answers_grammar_begins_behind_the_thoughts():

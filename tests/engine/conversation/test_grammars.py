@@ -206,8 +206,43 @@ def test_an_answers_grammar_begins_behind_the_thoughts(grammar: Grammar, good: s
 
 def test_a_grammar_that_cannot_follow_thoughts_is_refused():
     turns = turn_format(TEMPLATES["qwen3"])
-    with pytest.raises(RequestError, match="cannot follow this model's thoughts"):
+    with pytest.raises(RequestError, match="neither behind thoughts nor beside tools"):
         behind_thoughts(turns, Grammar("regex", "a+"), "", {})
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        ("hermes", HERMES),
+        ("qwen3", HERMES),
+        ("plain", HERMES),
+        ("llama3_json", f'{{"name": "get_weather", "parameters": {PARIS}}}'),
+    ],
+)
+def test_beside_tools_a_turn_calls_or_says_what_its_grammar_allows(family: str, call: str):
+    turns = turn_format(TEMPLATES[family])
+    turn = Turn(turns, "<think>\n\n</think>\n\n", {})
+    number = Grammar("json_schema", '{"type":"integer"}')
+    held = turn_grammar(turn, use_of("auto"), number)
+    assert takes(held, "12") and takes(held, call)
+    for text in ("Hello.", '"a"', "", f"12{call}", call.replace("Paris", "Bonn")):
+        assert not takes(held, text), text
+    # Who must call says nothing.
+    forced = turn_grammar(turn, use_of("required"), None)
+    assert turn_grammar(turn, use_of("required"), number) == forced
+
+
+def test_with_channels_a_grammar_of_the_answer_is_that_of_the_last_one():
+    turn = Turn(turn_format(TEMPLATES["harmony"]), "", {})
+    held = turn_grammar(turn, use_of("auto"), Grammar("json_object"))
+    final = f"{harmony.CHANNEL}final{harmony.MESSAGE}"
+    assert takes(held, final + "{}") and not takes(held, final + "[]")
+
+
+def test_calls_of_no_such_form_exclude_a_grammar_of_the_answer():
+    turn = Turn(turn_format(TEMPLATES["gemma"]), "", {})
+    with pytest.raises(RequestError, match="cannot be held to a schema"):
+        turn_grammar(turn, use_of("auto"), Grammar("json_object"))
 
 
 def test_schemas_are_closed_where_that_is_plain():
