@@ -139,13 +139,13 @@ def test_a_step_without_them_has_no_masked_rows():
     assert {row.chunk.seq.request_id for plan in masked for row in plan.masked} == {"a"}
 
 
-def test_siblings_preempted_and_lonely_ones_answer_alike():
+def test_siblings_preempted_and_lonely_ones_answer_alike(rash: None):
     """Too few pages for all: some lose their seats, and their matchers stay where they are."""
     requests = [
         held(f"r{i}", [CODE, PAIRS, WORDS][i % 3], [i, 2, 3, 4, 5], seed=i, n=1 + i % 3)
         for i in range(8)
     ]
-    core = core_with_grammars(pages=14, seats=4, retain=False)
+    core = core_with_grammars(pages=9, seats=4, retain=False)
     plans = watch(core)
     outputs = finish_with(core, requests)
     for request in requests:
