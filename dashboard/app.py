@@ -186,7 +186,7 @@ class _Dashboard(PageRoutes):
         """
         if request.method == "POST":
             body = await read_body(request)
-            self.lab.start(read_json(body, Experiment, EXPERIMENT_FORM, "body"))
+            await self.lab.start(read_json(body, Experiment, EXPERIMENT_FORM, "body"))
             return to_json(self.lab.status(), 202)
         if request.method == "DELETE":
             await self.lab.stop()

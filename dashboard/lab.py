@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import io
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,9 @@ import msgspec
 import numpy as np
 from pydantic import ValidationError
 
-from jitney.dashboard.timeline import stay_columns
+from jitney.dashboard.timeline import stay_columns, stays_between
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.slices import at_once
+from jitney.engine.api.slices import Slices
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
 from jitney.engine.process.children import end_child, start_child
@@ -39,6 +40,8 @@ _LIMIT_S = 120.0
 _MOST_RECORDS = 20_000
 #: Most bytes of one line of the worker's answer.
 _MOST_BYTES = 1 << 26
+#: Requests that are prepared between two rests.
+_PIECE = 64
 #: Settings that an experiment may change.
 SETTINGS = (
     "max_seats",
@@ -111,6 +114,8 @@ class Lab:
         self._started: float | None = None
         self._result: dict[str, Any] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._slices = Slices()
+        self._preparing = False
 
     @property
     def _running(self) -> bool:
@@ -144,15 +149,19 @@ class Lab:
             current["pages"] = self.client.info.pages
         return current
 
-    def start(self, experiment: Experiment) -> None:
+    async def start(self, experiment: Experiment) -> None:
         """Begin an experiment. Raises HttpError 409 while one runs, RequestError if it makes no
         sense.
         """
-        if self._running:
+        if self._running or self._preparing:
             raise HttpError(
                 409, "an experiment is running; wait for it, or stop it", code="lab_busy"
             )
-        job, basis = self._prepare(experiment)
+        self._preparing = True
+        try:
+            job, basis = await self._slices.result(self._prepare(experiment))
+        finally:
+            self._preparing = False
         self._number += 1
         self._state = "running"
         self._error = ""
@@ -161,17 +170,20 @@ class Lab:
         self._started = round(time.monotonic(), 4)
         self._task = asyncio.create_task(self._run(job, basis))
 
-    def _prepare(self, experiment: Experiment) -> tuple[ReplayJob, dict[str, Any]]:
-        """What the worker needs, and what is put around its answer."""
+    def _prepare(
+        self, experiment: Experiment
+    ) -> Generator[None, None, tuple[ReplayJob, dict[str, Any]]]:
+        """What the worker needs, and what is put around its answer. Work for `Slices`."""
         info = self.client.info
         if self.settings is None or info is None:
             raise RequestError(
                 "the engine is not ready, so there is nothing to simulate", code="loading"
             )
         check(experiment, self.settings)
-        traffic = _recorded(self.client.history, experiment.minutes)
-        job = _job(experiment, traffic, info, self.settings)
-        return job, _basis(experiment, traffic, info)
+        traffic = yield from _recorded(self.client.history, experiment.minutes)
+        job = yield from _job(experiment, traffic, info, self.settings)
+        basis = yield from _basis(experiment, traffic, info)
+        return job, basis
 
     async def stop(self) -> None:
         if self._task is not None and self._running:
@@ -231,28 +243,34 @@ async def _send_job(job: ReplayJob, worker: asyncio.StreamWriter) -> None:
         worker.close()
 
 
-def _recorded(history: History, minutes: float) -> _Traffic:
+def _recorded(history: History, minutes: float) -> Generator[None, None, _Traffic]:
     """The traffic of the last minutes. Raises RequestError if nothing has ended in them."""
     now = time.monotonic()
     requests = _arrived_since(history, max(now - 60 * minutes, history.kept_from))
+    yield
     records = history.records.since(-1)[-_MOST_RECORDS:]
-    ended = [request for request in requests if request.finished is not None and request.stays]
-    if not ended or not len(records):
+    if not any(map(_rode_to_the_end, requests)) or not len(records):
         raise RequestError(
             "no request of that time has ended yet: there is no traffic to replay",
             param="minutes",
         )
     first = requests[0].arrival
     last = max(min(request.end, now) for request in requests)
+    yield
     window, _ = history.records.between(first, last)
+    stays = yield from stays_between(history, first, last)
     return _Traffic(
         requests=requests,
-        stays=history.stays(first, last),
+        stays=stays,
         first=first,
         last=last,
         records=records,
         window=window,
     )
+
+
+def _rode_to_the_end(request: RequestRecord) -> bool:
+    return request.finished is not None and bool(request.stays)
 
 
 def _arrived_since(history: History, start: float) -> list[RequestRecord]:
@@ -263,11 +281,16 @@ def _arrived_since(history: History, start: float) -> list[RequestRecord]:
 
 def _job(
     experiment: Experiment, traffic: _Traffic, info: EngineInfo, settings: EngineSection
-) -> ReplayJob:
+) -> Generator[None, None, ReplayJob]:
     stays = [stay for _, stay in traffic.stays]
-    requests = [request.until(traffic.last) for request in traffic.requests]
+    requests: list[RequestRecord] = []
+    for place, request in enumerate(traffic.requests):
+        requests.append(request.until(traffic.last))
+        if place % _PIECE == 0:
+            yield
+    came = yield from arrivals(traffic.requests, traffic.first)
     return ReplayJob(
-        arrivals=arrivals(traffic.requests, traffic.first),
+        arrivals=came,
         engine=_recorded_engine(info, settings),
         changes=experiment.settings,
         policies=experiment.policies,
@@ -294,8 +317,12 @@ def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngin
     )
 
 
-def _basis(experiment: Experiment, traffic: _Traffic, info: EngineInfo) -> dict[str, Any]:
+def _basis(
+    experiment: Experiment, traffic: _Traffic, info: EngineInfo
+) -> Generator[None, None, dict[str, Any]]:
     before = {request.number for request, _ in traffic.stays if request.arrival < traffic.first}
+    yield
+    stays = yield from _measured_stays(traffic)
     return {
         "minutes": experiment.minutes,
         "from": round(traffic.first, 4),
@@ -309,7 +336,7 @@ def _basis(experiment: Experiment, traffic: _Traffic, info: EngineInfo) -> dict[
         "measured": {
             "policy": info.policy,
             "seats": info.seats,
-            "stays": _measured_stays(traffic),
+            "stays": stays,
         },
     }
 
@@ -371,13 +398,13 @@ def _field_error(error: ValidationError) -> RequestError:
     return RequestError(f"{name}: {message}", param=name)
 
 
-def arrivals(requests: list[RequestRecord], first: float) -> list[Arrival]:
-    """All requests as traffic, in seconds since `first`."""
+def arrivals(requests: list[RequestRecord], first: float) -> Generator[None, None, list[Arrival]]:
+    """All requests as traffic, in seconds since `first`. Work for `Slices`."""
     tenants: dict[str, str] = {}
     lengths = sorted(request.n_output for request in requests if request.served)
     ascending = np.array(lengths, np.int64)
     traffic = []
-    for request in requests:
+    for place, request in enumerate(requests):
         arrival = Arrival(
             at=request.arrival - first,
             n_prompt=request.n_prompt,
@@ -387,6 +414,8 @@ def arrivals(requests: list[RequestRecord], first: float) -> list[Arrival]:
             n_cached=request.cached_tokens,
         )
         traffic.append(arrival)
+        if place % _PIECE == 0:
+            yield
     return traffic
 
 
@@ -435,11 +464,12 @@ def _state_in_the_end(request: RequestRecord) -> str:
     return "waiting"
 
 
-def _measured_stays(traffic: _Traffic) -> dict[str, list[Any]]:
+def _measured_stays(traffic: _Traffic) -> Generator[None, None, dict[str, list[Any]]]:
     """The stays of that time as they were, in seconds from its beginning."""
-    columns = at_once(stay_columns(traffic.stays[-_MOST_RECORDS:]))
+    columns = yield from stay_columns(traffic.stays[-_MOST_RECORDS:])
     for name in ("from", "first_token", "to"):
         times = columns[name]
+        yield
         columns[name] = [None if t is None else round(t - traffic.first, 4) for t in times]
     return columns
 

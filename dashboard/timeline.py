@@ -99,7 +99,7 @@ def timeline(
     """What happened at start < t <= end, in `bins` equal parts, with the stays in seats that touch
     this time, as `identity` may see it.
     """
-    stays = yield from _stays(history, start, end)
+    stays = yield from stays_between(history, start, end)
     left_out = max(0, len(stays) - _MAX_STAYS)
     columns = yield from stay_columns(stays[left_out:], identity)
     return {
@@ -115,8 +115,10 @@ def timeline(
     }
 
 
-def _stays(history: History, start: float, end: float) -> Generator[None, None, list[SeatStay]]:
-    """Stays that touch the time from start to end, by their beginning."""
+def stays_between(
+    history: History, start: float, end: float
+) -> Generator[None, None, list[SeatStay]]:
+    """Stays that touch the time from start to end, by their beginning. Work for `Slices`."""
     pairs: list[SeatStay] = []
     for place, record in enumerate([*history.ended(start), *history.open()]):
         pairs += stays_within(record, start, end)
@@ -278,7 +280,7 @@ def trace(
     """Chrome's trace event format (JSON, in pieces): a thread a seat in process 1, the step loop in
     process 2; microseconds.
     """
-    stays = yield from _quietly(_stays(history, start, end))
+    stays = yield from _quietly(stays_between(history, start, end))
     taken = yield from _quietly(_copied(history, *history.records.span(start, end)))
     mark = b'{"displayTimeUnit":"ms","traceEvents":['
     for events in _trace_events(history, stays, taken, now, model):

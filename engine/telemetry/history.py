@@ -437,13 +437,6 @@ class History(RequestRecords):
             return []
         return list(islice(self._life, len(self._life) - new, None))
 
-    def stays(self, start: float, end: float) -> list[SeatStay]:
-        """Stays that touch the time from start to end, by their beginning."""
-        pairs: list[SeatStay] = []
-        for record in [*self.ended(start), *self.open()]:
-            pairs += stays_within(record, start, end)
-        return sorted(pairs, key=lambda pair: pair[1].start)
-
     def ended(self, start: float) -> list[RequestRecord]:
         """Requests that ended after `start`, by their end."""
         since = bisect_right(self._ended, start, key=_end_of)

@@ -19,6 +19,7 @@ from jitney.dashboard import create_dashboard
 from jitney.dashboard.lab import SETTINGS, Experiment, Lab, arrivals, check, wanted
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.api.slices import at_once
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
 from jitney.engine.simulation.replay import RecordedEngine, ReplayJob, delivered, seen_until, work
@@ -132,7 +133,7 @@ def test_an_experiment_over_http():
 
 def work_of(client: FakeClient, experiment: Experiment) -> tuple[dict, dict]:
     """(what is put around the worker's answer, the answer), worked out in this process."""
-    job, frame = Lab(client, ENGINE)._prepare(experiment)
+    job, frame = at_once(Lab(client, ENGINE)._prepare(experiment))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=ReplayJob) == job
     return frame, work(job)
 
@@ -175,7 +176,7 @@ def test_the_length_of_an_answer_that_nobody_saw_is_that_of_another():
 def test_recorded_hits_are_not_computed_again():
     frame, found = work_of(interrupted_client(), Experiment(policies=["continuous"]))
     assert frame["cached_tokens"] == 23 * 8
-    job, _ = Lab(interrupted_client(), ENGINE)._prepare(Experiment())
+    job, _ = at_once(Lab(interrupted_client(), ENGINE)._prepare(Experiment()))
     assert sum(arrival.n_cached for arrival in job.arrivals) == 23 * 8
     prompts = sum(arrival.n_prompt for arrival in job.arrivals)
     assert found["policies"]["continuous"]["figures"]["rows"]["prefill"] <= prompts - 23 * 8
@@ -228,7 +229,7 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
     client.info = msgspec.structs.replace(
         client.info, seat_buckets=(4,), token_buckets=(16,), platform="gpu"
     )
-    job, _ = Lab(client, ENGINE)._prepare(Experiment())
+    job, _ = at_once(Lab(client, ENGINE)._prepare(Experiment()))
     assert (job.engine.seat_buckets, job.engine.token_buckets, job.engine.on_device) == (
         (4,),
         (16,),
@@ -306,14 +307,14 @@ def test_nothing_to_replay(client):
 def test_a_running_experiment_can_be_stopped_and_has_its_time():
     async def session() -> None:
         lab = Lab(served_client(), ENGINE)
-        lab.start(Experiment())
+        await lab.start(Experiment())
         await asyncio.sleep(0)
         with pytest.raises(HttpError):
-            lab.start(Experiment())
+            await lab.start(Experiment())
         await lab.stop()
         assert lab.status()["state"] == "idle"
         hasty = Lab(served_client(), ENGINE, limit_s=0.05)
-        hasty.start(Experiment())
+        await hasty.start(Experiment())
         assert hasty._task is not None
         await hasty._task
         assert hasty.status()["state"] == "failed" and "0.05 s" in hasty.status()["error"]
@@ -324,7 +325,7 @@ def test_a_running_experiment_can_be_stopped_and_has_its_time():
 def test_traffic_is_lengths_and_times_alone():
     history = served_client().history
     requests = sorted(history.ended(0), key=lambda request: request.arrival)
-    traffic = arrivals(requests, requests[0].arrival)
+    traffic = at_once(arrivals(requests, requests[0].arrival))
     assert [a.n_output for a in traffic] == [request.n_output for request in requests] and traffic[
         0
     ].at == 0

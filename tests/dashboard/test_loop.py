@@ -12,6 +12,11 @@ from history_fakes import long_history
 from loop_lag import lag_of_loop
 from page_fakes import browser, page
 
+from jitney.dashboard.lab import Experiment, Lab
+from jitney.engine.config.schema import EngineSection
+from jitney.engine.simulation.replay import ReplayJob
+from jitney.engine.telemetry.history import History
+
 #: Seconds of computing; all at once the trace took 0.1 to 0.9, by machine and load.
 _LONGEST = 0.03
 _REQUESTS, _STEPS, _SEATS = 4000, 8000, 8
@@ -63,6 +68,29 @@ def test_a_long_timeline_is_whole(app):
     shown = json.loads(run(ask(app, "/timeline?from=0&bins=600"))[0].content)
     assert {len(column) for column in shown["stays"].values()} == {_REQUESTS}
     assert sum(shown["bins"]["steps"]) == _STEPS
+
+
+def test_an_experiment_is_prepared_without_holding_the_loop(monkeypatch: pytest.MonkeyPatch):
+    """All but the one message to its process."""
+    client = FakeClient(seats=_SEATS)
+    client.history = long_history(_REQUESTS, _STEPS, _SEATS)
+    monkeypatch.setattr(History, "kept_from", property(lambda history: 0.0))
+    lab = Lab(client, EngineSection())
+    sent: list[ReplayJob] = []
+
+    async def keep(job: ReplayJob, basis: dict[str, object]) -> None:
+        sent.append(job)
+
+    monkeypatch.setattr(lab, "_run", keep)
+
+    async def session() -> float:
+        async with lag_of_loop() as lag:
+            await lab.start(Experiment(minutes=10))
+        await asyncio.sleep(0)
+        return lag.longest
+
+    assert run(session()) < _LONGEST
+    assert len(sent[0].arrivals) == len(sent[0].requests) == _REQUESTS
 
 
 def test_answers_beyond_the_limit_are_refused(app):
