@@ -34,6 +34,9 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+#: Numbers of an array that becomes a list. No vocabulary is longer, and a list takes ten times the
+#: memory.
+_LONGEST_LIST = 1 << 20
 #: Tensors decoded at once: 4 Mi elements are 16 MiB of float32.
 DECODE_ELEMENTS = 1 << 22
 
@@ -180,14 +183,14 @@ class GGUFFile:
         return self.data[self.at - length : self.at].decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """One value; arrays of numbers become lists."""
+        """One value; arrays of numbers become lists, very long ones numpy's."""
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
             return self.array(self.scalar("I"))
         return self.scalar(self.code(kind))
 
-    def array(self, kind: int) -> list[Any]:
+    def array(self, kind: int) -> list[Any] | np.ndarray:
         """Elements of one type."""
         if kind == _STRING:
             return [self.string() for _ in range(self.count(8))]
@@ -195,9 +198,11 @@ class GGUFFile:
             return [self.value(_ARRAY) for _ in range(self.count(12))]
         code = self.code(kind)
         length = self.count(struct.calcsize(code))
-        values = struct.unpack_from(f"<{length}{code}", self.data, self.at)
+        values = np.frombuffer(self.data, "<" + code, length, self.at)
         self.at += length * struct.calcsize(code)
-        return list(values)
+        if length > _LONGEST_LIST:
+            return values.copy()  # a view would keep the file open
+        return values.tolist()
 
     def code(self, kind: int) -> str:
         if kind not in _SCALARS:

@@ -381,6 +381,28 @@ def test_gguf_block_formats(tmp_path: Path, kind: str):
         assert value.ndim == 1 or error > 0
 
 
+@pytest.mark.parametrize("length", [3, 3 << 20])
+def test_a_long_array_of_numbers_stays_packed(tmp_path: Path, length: int):
+    path = tmp_path / "long.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_key_value(
+        "general.bytes",
+        np.arange(length, dtype=np.uint8).tolist(),
+        gguf.GGUFValueType.ARRAY,
+        gguf.GGUFValueType.UINT8,
+    )
+    writer.add_uint32("general.behind", 7)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    metadata = GGUFFile(path).metadata
+    values = metadata["general.bytes"]
+    assert isinstance(values, list if length == 3 else np.ndarray)
+    assert np.array_equal(values, np.arange(length, dtype=np.uint8))
+    assert metadata["general.behind"] == 7
+
+
 def read_back(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """Write one tensor of encoded rows, and decode it from the file."""
     writer = gguf.GGUFWriter(path, "llama")
