@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from jitney.engine.errors import RequestError
-from jitney.engine.process.children import end_child, start_child
-from jitney.engine.text.template_worker import LENGTH, Chat, Rendered, TemplateSource
+from jitney.engine.process.children import ask_worker, end_child, start_child
+from jitney.engine.text.template_worker import Chat, Rendered, TemplateSource
 
 _log = logging.getLogger("jitney.api")
 
@@ -126,7 +124,7 @@ class ChatTemplates:
         for _ in range(2):
             process = await self._ready(place)
             with contextlib.suppress(ConnectionError, EOFError):
-                return await asyncio.wait_for(_exchange(process, chat), self._timeout_s)
+                return await asyncio.wait_for(ask_worker(process, chat, Rendered), self._timeout_s)
             await place.end()
         raise _refused("its process ended over them, twice")
 
@@ -173,17 +171,7 @@ def _refused(reason: str) -> RequestError:
 async def _load(process: asyncio.subprocess.Process, source: TemplateSource) -> None:
     """Have the process load the template. Raises OSError."""
     try:
-        await asyncio.wait_for(_exchange(process, source), _START_S)
+        await asyncio.wait_for(ask_worker(process, source, Rendered), _START_S)
     except (TimeoutError, EOFError) as error:
         await end_child(process)
         raise OSError("the chat template's process did not start") from error
-
-
-async def _exchange(process: asyncio.subprocess.Process, message: msgspec.Struct) -> Rendered:
-    """The process's answer. Raises ConnectionError or EOFError if it ends."""
-    assert process.stdin is not None and process.stdout is not None  # asked for
-    data = msgspec.msgpack.encode(message)
-    process.stdin.write(LENGTH.pack(len(data)) + data)
-    await process.stdin.drain()
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=Rendered)

@@ -8,11 +8,9 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 
-import msgspec
-
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.process.children import end_child, start_child
-from jitney.engine.structured.setup import LENGTH, Checked, CheckerSetup
+from jitney.engine.process.children import ask_worker, end_child, start_child
+from jitney.engine.structured.setup import Checked, CheckerSetup
 from jitney.engine.types import Grammar
 
 #: Seconds that checking a grammar may take, and starting the process beside other work.
@@ -92,7 +90,7 @@ class Grammars:
         for _ in range(2):
             process = await self._ready()
             try:
-                return await asyncio.wait_for(_exchange(process, grammar), _TIMEOUT_S)
+                return await asyncio.wait_for(ask_worker(process, grammar, Checked), _TIMEOUT_S)
             except TimeoutError:
                 await self._end()
                 return Checked(None, _TOO_LONG)
@@ -107,7 +105,7 @@ class Grammars:
             return process
         try:
             process = self._process = await start_child("jitney.engine.structured.worker")
-            await asyncio.wait_for(_exchange(process, self._setup), _START_S)
+            await asyncio.wait_for(ask_worker(process, self._setup, Checked), _START_S)
         except (OSError, TimeoutError, EOFError) as error:
             await self._end()
             raise RequestError(
@@ -149,13 +147,3 @@ def refusal(error: ErrorInfo | None, param: str) -> RequestError:
     if error is None:
         return RequestError("the grammar cannot be used", param=param)
     return RequestError(error.message, code=error.code, param=param)
-
-
-async def _exchange(process: asyncio.subprocess.Process, message: msgspec.Struct) -> Checked:
-    """The process's answer. Raises ConnectionError or EOFError if it ends."""
-    assert process.stdin is not None and process.stdout is not None  # asked for
-    data = msgspec.msgpack.encode(message)
-    process.stdin.write(LENGTH.pack(len(data)) + data)
-    await process.stdin.drain()
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=Checked)

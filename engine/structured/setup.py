@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-
 import msgspec
 
 from jitney.engine.errors import ErrorInfo
 from jitney.engine.types import Grammar
-
-#: Bytes of a message's length.
-LENGTH = struct.Struct("!I")
 
 
 class CheckerSetup(msgspec.Struct, frozen=True):

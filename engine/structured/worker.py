@@ -2,26 +2,23 @@
 started by `jitney.engine.api.grammars`.
 
 A grammar comes from a client, and what it takes to compile it is not known before; a process can be
-ended. Messages are msgpack behind four bytes of length. The first one in is a `CheckerSetup`, then
-come grammars; each is answered by one `Checked`. The end of standard input ends the process.
+ended. The first message in is a `CheckerSetup`, then come grammars; each is answered by one
+`Checked` (`jitney.engine.worker_pipe`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import signal
 import sys
-from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.structured.compiling import in_lark, new_matcher
-from jitney.engine.structured.setup import LENGTH, Checked, CheckerSetup
+from jitney.engine.structured.setup import Checked, CheckerSetup
 from jitney.engine.types import Grammar
+from jitney.engine.worker_pipe import WorkerPipe, limit_memory
 
 #: Most bytes of memory that checking may take.
 _MORE_MEMORY = 512 << 20
@@ -70,46 +67,19 @@ class Checker:
 
 def main() -> int:
     """Check until standard input ends."""
-    # They reach the whole process group; whoever started this one decides when it ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    # Whatever prints must not come between the answers.
-    sys.stdout = sys.stderr
-    first = _read(requests)
+    pipe = WorkerPipe()
+    first = pipe.read()
     if first is None:
         return 0
     checker = Checker(msgspec.msgpack.decode(first, type=CheckerSetup))
-    _limit_memory()
-    _send(answers, checker.check(Grammar("json_object")))
+    limit_memory(_MORE_MEMORY)
+    pipe.send(checker.check(Grammar("json_object")))
     decoder = msgspec.msgpack.Decoder(Grammar)
-    while (request := _read(requests)) is not None:
+    while (request := pipe.read()) is not None:
         signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)  # SIGALRM ends the process
-        _send(answers, checker.check(decoder.decode(request)))
+        pipe.send(checker.check(decoder.decode(request)))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
     return 0
-
-
-def _limit_memory() -> None:
-    """No more than _MORE_MEMORY from now on, where the system says how much there is (Linux)."""
-    with contextlib.suppress(OSError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + _MORE_MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
-def _send(stream: BinaryIO, checked: Checked) -> None:
-    data = msgspec.msgpack.encode(checked)
-    stream.write(LENGTH.pack(len(data)) + data)
-    stream.flush()
-
-
-def _read(stream: BinaryIO) -> bytes | None:
-    """The next message, None at the end."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    return stream.read(LENGTH.unpack(head)[0])
 
 
 if __name__ == "__main__":

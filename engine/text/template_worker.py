@@ -4,25 +4,21 @@ jitney.engine.text.template_worker`, started by `jitney.engine.api.chat_template
 A template is a program out of a model's folder, in transformers' sandbox, which keeps it from the
 machine but not from running for ever. A thread cannot be ended, a process can.
 
-Messages are msgpack behind four bytes of length. The first one in is a `TemplateSource`, then come
-`Chat`s; each is answered by one `Rendered`. The end of standard input ends the process.
+The first message in is a `TemplateSource`, then come `Chat`s; each is answered by one `Rendered`
+(`jitney.engine.worker_pipe`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import resource
 import signal
-import struct
 import sys
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-#: Bytes of a message's length.
-LENGTH = struct.Struct("!I")
+from jitney.engine.worker_pipe import WorkerPipe, limit_memory
+
 #: Most bytes of memory that rendering may take.
 _MORE_MEMORY = 1 << 30
 #: Most characters of a template's own error that are repeated.
@@ -82,45 +78,18 @@ def reason_of(error: Exception) -> str:
 
 def main() -> int:
     """Render until standard input ends."""
-    # They reach the whole process group; whoever started this one decides when it ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    # Whatever prints must not come between the answers.
-    sys.stdout = sys.stderr
-    first = _read(requests)
+    pipe = WorkerPipe()
+    first = pipe.read()
     if first is None:
         return 0
     source = msgspec.msgpack.decode(first, type=TemplateSource)
     importlib.import_module(_SANDBOX)
-    _limit_memory()  # beside what the sandbox itself takes
-    _send(answers, _answer(source, _FIRST))  # compiles; what comes of it does not matter
+    limit_memory(_MORE_MEMORY)  # beside what the sandbox itself takes
+    pipe.send(_answer(source, _FIRST))  # compiles; what comes of it does not matter
     decoder = msgspec.msgpack.Decoder(Chat)
-    while (request := _read(requests)) is not None:
-        _send(answers, _answer(source, decoder.decode(request)))
+    while (request := pipe.read()) is not None:
+        pipe.send(_answer(source, decoder.decode(request)))
     return 0
-
-
-def _limit_memory() -> None:
-    """No more than _MORE_MEMORY from now on, where the system says how much there is (Linux)."""
-    with contextlib.suppress(OSError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + _MORE_MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
-def _send(stream: BinaryIO, rendered: Rendered) -> None:
-    data = msgspec.msgpack.encode(rendered)
-    stream.write(LENGTH.pack(len(data)) + data)
-    stream.flush()
-
-
-def _read(stream: BinaryIO) -> bytes | None:
-    """The next message, None at the end."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    return stream.read(LENGTH.unpack(head)[0])
 
 
 def _answer(source: TemplateSource, chat: Chat) -> Rendered:
