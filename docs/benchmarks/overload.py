@@ -5,7 +5,8 @@
 
 Starts `jitney serve`, measures how many requests a second it serves when it is full, and sends
 random requests on their own time (an open loop): first at 0.9 of that, then at `--load` times of
-it, each for so many minutes. Whoever is answered 429 comes back when Retry-After says, once.
+it, each for so many minutes. Whoever is answered 429 comes back when Retry-After says, at most
+five times.
 Prints for both the time to the first token of those who were taken (from the moment they came), the
 share of those who came back when told to and were taken, and the server's memory at the start
 and the end, with how fast it grew.
@@ -37,6 +38,8 @@ PROMPT, OUTPUT = (8, 64), (60, 180)
 CAPACITY_S = 20.0
 #: Requests open at a time while it is, as a multiple of the seats.
 CROWD = 2
+#: Times that a client comes back at most.
+RETURNS = 5
 #: Seconds between two looks at memory.
 LOOK_S = 5.0
 #: Share of a phase in which caches fill, which counts for no slope.
@@ -156,13 +159,15 @@ async def capacity(server: Server, seats: int, seconds: float) -> float:
 
 
 async def come(server: Server, phase: Phase, body: dict[str, Any]) -> None:
-    """One client: it comes, and once more if it is told to before the phase is over."""
+    """One client: it comes, and again whenever it is told to before the phase is over."""
     one = await ask(server, body)
     phase.tries.append(one)
-    if one.status != 429 or time.monotonic() + one.retry_after_s > phase.ended:
-        return
-    await asyncio.sleep(one.retry_after_s)
-    phase.tries.append(await ask(server, body, returned=True))
+    for _ in range(RETURNS):
+        if one.status != 429 or time.monotonic() + one.retry_after_s > phase.ended:
+            return
+        await asyncio.sleep(one.retry_after_s)
+        one = await ask(server, body, returned=True)
+        phase.tries.append(one)
 
 
 async def run_phase(server: Server, name: str, load: float, seconds: float, seed: int) -> Phase:
