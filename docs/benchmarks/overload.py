@@ -153,6 +153,8 @@ async def capacity(server: Server, seats: int, seconds: float) -> float:
         while time.monotonic() < end:
             one = await ask(server, next(source))
             count += one.whole and begin < time.monotonic() < end
+            if one.status == 429:  # who knocked all the time would be promised all places
+                await asyncio.sleep(one.retry_after_s)
 
     await asyncio.gather(*(keep_asking() for _ in range(CROWD * seats)))
     return count / seconds
