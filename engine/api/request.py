@@ -233,10 +233,12 @@ async def _held_to_grammar(
     """
     turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
     grammar = turn_grammar(turn, conversation.tools, sampling.grammar)
-    if grammar == sampling.grammar:
+    if grammar is None or grammar == sampling.grammar:
         return sampling
-    held = msgspec.structs.replace(sampling, grammar=grammar)
-    return await _with_checked_grammar(service, body, held)
+    # The answer's own grammar has been checked by itself.
+    param = "tools" if conversation.tools is not None else _grammar_field(body)
+    grammar = await service.checked_grammar(grammar, param)
+    return msgspec.structs.replace(sampling, grammar=grammar)
 
 
 def _tool_use(body: ChatBody) -> ToolUse | None:
@@ -344,10 +346,14 @@ async def _with_checked_grammar(
     """
     if sampling.grammar is None:
         return sampling
-    wanted = body.wanted_grammar
-    param = "tools" if wanted is None else wanted.param
-    grammar = await service.checked_grammar(sampling.grammar, param)
+    grammar = await service.checked_grammar(sampling.grammar, _grammar_field(body))
     return msgspec.structs.replace(sampling, grammar=grammar)
+
+
+def _grammar_field(body: GenerationBody) -> str:
+    """The field to blame for a grammar; without one of its own, what forces a turn's form."""
+    wanted = body.wanted_grammar
+    return "tools" if wanted is None else wanted.param
 
 
 def _generation_request(

@@ -246,7 +246,8 @@ def test_strict_tools_have_a_grammar_and_others_have_none():
 
 def test_a_schema_that_cannot_be_forced_is_blamed_on_the_tools():
     bad = schema(type="object", properties={"a": {"type": "string", "pattern": "("}})
-    for fields in ({"tool_choice": "required"}, {"tools": [_strict(bad[0])]}):
+    form = {"response_format": {"type": "json_object"}}
+    for fields in ({"tool_choice": "required"}, {"tools": [_strict(bad[0])]}, form):
         app, client = engine("hermes", "x")
         reply = run(call(app, CHATS, CHAT | {"tools": bad} | fields))
         assert (reply.status, reply.error["param"]) == (400, "tools") and not client.requests
