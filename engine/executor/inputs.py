@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import Chunk, MaskedRow, Plan
+from jitney.engine.scheduler.plan import Chunk, MaskedRow, Plan, mask_words
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import SamplingParams, Uploaded, declared
 
@@ -116,11 +116,6 @@ class MaskedHeads(NamedTuple):
 def masked_head_words() -> int:
     """int32 words of a row of `MaskedRows.heads`."""
     return 2 + SAMPLING.words
-
-
-def mask_words(vocab: int) -> int:
-    """int32 words of a mask."""
-    return -(-vocab // 32)
 
 
 class _Field(NamedTuple):

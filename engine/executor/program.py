@@ -23,7 +23,6 @@ from jitney.engine.executor.inputs import (
     BatchBuilder,
     MaskedHeads,
     UploadLayout,
-    mask_words,
     masked_head_words,
 )
 from jitney.engine.executor.sampling import (
@@ -39,6 +38,7 @@ from jitney.engine.executor.sampling import (
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import POOL, WHOLE, first_best, gather, on_mesh
 from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.scheduler.plan import mask_words
 from jitney.engine.types import MAX_LOGPROBS
 from jitney.kernels.interface import AttentionMeta, Kernels
 

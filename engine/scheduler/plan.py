@@ -87,6 +87,11 @@ class MaskedRow(NamedTuple):
     seat: int
 
 
+def mask_words(vocab: int) -> int:
+    """int32 words of the mask of such a row: a bit for each token."""
+    return -(-vocab // 32)
+
+
 class Occupancy(NamedTuple):
     """How full the engine is while a step runs."""
 

@@ -20,8 +20,9 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import GrammarWork
+from jitney.engine.scheduler.plan import mask_words
 from jitney.engine.structured.compiling import new_matcher
-from jitney.engine.structured.token_rules import RuledMatcher, TokenRules
+from jitney.engine.structured.token_rules import RuledMatcher, TokenRules, clear
 from jitney.engine.types import Grammar, SamplingParams
 
 _log = logging.getLogger("jitney.core")
@@ -103,7 +104,7 @@ class Matchers:
     def __init__(self, trie: LLTokenizer, clock: Callable[[], float] = time.monotonic):
         self._trie = trie
         self._clock = clock
-        self._words = -(-trie.vocab_size // 32)
+        self._words = mask_words(trie.vocab_size)
         #: Keeps all but the tokens that end a text.
         self._no_ends = _mask_without(trie.eos_tokens, self._words)
         # All below: under the lock, since the compiling thread writes it too.
@@ -174,10 +175,11 @@ class Matchers:
     def take_work(self) -> GrammarWork | None:
         """What there was to do since the last call; None if nothing was."""
         with self._lock:
-            work, self._work = self._work, _Work()
+            work = self._work
+            if not (work.masks or work.compiled):
+                return None
+            self._work = _Work()
             kept = len(self._kept)
-        if not (work.masks or work.compiled):
-            return None
         return GrammarWork(work.masks, work.mask_s, work.compiled, work.compile_s, kept)
 
     def _give_up(self, job: _Job) -> None:
@@ -237,7 +239,6 @@ def _bytes_of(grammar: Grammar) -> int:
 def _mask_without(tokens: Iterable[int], words: int) -> np.ndarray:
     """A mask, int32 [words], of all tokens but these."""
     mask = np.full(words, -1, np.int32)
-    bits = mask.view(np.uint32)
     for token in tokens:
-        bits[token // 32] &= ~np.uint32(1 << (token % 32))
+        clear(mask.view(np.uint32), token)
     return mask

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jitney.engine.scheduler.plan import mask_words
 from jitney.engine.types import SamplingParams
 
 
@@ -26,7 +27,7 @@ class TokenRules:
     """What the sequences of one request share."""
 
     def __init__(self, params: SamplingParams, vocab_size: int):
-        may_come = np.zeros(-(-vocab_size // 32) * 32, bool)
+        may_come = np.zeros(32 * mask_words(vocab_size), bool)
         if params.allowed_token_ids:
             may_come[list(params.allowed_token_ids)] = True
         else:
@@ -37,7 +38,7 @@ class TokenRules:
         self.by_token: dict[int, list[tuple[int, ...]]] = {}
         for banned in params.banned_sequences:
             if len(banned) == 1:
-                _clear(self.base, banned[0])
+                clear(self.base, banned[0])
             else:
                 self.by_token.setdefault(banned[-2], []).append(banned)
         #: Output tokens that have to be remembered.
@@ -71,7 +72,7 @@ class RuledMatcher:
         allowed = self._rules.base.copy()
         for banned in self._rules.by_token.get(self._tail[-1] if self._tail else -1, ()):
             if self._tail[1 - len(banned) :] == banned[:-1]:
-                _clear(allowed, banned[-1])
+                clear(allowed, banned[-1])
         if self._inner is None:
             masks[row] = allowed.view(np.int32)
         else:
@@ -79,5 +80,6 @@ class RuledMatcher:
             masks[row] &= allowed.view(np.int32)
 
 
-def _clear(mask: np.ndarray, token: int) -> None:
+def clear(mask: np.ndarray, token: int) -> None:
+    """Take a token out of a mask, uint32 [ceil(V / 32)]."""
     mask[token // 32] &= ~np.uint32(1 << (token % 32))
