@@ -11,22 +11,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import resolve
-from jitney.engine.text.gguf_tokenizer import fast_from_folder, fast_from_gguf, tiny_fast
+from jitney.engine.text.tokenizer import fast_of
 
 
 def save_tokenizer(model: str, folder: Path) -> None:
     """Write tokenizer.json, its configuration and the chat template into the folder."""
-    source = resolve(model)
-    match source.kind:
-        case "tiny":
-            fast = tiny_fast()
-        case "gguf":
-            fast = fast_from_gguf(GGUFFile(source.path).metadata)
-        case "hf":
-            fast = fast_from_folder(Path(source.path))
-    fast.save_pretrained(str(folder))
+    fast_of(resolve(model)).save_pretrained(str(folder))
 
 
 def main() -> None:

@@ -246,16 +246,21 @@ def load_tokenizer(source: ModelSource, chat_template: str = "") -> Tokenizer:
     ConfigError if it cannot be read.
     """
     given = _read_template(chat_template) if chat_template else ""
-    match source.kind:
-        case "tiny":
-            fast = tiny_fast()
-        case "gguf":
-            fast = fast_from_gguf(GGUFFile(source.path).metadata)
-        case "hf":
-            fast = fast_from_folder(Path(source.path))
+    fast = fast_of(source)
     if given:
         fast.chat_template = given
     return Tokenizer(fast, source.config.eos_ids)
+
+
+def fast_of(source: ModelSource) -> PreTrainedTokenizerFast:
+    """transformers' tokenizer of a model; ModelError as of `load_tokenizer`."""
+    match source.kind:
+        case "tiny":
+            return tiny_fast()
+        case "gguf":
+            return fast_from_gguf(GGUFFile(source.path).metadata)
+        case "hf":
+            return fast_from_folder(Path(source.path))
 
 
 def _read_template(file: str) -> str:
