@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
-from api_fakes import VOCAB, ByteTokenizer
+from api_fakes import VOCAB, ByteTokenizer, FakeClient, Script, make_app
 
 from jitney.engine.text.template_worker import TemplateSource, render
 
@@ -154,3 +155,11 @@ class FamilyTokenizer(ByteTokenizer):
         source = TemplateSource(self.chat_template, {})
         variables["add_generation_prompt"] = add_generation_prompt
         return render(source, [dict(message) for message in messages], tools=tools, **variables)
+
+
+def family_app(family: str, text: str, **script: Any) -> tuple[Any, FakeClient]:
+    """An app whose model is of a family and writes this text. script: more of `Script`."""
+    tokenizer = FamilyTokenizer(family)
+    script = {"tokens": tokenizer.encode(text)} | script
+    client = FakeClient(Script(**script), vocab_size=FAMILY_VOCAB, context_length=4096)
+    return make_app(client, tokenizer=tokenizer), client

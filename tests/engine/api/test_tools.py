@@ -6,8 +6,8 @@ import json
 from typing import Any, get_args
 
 import pytest
-from api_fakes import FakeClient, Script, call, make_app, run, served
-from families import FAMILY_VOCAB, TEMPLATES, FamilyTokenizer
+from api_fakes import FakeClient, call, make_app, run, served
+from families import TEMPLATES, FamilyTokenizer, family_app
 from openai import DefaultHttpxClient, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -44,17 +44,9 @@ WRITTEN = {
 }
 
 
-def engine(family: str, text: str, **script: Any) -> tuple[Any, FakeClient]:
-    """An app whose model writes this text."""
-    tokenizer = FamilyTokenizer(family)
-    script = {"tokens": tokenizer.encode(text)} | script
-    client = FakeClient(Script(**script), vocab_size=FAMILY_VOCAB, context_length=4096)
-    return make_app(client, tokenizer=tokenizer), client
-
-
 def ask(family: str, text: str, body: dict[str, Any] = TOOLS, **script: Any) -> dict[str, Any]:
     """The answer's only choice."""
-    app, _ = engine(family, text, **script)
+    app, _ = family_app(family, text, **script)
     reply = run(call(app, CHATS, body))
     assert reply.status == 200, reply.body
     ChatCompletion.model_validate(reply.json())
@@ -64,7 +56,7 @@ def ask(family: str, text: str, body: dict[str, Any] = TOOLS, **script: Any) -> 
 
 def prompt_of(family: str, body: dict[str, Any]) -> str:
     """What the model reads."""
-    app, client = engine(family, "ok")
+    app, client = family_app(family, "ok")
     reply = run(call(app, CHATS, body))
     assert reply.status == 200, reply.body
     return FamilyTokenizer(family).decode(client.requests[0].prompt, skip_special_tokens=False)
@@ -123,7 +115,7 @@ def test_every_family_calls(family: str, chunk: int):
 def test_streams_say_what_whole_answers_say(family: str, chunk: int):
     text = WRITTEN[family]
     whole = ask(family, text)
-    app, _ = engine(family, text, chunk=chunk)
+    app, _ = family_app(family, text, chunk=chunk)
     stream = joined(streamed(app, TOOLS))
     assert stream["finish_reason"] == whole["finish_reason"]
     assert stream["content"] == (whole["message"]["content"] or "")
@@ -199,17 +191,17 @@ def test_a_call_that_is_cut_off_is_told_as_far_as_it_goes():
 @pytest.mark.parametrize("n_calls", [1, 2])
 def test_one_call_is_enough_without_parallel_tool_calls(n_calls: int):
     body = TOOLS | {"parallel_tool_calls": n_calls > 1}
-    app, client = engine("hermes", f"{HERMES}\n{HERMES} and more")
+    app, client = family_app("hermes", f"{HERMES}\n{HERMES} and more")
     choice = run(call(app, CHATS, body)).json()["choices"][0]
     assert len(choice["message"]["tool_calls"]) == n_calls
     assert choice["finish_reason"] == "tool_calls"
     assert [reason for *_, reason in client.aborts] == ["stop"] * (n_calls == 1)
-    stream = joined(streamed(engine("hermes", f"{HERMES}\n{HERMES} and more")[0], body))
+    stream = joined(streamed(family_app("hermes", f"{HERMES}\n{HERMES} and more")[0], body))
     assert len(stream["tool_calls"]) == n_calls
 
 
 def test_several_choices_are_told_apart():
-    app, _ = engine("hermes", HERMES)
+    app, _ = family_app("hermes", HERMES)
     chunks = streamed(app, TOOLS | {"n": 2})
     for index in (0, 1):
         mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
@@ -224,7 +216,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 def test_forced_calls_reach_the_engine_as_a_grammar(family: str, choice: Any):
     """And are read as they are forced, also where the family's own form cannot be."""
     forced = HERMES if family == "gemma" else WRITTEN[family]
-    app, client = engine(family, forced)
+    app, client = family_app(family, forced)
     reply = run(call(app, CHATS, TOOLS | {"tool_choice": choice}))
     [made] = reply.json()["choices"][0]["message"]["tool_calls"]
     assert made["function"]["arguments"] == PARIS
@@ -236,10 +228,10 @@ def test_forced_calls_reach_the_engine_as_a_grammar(family: str, choice: Any):
 def test_strict_tools_have_a_grammar_and_others_have_none():
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
     for tools, held in (([WEATHER], False), ([strict], True)):
-        app, client = engine("hermes", "Hello.")
+        app, client = family_app("hermes", "Hello.")
         assert run(call(app, CHATS, CHAT | {"tools": tools})).status == 200
         assert (client.requests[0].sampling.grammar is not None) == held
-    app, client = engine("gemma", "Hello.")
+    app, client = family_app("gemma", "Hello.")
     reply = run(call(app, CHATS, CHAT | {"tools": [strict]}))
     assert (reply.status, reply.error["param"]) == (400, "tools") and not client.requests
 
@@ -248,7 +240,7 @@ def test_a_schema_that_cannot_be_forced_is_blamed_on_the_tools():
     bad = schema(type="object", properties={"a": {"type": "string", "pattern": "("}})
     form = {"response_format": {"type": "json_object"}}
     for fields in ({"tool_choice": "required"}, {"tools": [_strict(bad[0])]}, form):
-        app, client = engine("hermes", "x")
+        app, client = family_app("hermes", "x")
         reply = run(call(app, CHATS, CHAT | {"tools": bad} | fields))
         assert (reply.status, reply.error["param"]) == (400, "tools") and not client.requests
 
@@ -257,7 +249,7 @@ def test_a_schema_that_cannot_be_forced_is_blamed_on_the_tools():
     ("choice", "kind"), [("auto", "lark"), ("required", "lark"), ("none", "json_object")]
 )
 def test_tools_and_a_grammar_of_the_answer_go_together(choice: str, kind: str):
-    app, client = engine("hermes", "x")
+    app, client = family_app("hermes", "x")
     both = TOOLS | {"tool_choice": choice, "response_format": {"type": "json_object"}}
     assert run(call(app, CHATS, both)).status == 200
     grammar = client.requests[0].sampling.grammar
@@ -267,11 +259,11 @@ def test_tools_and_a_grammar_of_the_answer_go_together(choice: str, kind: str):
 def test_an_answers_grammar_begins_behind_the_thoughts():
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     for family, kind in (("qwen3", "lark"), ("plain", "json_schema")):
-        app, client = engine(family, "{}")
+        app, client = family_app(family, "{}")
         assert run(call(app, CHATS, CHAT | {"response_format": form})).status == 200
         grammar = client.requests[0].sampling.grammar
         assert grammar is not None and grammar.kind == kind
-    app, client = engine("qwen3", "a")
+    app, client = family_app("qwen3", "a")
     reply = run(call(app, CHATS, CHAT | {"structured_outputs": {"regex": "a+"}}))
     assert reply.status == 400 and reply.error["param"] == "structured_outputs"
 
@@ -284,7 +276,7 @@ THINKING = "<think>\nTwo and two.\n</think>\n\nFour."
 
 
 def test_thoughts_are_counted():
-    app, _ = engine("qwen3", THINKING)
+    app, _ = family_app("qwen3", THINKING)
     body = run(call(app, CHATS, CHAT)).json()
     message = body["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Two and two.", "Four.")
@@ -294,7 +286,7 @@ def test_thoughts_are_counted():
 
 def test_a_thinking_budget_reaches_the_engine_as_a_grammar():
     for budget in (0, 20):
-        app, client = engine("qwen3", THINKING)
+        app, client = family_app("qwen3", THINKING)
         reply = run(call(app, CHATS, CHAT | {"thinking_token_budget": budget}))
         assert reply.status == 200
         grammar = client.requests[0].sampling.grammar
@@ -305,7 +297,7 @@ def test_thoughts_can_be_left_out():
     body = CHAT | {"include_reasoning": False}
     message = ask("qwen3", THINKING, body)["message"]
     assert message["content"] == "Four." and "reasoning_content" not in message
-    chunks = streamed(engine("qwen3", THINKING)[0], body)
+    chunks = streamed(family_app("qwen3", THINKING)[0], body)
     assert joined(chunks)["reasoning_content"] == "" and joined(chunks)["content"] == "Four."
 
 
@@ -394,7 +386,7 @@ def schema(**parameters: Any) -> list[dict[str, Any]]:
     ids=lambda value: str(value)[:60],
 )
 def test_bad_fields_are_named(field: str, fields: dict[str, Any]):
-    app, client = engine("plain", "x")
+    app, client = family_app("plain", "x")
     reply = run(call(app, CHATS, CHAT | fields))
     assert reply.status == 400 and not client.requests
     assert reply.error["param"].split(".")[0].split("[")[0] == field, reply.error
@@ -402,7 +394,7 @@ def test_bad_fields_are_named(field: str, fields: dict[str, Any]):
 
 
 def test_the_openai_client_reads_all_of_it():
-    app, _ = engine("qwen3", f"<think>Hm.</think>Wait. {HERMES}")
+    app, _ = family_app("qwen3", f"<think>Hm.</think>Wait. {HERMES}")
     with served(app) as (url, _):
         http = DefaultHttpxClient(trust_env=False)
         client: Any = OpenAI(base_url=f"{url}/v1", api_key="k", http_client=http)

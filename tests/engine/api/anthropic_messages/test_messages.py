@@ -11,7 +11,7 @@ from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from api_fakes import FakeClient, Script, call, make_app, run, served
 from client_models import parsed, typed_events
-from families import FAMILY_VOCAB, FamilyTokenizer
+from families import FamilyTokenizer, family_app
 
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ErrorInfo
@@ -28,10 +28,7 @@ THOUGHTS = "<think>\nHm.\n</think>\n\n"
 
 def family(text: str, name: str = "qwen3", **script: Any) -> tuple[Any, FakeClient]:
     """A model that thinks and calls as Qwen 3 does, and says this."""
-    tokenizer = FamilyTokenizer(name)
-    script = {"tokens": tokenizer.encode(text)} | script
-    client = FakeClient(Script(**script), vocab_size=FAMILY_VOCAB, context_length=4096)
-    return make_app(client, tokenizer=tokenizer), client
+    return family_app(name, text, **script)
 
 
 def ask(app: Any, body: dict[str, Any] = BODY, **kw: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from api_fakes import FakeClient, Script, call, make_app, run, served
 from client_models import parsed, typed_events
-from families import FAMILY_VOCAB, FamilyTokenizer
+from families import FamilyTokenizer, family_app
 from openai import DefaultHttpxClient, NotFoundError, OpenAI
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 
@@ -25,10 +25,7 @@ THOUGHTS = "<think>\nHm.\n</think>\n\n"
 
 def family(text: str, **script: Any) -> tuple[Any, FakeClient]:
     """A model that thinks and calls as Qwen 3 does, and says this."""
-    tokenizer = FamilyTokenizer("qwen3")
-    script = {"tokens": tokenizer.encode(text)} | script
-    client = FakeClient(Script(**script), vocab_size=FAMILY_VOCAB, context_length=4096)
-    return make_app(client, tokenizer=tokenizer), client
+    return family_app("qwen3", text, **script)
 
 
 def ask(app: Any, body: dict[str, Any] = BODY, **kw: Any) -> dict[str, Any]:
