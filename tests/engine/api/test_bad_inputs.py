@@ -275,7 +275,7 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str, bool]] = [
     ({"tool_choice": "required"}, "tool_choice", False),
     (function() | {"tool_choice": {"type": "function", "name": "g"}}, "tool_choice", False),
     (function() | {"tool_choice": {"type": "file_search"}}, "tool_choice", True),
-    (function() | {"text": {"format": {"type": "json_object"}}}, "text.format", False),
+    (function() | {"text": {"format": {"type": "nope"}}}, "text.format.type", False),
     *(
         ({name: value}, name, True)
         for name, value in {

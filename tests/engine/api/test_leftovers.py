@@ -30,6 +30,7 @@ def garbage() -> Iterator[Counter[str]]:
     """Fills in the types of this house's objects that are left over in cycles."""
     gc.collect()
     gc.disable()
+    gc.freeze()  # what other tests made, and a thread of theirs may let go of meanwhile
     found: Counter[str] = Counter()
     try:
         yield found
@@ -41,6 +42,7 @@ def garbage() -> Iterator[Counter[str]]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.unfreeze()
         gc.enable()
 
 
