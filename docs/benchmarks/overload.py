@@ -5,7 +5,7 @@
 
 Starts `jitney serve`, measures how many requests a second it serves when it is full, and sends
 random requests on their own time (an open loop): first at 0.9 of that, then at `--load` times of
-it, each for so many minutes. Whoever is answered 429 comes back when Retry-After says, at most
+it, each for so many minutes. Whoever is answered 429 comes back when Retry-After-Ms says, at most
 five times.
 Prints for both the time to the first token of those who were taken (from the moment they came), the
 share of those who came back when told to and were taken, and the server's memory at the start
@@ -131,9 +131,9 @@ async def ask(server: Server, body: dict[str, Any], *, returned: bool = False) -
             server.client.stream("POST", "/v1/completions", json=body) as answer,
         ):
             one.status = answer.status_code
-            one.retry_after_s = float(answer.headers.get("retry-after", 0))
+            one.retry_after_s = float(answer.headers.get("retry-after-ms", 0)) / 1000
             async for piece in answer.aiter_bytes():
-                if one.first_token_s is None:
+                if one.first_token_s is None and b"data:" in piece:  # no sign of life
                     one.first_token_s = time.monotonic() - one.came
                 one.whole = piece.endswith(b"data: [DONE]\n\n")
     except (httpx.HTTPError, TimeoutError):
@@ -151,10 +151,12 @@ async def capacity(server: Server, seats: int, seconds: float) -> float:
     async def keep_asking() -> None:
         nonlocal count
         while time.monotonic() < end:
-            one = await ask(server, next(source))
-            count += one.whole and begin < time.monotonic() < end
-            if one.status == 429:  # who knocked all the time would be promised all places
+            body = next(source)
+            one = await ask(server, body)
+            while one.status == 429:
                 await asyncio.sleep(one.retry_after_s)
+                one = await ask(server, body)
+            count += one.whole and begin < time.monotonic() < end
 
     await asyncio.gather(*(keep_asking() for _ in range(CROWD * seats)))
     return count / seconds

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NEWCOMERS = 0.5
 #: Share of a bound down to which the queue goes before the first promise falls due: what is left
 #: takes in that places do not come free evenly.
-_CALM = 0.75
+_CALM = 0.6
 #: Verdicts kept; more are never open, since parts come one after the other.
 _MOST_VERDICTS = 64
 

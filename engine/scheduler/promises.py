@@ -21,8 +21,9 @@ from jitney.engine.types import EngineRequest
 
 #: Bounds of the seconds after which to try again.
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 3600.0
-#: Places that came free after which the counts are halved: about the last 128 to 256 count.
-_HALVE_AT = 256
+#: Places that came free after which the counts are halved: about the last 128 to 256 count, and
+#: the last 20 to 40.
+_HALVE_LONG_AT, _HALVE_SHORT_AT = 256, 40
 #: What is foreseen of the pace of places weighs as much as so many that came free.
 _PRIOR_PLACES = 8
 #: Promises are a little sparser than places come free, so that what was promised is kept.
@@ -37,22 +38,50 @@ _EARLY_S, _LATE_S, _LATE_SHARE = 0.05, 5.0, 0.1
 _JITTER_S, _JITTER_SHARE = 0.5, 0.05
 #: Promises remembered, in all and for one name; who is turned away beyond them gets none.
 _MOST, _MOST_OF_ONE = 100_000, 128
-#: What the share of promises that were taken up keeps of itself with each promise, and its least.
-_FADE, _LEAST_SHARE = 0.98, 0.05
+#: Whether promises are taken up is counted, beside so many that are taken to have been. Half of
+#: the counts is forgotten in so many seconds: another crowd may keep better to its times.
+_PRIOR_TAKEN, _HALF_LIFE_S = 8.0, 60.0
+#: Its least: a crowd that comes again after one that did not finds not too much promised.
+_LEAST_SHARE = 0.4
+
+
+class _Pace:
+    """What came free while the engine was crowded, and in how many seconds; newer counts more."""
+
+    def __init__(self, halve_at: int):
+        self.halve_at = halve_at
+        self.seconds = 0.0
+        self.places = 0.0
+        self.tokens = 0.0
+
+    def add(self, seconds: float, places: int, tokens: float) -> None:
+        self.seconds += seconds
+        self.places += places
+        self.tokens += tokens
+        if self.places >= self.halve_at:
+            self.seconds /= 2
+            self.places /= 2
+            self.tokens /= 2
+
+    def times_slower_than(self, other: _Pace) -> float:
+        """At least 1, which it is where little is known."""
+        if self.places < _PRIOR_PLACES or not other.tokens:
+            return 1.0
+        return max(1.0, self.seconds / self.tokens / (other.seconds / other.tokens))
 
 
 class PlaceRate:
     """Seconds per place and per token of work that comes free while every seat is taken and
-    somebody waits.
+    somebody waits: the slower of a long and a short average, since a crowd itself slows the engine
+    down, and promises that come too soon are not kept.
 
     A place comes free when a sequence ends, in a seat or before it had one. Its work is what was
     expected of it when it was let in, so that work let in and work that leaves are counted alike.
     """
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._places = 0.0
-        self._tokens = 0.0
+        self._long = _Pace(_HALVE_LONG_AT)
+        self._short = _Pace(_HALVE_SHORT_AT)
         # Since the last step.
         self._new_places = 0
         self._new_tokens = 0.0
@@ -67,24 +96,52 @@ class PlaceRate:
     def step(self, now: float, *, crowded: bool) -> None:
         """A step was planned; what came free since the one before counts if it was crowded then."""
         if self._crowded_at is not None:
-            self._seconds += now - self._crowded_at
-            self._places += self._new_places
-            self._tokens += self._new_tokens
-            if self._places >= _HALVE_AT:
-                self._seconds /= 2
-                self._places /= 2
-                self._tokens /= 2
+            for pace in (self._long, self._short):
+                pace.add(now - self._crowded_at, self._new_places, self._new_tokens)
         self._new_places, self._new_tokens = 0, 0.0
         self._crowded_at = now if crowded else None
 
     def per_place(self, foreseen: float) -> float:
         """Seconds per place; foreseen: the same, by prediction."""
-        return (self._seconds + _PRIOR_PLACES * foreseen) / (self._places + _PRIOR_PLACES)
+        seconds = self._long.seconds + _PRIOR_PLACES * foreseen
+        return self._slowed() * seconds / (self._long.places + _PRIOR_PLACES)
 
     def per_token(self, foreseen: float, tokens: float) -> float:
         """Seconds per token of work; foreseen: seconds per place, and how many tokens it has."""
-        seconds = self._seconds + _PRIOR_PLACES * foreseen
-        return seconds / (self._tokens + _PRIOR_PLACES * max(1.0, tokens))
+        seconds = self._long.seconds + _PRIOR_PLACES * foreseen
+        return self._slowed() * seconds / (self._long.tokens + _PRIOR_PLACES * max(1.0, tokens))
+
+    def _slowed(self) -> float:
+        return self._short.times_slower_than(self._long)
+
+
+class _TakenShare:
+    """The share of promises that are taken up, of those whose time has come."""
+
+    def __init__(self) -> None:
+        self._taken = 0.0
+        self._lapsed = 0.0
+        self._faded_at = 0.0
+
+    def taken(self, now: float) -> None:
+        self._fade(now)
+        self._taken += 1
+
+    def lapsed(self, now: float) -> None:
+        self._fade(now)
+        self._lapsed += 1
+
+    def expected(self, now: float) -> float:
+        """Of the promises that are made now."""
+        self._fade(now)
+        taken = self._taken + _PRIOR_TAKEN
+        return max(_LEAST_SHARE, taken / (taken + self._lapsed))
+
+    def _fade(self, now: float) -> None:
+        kept = 0.5 ** (max(0.0, now - self._faded_at) / _HALF_LIFE_S)
+        self._taken *= kept
+        self._lapsed *= kept
+        self._faded_at = now
 
 
 class Promises:
@@ -101,8 +158,7 @@ class Promises:
         self._until = -math.inf
         # The same of those that were put off.
         self._late_until = -math.inf
-        # Of the promises whose time has come, those that were taken up.
-        self._share = 1.0
+        self._share = _TakenShare()
 
     def __len__(self) -> int:
         """Promises that hold."""
@@ -119,7 +175,7 @@ class Promises:
         if not times or times[0] > now + _EARLY_S:
             return False
         self._forget(name, times[0])
-        self._share += (1 - _FADE) * (1 - self._share)
+        self._share.taken(now)
         return True
 
     def give(self, name: bytes, now: float, free_in: float, work_s: float) -> float:
@@ -132,7 +188,7 @@ class Promises:
         start = max(self._until, self._late_until, now + free_in)
         if start - now > LONGEST_RETRY or not self._has_room(name):
             return min(start - now, LONGEST_RETRY) * self._random.uniform(0.9, 1.0)
-        self._until = start + work_s * _SPARSE * self._share
+        self._until = start + work_s * _SPARSE * self._share.expected(now)
         return self._promise(name, now, start - now)
 
     def put_off(self, name: bytes, now: float, free_in: float, work_s: float) -> float:
@@ -165,7 +221,7 @@ class Promises:
             _, name, at = heappop(self._lapses)
             if at in self._times.get(name, ()):
                 self._forget(name, at)
-                self._share = max(_LEAST_SHARE, _FADE * self._share)
+                self._share.lapsed(now)
 
     def _forget(self, name: bytes, at: float) -> None:
         times = self._times[name]
@@ -176,7 +232,10 @@ class Promises:
 
 
 def name_of(request: EngineRequest) -> bytes:
-    """By what a request is known when it comes again: whose it is, its prompt and its lengths."""
+    """By what a request is known when it comes again: whose it is, its prompt and its lengths.
+
+    Not by its seed: whoever gave none has got another one each time it arrives here.
+    """
     sampling = request.sampling
     together = request.whole.requests if request.whole else 1
     parts = (
@@ -184,7 +243,6 @@ def name_of(request: EngineRequest) -> bytes:
         request.cache_salt,
         sampling.n,
         sampling.max_tokens,
-        sampling.seed,
         together,
     )
     digest = blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16)

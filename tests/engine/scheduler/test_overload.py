@@ -17,6 +17,7 @@ from fakes import FakeClock, make_core, make_request
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import RequestError
+from jitney.engine.process.supervisor import with_seed
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
@@ -312,6 +313,22 @@ def test_a_client_that_does_not_wait_gets_no_more_places_than_it_uses():
     assert promises.give(b"b", now, 1.0, 1.0) - first < 0.5
 
 
+def test_what_an_earlier_crowd_did_is_forgotten():
+    """Nobody came for a hundred promises; a few minutes later they are as far apart as before."""
+    promises = Promises()
+    for number in range(100):
+        promises.give(bytes([number]), 0.0, 1.0, 0.1)
+
+    def apart(now: float) -> float:
+        promises.give(b"a", now, 1000.0, 1.0)
+        before = promises.left(now)
+        promises.give(b"b", now, 1000.0, 1.0)
+        return promises.left(now) - before
+
+    assert apart(30.0) < 0.5, "more are promised than come free"
+    assert apart(600.0) > 1.0
+
+
 def test_nobody_is_told_more_than_the_longest_time():
     promises = Promises()
     told = [promises.give(str(n).encode(), 0.0, 1.0, 100.0) for n in range(100)]
@@ -328,3 +345,5 @@ def test_requests_are_known_again_by_what_they_ask_for():
     ]
     assert len(set(names)) == 4
     assert names[0] == name_of(make_request("b", [1, 2], tenant="x", arrival=9.0))
+    for _ in range(2):  # each time that it comes it is given a seed on its way to the core
+        assert names[0] == name_of(with_seed(make_request("b", [1, 2], tenant="x")))
