@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import threading
 import time
@@ -96,6 +97,8 @@ class Server(ThreadingHTTPServer):
 if args.die:
     write("dies")
     sys.exit("no such model, says the fake")
+# A shell that runs us behind other work has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 write("starts")
 try:
     Server((args.host, args.port), Handler).serve_forever()
