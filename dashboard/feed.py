@@ -89,10 +89,6 @@ class Feed:
         self._recent: deque[tuple[str, list[bytes]]] = deque(maxlen=_KEPT_FRAMES)
 
     @property
-    def viewers(self) -> int:
-        return len(self._viewers)
-
-    @property
     def notes(self) -> list[Note]:
         """The newest notes that were sent, oldest first."""
         return list(self._notes.kept)

@@ -37,10 +37,6 @@ class Relay:
         #: Its newest key frame and what came after that.
         self._since_key_frame: list[bytes] = []
 
-    @property
-    def viewers(self) -> int:
-        return len(self._viewers)
-
     @contextmanager
     def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
         """A viewer for as long as the block runs; last_id does not matter here, and everybody sees

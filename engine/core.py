@@ -32,7 +32,7 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _COMPILING_S = 0.002
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """The device half of a step. An exception of `batch`, `launch` or `fetch` costs the step, and
     perhaps one request (`EngineCore.step`); one of `restore` is fatal to the engine.
     """
@@ -84,7 +84,7 @@ class _Flight:
     """A launched step, and when each part of its launch was done (clock, seconds)."""
 
     plan: Plan
-    #: What `Runner.launch` returned for it.
+    #: What `StepRunner.launch` returned for it.
     ticket: Any
     #: Its plan was begun, and made.
     started: float
@@ -126,7 +126,7 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: StepRunner,
         ledger: Ledger,
         clock: Callable[[], float] = time.monotonic,
     ):

@@ -200,7 +200,7 @@ async def measure(seats: int, viewers: int, seconds: float) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WATCH, str(port), str(viewers)], stdin=subprocess.PIPE
     ) as watching:
-        while app.state.feed.viewers < viewers:
+        while len(app.state.feed._viewers) < viewers:
             await asyncio.sleep(0.05)
         watched = await play(client, reports[steps:], seconds)
         watching.stdin.close()  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ import numpy as np
 
 from jitney.engine.bench.load import Watch
 from jitney.engine.bench.text import arrival_ids
-from jitney.engine.core import EngineCore, Runner
+from jitney.engine.core import EngineCore, StepRunner
 from jitney.engine.errors import ConfigError
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.kv_pages import PagePool
@@ -99,7 +99,7 @@ PolicyRuns = Mapping[str, OfflineRun]
 class _NotingRunner:
     """A runner that notes whose rows each step computes."""
 
-    def __init__(self, runner: Runner, owners: RowOwners):
+    def __init__(self, runner: StepRunner, owners: RowOwners):
         self._runner = runner
         self._owners = owners
 
@@ -208,7 +208,7 @@ class OfflineBench:
         )
 
     def _fresh(
-        self, runner: Runner, requests: Sequence[PromptedArrival], limits: JsonDict
+        self, runner: StepRunner, requests: Sequence[PromptedArrival], limits: JsonDict
     ) -> EngineCore:
         """A core as the engine's own, with other limits; nobody is refused for the length of the
         queue.

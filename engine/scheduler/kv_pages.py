@@ -67,10 +67,6 @@ class PagePool:
         return self.n_pages - 1
 
     @property
-    def n_free(self) -> int:
-        return len(self._free)
-
-    @property
     def n_cached(self) -> int:
         """Published pages that nobody holds."""
         return len(self._cached)

@@ -141,12 +141,6 @@ class StepTable:
         return self._by_shape[shape].seconds(work)
 
     @classmethod
-    def constant(cls, seconds: float) -> StepTable:
-        """Every step takes the same time and the host takes none."""
-        curves = [Curve(1, 1, seconds), Curve(2, 1, seconds)]
-        return cls(curves, source=f"{seconds:g} s for every step")
-
-    @classmethod
     def from_points(
         cls,
         points: Sequence[Point],

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, call, run, served, until
-from page_fakes import browser
+from page_fakes import browser, viewers_of
 from starlette.routing import Mount
 
 from jitney.dashboard import dashboard_routes, sse
@@ -138,13 +138,13 @@ def test_many_viewers_are_one_to_the_engine(client):
         first = asyncio.create_task(watch(app, 8))
         await asyncio.sleep(0.3)
         others = await asyncio.gather(*(watch(app, 2) for _ in range(5)))
-        seen.append(feed.viewers)
+        seen.append(viewers_of(feed))
         return [await first, *others]
 
     seen: list[int] = []
     with served(engine) as (url, _):
         replicas = run(asyncio.wait_for(session(standalone(url)), 20))
-        until(lambda: feed.viewers == 0)
+        until(lambda: viewers_of(feed) == 0)
     assert seen == [1]
     assert all(
         replica.seats is not None and replica.seats[0].request == "req-a" for replica in replicas

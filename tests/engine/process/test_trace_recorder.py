@@ -14,6 +14,7 @@ import pytest
 from api_fakes import until
 from fakes import FakeClock
 from history_fakes import INFO, Watched
+from step_tables import constant_table
 
 from jitney.engine.errors import ConfigError, ErrorInfo
 from jitney.engine.messages import SequenceEvent, StepReport
@@ -21,7 +22,6 @@ from jitney.engine.process.trace_recorder import Recorder
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.simulator import EngineShape, simulate
-from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import TraceLine, read_trace, read_trace_lines
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord
@@ -162,7 +162,7 @@ def test_from_the_core_into_the_simulator(tmp_path: Path):
         assert 0 < line.queue_s < line.ttft_s <= line.e2e_s < 5 and 0 <= line.at < 5
     limits = SchedulerLimits(max_seats=4, context_length=64)
     engine = EngineShape(limits, make_buckets(max_seats=4, token_budget=16), 40)
-    run = simulate(read_trace(tmp_path / "t.jsonl"), engine, StepTable.constant(0.01))
+    run = simulate(read_trace(tmp_path / "t.jsonl"), engine, constant_table(0.01))
     assert [t.finish for t in run.requests] == ["length"] * 5
 
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from crowd import CrowdRun, crowd
 from fakes import FakeClock, make_core, make_request
+from step_tables import constant_table
 
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
@@ -29,13 +30,12 @@ from jitney.engine.simulation.simulator import (
     VirtualDevice,
     simulate,
 )
-from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.types import EngineRequest, Whole
 
 #: 8 seats, answers of 35 tokens on average, 50 ms a step.
 CAPACITY = 8 / (35 * 0.05)
-TABLE = StepTable.constant(0.05)
+TABLE = constant_table(0.05)
 
 
 def shape(**limits: Any) -> EngineShape:

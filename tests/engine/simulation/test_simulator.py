@@ -15,6 +15,7 @@ import pytest
 from fakes import VOCAB, FakeClock, FakeRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_tables import constant_table
 
 from jitney.engine.cli import main
 from jitney.engine.config.schema import EngineSection
@@ -43,7 +44,7 @@ from jitney.engine.telemetry.summary import Slo
 from jitney.engine.types import EngineRequest, SamplingParams
 
 POLICIES = ("static", "dynamic", "continuous")
-SECOND = StepTable.constant(1.0)
+SECOND = constant_table(1.0)
 
 
 def shape(
@@ -157,7 +158,7 @@ def test_static_waits_for_all_and_holds_the_seats_by_hand():
 def test_static_dynamic_and_continuous_are_three_policies():
     """Two seats, a second between arrivals, steps of a tenth: each at its own moment."""
     arrivals = [Arrival(float(second), 4, 2) for second in range(4)]
-    tenth = StepTable.constant(0.1)
+    tenth = constant_table(0.1)
     boarded = {
         policy: [t.boarded for t in simulate(arrivals, shape(policy=policy), tenth).requests]
         for policy in POLICIES

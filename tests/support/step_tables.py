@@ -1,0 +1,11 @@
+"""Step-time tables made up for tests."""
+
+from __future__ import annotations
+
+from jitney.engine.simulation.step_table import Curve, StepTable
+
+
+def constant_table(seconds: float) -> StepTable:
+    """Every step takes the same time and the host takes none."""
+    curves = [Curve(1, 1, seconds), Curve(2, 1, seconds)]
+    return StepTable(curves, source=f"{seconds:g} s for every step")
