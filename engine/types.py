@@ -24,6 +24,7 @@ JsonDict = dict[str, Any]
 #: max_tokens or the context. "abort": the client left or cancelled. "deadline": its time ran out.
 #: "error": see SequenceOutput.error.
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+EngineState = Literal["loading", "ready", "sleeping", "restarting", "draining", "dead"]
 
 #: The most alternatives a request may ask for per token unless the server says otherwise
 #: (max_logprobs); the compiled sampler always computes this many. And the most a server may say.

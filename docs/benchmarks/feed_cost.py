@@ -27,7 +27,7 @@ from jitney.engine import core as core_module
 from jitney.engine import messages
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.core import EngineCore
-from jitney.engine.process.client import EngineCounters
+from jitney.engine.process.counters import EngineCounters
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool

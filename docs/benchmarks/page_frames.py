@@ -23,7 +23,7 @@ from playwright.sync_api import Page, sync_playwright
 from jitney.dashboard import create_dashboard
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.messages import SequenceEvent, StepReport
-from jitney.engine.process.client import EngineCounters
+from jitney.engine.process.counters import EngineCounters
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, SequenceOutput

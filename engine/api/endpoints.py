@@ -14,12 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.blocks import BlockAnswer, send_body, start_of
+from jitney.engine.api.choices import Choice, ChoiceDelta
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.formats import ChatFormat, CompletionFormat, Format
-from jitney.engine.api.generation import Choice, ChoiceDelta, Generation
+from jitney.engine.api.generation import Generation
+from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.jsonio import read_object
-from jitney.engine.api.request import GenerationRequest, chat_request, completion_request
+from jitney.engine.api.request import chat_request, completion_request
 from jitney.engine.api.routing import Handler
 from jitney.engine.api.schema import ChatBody, CompletionBody, ModelBody, parse_body
 from jitney.engine.api.service import Service, context_of

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from jitney.engine.api.choices import Choice, ChoiceDelta, PromptEcho, Scores, TokenList
 from jitney.engine.api.errors import error_event
-from jitney.engine.api.generation import (
-    Choice,
-    ChoiceDelta,
-    Generation,
-    PromptEcho,
-    Scores,
-    TokenList,
-)
+from jitney.engine.api.generation import Generation
 from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
 from jitney.engine.conversation.events import (
     AssistantEvent,

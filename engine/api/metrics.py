@@ -22,7 +22,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from jitney.engine.process import client as engine
+from jitney.engine.process import counters as engine
+from jitney.engine.types import EngineState
 
 if TYPE_CHECKING:
     from jitney.engine.api.service import Service
@@ -102,7 +103,7 @@ class _EngineCollector(Collector):
         yield _gauge("engine_up", "1 while the engine serves", int(is_up))
         age = client.last_step_age()
         yield _gauge("last_step_age_seconds", "time since the engine's last sign of life", age)
-        states = {name: int(name == client.state) for name in get_args(engine.EngineState)}
+        states = {name: int(name == client.state) for name in get_args(EngineState)}
         yield _labelled_gauge("engine_state", "1 for the state that the engine is in", states)
         yield _labelled(
             "engine_restarts",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.schema import (
     ChatBody,
     CompletionBody,
@@ -23,7 +24,6 @@ from jitney.engine.api.schema import (
     ReasoningEffort,
 )
 from jitney.engine.api.service import Context, Service
-from jitney.engine.conversation.events import AssistantParser
 from jitney.engine.conversation.grammars import Turn, turn_grammar
 from jitney.engine.conversation.tools import Tool, ToolUse, chosen_tools, shaped_messages
 from jitney.engine.errors import RequestError
@@ -47,59 +47,6 @@ _ALL_THERE_IS_ROOM_FOR = -1
 _SAMPLING_FIELDS = [
     name for name in SamplingParams.__struct_fields__ if name in GenerationBody.model_fields
 ]
-
-
-@dataclass(slots=True)
-class EncodedPrompt:
-    ids: list[int]
-    #: As the client wrote it; None if it sent token ids.
-    text: str | None = None
-    #: Of a conversation: the end of its text, which says whether the model has begun to think.
-    tail: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """All that one HTTP request wants."""
-
-    id: str
-    #: Seconds since 1970.
-    created: int
-    model: str
-    prompts: list[EncodedPrompt]
-    #: One per prompt, in order.
-    engine_requests: list[EngineRequest]
-    #: sampling.n sequences are generated per prompt.
-    sampling: SamplingParams
-    #: Choices returned per prompt.
-    n: int
-    stream: bool
-    #: Of a stream: a last chunk with the usage; the usage in every chunk.
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    #: Alternatives shown per token of the prompt; None for no log-probabilities of them.
-    prompt_logprobs: int | None
-    #: Alternatives shown per token; None for no log-probabilities.
-    top_logprobs: int | None
-    #: Whether the answer begins with the prompt.
-    echo: bool = False
-    #: Echo without a continuation (max_tokens 0): the one token that the engine must generate is
-    #: dropped.
-    prompt_only: bool = False
-    #: Makes what splits the text of a choice into thoughts, content and calls; None: nothing does.
-    make_parser: Callable[[], AssistantParser] | None = None
-    #: Special tokens that it must see; others are shown only if that is asked for.
-    seen_ids: frozenset[int] = frozenset()
-    #: Calls of tools after which a choice ends; None: as many as it makes.
-    most_calls: int | None = None
-    #: Whether thoughts are shown.
-    shows_reasoning: bool = True
-
-    @property
-    def sequences(self) -> int:
-        """That are generated for all prompts."""
-        return len(self.engine_requests) * self.sampling.n
 
 
 @dataclass(frozen=True, slots=True)

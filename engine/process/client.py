@@ -1,5 +1,4 @@
-"""The engine as the HTTP side sees it: an interface, and the running totals that metrics and pages
-read.
+"""The engine as the HTTP side sees it: an interface.
 
 Nothing here knows how the core is reached; `engine.process.main` implements `EngineClient` over
 IPC.
@@ -7,144 +6,21 @@ IPC.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 import numpy as np
 
-from jitney.engine.messages import CanaryFinding, GrammarWork, Progress, SeatMap
-from jitney.engine.records import ROW_KINDS
+from jitney.engine.messages import Progress, SeatMap
+from jitney.engine.process.counters import EngineCounters
 from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
-
-EngineState = Literal["loading", "ready", "sleeping", "restarting", "draining", "dead"]
-
-_STEP_KINDS = ("decode", "mixed")
-#: Why a core ended: by itself or killed from outside; after it said why; killed because it said
-#: nothing for too long; or it could not be started.
-_CAUSES = ("died", "failed", "hung", "not started")
-#: Upper bounds in seconds of the step-time histograms.
-_STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_GAP_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
-_FILL_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-
-
-class Histogram:
-    """Counts per upper bound plus one for the rest."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        #: Sum of the values.
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-
-class EngineCounters:
-    """Running totals over the life of the API process; written by the client alone, from step
-    reports.
-    """
-
-    def __init__(self) -> None:
-        #: Steps by kind: decode, mixed.
-        self.steps: dict[str, int] = dict.fromkeys(_STEP_KINDS, 0)
-        #: Rows by ROW_KINDS.
-        self.rows: dict[str, int] = dict.fromkeys(ROW_KINDS, 0)
-        self.preemptions = 0
-        #: Compilations since the engine was ready.
-        self.compiles = 0
-        #: Sequences that ended because a logit was not finite.
-        self.nan_rows = 0
-        #: Cores started to replace one that ended, in all and by why it ended.
-        self.engine_restarts = 0
-        self.restart_causes: dict[str, int] = dict.fromkeys(_CAUSES, 0)
-        #: Requests that went on in another core.
-        self.resumed = 0
-        #: Sequences computed again with the reference.
-        self.canary_checked = 0
-        #: Of them, those that differed by more than rounding explains.
-        self.canary_mismatched = 0
-        #: Largest difference of two log-probabilities.
-        self.canary_worst = 0.0
-        #: What grammars cost: masks and grammars, and seconds of each; and how many are kept.
-        self.masks = 0
-        self.mask_seconds = 0.0
-        self.grammars_compiled = 0
-        self.grammar_seconds = 0.0
-        self.grammars_kept = 0
-        #: Sequences that wait, and their prompt tokens.
-        self.waiting = 0
-        self.waiting_tokens = 0
-        #: Seconds from one step's result to the next one's, device time plus the gap before it, by
-        #: kind of step.
-        self.step_seconds = {kind: Histogram(_STEP_BOUNDS) for kind in _STEP_KINDS}
-        self.host_gap_seconds = Histogram(_GAP_BOUNDS)
-        self.seat_fill_ratio = Histogram(_FILL_BOUNDS)
-        #: The newest record (numpy scalar of `records.STEP_DTYPE`), which the gauges read.
-        self.last: Any = None
-
-    def observe_step(self, record: Any) -> None:
-        """Add one step record (a numpy scalar with the fields of `records.STEP_DTYPE`)."""
-        values = dict(zip(record.dtype.names, record.item(), strict=True))
-        kind = "mixed" if values["mixed"] else "decode"
-        self.steps[kind] += 1
-        for name in ROW_KINDS:
-            self.rows[name] += values[name]
-        self.preemptions += values["preempted"]
-        self.compiles += values["compiled"]
-        self.waiting, self.waiting_tokens = values["waiting"], values["waiting_tokens"]
-        self.step_seconds[kind].observe(values["device_s"] + values["gap_s"])
-        self.host_gap_seconds.observe(values["gap_s"])
-        self.seat_fill_ratio.observe(values["seats_busy"] / max(1, values["seats"]))
-        self.last = record
-
-    def observe_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Count what only the outputs tell: rows whose logits were not finite."""
-        for output in outputs:
-            if output.error is not None and output.error.code == "nan_logits":
-                self.nan_rows += 1
-
-    def observe_canary(self, findings: Iterable[CanaryFinding]) -> None:
-        """Count sequences that were computed again."""
-        for finding in findings:
-            self.canary_checked += 1
-            self.canary_mismatched += not finding.right
-            self.canary_worst = max(self.canary_worst, finding.apart)
-
-    def observe_grammars(self, work: GrammarWork) -> None:
-        """Add what grammars have cost."""
-        self.masks += work.masks
-        self.mask_seconds += work.mask_s
-        self.grammars_compiled += work.compiled
-        self.grammar_seconds += work.compile_s
-        self.grammars_kept = work.kept
-
-    def observe_idle(self, waiting: int) -> None:
-        """An idle tick: nothing sits in a seat, and no page is held by a sequence."""
-        self.waiting, self.waiting_tokens = waiting, 0
-        if self.last is not None:
-            self.last = self.last.copy()
-            self.last["seats_busy"] = self.last["pages_used"] = 0
-
-    def observe_restart(self, cause: str, resumed: int) -> None:
-        """A core is started to replace one that ended. resumed: requests that it gets."""
-        self.engine_restarts += 1
-        self.restart_causes[cause] += 1
-        self.resumed += resumed
-
-    def observe_lost(self, waiting: int) -> None:
-        """The core is gone: nobody sits, and so many sequences wait for the next one."""
-        self.observe_idle(waiting)
-
-    def gauge(self, name: str) -> int:
-        """A field of the newest record, 0 before the first step."""
-        return 0 if self.last is None else int(self.last[name])
+from jitney.engine.types import (
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    FinishReason,
+    SequenceOutput,
+)
 
 
 class EngineClient(Protocol):

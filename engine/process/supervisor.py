@@ -24,7 +24,7 @@ import zmq
 from jitney.engine import messages
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo, RequestError
-from jitney.engine.process.client import EngineCounters, EngineState
+from jitney.engine.process.counters import EngineCounters
 from jitney.engine.process.folder import remove_left_folders
 from jitney.engine.process.link import CoreLink, Workshop, open_link
 from jitney.engine.process.main import BUILDER
@@ -34,7 +34,7 @@ from jitney.engine.process.suspicion import Suspicion
 from jitney.engine.process.watchdog import Watchdog
 from jitney.engine.records import step_of
 from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, SequenceOutput
+from jitney.engine.types import EngineInfo, EngineRequest, EngineState, FinishReason, SequenceOutput
 
 log = logging.getLogger("jitney.process")
 

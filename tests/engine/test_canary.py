@@ -15,7 +15,7 @@ from wrong_kernels import SMALL, choose, wrong_set
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.canary import CanaryCore
 from jitney.engine.messages import CanaryFinding, StepReport
-from jitney.engine.process.client import EngineCounters
+from jitney.engine.process.counters import EngineCounters
 from jitney.engine.scheduler.plan import StepResult
 from jitney.engine.types import EngineRequest
 

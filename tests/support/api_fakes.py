@@ -24,12 +24,13 @@ from jitney.engine.api.protocol import http_protocol
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import Progress, SeatMap
-from jitney.engine.process.client import EngineCounters, EngineState
+from jitney.engine.process.counters import EngineCounters
 from jitney.engine.telemetry.history import History
 from jitney.engine.text.fill_in import FillIn
 from jitney.engine.types import (
     EngineInfo,
     EngineRequest,
+    EngineState,
     FinishReason,
     PromptLogprobs,
     Seat,

@@ -8,9 +8,10 @@ import orjson
 
 from jitney.engine.api.anthropic_messages.blocks import Blocks, Event
 from jitney.engine.api.anthropic_messages.schema import MessagesBody
+from jitney.engine.api.choices import Choice, ChoiceDelta
 from jitney.engine.api.errors import answer_to
 from jitney.engine.api.formats import Format
-from jitney.engine.api.generation import Choice, ChoiceDelta, Generation
+from jitney.engine.api.generation import Generation
 from jitney.engine.api.token_counts import counts_of
 from jitney.engine.text.detokenizer import TokenBytes
 from jitney.engine.types import JsonDict

@@ -169,15 +169,3 @@ def _written(custom_id: str, request_id: str, reply: _Reply) -> LineAnswer:
         }
     )
     return LineAnswer(Outcome.COMPLETED if good else Outcome.FAILED, text)
-
-
-def unanswered(custom_id: str, code: str, message: str) -> bytes:
-    """The line of the error file for one that was never answered."""
-    return orjson.dumps(
-        {
-            "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": custom_id,
-            "response": None,
-            "error": {"code": code, "message": message},
-        }
-    )

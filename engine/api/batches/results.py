@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from jitney.engine.api.batches.execution import unanswered
+import orjson
+
 from jitney.engine.api.batches.keeper import Keeper
 from jitney.engine.api.batches.records import (
     AnsweredLine,
@@ -55,7 +57,19 @@ def _bad(lines: list[AnsweredLine], status: str) -> Iterable[bytes]:
         if line.outcome is Outcome.FAILED:
             yield line.answer
         elif line.outcome is None:
-            yield unanswered(line.custom_id, *_NEVER[status])
+            yield _unanswered(line.custom_id, *_NEVER[status])
+
+
+def _unanswered(custom_id: str, code: str, message: str) -> bytes:
+    """The line of the error file for one that was never answered."""
+    return orjson.dumps(
+        {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": custom_id,
+            "response": None,
+            "error": {"code": code, "message": message},
+        }
+    )
 
 
 class _ResultFile:

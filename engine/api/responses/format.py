@@ -9,9 +9,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jitney.engine.api.choices import Choice, ChoiceDelta, TokenList
 from jitney.engine.api.errors import answer_to
 from jitney.engine.api.formats import Format, TokenScores
-from jitney.engine.api.generation import Choice, ChoiceDelta, Generation, TokenList
+from jitney.engine.api.generation import Generation
 from jitney.engine.api.jsonio import in_pieces, json_list
 from jitney.engine.api.responses.output import Event, Output
 from jitney.engine.api.responses.schema import ResponsesBody

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jitney.engine.api.generation import TokenList
+from jitney.engine.api.choices import TokenList
 from jitney.engine.api.responses.items import new_item_id
 from jitney.engine.conversation.events import (
     AssistantEvent,

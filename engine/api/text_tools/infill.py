@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from jitney.engine.api.choices import Choice, ChoiceDelta
 from jitney.engine.api.endpoints import Answer, read_body
 from jitney.engine.api.errors import error_event
 from jitney.engine.api.formats import Format
-from jitney.engine.api.generation import Choice, ChoiceDelta
+from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.jsonio import in_pieces
 from jitney.engine.api.request import (
-    GenerationRequest,
     Kind,
     check_chars,
     check_model,

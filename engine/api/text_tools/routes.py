@@ -11,12 +11,7 @@ from starlette.types import ASGIApp
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.endpoints import ignored_header, read_body, read_raw
 from jitney.engine.api.jsonio import in_pieces, json_list
-from jitney.engine.api.request import (
-    chat_conversation,
-    check_chars,
-    check_model,
-    conversation_text,
-)
+from jitney.engine.api.request import chat_conversation, check_chars, check_model, conversation_text
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody, parse_body
 from jitney.engine.api.service import Service

@@ -1,0 +1,62 @@
+"""What one HTTP request wants generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jitney.engine.conversation.events import AssistantParser
+from jitney.engine.types import EngineRequest, SamplingParams
+
+
+@dataclass(slots=True)
+class EncodedPrompt:
+    ids: list[int]
+    #: As the client wrote it; None if it sent token ids.
+    text: str | None = None
+    #: Of a conversation: the end of its text, which says whether the model has begun to think.
+    tail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """All that one HTTP request wants."""
+
+    id: str
+    #: Seconds since 1970.
+    created: int
+    model: str
+    prompts: list[EncodedPrompt]
+    #: One per prompt, in order.
+    engine_requests: list[EngineRequest]
+    #: sampling.n sequences are generated per prompt.
+    sampling: SamplingParams
+    #: Choices returned per prompt.
+    n: int
+    stream: bool
+    #: Of a stream: a last chunk with the usage; the usage in every chunk.
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    #: Alternatives shown per token of the prompt; None for no log-probabilities of them.
+    prompt_logprobs: int | None
+    #: Alternatives shown per token; None for no log-probabilities.
+    top_logprobs: int | None
+    #: Whether the answer begins with the prompt.
+    echo: bool = False
+    #: Echo without a continuation (max_tokens 0): the one token that the engine must generate is
+    #: dropped.
+    prompt_only: bool = False
+    #: Makes what splits the text of a choice into thoughts, content and calls; None: nothing does.
+    make_parser: Callable[[], AssistantParser] | None = None
+    #: Special tokens that it must see; others are shown only if that is asked for.
+    seen_ids: frozenset[int] = frozenset()
+    #: Calls of tools after which a choice ends; None: as many as it makes.
+    most_calls: int | None = None
+    #: Whether thoughts are shown.
+    shows_reasoning: bool = True
+
+    @property
+    def sequences(self) -> int:
+        """That are generated for all prompts."""
+        return len(self.engine_requests) * self.sampling.n
