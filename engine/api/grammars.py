@@ -1,135 +1,83 @@
-"""Grammars checked by a process that can be ended (`structured.worker`), so that one whose
+"""Grammars checked by processes that can be ended (`structured.worker`), so that one whose
 compiling does not end costs its own request and nobody else's; and what came of them, kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import OrderedDict
 
+from jitney.engine.api.workers import WorkerKind, WorkerPool
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.process.children import ask_worker, end_child, start_child
+from jitney.engine.lru import LruCache
 from jitney.engine.structured.setup import Checked, CheckerSetup
 from jitney.engine.types import Grammar
 
-#: Seconds that checking a grammar may take, and starting the process beside other work.
+_MODULE = "jitney.engine.structured.worker"
+#: Seconds that checking a grammar may take.
 _TIMEOUT_S = 2.0
-_START_S = 60.0
-#: Seconds that a grammar waits for those before it.
-_WAIT_S = 20.0
 #: What is kept of grammars that were checked: characters of their texts, and what one counts beside
 #: its own.
 _MOST_CHARS = 8 << 20
 _CHARS_EACH = 500
-_TOO_LONG = ErrorInfo(
-    "grammar_too_complex", f"compiling the grammar took longer than {_TIMEOUT_S:g} s"
-)
 _ENDED = ErrorInfo("grammar_too_complex", "the grammar takes too much memory to compile")
 
 
 class Grammars:
-    """Says of the grammars of one model whether they can be used."""
+    """Says of the grammars of one model whether they can be used. A process has 27 MB; none is
+    started before the first grammar. timeout_s: the longest that checking one may take.
+    """
 
-    def __init__(self, setup: CheckerSetup):
-        self._setup = setup
-        self._kept: OrderedDict[Grammar, Checked] = OrderedDict()
-        self._chars = 0
-        #: Held while the process checks a grammar.
-        self._turn = asyncio.Lock()
-        #: Started for the first grammar.
-        self._process: asyncio.subprocess.Process | None = None
-        self._checks: set[asyncio.Task[Checked]] = set()
-        self._closed = False
+    def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
+        kind = WorkerKind("compiles grammars", _MODULE, setup, Checked)
+        self._workers = WorkerPool(kind, timeout_s)
+        self._kept: LruCache[Grammar, Checked] = LruCache(_MOST_CHARS, _chars_of)
+        #: Those that are being checked, each once, whoever asks for it.
+        self._checks: dict[Grammar, asyncio.Task[Checked]] = {}
+        self._too_long = ErrorInfo(
+            "grammar_too_complex", f"compiling the grammar took longer than {timeout_s:g} s"
+        )
 
     async def close(self) -> None:
-        """End the process, whatever it does."""
-        self._closed = True
-        await self._end()
-        if self._checks:
-            await asyncio.wait(self._checks)
+        """End the processes, whatever they do."""
+        await self._workers.close()
 
     async def checked(self, grammar: Grammar, param: str) -> Grammar:
         """The grammar as the engine takes it. Raises RequestError, blamed on `param`, for one that
         cannot be used.
         """
-        kept = self._kept.get(grammar)
-        if kept is None:
-            # It goes on when the client leaves: what the process does must be seen to.
-            task = asyncio.create_task(self._check(grammar))
-            self._checks.add(task)
-            task.add_done_callback(self._over)
-            kept = await asyncio.shield(task)
-        else:
-            self._kept.move_to_end(grammar)
-        if kept.grammar is None:
-            raise refusal(kept.error, param)
-        return kept.grammar
+        found = self._kept.get(grammar)
+        if found is None:
+            # It goes on when the client leaves: others may wait for the same.
+            found = await asyncio.shield(self._checks.get(grammar) or self._begin(grammar))
+        if found.grammar is None:
+            raise refusal(found.error, param)
+        return found.grammar
 
-    def _over(self, task: asyncio.Task[Checked]) -> None:
-        self._checks.discard(task)
-        if not task.cancelled():
-            task.exception()  # nobody may be left to ask for it
+    def _begin(self, grammar: Grammar) -> asyncio.Task[Checked]:
+        task = self._checks[grammar] = asyncio.create_task(self._check(grammar))
+        task.add_done_callback(_seen)
+        return task
 
     async def _check(self, grammar: Grammar) -> Checked:
         try:
-            await asyncio.wait_for(self._turn.acquire(), _WAIT_S)
+            found = await self._workers.ask(grammar)
         except TimeoutError:
-            raise RequestError("too many grammars wait to be compiled", code="busy") from None
-        try:
-            found = self._kept.get(grammar) or await self._attempt(grammar)
+            found = Checked(None, self._too_long)
+        except EOFError:
+            found = Checked(None, _ENDED)
         finally:
-            self._turn.release()
-        self._keep(grammar, found)
+            del self._checks[grammar]
+        self._kept.put(grammar, found)
         return found
 
-    async def _attempt(self, grammar: Grammar) -> Checked:
-        """A process that ended while it was idle is replaced, and so, once, is one that ends over
-        this grammar.
-        """
-        for _ in range(2):
-            process = await self._ready()
-            try:
-                return await asyncio.wait_for(ask_worker(process, grammar, Checked), _TIMEOUT_S)
-            except TimeoutError:
-                await self._end()
-                return Checked(None, _TOO_LONG)
-            except (ConnectionError, EOFError):
-                await self._end()
-        return Checked(None, _ENDED)
 
-    async def _ready(self) -> asyncio.subprocess.Process:
-        """The process, started if none runs. Raises RequestError."""
-        process = self._process
-        if process is not None and process.returncode is None:
-            return process
-        try:
-            process = self._process = await start_child("jitney.engine.structured.worker")
-            await asyncio.wait_for(ask_worker(process, self._setup, Checked), _START_S)
-        except (OSError, TimeoutError, EOFError) as error:
-            await self._end()
-            raise RequestError(
-                "the process that compiles grammars does not start", code="busy"
-            ) from error
-        if self._closed:
-            await self._end()
-            raise RequestError("the server is shutting down", code="draining")
-        return process
+def _chars_of(grammar: Grammar) -> int:
+    return _CHARS_EACH + len(grammar.text)
 
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(OSError):
-                await end_child(process)
 
-    def _keep(self, grammar: Grammar, found: Checked) -> None:
-        if grammar in self._kept:
-            return
-        self._kept[grammar] = found
-        self._chars += _CHARS_EACH + len(grammar.text)
-        while self._chars > _MOST_CHARS and len(self._kept) > 1:
-            oldest, _ = self._kept.popitem(last=False)
-            self._chars -= _CHARS_EACH + len(oldest.text)
+def _seen(check: asyncio.Task[Checked]) -> None:
+    if not check.cancelled():
+        check.exception()  # nobody may be left to ask for it
 
 
 def check_here(setup: CheckerSetup, grammar: Grammar, param: str) -> Grammar:

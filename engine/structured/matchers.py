@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -19,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
 from jitney.engine.errors import RequestError
+from jitney.engine.lru import LruCache
 from jitney.engine.messages import GrammarWork
 from jitney.engine.scheduler.plan import mask_words
 from jitney.engine.structured.compiling import new_matcher
@@ -109,8 +109,7 @@ class Matchers:
         self._no_ends = _mask_without(trie.eos_tokens, self._words)
         # All below: under the lock, since the compiling thread writes it too.
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Grammar, LLMatcher | RequestError] = OrderedDict()
-        self._bytes = 0
+        self._kept: LruCache[Grammar, LLMatcher | RequestError] = LruCache(_MOST_BYTES, _bytes_of)
         self._jobs: dict[Grammar, _Job] = {}
         self._waiting: SimpleQueue[_Job] = SimpleQueue()
         self._lost = 0
@@ -132,9 +131,7 @@ class Matchers:
         with self._lock:
             found = self._kept.get(grammar)
             job = self._jobs.get(grammar)
-            if found is not None:
-                self._kept.move_to_end(grammar)
-            elif job is not None and self._clock() - job.since > _TIMEOUT_S:
+            if found is None and job is not None and self._clock() - job.since > _TIMEOUT_S:
                 self._give_up(job)
                 raise RequestError(
                     f"compiling the grammar took longer than {_TIMEOUT_S:g} s",
@@ -215,10 +212,7 @@ class Matchers:
             del self._jobs[job.grammar]
             self._work.compiled += 1
             self._work.compile_s += self._clock() - started
-            self._kept[job.grammar] = result
-            self._bytes += _bytes_of(job.grammar)
-            while self._bytes > _MOST_BYTES and len(self._kept) > 1:
-                self._bytes -= _bytes_of(self._kept.popitem(last=False)[0])
+            self._kept.put(job.grammar, result)
 
     def _result(self, grammar: Grammar) -> LLMatcher | RequestError:
         try:

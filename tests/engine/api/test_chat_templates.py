@@ -21,7 +21,7 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from jitney.engine.api import chat_templates
+from jitney.engine.api import workers
 from jitney.engine.api.chat_templates import ChatTemplates
 from jitney.engine.api.text_threads import TextThreads
 from jitney.engine.errors import RequestError
@@ -59,7 +59,7 @@ async def rendering(timeout_s: float = TIMEOUT_S) -> AsyncIterator[ChatTemplates
 
 
 def processes(templates: ChatTemplates) -> list[int]:
-    return [place.process.pid for place in templates._places if place.process is not None]
+    return [place.process.pid for place in templates._workers._places if place.process is not None]
 
 
 async def error_of(templates: ChatTemplates, content: str) -> RequestError:
@@ -168,7 +168,7 @@ def test_a_process_that_somebody_ends_is_replaced_unnoticed():
 
 
 def test_a_chat_that_finds_no_process_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chat_templates, "_WAIT_S", 0.05)
+    monkeypatch.setattr(workers, "_WAIT_S", 0.05)
 
     async def session() -> None:
         async with rendering() as templates:
