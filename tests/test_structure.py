@@ -45,6 +45,7 @@ FLOORS = {
     "jitney.engine.llm": 7,
     "jitney.engine.api": 7,
     "jitney.engine.api.batches": 7,
+    "jitney.engine.api.jobs": 7,
     "jitney.dashboard": 8,
     "jitney.engine.bench": 8,
     "jitney.engine.cli": 9,

@@ -19,6 +19,8 @@ from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
 from jitney.engine.api.errors import HttpError, echo, error_response
+from jitney.engine.api.jobs.service import Jobs
+from jitney.engine.api.jobs.table import JOB_ENDS
 from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits
 from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES
@@ -50,12 +52,15 @@ def create_app(
     service = Service(client, tokenizer, settings, model_name)
     service.openapi = document(tuple(routes))
     table = RouteTable(routes)
-    batches = service.batches = Batches(service, table)
+    batches = service.batches = Batches(service, table, [JOB_ENDS])
+    jobs = service.jobs = Jobs(service, table, batches)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await batches.start()
+        await jobs.start()
         yield
+        await jobs.close()
         await batches.close()
         service.close()
 

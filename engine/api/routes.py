@@ -8,6 +8,7 @@ from jitney.engine.api import answers, endpoints, ops
 from jitney.engine.api.access import Role
 from jitney.engine.api.anthropic_messages.routes import MESSAGE_ROUTES
 from jitney.engine.api.batches.routes import BATCH_ROUTES
+from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.responses.routes import RESPONSE_ROUTES
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody, CompletionBody
@@ -55,6 +56,7 @@ ROUTES = (
     *MESSAGE_ROUTES,
     *TEXT_ROUTES,
     *BATCH_ROUTES,
+    *JOB_ROUTES,
     HttpRoute(
         "/v1/models",
         _GET,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jitney.engine.api.batches.service import Batches
     from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.grammars import Grammars
+    from jitney.engine.api.jobs.service import Jobs
     from jitney.engine.api.tracing import Tracing
     from jitney.engine.text.tokenizer import Tokenizer
 
@@ -115,8 +116,9 @@ class Service:
         self.grammars: Grammars | None = None
         #: Makes spans for OpenTelemetry; None: it is off.
         self.tracing: Tracing | None = None
-        #: Files and batches of requests.
+        #: Files and batches of requests, and jobs.
         self.batches: Batches | None = None
+        self.jobs: Jobs | None = None
         self._turns: TurnFormat | None = None
         self._special_texts: dict[str, int] | None = None
 
@@ -161,12 +163,14 @@ class Service:
         return self.model_names[0]
 
     def begin_drain(self) -> None:
-        """Refuse new generation requests from now on; those that run go on, but for the lines of
-        batches, which go on at the next start.
+        """Refuse new generation requests from now on; those that run go on, but for jobs and
+        the lines of batches, which go on at the next start.
         """
         self.draining = True
         if self.batches is not None:
             self.batches.stop()
+        if self.jobs is not None:
+            self.jobs.stop()
 
     @property
     def is_idle(self) -> bool:

@@ -59,6 +59,8 @@ class ServerSettings:
     key_files: int = 1000
     key_file_bytes: int = 4 << 30
     key_batches: int = 100
+    #: Jobs under way, of one key.
+    key_jobs: int = 2000
     batch_lines: int = 50_000
     #: Beginnings of URLs that the end of a batch may be told to, and what such messages are signed
     #: with.

@@ -312,6 +312,7 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
         key_files=server.key_files,
         key_file_bytes=server.key_file_bytes,
         key_batches=server.key_batches,
+        key_jobs=server.key_jobs,
         batch_lines=server.batch_lines,
         webhook_prefixes=server.webhook_prefixes,
         webhook_secret=webhook_secret(server),

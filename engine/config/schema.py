@@ -663,7 +663,7 @@ class ServerSection(Section):
     data_dir: str = Field(
         default="",
         description=(
-            "folder for the files and batches of clients, ours alone and one server's at a time; "
+            "folder for the files, batches and jobs of clients, ours alone and one server's; "
             "empty: data/ beside the compiled programs, in $JITNEY_CACHE or ~/.cache/jitney"
         ),
     )
@@ -688,14 +688,20 @@ class ServerSection(Section):
         le=10_000,
         description="batches of one API key that are not over; more are answered 429",
     )
+    key_jobs: int = Field(
+        default=2000,
+        ge=1,
+        le=1_000_000,
+        description="jobs of one API key that are not over; more are answered 429",
+    )
     batch_lines: int = Field(
         default=50_000, ge=1, le=10_000_000, description="most lines of a batch's file"
     )
     webhook_prefixes: _Names = Field(
         default=(),
         description=(
-            "beginnings of URLs, such as https://example.org/hooks/, that the end of a batch may "
-            "be told to when it asks for it (metadata.webhook_url); empty: none"
+            "beginnings of URLs, such as https://example.org/hooks/, that the end of a batch or a "
+            "job may be told to when it asks for it (webhook_url); empty: none"
         ),
     )
     webhook_secret_file: str = Field(

@@ -35,7 +35,7 @@ class LineAnswer:
 
 
 @dataclass(slots=True)
-class _Reply:
+class Reply:
     """What a handler sends."""
 
     status: int = 0
@@ -71,11 +71,10 @@ class LineExecutor:
         request_id = uuid.uuid4().hex
         try:
             request = await asyncio.to_thread(request_in, raw, endpoint)
-            route = self.route(request.url)
-        except (RequestError, HttpError) as error:
+        except RequestError as error:
             reply = _refusal(error, request_id, endpoint)
         else:
-            reply = await self._reply(request, route, request_id, owner)
+            reply = await self.answered(request, request_id, owner)
         return await asyncio.to_thread(_written, custom_id, request_id, reply)
 
     def route(self, path: str, *, param: str = "url") -> HttpRoute:
@@ -87,9 +86,18 @@ class LineExecutor:
             raise RequestError(f"{echo(path)} is not a route that batches may name", param=param)
         return route
 
+    async def answered(self, request: LineRequest, request_id: str, owner: str) -> Reply:
+        """What the route that a request names answers, however long that takes."""
+        try:
+            route = self.route(request.url)
+        except RequestError as error:
+            return _refusal(error, request_id, request.url)
+        return await self._reply(request, route, request_id, owner)
+
     async def _reply(
         self, request: LineRequest, route: HttpRoute, request_id: str, owner: str
-    ) -> _Reply:
+    ) -> Reply:
+        """A refusal of the moment is waited for."""
         while True:
             reply = await self._once(request, route, request_id, owner)
             if reply.status not in _NOT_NOW:
@@ -98,11 +106,11 @@ class LineExecutor:
 
     async def _once(
         self, request: LineRequest, route: HttpRoute, request_id: str, owner: str
-    ) -> _Reply:
+    ) -> Reply:
         """One try. A refusal, or a failure, is a reply too."""
         context = Context(request_id, route, tenant=owner, background=self._background)
         scope = _scope_of(request, context)
-        reply = _Reply()
+        reply = Reply()
         body = iter([{"type": "http.request", "body": request.body, "more_body": False}])
 
         async def receive() -> Message:
@@ -129,10 +137,10 @@ def _check_size(request: LineRequest, route: HttpRoute, service: Service) -> Non
         raise HttpError(413, f"the body may have at most {limit} bytes")
 
 
-def _refusal(error: Exception, request_id: str, path: str) -> _Reply:
+def _refusal(error: Exception, request_id: str, path: str) -> Reply:
     """An error as HTTP answers it."""
     response: Response = error_response(error, request_id, error_form(path))
-    return _Reply(response.status_code, dict(response.raw_headers), bytearray(response.body))
+    return Reply(response.status_code, dict(response.raw_headers), bytearray(response.body))
 
 
 def _scope_of(request: LineRequest, context: Context) -> Scope:
@@ -152,7 +160,7 @@ def _scope_of(request: LineRequest, context: Context) -> Scope:
     }
 
 
-def _written(custom_id: str, request_id: str, reply: _Reply) -> LineAnswer:
+def _written(custom_id: str, request_id: str, reply: Reply) -> LineAnswer:
     """A line of the output file if its answer is a 200, else one of the error file. Blocks."""
     good = reply.status == 200
     response = {

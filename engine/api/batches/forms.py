@@ -27,13 +27,15 @@ def window_s(text: str) -> int:
     return seconds
 
 
-def _window(text: str) -> str:
+def check_window(text: str) -> str:
+    """Raise ValueError unless it is a completion window."""
     window_s(text)
     return text
 
 
 _Value = Annotated[str, Field(max_length=512)]
-_Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], _Value], Field(max_length=16)]
+#: What clients write down beside a batch or a job.
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], _Value], Field(max_length=16)]
 
 
 class BatchBody(BaseModel):
@@ -44,8 +46,8 @@ class BatchBody(BaseModel):
     input_file_id: Annotated[str, Field(min_length=1, max_length=128)]
     #: The route that every line names.
     endpoint: Annotated[str, Field(min_length=1, max_length=256)]
-    completion_window: Annotated[str, AfterValidator(_window)]
-    metadata: _Metadata | None = None
+    completion_window: Annotated[str, AfterValidator(check_window)]
+    metadata: Metadata | None = None
     #: Not supported: files stay until they are deleted.
     output_expires_after: None = None
 

@@ -61,7 +61,7 @@ async def upload_file(service: Service, request: Request) -> Response:
             keeper.part(id).unlink(missing_ok=True)
             raise
     ignored = [name for name in upload.fields if name != "purpose"]
-    return _json(shown_file(file), ignored_header(ignored))
+    return answered(shown_file(file), ignored_header(ignored))
 
 
 async def _received(request: Request, path: Path) -> Upload:
@@ -108,12 +108,12 @@ async def list_files(service: Service, request: Request) -> Response:
         purpose=query.purpose or "",
         newest_first=query.order == "desc",
     )
-    return _json(shown_list([shown_file(file) for file in files], more=more))
+    return answered(shown_list([shown_file(file) for file in files], more=more))
 
 
 async def show_file(service: Service, request: Request) -> Response:
     keeper = await _batches(service).keeper()
-    return _json(shown_file(await _file(keeper, request)))
+    return answered(shown_file(await _file(keeper, request)))
 
 
 async def file_content(service: Service, request: Request) -> ASGIApp:
@@ -140,7 +140,7 @@ async def delete_file(service: Service, request: Request) -> Response:
     if needed_by:
         raise HttpError(400, f"batch {needed_by} still reads this file", code="file_in_use")
     await asyncio.to_thread(keeper.path(file.id).unlink, missing_ok=True)
-    return _json({"id": file.id, "object": "file", "deleted": True})
+    return answered({"id": file.id, "object": "file", "deleted": True})
 
 
 async def _file(keeper: Keeper, request: Request) -> StoredFile:
@@ -164,7 +164,7 @@ async def create_batch(service: Service, request: Request) -> Response:
     await keeper.do(Store.add_batch, batch)
     runner.begin(batch.id)
     ignored = [name for name in raw if name not in BatchBody.model_fields]
-    return _json(shown_batch(batch), ignored_header(ignored))
+    return answered(shown_batch(batch), ignored_header(ignored))
 
 
 def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
@@ -173,6 +173,8 @@ def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
         raise RequestError("batches need a server with the policy continuous")
     created_at = now()
     metadata = body.metadata or {}
+    webhook_url = metadata.get(WEBHOOK_KEY, "")
+    check_webhook_url(service.settings, webhook_url, f"metadata.{WEBHOOK_KEY}")
     return Batch(
         id=new_id("batch_"),
         owner=owner,
@@ -180,21 +182,16 @@ def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
         metadata=metadata,
-        webhook_url=_webhook_url(service.settings, metadata),
+        webhook_url=webhook_url,
         created_at=created_at,
         expires_at=created_at + window_s(body.completion_window),
     )
 
 
-def _webhook_url(settings: ServerSettings, metadata: dict[str, str]) -> str:
-    """Empty if none is named. Raises RequestError for one that the operator has not allowed."""
-    url = metadata.get(WEBHOOK_KEY, "")
+def check_webhook_url(settings: ServerSettings, url: str, param: str) -> None:
+    """Raise RequestError, blaming the field `param`, for a URL that is not allowed."""
     if url and not is_allowed(url, settings.webhook_prefixes):
-        raise RequestError(
-            "this server sends nothing to that URL (webhook_prefixes)",
-            param=f"metadata.{WEBHOOK_KEY}",
-        )
-    return url
+        raise RequestError("this server sends nothing to that URL (webhook_prefixes)", param=param)
 
 
 async def _check_batch(keeper: Keeper, settings: ServerSettings, batch: Batch) -> None:
@@ -219,12 +216,12 @@ async def list_batches(service: Service, request: Request) -> Response:
     query = read_query(request, BatchQuery)
     owner = context_of(request.scope).tenant
     batches, more = await keeper.do(Store.batches, owner, after=query.after, limit=query.limit)
-    return _json(shown_list([shown_batch(batch) for batch in batches], more=more))
+    return answered(shown_list([shown_batch(batch) for batch in batches], more=more))
 
 
 async def show_batch(service: Service, request: Request) -> Response:
     keeper = await _batches(service).keeper()
-    return _json(shown_batch(await _batch(keeper, request)))
+    return answered(shown_batch(await _batch(keeper, request)))
 
 
 async def cancel_batch(service: Service, request: Request) -> Response:
@@ -239,7 +236,7 @@ async def cancel_batch(service: Service, request: Request) -> Response:
         raise HttpError(
             400, f"batch {batch.id} is {batch.status} and cannot be cancelled", code="batch_ended"
         )
-    return _json(shown_batch(batch))
+    return answered(shown_batch(batch))
 
 
 async def _batch(keeper: Keeper, request: Request) -> Batch:
@@ -256,5 +253,6 @@ def _batches(service: Service) -> Batches:
     return service.batches
 
 
-def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(value), headers=headers, media_type="application/json")
+def answered(value: Any, headers: dict[str, str] | None = None, *, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(value), status, headers=headers, media_type="application/json")

@@ -96,15 +96,6 @@ class AnsweredLine:
     answer: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """A batch whose end has to be told to a URL."""
-
-    batch: Batch
-    #: How often it was tried already.
-    attempts: int
-
-
 def new_id(kind: str) -> str:
-    """An id that nobody can guess: "file-..." or "batch_..."."""
+    """An id that nobody can guess: "file-...", "batch_..." or "job_..."."""
     return kind + uuid.uuid4().hex

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.keeper import Keeper
 from jitney.engine.api.batches.lines import LineReader, read_line
+from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.records import Batch, Fault, Line
 from jitney.engine.api.batches.results import finish
 from jitney.engine.api.batches.store import Store
@@ -21,16 +22,14 @@ _log = logging.getLogger("jitney.api")
 _GROUP = 64
 #: Faults of a file that are told.
 _MOST_FAULTS = 10
-#: Seconds between two looks at whether the engine is there, and before a batch that could not be
-#: worked on is taken up again.
-_LOOK_S, _AGAIN_S = 0.5, 10.0
+#: Seconds before a batch that could not be worked on is taken up again.
+_AGAIN_S = 10.0
 
 
 class BatchRunner:
     """A task for each batch that is not over. All lives on one event loop.
 
-    Lines in flight are as many as the engine has seats, over all batches, and at most half of what
-    a key may have open, so that its other requests find room.
+    Lines in flight have places of their own (`Places`), over all batches.
     """
 
     def __init__(
@@ -48,8 +47,7 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         #: Set for a batch that is to be cancelled.
         self._cancels: dict[str, asyncio.Event] = {}
-        self._places: asyncio.Semaphore | None = None
-        self._places_of: dict[str, asyncio.Semaphore] = {}
+        self._places = Places(service)
         self._stopped = False
 
     async def start(self) -> None:
@@ -161,45 +159,20 @@ class BatchRunner:
 
     async def _feed(self, batch: Batch) -> None:
         """Take up the lines in their order, as places for them come free."""
-        places = await self._line_places()
-        own_places = self._own_places(batch.owner)
         after = 0
         async with asyncio.TaskGroup() as group:
             while lines := await self._keeper.do(Store.open_lines, batch.id, after, _GROUP):
                 after = lines[-1].number
                 for line in lines:
-                    await own_places.acquire()
-                    try:
-                        await places.acquire()
-                    except BaseException:
-                        own_places.release()
-                        raise
+                    await self._places.acquire(batch.owner)
                     task = group.create_task(self._answer(batch, line))
-                    task.add_done_callback(_releaser(places, own_places))
+                    task.add_done_callback(lambda _: self._places.release(batch.owner))
 
     async def _answer(self, batch: Batch, line: Line) -> None:
         path = self._keeper.path(batch.input_file_id)
         raw = await asyncio.to_thread(read_line, path, line)
         answer = await self._executor.answer(raw, line.custom_id, batch.endpoint, batch.owner)
         await self._keeper.do(Store.answer, batch.id, line.number, answer.outcome, answer.text)
-
-    async def _line_places(self) -> asyncio.Semaphore:
-        """For lines in flight; known once the engine is."""
-        while self._service.unready() is not None:
-            await asyncio.sleep(_LOOK_S)
-        if self._places is None:
-            info, _ = self._service.ready()
-            self._places = asyncio.Semaphore(info.seats)
-        return self._places
-
-    def _own_places(self, owner: str) -> asyncio.Semaphore:
-        """For lines of one key's batches."""
-        if owner not in self._places_of:
-            most = self._service.quotas.max_concurrent // 2 or 1
-            if not self._service.quotas.max_concurrent:
-                most = 1 << 30
-            self._places_of[owner] = asyncio.Semaphore(most)
-        return self._places_of[owner]
 
     async def _end(self, id: str) -> None:
         """Write the files of a batch that is not worked on any more. A line without an answer means
@@ -219,11 +192,3 @@ class BatchRunner:
 def _double(line: Line) -> Fault:
     message = f"line {line.number} has the custom_id of a line before it"
     return Fault("duplicate_custom_id", message, line.number)
-
-
-def _releaser(*places: asyncio.Semaphore) -> Callable[[asyncio.Task[None]], None]:
-    def release(task: asyncio.Task[None]) -> None:
-        for each in places:
-            each.release()
-
-    return release

@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from jitney.engine.api.batches.deliveries import BATCH_ENDS, Deliveries
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.keeper import Keeper, has_batches, open_keeper
 from jitney.engine.api.batches.runner import BatchRunner
@@ -40,8 +41,10 @@ class _Open:
 class Batches:
     """One server's files and batches."""
 
-    def __init__(self, service: Service, table: RouteTable):
+    def __init__(self, service: Service, table: RouteTable, others: Sequence[Deliveries] = ()):
+        """others: what is told to URLs beside the ends of batches."""
         self._service = service
+        self._queues = (BATCH_ENDS, *others)
         self.executor = LineExecutor(service, table, background=True)
         self._opening = asyncio.Lock()
         self._parts: _Open | None = None
@@ -64,6 +67,14 @@ class Batches:
 
     async def runner(self) -> BatchRunner:
         return (await self._opened()).runner
+
+    async def webhooks(self) -> Webhooks:
+        return (await self._opened()).webhooks
+
+    @property
+    def is_open(self) -> bool:
+        """An earlier server has left something, or somebody has asked for it since."""
+        return self._parts is not None
 
     def stop(self) -> None:
         """The server is about to stop: the lines in flight are given up, and are taken up again at
@@ -105,7 +116,9 @@ class Batches:
             raise _unavailable("this server keeps no files")
         keeper = await _open_folder(folder)
         settings = self._service.settings
-        webhooks = Webhooks(keeper, settings.webhook_prefixes, settings.webhook_secret)
+        webhooks = Webhooks(
+            keeper, settings.webhook_prefixes, settings.webhook_secret, self._queues
+        )
         runner = BatchRunner(self._service, keeper, self.executor, webhooks.wake)
         await runner.start()
         return _Open(keeper, runner, webhooks, asyncio.create_task(webhooks.run()))

@@ -1,5 +1,6 @@
-"""Files, batches and lines in an SQLite file. Every method is one transaction, and blocks: it runs
-on the one thread that owns the store (`engine.api.batches.keeper`).
+"""Files, batches and lines in an SQLite file, where jobs lie too (`engine.api.jobs.table`). Every
+method is one transaction, and blocks: it runs on the one thread that owns the store
+(`engine.api.batches.keeper`).
 
 A line gets its answer once: writing it changes only a line that has none. What is written is there
 after the process was killed; a line that was being computed then is computed again.
@@ -19,7 +20,6 @@ from jitney.engine.api.batches.records import (
     ENDED,
     AnsweredLine,
     Batch,
-    Delivery,
     Fault,
     Line,
     Outcome,
@@ -27,9 +27,7 @@ from jitney.engine.api.batches.records import (
 )
 from jitney.engine.errors import ConfigError
 
-#: Rises with each change of the tables.
-_VERSION = 1
-_TABLES = """
+_FIRST_TABLES = """
 CREATE TABLE files (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -77,6 +75,31 @@ CREATE TABLE lines (
 );
 CREATE INDEX open_lines ON lines (batch_id, number) WHERE outcome IS NULL;
 """
+_JOBS = """
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    endpoint TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    webhook_url TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    status TEXT NOT NULL,
+    times TEXT NOT NULL,
+    body BLOB NOT NULL,
+    answer BLOB,
+    repeat_key TEXT,
+    digest TEXT NOT NULL,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    told_at REAL,
+    UNIQUE (owner, repeat_key)
+);
+CREATE INDEX jobs_by_owner ON jobs (owner, number);
+CREATE INDEX jobs_to_tell ON jobs (told_at) WHERE told_at IS NOT NULL;
+"""
+#: What each version of the tables adds to the one before.
+_VERSIONS = (_FIRST_TABLES, _JOBS)
 #: Columns of `batches` that are fields of `Batch` as they are.
 _PLAIN = (
     "id",
@@ -102,53 +125,51 @@ class Store:
     """The tables. Raises ConfigError for a file that a newer version has written."""
 
     def __init__(self, path: Path):
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
+        self.db = sqlite3.connect(path, isolation_level=None)
+        self.db.row_factory = sqlite3.Row
+        self.db.execute("PRAGMA journal_mode = WAL")
+        self.db.execute("PRAGMA synchronous = NORMAL")
         self._make_tables(path)
 
     def _make_tables(self, path: Path) -> None:
-        [version] = self._db.execute("PRAGMA user_version").fetchone()
-        if version > _VERSION:
+        [version] = self.db.execute("PRAGMA user_version").fetchone()
+        if version > len(_VERSIONS):
             raise ConfigError(f"{path} was written by a newer version of Jitney")
-        if version == _VERSION:
-            return
-        statements = f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;"
-        self._db.executescript(statements)
+        for number, tables in enumerate(_VERSIONS[version:], version + 1):
+            self.db.executescript(f"BEGIN; {tables} PRAGMA user_version = {number}; COMMIT;")
 
     def close(self) -> None:
-        self._db.close()
+        self.db.close()
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """All of it is written, or nothing."""
-        self._db.execute("BEGIN IMMEDIATE")
+        self.db.execute("BEGIN IMMEDIATE")
         try:
             yield
         except BaseException:
-            self._db.execute("ROLLBACK")
+            self.db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
+        self.db.execute("COMMIT")
 
     # Files.
 
     def usage(self, owner: str) -> tuple[int, int]:
         """Files that an owner has, and the bytes of all of them."""
         query = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM files WHERE owner = ?"
-        count, size = self._db.execute(query, (owner,)).fetchone()
+        count, size = self.db.execute(query, (owner,)).fetchone()
         return count, size
 
     def add_file(self, file: StoredFile) -> None:
         names = ", ".join(_FILE_FIELDS)
         marks = ", ".join("?" * len(_FILE_FIELDS))
         values = [getattr(file, name) for name in _FILE_FIELDS]
-        self._db.execute(f"INSERT INTO files ({names}) VALUES ({marks})", values)
+        self.db.execute(f"INSERT INTO files ({names}) VALUES ({marks})", values)
 
     def file(self, id: str, owner: str) -> StoredFile | None:
         """The file of that id, if it is this owner's."""
         query = "SELECT * FROM files WHERE id = ? AND owner = ?"
-        row = self._db.execute(query, (id, owner)).fetchone()
+        row = self.db.execute(query, (id, owner)).fetchone()
         return None if row is None else _file_of(row)
 
     def files(
@@ -159,22 +180,22 @@ class Store:
         """
         wanted = "AND purpose = ?" if purpose else ""
         values = [purpose] if purpose else []
-        rows, more = self._page("files", owner, after, limit, newest_first, wanted, values)
+        rows, more = self.page("files", owner, after, limit, newest_first, wanted, values)
         return [_file_of(row) for row in rows], more
 
     def file_ids(self) -> set[str]:
         """Of all files, whoever has them."""
-        return {row["id"] for row in self._db.execute("SELECT id FROM files")}
+        return {row["id"] for row in self.db.execute("SELECT id FROM files")}
 
     def delete_file(self, id: str, owner: str) -> str:
         """Forget a file, unless a batch still needs it: the id of that batch, else nothing."""
-        with self._transaction():
+        with self.transaction():
             query = f"""SELECT id FROM batches WHERE input_file_id = ? AND owner = ?
                 AND status NOT IN ({_ENDED})"""
-            row = self._db.execute(query, (id, owner)).fetchone()
+            row = self.db.execute(query, (id, owner)).fetchone()
             if row is not None:
                 return row["id"]
-            self._db.execute("DELETE FROM files WHERE id = ? AND owner = ?", (id, owner))
+            self.db.execute("DELETE FROM files WHERE id = ? AND owner = ?", (id, owner))
             return ""
 
     # Batches.
@@ -182,7 +203,7 @@ class Store:
     def open_batches(self, owner: str) -> int:
         """How many of an owner's batches are not over."""
         query = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN ({_ENDED})"
-        return self._db.execute(query, (owner,)).fetchone()[0]
+        return self.db.execute(query, (owner,)).fetchone()[0]
 
     def add_batch(self, batch: Batch) -> None:
         columns = {name: getattr(batch, name) for name in _PLAIN}
@@ -193,38 +214,38 @@ class Store:
         }
         names = ", ".join(columns)
         marks = ", ".join("?" * len(columns))
-        self._db.execute(f"INSERT INTO batches ({names}) VALUES ({marks})", list(columns.values()))
+        self.db.execute(f"INSERT INTO batches ({names}) VALUES ({marks})", list(columns.values()))
 
     def forget_ended(self, owner: str, keep: int) -> None:
         """Of an owner's batches that are over, and told, keep the newest."""
         query = f"""DELETE FROM batches WHERE number IN (
             SELECT number FROM batches WHERE owner = ? AND status IN ({_ENDED}) AND told_at IS NULL
             ORDER BY number DESC LIMIT -1 OFFSET ?)"""
-        self._db.execute(query, (owner, keep))
+        self.db.execute(query, (owner, keep))
 
     def batch(self, id: str, owner: str | None = None) -> Batch | None:
         """The batch of that id, if it is this owner's; None: whoever has it."""
-        row = self._db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
+        row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
         if row is None or owner not in (None, row["owner"]):
             return None
-        return _batch_of(row)
+        return batch_of(row)
 
     def batches(self, owner: str, *, after: str, limit: int) -> tuple[list[Batch], bool]:
         """As `files`, the newest first."""
-        rows, more = self._page("batches", owner, after, limit, True, "", [])
-        return [_batch_of(row) for row in rows], more
+        rows, more = self.page("batches", owner, after, limit, True, "", [])
+        return [batch_of(row) for row in rows], more
 
     def unfinished(self) -> list[str]:
         """Ids of the batches that are not over, the oldest first."""
         query = f"SELECT id FROM batches WHERE status NOT IN ({_ENDED}) ORDER BY number"
-        return [row["id"] for row in self._db.execute(query)]
+        return [row["id"] for row in self.db.execute(query)]
 
     def move(self, id: str, sources: Iterable[str], status: str, now: int) -> bool:
         """A batch that is in one of these states goes to another one; False if it was in none of
         them.
         """
-        with self._transaction():
-            row = self._db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
+        with self.transaction():
+            row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
             if row is None or row["status"] not in tuple(sources):
                 return False
             self._set_status(row, status, now)
@@ -232,23 +253,23 @@ class Store:
 
     def _set_status(self, row: sqlite3.Row, status: str, now: int) -> None:
         times = orjson.loads(row["times"]) | {status: now}
-        self._db.execute(
+        self.db.execute(
             "UPDATE batches SET status = ?, times = ? WHERE id = ?",
             (status, orjson.dumps(times), row["id"]),
         )
         if status in ENDED and row["webhook_url"]:
-            self._db.execute("UPDATE batches SET told_at = ? WHERE id = ?", (now, row["id"]))
+            self.db.execute("UPDATE batches SET told_at = ? WHERE id = ?", (now, row["id"]))
 
     def fail(self, id: str, faults: list[Fault], now: int) -> bool:
         """A batch whose file cannot be worked on; False if it is not being validated any more."""
-        with self._transaction():
-            row = self._db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
+        with self.transaction():
+            row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
             if row is None or row["status"] != "validating":
                 return False
-            self._db.execute(
+            self.db.execute(
                 "UPDATE batches SET faults = ? WHERE id = ?", (orjson.dumps(faults), id)
             )
-            self._db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
+            self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
             self._set_status(row, "failed", now)
             return True
 
@@ -256,31 +277,31 @@ class Store:
         self, id: str, status: str, output: StoredFile | None, errors: StoredFile | None, now: int
     ) -> None:
         """A batch is over: its answers are in these files, and its lines are forgotten."""
-        with self._transaction():
-            row = self._db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
+        with self.transaction():
+            row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
             for name, file in (("output_file_id", output), ("error_file_id", errors)):
                 if file is not None:
                     self.add_file(file)
                     query = f"UPDATE batches SET {name} = ? WHERE id = ?"
-                    self._db.execute(query, (file.id, id))
-            self._db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
+                    self.db.execute(query, (file.id, id))
+            self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
             self._set_status(row, status, now)
 
     # Lines.
 
     def begin_lines(self, id: str) -> None:
         """Forget the lines of a batch whose file is about to be read, again perhaps."""
-        self._db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
+        self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
 
     def add_lines(self, id: str, lines: list[Line]) -> list[Line]:
         """Add lines; returns those whose custom_id the batch has already."""
         doubles: list[Line] = []
         query = """INSERT OR IGNORE INTO lines (batch_id, number, custom_id, start, size)
             VALUES (?, ?, ?, ?, ?)"""
-        with self._transaction():
+        with self.transaction():
             for line in lines:
                 values = (id, line.number, line.custom_id, line.start, line.size)
-                if not self._db.execute(query, values).rowcount:
+                if not self.db.execute(query, values).rowcount:
                     doubles.append(line)
         return doubles
 
@@ -288,13 +309,13 @@ class Store:
         """The file of a batch is sound: its lines are to be answered. False if it is not being
         validated any more.
         """
-        with self._transaction():
-            row = self._db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
+        with self.transaction():
+            row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
             if row is None or row["status"] != "validating":
                 return False
             query = "SELECT COUNT(*) FROM lines WHERE batch_id = ?"
-            [total] = self._db.execute(query, (id,)).fetchone()
-            self._db.execute("UPDATE batches SET total = ? WHERE id = ?", (total, id))
+            [total] = self.db.execute(query, (id,)).fetchone()
+            self.db.execute("UPDATE batches SET total = ? WHERE id = ?", (total, id))
             self._set_status(row, "in_progress", now)
             return True
 
@@ -302,45 +323,26 @@ class Store:
         """Lines without an answer that come after one of the file."""
         query = """SELECT number, custom_id, start, size FROM lines
             WHERE batch_id = ? AND outcome IS NULL AND number > ? ORDER BY number LIMIT ?"""
-        return [Line(*row) for row in self._db.execute(query, (id, after, limit))]
+        return [Line(*row) for row in self.db.execute(query, (id, after, limit))]
 
     def answer(self, id: str, number: int, outcome: Outcome, answer: bytes) -> bool:
         """Keep a line's answer; False if it has one, or its batch is over."""
         count = "completed" if outcome is Outcome.COMPLETED else "failed"
         query = """UPDATE lines SET outcome = ?, answer = ?
             WHERE batch_id = ? AND number = ? AND outcome IS NULL"""
-        with self._transaction():
-            if not self._db.execute(query, (int(outcome), answer, id, number)).rowcount:
+        with self.transaction():
+            if not self.db.execute(query, (int(outcome), answer, id, number)).rowcount:
                 return False
-            self._db.execute(f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (id,))
+            self.db.execute(f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (id,))
             return True
 
     def answers(self, id: str, after: int, limit: int) -> list[AnsweredLine]:
         """All lines of a batch that come after one of the file, at most so many."""
         query = """SELECT number, custom_id, outcome, answer FROM lines
             WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
-        return [_answered(row) for row in self._db.execute(query, (id, after, limit))]
+        return [_answered(row) for row in self.db.execute(query, (id, after, limit))]
 
-    # Ends to be told.
-
-    def next_delivery(self) -> float | None:
-        """When the next end is to be told; None if none is."""
-        [at] = self._db.execute("SELECT MIN(told_at) FROM batches").fetchone()
-        return at
-
-    def deliveries(self, now: float) -> list[Delivery]:
-        """Ends that are to be told by now."""
-        query = "SELECT * FROM batches WHERE told_at IS NOT NULL AND told_at <= ? ORDER BY told_at"
-        return [
-            Delivery(_batch_of(row), row["attempts"]) for row in self._db.execute(query, (now,))
-        ]
-
-    def tried(self, id: str, again_at: float | None) -> None:
-        """An end was told, or is to be told again then."""
-        query = "UPDATE batches SET attempts = attempts + 1, told_at = ? WHERE id = ?"
-        self._db.execute(query, (again_at, id))
-
-    def _page(
+    def page(
         self,
         table: str,
         owner: str,
@@ -360,7 +362,7 @@ class Store:
             values = [after, owner, *values]
         query = f"""SELECT * FROM {table} WHERE owner = ? {behind} {wanted}
             ORDER BY number {order} LIMIT ?"""
-        rows = self._db.execute(query, [owner, *values, limit + 1]).fetchall()
+        rows = self.db.execute(query, [owner, *values, limit + 1]).fetchall()
         return rows[:limit], len(rows) > limit
 
 
@@ -368,7 +370,8 @@ def _file_of(row: sqlite3.Row) -> StoredFile:
     return StoredFile(**{name: row[name] for name in _FILE_FIELDS})
 
 
-def _batch_of(row: sqlite3.Row) -> Batch:
+def batch_of(row: sqlite3.Row) -> Batch:
+    """A row of the table of batches."""
     return Batch(
         **{name: row[name] for name in _PLAIN},
         metadata=orjson.loads(row["metadata"]),

@@ -1,4 +1,4 @@
-"""Telling the end of a batch to a URL, signed.
+"""Telling the end of a batch or of a job to a URL, signed.
 
 The form of the message and of the signature is that of Standard Webhooks
 (https://github.com/standard-webhooks/standard-webhooks), which OpenAI's clients check too. Nothing
@@ -15,14 +15,13 @@ import logging
 import random
 import re
 import time
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import httpx
-import orjson
 
+from jitney.engine.api.batches.deliveries import Deliveries, Delivery
 from jitney.engine.api.batches.keeper import Keeper
-from jitney.engine.api.batches.records import Batch, Delivery
-from jitney.engine.api.batches.store import Store
 
 _log = logging.getLogger("jitney.api")
 
@@ -32,6 +31,8 @@ _PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)
 _AGAIN_S = 10.0
 #: Seconds that the other side has for an answer.
 _TIMEOUT_S = 10.0
+#: Messages that are sent at once.
+_AT_ONCE = 32
 _SECRET_PREFIX = "whsec_"
 _DOTS = re.compile(r"(?:\.|%2e){1,2}", re.IGNORECASE)
 
@@ -80,30 +81,20 @@ def signed(secret: str, id: str, sent_at: int, body: bytes) -> dict[str, str]:
     }
 
 
-def message_of(batch: Batch) -> tuple[str, bytes]:
-    """The id of the event that a batch is over, the same at every try, and its text."""
-    id = batch.id.replace("batch_", "evt_")
-    event = {
-        "object": "event",
-        "id": id,
-        "type": f"batch.{batch.status}",
-        "created_at": batch.times[batch.status],
-        "data": {"id": batch.id},
-    }
-    return id, orjson.dumps(event)
-
-
 class Webhooks:
     """Sends what is due, again and again if need be, also after a restart."""
 
-    def __init__(self, keeper: Keeper, prefixes: tuple[str, ...], secret: str):
+    def __init__(
+        self, keeper: Keeper, prefixes: tuple[str, ...], secret: str, queues: Sequence[Deliveries]
+    ):
         self._keeper = keeper
         self._prefixes = prefixes
         self._secret = secret
+        self._queues = queues
         self._news = asyncio.Event()
 
     def wake(self) -> None:
-        """A batch is over."""
+        """Something is over."""
         self._news.set()
 
     async def run(self) -> None:
@@ -113,48 +104,54 @@ class Webhooks:
                 try:
                     await self._tell(client)
                 except Exception:
-                    _log.exception("the ends of batches could not be told; it is tried again")
+                    _log.exception("ends could not be told; it is tried again")
                     await asyncio.sleep(_AGAIN_S)
 
     async def _tell(self, client: httpx.AsyncClient) -> None:
         """What is due, and then wait for more."""
         self._news.clear()
-        due = await self._keeper.do(Store.deliveries, time.time())
-        await asyncio.gather(*(self._deliver(client, each) for each in due))
-        await self._sleep()
+        told = 0
+        for queue in self._queues:
+            due = await self._keeper.do(queue.due, time.time(), _AT_ONCE)
+            await asyncio.gather(*(self._deliver(client, queue, each) for each in due))
+            told += len(due)
+        if not told:
+            await self._sleep()
 
     async def _sleep(self) -> None:
         """Until the next one is due, or there is news."""
-        at = await self._keeper.do(Store.next_delivery)
-        pause = None if at is None else max(0.0, at - time.time())
+        times = [await self._keeper.do(queue.next_at) for queue in self._queues]
+        known = [at for at in times if at is not None]
+        pause = max(0.0, min(known) - time.time()) if known else None
         try:
             async with asyncio.timeout(pause):
                 await self._news.wait()
         except TimeoutError:
             pass
 
-    async def _deliver(self, client: httpx.AsyncClient, delivery: Delivery) -> None:
-        problem = await self._send(client, delivery.batch)
+    async def _deliver(
+        self, client: httpx.AsyncClient, queue: Deliveries, delivery: Delivery
+    ) -> None:
+        problem = await self._send(client, delivery)
         again_at = None
         if problem and delivery.attempts < len(_PAUSES_S):
             pause = _PAUSES_S[delivery.attempts]
             again_at = time.time() + pause * random.uniform(1.0, 1.1)
         if problem:
             _log.warning(
-                "the end of batch %s could not be told (%s); %s",
-                delivery.batch.id,
+                "the end of %s could not be told (%s); %s",
+                delivery.id,
                 problem,
                 "it is tried again" if again_at else "it is given up",
             )
-        await self._keeper.do(Store.tried, delivery.batch.id, again_at)
+        await self._keeper.do(queue.tried, delivery.id, again_at)
 
-    async def _send(self, client: httpx.AsyncClient, batch: Batch) -> str:
+    async def _send(self, client: httpx.AsyncClient, delivery: Delivery) -> str:
         """One try; why it failed."""
-        url = batch.webhook_url
+        url, body = delivery.url, delivery.event.text()
         if not self._secret or not is_allowed(url, self._prefixes):
             return "its URL is not allowed any more"
-        id, body = message_of(batch)
-        headers = signed(self._secret, id, int(time.time()), body)
+        headers = signed(self._secret, delivery.event.id, int(time.time()), body)
         try:
             # What is answered is not read.
             async with client.stream("POST", url, content=body, headers=headers) as response:

@@ -549,7 +549,7 @@ def test_batches_that_are_over_are_forgotten_beyond_a_number(tmp_path: Path):
 
 def test_tables_of_a_newer_version_are_not_touched(tmp_path: Path):
     store = stored(tmp_path)
-    store._db.execute("PRAGMA user_version = 99")
+    store.db.execute("PRAGMA user_version = 99")
     store.close()
     with pytest.raises(ConfigError, match="newer version"):
         Store(tmp_path / "s.sqlite3")

@@ -1,0 +1,1 @@
+"""Jobs: single requests whose clients do not wait on the line."""

@@ -1,0 +1,96 @@
+"""What clients send to the routes of jobs, and what they get."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from jitney.engine.api.batches.forms import Metadata, check_window
+from jitney.engine.api.jobs.records import Job
+from jitney.engine.api.jobs.table import response_of
+
+
+class JobBody(BaseModel):
+    """POST /v1/jobs."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    #: The route that answers it.
+    endpoint: Annotated[str, Field(min_length=1, max_length=256)]
+    #: What that route takes, without `stream`.
+    body: dict[str, Any]
+    #: How long it may take, such as "30m".
+    window: Annotated[str, AfterValidator(check_window)] = "24h"
+    #: Where its end is told, if the server allows it.
+    webhook_url: Annotated[str, Field(max_length=2048)] | None = None
+    metadata: Metadata | None = None
+
+
+class JobQuery(BaseModel):
+    """Which jobs are listed: those behind `after`, the newest first."""
+
+    after: str = ""
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class JobResponse(_Answer):
+    """What the route answered, as HTTP would have."""
+
+    status_code: int
+    request_id: str
+    body: dict[str, Any]
+
+
+class JobAnswer(_Answer):
+    """A job."""
+
+    id: str
+    object: Literal["job"]
+    endpoint: str
+    status: Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
+    created_at: int
+    in_progress_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    cancelled_at: int | None
+    expired_at: int | None
+    expires_at: int
+    webhook_url: str | None
+    metadata: dict[str, str] | None
+    response: JobResponse | None
+
+
+class JobList(_Answer):
+    """GET /v1/jobs."""
+
+    object: Literal["list"]
+    data: list[JobAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+#: States whose time an answer tells, beside the times of coming and expiring.
+_TIMED = ("in_progress", "completed", "failed", "cancelled", "expired")
+
+
+def shown_job(job: Job) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "id": job.id,
+        "object": "job",
+        "endpoint": job.endpoint,
+        "status": job.status,
+        "created_at": job.created_at,
+        "expires_at": job.expires_at,
+        "webhook_url": job.webhook_url or None,
+        "metadata": job.metadata or None,
+        "response": response_of(job),
+    }
+    for status in _TIMED:
+        shown[f"{status}_at"] = job.times.get(status)
+    return shown

@@ -1,0 +1,55 @@
+"""What is kept of a job. Plain data; times: seconds since 1970."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Jobs in these states are over, and change no more.
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+@dataclass(slots=True)
+class Job:
+    """One job, without the body of its request."""
+
+    id: str
+    #: Whose it is: the digest of the key that it came with.
+    owner: str
+    #: The route that answers it.
+    endpoint: str
+    metadata: dict[str, str]
+    #: Where its end is told; empty: nowhere.
+    webhook_url: str
+    created_at: int
+    #: When it ends without an answer.
+    expires_at: int
+    status: str = "queued"
+    #: When each other state was reached.
+    times: dict[str, int] = field(default_factory=dict[str, int])
+    #: Once it was answered: JSON of an object with status_code, request_id and body.
+    answer: bytes | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The request of a new job, and by what a repetition of it is known."""
+
+    #: JSON of an object.
+    body: bytes
+    #: As the client calls it; None: each time it comes is another job.
+    repeat_key: str | None
+    #: Of all that the client sent.
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A job that is there already."""
+
+    job: Job
+    #: Of what was asked for when it was made.
+    digest: str

@@ -1,0 +1,370 @@
+"""Jobs: one request each, answered once, told by GET, by events and by webhooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_fakes import FakeClient, Script, http_client, make_app, served, until
+from openai import OpenAI
+from openai.types.chat import ChatCompletion
+
+from jitney.engine.api.batches import webhooks
+from jitney.engine.api.batches.store import Store
+from jitney.engine.api.jobs import table
+from jitney.engine.api.jobs.records import Asked, Job
+from jitney.engine.api.settings import digest_key
+from jitney.engine.errors import ErrorInfo
+
+CHATS = "/v1/chat/completions"
+SERVER = Path(__file__).parents[2] / "support" / "batch_server.py"
+OVER = ("completed", "failed", "cancelled", "expired")
+
+
+@contextmanager
+def serving(
+    folder: Path, engine: FakeClient | None = None, **settings: Any
+) -> Iterator[httpx.Client]:
+    with (
+        served(make_app(engine, data_dir=folder, **settings)) as (url, _),
+        http_client(url) as http,
+    ):
+        yield http
+
+
+def asked(text: str = "hi", **fields: Any) -> dict[str, Any]:
+    chat = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
+    return {"endpoint": CHATS, "body": chat} | fields
+
+
+def begin(http: httpx.Client, body: dict[str, Any] | None = None, **headers: str) -> dict[str, Any]:
+    reply = http.post("/v1/jobs", json=body or asked(), headers=headers)
+    assert reply.status_code == 202, reply.text
+    assert reply.headers["location"] == f"/v1/jobs/{reply.json()['id']}"
+    return reply.json()
+
+
+def look(http: httpx.Client, id: str) -> dict[str, Any]:
+    return http.get(f"/v1/jobs/{id}").json()
+
+
+def ended(http: httpx.Client, id: str) -> dict[str, Any]:
+    until(lambda: look(http, id)["status"] in OVER, 30)
+    return look(http, id)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+def test_a_job_is_taken_at_once_and_answered_as_its_route_would(folder: Path):
+    with serving(folder, FakeClient(Script("some words"))) as http:
+        job = begin(http, asked(metadata={"for": "me"}))
+        assert (job["object"], job["status"], job["response"]) == ("job", "queued", None)
+        job = ended(http, job["id"])
+        assert job["status"] == "completed" and job["metadata"] == {"for": "me"}
+        assert job["created_at"] <= job["in_progress_at"] <= job["completed_at"]
+        direct = http.post(CHATS, json=asked()["body"]).json()
+        answer = ChatCompletion.model_validate(job["response"]["body"])
+        assert answer.choices[0].message.content == direct["choices"][0]["message"]["content"]
+        assert job["response"]["status_code"] == 200
+
+
+def test_a_request_that_its_route_refuses_is_a_failed_job(folder: Path):
+    with serving(folder) as http:
+        job = ended(http, begin(http, asked() | {"body": {"messages": []}})["id"])
+        assert (job["status"], job["response"]["status_code"]) == ("failed", 400)
+        assert job["response"]["body"]["error"]["param"] == "messages"
+
+
+def test_a_refusal_of_the_moment_is_waited_for(folder: Path):
+    full = ErrorInfo("queue_full", "full", retry_after=0.01)
+    engine = FakeClient(Script("some words", error=full))
+    with serving(folder, engine) as http:
+        job = begin(http)
+        until(lambda: len(engine.requests) >= 2, 30)
+        assert look(http, job["id"])["status"] == "in_progress"
+        engine.script = Script("some words")
+        assert ended(http, job["id"])["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"body": {}}, "endpoint"),
+        ({"endpoint": CHATS}, "body"),
+        ({"endpoint": CHATS, "body": []}, "body"),
+        ({"endpoint": "/v1/models", "body": {}}, "endpoint"),
+        ({"endpoint": "/v1/jobs", "body": {}}, "endpoint"),
+        (asked(window="1y"), "window"),
+        (asked(window="8d"), "window"),
+        (asked(metadata={"a": 5}), "metadata"),
+        (asked(webhook_url="http://127.0.0.1:9/x"), "webhook_url"),
+        (asked() | {"body": {"stream": True}}, "body.stream"),
+    ],
+    ids=str,
+)
+def test_bad_jobs(folder: Path, body: dict[str, Any], param: str):
+    with serving(folder) as http:
+        reply = http.post("/v1/jobs", json=body)
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"].startswith(param)
+        assert not http.get("/v1/jobs").json()["data"]
+
+
+def test_a_request_that_is_sent_again_is_the_same_job(folder: Path):
+    engine = FakeClient(Script("some words"))
+    with serving(folder, engine) as http:
+        first = begin(http, asked("a"), **{"Idempotency-Key": "k1"})
+        ended(http, first["id"])
+        again = begin(http, asked("a"), **{"Idempotency-Key": "k1"})
+        assert again["id"] == first["id"] and again["status"] == "completed"
+        assert len(engine.requests) == 1
+        other = http.post("/v1/jobs", json=asked("b"), headers={"Idempotency-Key": "k1"})
+        assert other.status_code == 409
+        assert other.json()["error"]["code"] == "idempotency_key_used"
+        assert begin(http, asked("a"), **{"Idempotency-Key": "k2"})["id"] != first["id"]
+        for bad in ("", "x" * 256):
+            reply = http.post("/v1/jobs", json=asked(), headers={"Idempotency-Key": bad})
+            assert reply.json()["error"]["param"] == "idempotency-key"
+
+
+def test_two_of_the_same_at_once_are_one_job(folder: Path):
+    """The second one comes while the first is being written."""
+    engine = FakeClient(Script("some words"))
+    with serving(folder, engine) as http:
+        begin(http)
+        ids: list[str] = []
+
+        def send() -> None:
+            ids.append(begin(http, asked("a"), **{"Idempotency-Key": "k"})["id"])
+
+        threads = [threading.Thread(target=send) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(ids) == 8 and len(set(ids)) == 1
+        ended(http, ids[0])
+        assert len(engine.requests) == 2
+
+
+def test_keys_do_not_see_each_others_jobs(folder: Path):
+    keys = tuple(digest_key(key) for key in "ab")
+    with serving(folder, api_keys=keys) as http:
+        mine, yours = ({"authorization": f"Bearer {key}"} for key in "ab")
+        job = begin(http, asked(), **mine, **{"Idempotency-Key": "k"})
+        path = f"/v1/jobs/{job['id']}"
+        for suffix in ("", "/events"):
+            assert http.get(path + suffix, headers=yours).status_code == 404
+        assert http.post(path + "/cancel", headers=yours).status_code == 404
+        assert not http.get("/v1/jobs", headers=yours).json()["data"]
+        other = begin(http, asked(), **yours, **{"Idempotency-Key": "k"})
+        assert other["id"] != job["id"]
+        [listed] = http.get("/v1/jobs", headers=mine).json()["data"]
+        assert listed["id"] == job["id"]
+
+
+def test_a_job_can_be_cancelled(folder: Path):
+    engine = FakeClient(Script(hang=True))
+    with serving(folder, engine) as http:
+        job = begin(http)
+        until(lambda: engine.open, 30)
+        reply = http.post(f"/v1/jobs/{job['id']}/cancel").json()
+        assert reply["status"] == "cancelled" and reply["response"] is None
+        until(lambda: not engine.open, 30)
+        engine.script = Script("some words")
+        done = ended(http, begin(http)["id"])
+        late = http.post(f"/v1/jobs/{done['id']}/cancel")
+        assert (late.status_code, late.json()["error"]["code"]) == (400, "job_ended")
+
+
+def test_a_job_whose_time_is_up_expires(folder: Path):
+    with serving(folder, FakeClient(Script(hang=True))) as http:
+        job = ended(http, begin(http, asked(window="1s"))["id"])
+        assert job["status"] == "expired" and job["expired_at"] >= job["expires_at"]
+
+
+def test_a_key_has_a_limited_number_under_way(folder: Path):
+    with serving(folder, FakeClient(Script(hang=True)), key_jobs=2) as http:
+        first = begin(http)
+        begin(http)
+        reply = http.post("/v1/jobs", json=asked())
+        assert reply.status_code == 429 and "retry-after" in reply.headers
+        http.post(f"/v1/jobs/{first['id']}/cancel")
+        begin(http)
+
+
+def events(http: httpx.Client, id: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a job's stream of events says, to its end."""
+    with http.stream("GET", f"/v1/jobs/{id}/events", timeout=30) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        name = ""
+        for text in reply.iter_lines():
+            if text.startswith("event: "):
+                name = text.removeprefix("event: ")
+            elif text.startswith("data: "):
+                yield name, json.loads(text.removeprefix("data: "))
+
+
+def test_each_change_is_an_event(folder: Path):
+    engine = FakeClient(Script(hang=True), seats=1)
+    with serving(folder, engine) as http:
+        first, second = begin(http), begin(http)
+        until(lambda: engine.open, 30)
+        stream = events(http, second["id"])
+        assert next(stream)[0] == "job.queued"
+        engine.script = Script("some words")
+        http.post(f"/v1/jobs/{first['id']}/cancel")
+        assert next(stream)[0] == "job.in_progress"
+        name, job = next(stream)
+        assert name == "job.completed" and job == look(http, second["id"])
+        assert next(stream, None) is None, "the stream ends with the job"
+        assert [name for name, _ in events(http, first["id"])] == ["job.cancelled"]
+
+
+def test_a_silent_stream_of_events_shows_that_it_lives_and_ends_with_the_server(folder: Path):
+    engine = FakeClient(Script(hang=True))
+    with (
+        serving(folder, engine, keep_alive_s=0.05) as http,
+        http.stream("GET", f"/v1/jobs/{begin(http)['id']}/events") as reply,
+    ):
+        texts = reply.iter_lines()
+        until(lambda: next(texts).startswith(":"), 30)
+
+
+class Hooks(BaseHTTPRequestHandler):
+    """Fails at every third message that it knows, and keeps what it took by its key."""
+
+    came: Counter[str]
+    taken: dict[str, list[bytes]]
+    headers_of: dict[str, dict[str, str]]
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        key = self.headers["webhook-id"]
+        with self.lock:
+            self.came[key] += 1
+            fails = sum(self.came.values()) % 3 == 0
+            if not fails:
+                self.taken.setdefault(key, []).append(body)
+                self.headers_of[key] = dict(self.headers)
+        self.send_response(500 if fails else 200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def hooks() -> Iterator[str]:
+    Hooks.came, Hooks.taken, Hooks.headers_of = Counter(), {}, {}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hooks)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/hooks/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+def test_every_end_is_taken_once_by_a_receiver_that_often_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The answer comes with it, signed as OpenAI's client checks it."""
+    monkeypatch.setattr(webhooks, "_PAUSES_S", (0.05,) * 20)
+    engine = FakeClient(Script("some words"), seats=32)
+    with hooks() as url:
+        limits: dict[str, Any] = {"webhook_prefixes": (url,), "webhook_secret": "any text"}
+        with serving(folder, engine, **limits) as http:
+            ids = [begin(http, asked(f"j{i}", webhook_url=url))["id"] for i in range(100)]
+            until(lambda: len(Hooks.taken) == 100, 60)
+        assert all(len(bodies) == 1 for bodies in Hooks.taken.values())
+        assert sum(Hooks.came.values()) > 120, "some came again"
+        told = {json.loads(bodies[0])["data"]["id"] for bodies in Hooks.taken.values()}
+        assert told == set(ids)
+        key, [body] = Hooks.taken.popitem()
+        event = json.loads(body)
+        assert event["type"] == "job.completed" and event["id"] == key
+        ChatCompletion.model_validate(event["data"]["response"]["body"])
+        client = OpenAI(api_key="none", base_url="http://127.0.0.1")
+        client.webhooks.verify_signature(body.decode(), Hooks.headers_of[key], secret="any text")
+
+
+@contextmanager
+def process(folder: Path, port: int) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen([sys.executable, str(SERVER), str(port), str(folder)], env=environ)
+    try:
+        with http_client(f"http://127.0.0.1:{port}") as http:
+            until(lambda: _answers(http), 60)
+            yield http, child
+    finally:
+        child.kill()
+        child.wait(30)
+
+
+def _answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/v1/models").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_server_that_is_killed_goes_on_with_its_jobs(folder: Path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with process(folder, port) as (http, child):
+        ids = [begin(http, asked(f"j{i}"))["id"] for i in range(40)]
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+    with process(folder, port) as (http, _):
+        jobs = [ended(http, id) for id in ids]
+    assert {job["status"] for job in jobs} == {"completed"}
+
+
+def test_a_job_ends_once(tmp_path: Path):
+    store = Store(tmp_path / "s.sqlite3")
+    job = Job("job_1", "me", CHATS, {}, "https://example.org", 1, 9)
+    table.add(store, job, Asked(b"{}", None, "d"))
+    assert table.begin(store, "job_1", 2) == b"{}" == table.begin(store, "job_1", 3)
+    assert table.finish(store, "job_1", "completed", b"{}", 4)
+    assert not table.finish(store, "job_1", "cancelled", None, 5)
+    assert table.begin(store, "job_1", 6) is None
+    found = table.find(store, "job_1", "me")
+    assert found and found.status == "completed" and found.answer == b"{}"
+    assert table.find(store, "job_1", "you") is None and not table.unfinished(store)
+    [due] = table.JOB_ENDS.due(store, 9.0, 5)
+    assert (due.id, due.event.type, due.attempts) == ("job_1", "job.completed", 0)
+    table.forget_ended(store, "me", 0)
+    assert table.find(store, "job_1", "me"), "its end has not been told"
+    table.JOB_ENDS.tried(store, "job_1", None)
+    table.forget_ended(store, "me", 0)
+    assert table.find(store, "job_1", "me") is None
+
+
+def test_tables_of_before_get_the_table_of_jobs(tmp_path: Path):
+    store = Store(tmp_path / "s.sqlite3")
+    store.db.executescript("DROP TABLE jobs; PRAGMA user_version = 1")
+    store.close()
+    store = Store(tmp_path / "s.sqlite3")
+    assert table.n_open(store, "me") == 0
