@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.errors import ModelError
 from jitney.engine.scheduler.scheduler import Scheduler
+
+# A machine that does other things too takes its time; pytest's own limit ends what hangs.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="module", autouse=True)
