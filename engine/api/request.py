@@ -25,7 +25,7 @@ from jitney.engine.api.schema import (
 )
 from jitney.engine.api.service import Context, Service
 from jitney.engine.conversation.grammars import Turn, turn_grammar
-from jitney.engine.conversation.tools import Tool, ToolUse, chosen_tools, shaped_messages
+from jitney.engine.conversation.tools import ToolUse, chosen_tools, shaped_messages
 from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, Whole
 
@@ -190,12 +190,7 @@ async def _held_to_grammar(
 
 def _tool_use(body: ChatBody) -> ToolUse | None:
     """What the body says of tools."""
-    tools: list[Tool] = []
-    for entry in body.tools or ():
-        function = entry.function
-        tools.append(
-            Tool(function.name, function.description, function.parameters, bool(function.strict))
-        )
+    tools = [tool.function.as_tool() for tool in body.tools or ()]
     parallel = body.parallel_tool_calls is not False and not body.names_one_tool
     return chosen_tools(tools, body.tool_mode, body.chosen_names, parallel=parallel)
 

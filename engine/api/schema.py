@@ -28,6 +28,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from jitney.engine.api import grammar_fields
 from jitney.engine.api.errors import echo
 from jitney.engine.api.grammar_fields import WantedGrammar
+from jitney.engine.conversation.tools import Tool
 from jitney.engine.errors import RequestError
 from jitney.engine.types import Range, SamplingParams, declared
 
@@ -479,18 +480,24 @@ def _unknown_type(schema: dict[str, Any]) -> str | None:
     return None
 
 
-class _Function(Part):
+class FunctionFields(Part):
+    """A function that the model may ask the client to call, as OpenAI's routes describe it."""
+
     name: FunctionName
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, AfterValidator(object_schema)] = None
     strict: bool | None = None
+
+    def as_tool(self) -> Tool:
+        """As every conversation has it."""
+        return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
 
 class _Tool(Part):
     """A function that the model may ask the client to call."""
 
     type: Literal["function"]
-    function: _Function
+    function: FunctionFields
 
 
 class _NamedFunction(Part):

@@ -17,7 +17,7 @@ from jitney.engine.api.anthropic_messages.schema import (
 from jitney.engine.api.request import Conversation, Kind
 from jitney.engine.api.schema import ReasoningEffort
 from jitney.engine.conversation.formats import TurnFormat
-from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse, chosen_tools
+from jitney.engine.conversation.tools import ToolMode, ToolUse, chosen_tools
 from jitney.engine.types import JsonDict
 
 #: Messages between two stops of `Slices`.
@@ -123,10 +123,7 @@ def _call(block: ToolUseBlock) -> JsonDict:
 
 
 def _tool_use(body: CountTokensBody) -> ToolUse | None:
-    tools: list[Tool] = []
-    for tool in body.tools or ():
-        strict = bool(tool.strict)
-        tools.append(Tool(tool.name, tool.description, tool.input_schema, strict))
+    tools = [tool.as_tool() for tool in body.tools or ()]
     choice = body.tool_choice
     if choice is None:
         return chosen_tools(tools, "auto", None, parallel=True)

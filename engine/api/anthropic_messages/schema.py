@@ -21,6 +21,7 @@ from jitney.engine.api.schema import (
     text_content,
     unsupported,
 )
+from jitney.engine.conversation.tools import Tool
 from jitney.engine.structured.grammar import json_schema
 
 
@@ -162,6 +163,10 @@ class ToolParam(Part):
     #: Arguments are streamed as they are written, in any case.
     eager_input_streaming: Literal[True] | None = None
     input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def as_tool(self) -> Tool:
+        """As every conversation has it."""
+        return Tool(self.name, self.description, self.input_schema, bool(self.strict))
 
 
 def _tool(value: Any) -> Any:

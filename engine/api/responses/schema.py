@@ -10,13 +10,12 @@ from jitney.engine.api.errors import echo
 from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.api.schema import (
     MAX_TOOLS,
-    FunctionName,
+    FunctionFields,
     GenerationBody,
     Label,
     Part,
     ReasoningEffort,
     at_field,
-    object_schema,
     ranged,
     text_content,
     unsupported,
@@ -235,14 +234,10 @@ class _Reasoning(Part):
     mode: Literal["standard"] | None = None
 
 
-class FunctionTool(Part):
+class FunctionTool(FunctionFields):
     """A function that the client runs."""
 
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(object_schema)] = None
-    strict: bool | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
     output_schema: None = None

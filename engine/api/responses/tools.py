@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from jitney.engine.api.responses.schema import AllowedTools, NamedFunction, ResponsesBody
-from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse, chosen_tools
+from jitney.engine.conversation.tools import ToolMode, ToolUse, chosen_tools
 
 
 def tool_use(body: ResponsesBody) -> ToolUse | None:
-    tools: list[Tool] = []
-    for tool in body.tools or ():
-        strict = bool(tool.strict)
-        tools.append(Tool(tool.name, tool.description, tool.parameters, strict))
+    tools = [tool.as_tool() for tool in body.tools or ()]
     names_one = isinstance(body.tool_choice, NamedFunction)
     parallel = body.parallel_tool_calls is not False and not names_one
     return chosen_tools(tools, _mode(body), body.chosen_names, parallel=parallel)
