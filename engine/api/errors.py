@@ -193,7 +193,9 @@ def from_output(error: ErrorInfo | None, finish: str) -> RequestError:
     if finish == "deadline":
         return RequestError("the request's time ran out", code="deadline_exceeded")
     if finish == "abort":
-        return RequestError("the server ended this request while shutting down", code="draining")
+        return RequestError(
+            "the server ended this request: it stops, or goes to sleep", code="draining"
+        )
     return RequestError("the engine gave no reason", code="internal_error")
 
 

@@ -518,18 +518,18 @@ class ProcessClient:
 
     async def sleep(self, *, abort: bool = False) -> int:
         """See `EngineClient`."""
-        if self.state == "sleeping":
-            return 0
-        if self.state != "ready":
+        is_first = self.state == "ready"
+        if not is_first and self.state != "sleeping":
             raise self._refusal()
-        self._set_state("sleeping")
+        if is_first:
+            self._set_state("sleeping")
         try:
             if abort:
                 for request_id in list(self._streams):
                     self.abort(request_id)
             return await self._fall_asleep()
         except BaseException:
-            if self.state == "sleeping":
+            if is_first and self.state == "sleeping":
                 self._set_state("ready")
             raise
 

@@ -129,8 +129,9 @@ class Core:
         if self.has_work:
             raise RequestError("there is work to do", code="busy")
         alive()
+        freed = 0 if self.asleep else 1000
         self.asleep = True
-        return 1000
+        return freed
 
     def wake(self, alive: Callable[[], None]) -> None:
         if os.environ.get("JITNEY_TEST_NO_WAKING"):

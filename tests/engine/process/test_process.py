@@ -717,6 +717,41 @@ def test_or_ended():
     run(test)
 
 
+def test_who_waits_to_sleep_may_be_told_to_end_what_is_open():
+    """Whoever says so second: both answer once it sleeps."""
+
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=100_000))
+            first = asyncio.create_task(client.sleep())
+            await wait_for(lambda: client.state == "sleeping")
+            second = asyncio.create_task(client.sleep(abort=True))
+            assert (await collect(stream))[-1].finish == "abort"
+            assert await first + await second == 1000, "it slept once"
+            assert client.state == "sleeping"
+            await client.wake()
+            assert len(await collect(client.submit(request("b", 7)))) == 3
+
+    run(test)
+
+
+def test_who_gives_up_a_second_time_does_not_wake_it():
+    async def test() -> None:
+        async with running() as client:
+            await client.wait_ready()
+            stream = client.submit(request("a", PAUSE, tokens=20))
+            first = asyncio.create_task(client.sleep())
+            await wait_for(lambda: client.state == "sleeping")
+            second = asyncio.create_task(client.sleep())
+            await asyncio.sleep(0)
+            second.cancel()
+            await collect(stream)
+            assert await first == 1000 and client.state == "sleeping"
+
+    run(test)
+
+
 def test_who_is_woken_while_it_waits_does_not_sleep():
     async def test() -> None:
         async with running() as client:
