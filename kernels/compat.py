@@ -12,14 +12,39 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-#: What every kernel is compiled with. ptx_version: the newest PTX that the ptxas of CUDA 12.8
-#: takes, where Triton 3.9 writes 9.4 and XLA then fails with "unsupported .version"; good for sm_80
-#: to sm_120, unnecessary once XLA links with CUDA 13.2. enable_fp_fusion: fused multiply-add, on by
-#: default up to Triton 3.9, which warns that 3.10 turns it off.
-COMPILE_OPTIONS: dict[str, Any] = {"ptx_version": 87, "enable_fp_fusion": True}
+#: Compute capability -> the PTX version that its kernels are written in. 8.7 is the newest that the
+#: ptxas of CUDA 12.8 takes, where Triton 3.9 writes 9.4 and XLA then fails with "unsupported
+#: .version"; newer cards need more, and with less LLVM ends the process. 8.8 needs CUDA 12.9, 9.0
+#: CUDA 13. Unnecessary once XLA links with CUDA 13.2.
+_PTX_VERSIONS = {
+    80: 87,
+    86: 87,
+    87: 87,
+    89: 87,
+    90: 87,
+    100: 87,
+    103: 88,
+    110: 90,
+    120: 87,
+    121: 88,
+}
 #: CUtensorMapDataType of TensorFloat-32, which jax-triton imports from Triton's driver; Triton >=
 #: 3.7 has it.
 TMA_TF32 = 11
+
+
+def compile_options(sm: int) -> dict[str, Any]:
+    """What every kernel for compute capability `sm` is compiled with.
+
+    Raises ImportError for a card that is not known: the compiler would end the process.
+    enable_fp_fusion: fused multiply-add, on by default up to Triton 3.9, which warns that 3.10
+    turns it off.
+    """
+    version = _PTX_VERSIONS.get(sm)
+    if version is None:
+        known = ", ".join(f"{known / 10}" for known in _PTX_VERSIONS)
+        raise ImportError(f"compute capability {sm / 10} is not known, only {known}")
+    return {"ptx_version": version, "enable_fp_fusion": True}
 
 
 def jax_triton() -> ModuleType:

@@ -78,6 +78,7 @@ def triton_for(sm: int) -> KernelSet:
     from jitney.kernels import compat
 
     try:
+        compat.compile_options(sm)
         compat.jax_triton()
     except ImportError as error:
         raise KernelError(f"kernels triton cannot run here: {error}") from error

@@ -65,6 +65,6 @@ class JaxTriton:
                 num_warps=warps,
                 num_stages=stages,
                 compute_capability=self.sm,
-                backend_options=compat.COMPILE_OPTIONS,
+                backend_options=compat.compile_options(self.sm),
                 **constants,
             )

@@ -17,9 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jitney.kernels.compat import COMPILE_OPTIONS
+from jitney.kernels.compat import compile_options
 
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
     "float32": "*fp32",
     "float16": "*fp16",
@@ -101,7 +101,7 @@ def compile_call(call: Call, sm: int) -> Resources:
     signature = dict(zip(pointers, call.types, strict=True)) | dict.fromkeys(constants, "constexpr")
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(call.kernel, {name: signature[name] for name in names}, constants, aligned)
-    options = {"num_warps": call.warps, "num_stages": call.stages, **COMPILE_OPTIONS}
+    options = {"num_warps": call.warps, "num_stages": call.stages, **compile_options(sm)}
     made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     ptx = str(made.asm["ptx"])
     registers, spilled = assemble(ptx, sm)
@@ -111,7 +111,7 @@ def compile_call(call: Call, sm: int) -> Resources:
 def assemble(ptx: str, sm: int) -> tuple[int, int]:
     """(registers a thread, bytes spilled) as ptxas reports them."""
     command = [
-        str(PTXAS),
+        str(PROGRAMS / ("ptxas-blackwell" if sm >= 100 else "ptxas")),
         "-v",
         f"--gpu-name=sm_{sm}{'a' if sm >= 90 else ''}",
         "-",

@@ -5,6 +5,9 @@ spills, all fits.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -130,6 +133,35 @@ def test_as_many_programs_are_resident_as_the_table_says(sm: int, dim: int, grou
     assert made.spilled == 0
     assert resident * -(-made.registers // 8) * 8 * 32 * call.warps <= REGISTERS
     assert resident * (made.shared + 1024) <= SHARED_IN_ALL[sm]
+
+
+#: In a process of its own: with a PTX version that is too old for a card, LLVM ends the process.
+WRITE_PAGES = """
+import sys
+from test_triton_compiled import compile_call, launches
+
+sm = int(sys.argv[1])
+calls = launches(sm, 128, "bfloat16", "bfloat16")
+writing = next(call for call in calls if call.kernel.__name__ == "write_pages")
+print(compile_call(writing, sm).ptx)
+"""
+
+
+@pytest.mark.parametrize(
+    "sm,version", [(80, "8.7"), (90, "8.7"), (103, "8.8"), (110, "9.0"), (121, "8.8")]
+)
+def test_the_ptx_version_is_one_that_the_card_can_have(sm: int, version: str):
+    folders = [str(Path(__file__).parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE_PAGES, str(sm)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f".version {version}\n" in done.stdout
 
 
 @pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")

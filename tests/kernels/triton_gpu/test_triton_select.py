@@ -112,6 +112,14 @@ def test_the_configuration_knows_every_set_by_name():
     assert get_args(KernelsName) == ("auto", *KERNEL_SETS)
 
 
+def test_a_card_that_nobody_knows_ends_with_one_line(monkeypatch: pytest.MonkeyPatch):
+    pretend(monkeypatch, platform="gpu", compute_capability="12.2", device_kind="RTX 6090")
+    with pytest.raises(
+        KernelError, match=r"compute capability 12\.2 is not known.*--kernels reference$"
+    ):
+        select("gpu")
+
+
 def test_jax_triton_that_is_missing_or_too_old_is_named(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]
 ):
