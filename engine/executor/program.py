@@ -165,13 +165,19 @@ def _broken_sequences(hidden: jax.Array, cu_q: jax.Array) -> jax.Array:
 
 
 def _meta_of(inputs: Any) -> AttentionMeta:
+    """The upload's metadata as arrays of their own, which nothing in them would change: none is
+    negative.
+
+    As slices of the upload, whose place moves from step to step, a GPU's graph would have each
+    kernel that takes one recorded anew in every step.
+    """
     return AttentionMeta(
-        kv_lens=inputs.kv_lens,
-        cu_q=inputs.cu_q,
-        page_table=inputs.page_table,
-        write_rows=inputs.write_rows,
-        positions=inputs.positions,
-        counts=inputs.counts,
+        kv_lens=jnp.maximum(inputs.kv_lens, 0),
+        cu_q=jnp.maximum(inputs.cu_q, 0),
+        page_table=jnp.maximum(inputs.page_table, 0),
+        write_rows=jnp.maximum(inputs.write_rows, 0),
+        positions=jnp.maximum(inputs.positions, 0),
+        counts=jnp.maximum(inputs.counts, 0),
     )
 
 

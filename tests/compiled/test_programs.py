@@ -60,3 +60,9 @@ def test_a_step_on_gpus_is_one_graph(spec: Spec):
         pytest.skip("TPUs have no command buffers")
     step = facts(spec)
     assert (step["command_buffers"], step["outside"]) == (1, 0)
+
+
+def test_no_kernel_takes_a_slice_of_the_upload(spec: Spec):
+    if spec.target not in GPUS:
+        pytest.skip("TPUs have no command buffers")
+    assert facts(spec)["slices"] == 0  # each is recorded anew in every step

@@ -164,6 +164,7 @@ def thunks(folder: Path) -> dict[str, int]:
     return {
         "command_buffers": buffers,
         "outside": len(outer) - buffers,
+        "slices": sum("kDynamicSliceFusion" in line for line in lines),
         "nodes": sum(line.lstrip()[:3].isdigit() for line in lines) - buffers,
     }
 

@@ -148,7 +148,7 @@ def compiled(spec: Spec) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text" if spec.target in GPUS else ""
         environ = os.environ | {
-            "PYTHONPATH": f"{Path(spec.plugin).resolve()}:{SUPPORT}",
+            "PYTHONPATH": os.pathsep.join([str(Path(spec.plugin).resolve()), *sys.path]),
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",

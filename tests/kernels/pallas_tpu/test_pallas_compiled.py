@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not PLUGIN, reason="needs libtpu: make test-comp
 def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """Case -> what `pallas_program` prints about it, for one TPU."""
     environ = os.environ | {
-        "PYTHONPATH": str(Path(PLUGIN).resolve()),
+        "PYTHONPATH": os.pathsep.join([str(Path(PLUGIN).resolve()), *sys.path]),
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

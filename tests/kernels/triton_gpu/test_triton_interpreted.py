@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 import pytest
-from places import SUPPORT
 
 pytest.importorskip("triton")
 #: float32 sums in another order; float16 rounds results of about 1 to 2**-11.
@@ -20,7 +19,7 @@ ERROR, HALF_ERROR = 1e-5, 2e-3
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
     """Case -> figures, of all cases of `triton_cases`."""
-    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SUPPORT)}
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "triton_cases"],
         env=environ,
