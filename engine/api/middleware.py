@@ -26,7 +26,8 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
 _PORT = re.compile(rb":[0-9]+\Z")
 _JSON = re.compile(r'application/json\s*(?:;\s*charset="?utf-8"?\s*)?\Z', re.IGNORECASE)
 _FORM = re.compile(r"multipart/form-data\s*;", re.IGNORECASE)
-#: Bytes of an upload beside the file's, and bytes a second that it must have on average.
+#: Bytes of an upload beside the file (whose reader knows how long that may be), and bytes a second
+#: that it must have on average.
 _FORM_BYTES, _LEAST_RATE = 1 << 16, 16_384
 #: In the state of a scope: the request came over one connection too many.
 CROWDED = "jitney_crowded"

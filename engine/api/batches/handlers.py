@@ -50,7 +50,7 @@ async def upload_file(service: Service, request: Request) -> Response:
     await _check_room(keeper, service.settings, owner)
     id = new_id("file-")
     async with batches.uploading():
-        upload = await _received(request, keeper.part(id))
+        upload = await _received(request, keeper.part(id), service.settings.file_limit)
         try:
             _check_purpose(upload)
             await _check_room(keeper, service.settings, owner, upload.size)
@@ -64,9 +64,9 @@ async def upload_file(service: Service, request: Request) -> Response:
     return answered(shown_file(file), ignored_header(ignored))
 
 
-async def _received(request: Request, path: Path) -> Upload:
+async def _received(request: Request, path: Path, limit: int) -> Upload:
     try:
-        return await receive_upload(request, path)
+        return await receive_upload(request, path, limit)
     except ClientDisconnect:
         context_of(request.scope).left = True
         raise HttpError(400, "the client left before its file was there", close=True) from None

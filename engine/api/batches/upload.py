@@ -15,6 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
+from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import RequestError
 
 #: Bytes that are written at once.
@@ -38,13 +39,13 @@ class Upload:
     fields: dict[str, str] = field(default_factory=dict[str, str])
 
 
-async def receive_upload(request: Request, path: Path) -> Upload:
+async def receive_upload(request: Request, path: Path, limit: int) -> Upload:
     """Write the form's `file` to a path, which is removed again if anything goes wrong. Raises
-    RequestError.
+    RequestError, and HttpError 413 for a file of more than `limit` bytes.
     """
     file = await asyncio.to_thread(path.open, "wb")
     try:
-        form = _Form(_boundary(request))
+        form = _Form(_boundary(request), limit)
         async for block in _blocks(form, request):
             await asyncio.to_thread(file.write, block)
         await asyncio.to_thread(_settle, file)
@@ -82,7 +83,9 @@ def _boundary(request: Request) -> bytes:
 class _Form:
     """Takes a form apart as its bytes come."""
 
-    def __init__(self, boundary: bytes):
+    def __init__(self, boundary: bytes, limit: int):
+        #: Bytes that the file may have.
+        self._limit = limit
         self._parser = MultipartParser(
             boundary,
             {
@@ -164,11 +167,21 @@ class _Form:
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":
             self.pending += data[start:end]
+            self._check_size()
             return
         self._text += data[start:end]
         if len(self._text) > _MOST_FIELD_BYTES:
             raise RequestError(
                 f"a field may have at most {_MOST_FIELD_BYTES} bytes", param=self._name
+            )
+
+    def _check_size(self) -> None:
+        if self._upload.size + len(self.pending) > self._limit:
+            raise HttpError(
+                413,
+                f"the file may have at most {self._limit} bytes (file_limit)",
+                param="file",
+                close=True,
             )
 
     def _on_part_end(self) -> None:

@@ -137,6 +137,18 @@ def test_files_are_bounded_in_size_and_number(folder: Path):
         assert len(list((folder / "files").iterdir())) == 3
 
 
+@pytest.mark.parametrize("limit", [20_000, 300_000], ids=["one block", "several"])
+def test_the_limit_is_that_of_the_file_and_not_of_the_form(folder: Path, limit: int):
+    with serving(folder, file_limit=limit) as client:
+        kept = client.files.create(file=("a", b"x" * limit), purpose="batch")
+        assert kept.bytes == limit
+        with pytest.raises(openai.APIStatusError, match=f"at most {limit} bytes") as refused:
+            client.files.create(file=("a", b"x" * (limit + 1)), purpose="batch")
+        assert refused.value.status_code == 413 and refused.value.param == "file"
+        assert [file.id for file in client.files.list()] == [kept.id]
+        assert [path.name for path in (folder / "files").iterdir()] == [kept.id]
+
+
 def test_a_client_that_leaves_in_the_middle_leaves_nothing(folder: Path, caplog: Any):
     form = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nabc'
     headers = {"content-type": "multipart/form-data; boundary=x"}
