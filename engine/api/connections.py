@@ -1,7 +1,8 @@
 """The open connections of a server: how many there may be, and who of them does not read.
 
 One between two requests is kept for long, so that clients close first: who sends at the moment at
-which we close would see a reset. It makes room as soon as somebody else needs its place.
+which we close is not answered. It makes room as soon as somebody else needs its place, unless its
+next request is there already.
 
 A client that stops reading costs what waits for it, and keeps its sequences in their seats. So what
 was written to a connection must have left within `write_timeout_s`, and all that waits for slow
@@ -46,6 +47,11 @@ class Connection(Protocol):
     @property
     def idle_since(self) -> float | None:
         """time.monotonic() since which it is between two requests; None: it is not."""
+        ...
+
+    @property
+    def has_unread(self) -> bool:
+        """Something has come that was not read yet."""
         ...
 
     def drop(self) -> None:
@@ -102,14 +108,20 @@ class Connections:
 
     def _make_room(self) -> None:
         """Close the connection that has been idle for longest, if one is."""
-        longest, oldest = None, time.monotonic()
+        for connection in self._idle():
+            if not connection.has_unread:
+                self.closed(connection)
+                connection.close()
+                return
+
+    def _idle(self) -> list[Connection]:
+        """Those between two requests, the one that is so for longest first."""
+        since: dict[Connection, float] = {}
         for connection in self._open:
-            since = connection.idle_since
-            if since is not None and since <= oldest:
-                longest, oldest = connection, since
-        if longest is not None:
-            self.closed(longest)
-            longest.close()
+            idle_since = connection.idle_since
+            if idle_since is not None:
+                since[connection] = idle_since
+        return sorted(since, key=since.__getitem__)
 
     def closed(self, connection: Connection) -> None:
         self._open.pop(connection, None)

@@ -8,6 +8,7 @@ never reaches the application, so it is answered here.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import sys
 import time
@@ -29,6 +30,8 @@ _DISCARDED_BYTES = 64 << 20
 _DISCARDING_S = 5.0
 #: The same of what is no HTTP.
 _LINGER_S = 0.5
+#: Until what has come is certainly read.
+_SOON_S = 0.5
 
 
 def http_protocol(settings: ServerSettings, connections: Connections) -> type[asyncio.Protocol]:
@@ -108,6 +111,12 @@ class _BoundedProtocol(H11Protocol):
             return None
         return self._answered_at
 
+    @property
+    def has_unread(self) -> bool:
+        poll = select.poll()
+        poll.register(self._bare.get_extra_info("socket"), select.POLLIN)
+        return bool(poll.poll(0))
+
     def drop(self) -> None:
         self._bare.abort()
 
@@ -152,6 +161,17 @@ class _BoundedProtocol(H11Protocol):
             self._close_slowly(_DISCARDING_S)
         elif not self._discarding:
             self._bare.close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that has been idle for long, unless its next request is there already:
+        a close with unread bytes is a reset.
+        """
+        if self.has_unread:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                _SOON_S, self.timeout_keep_alive_handler
+            )
+        else:
+            super().timeout_keep_alive_handler()
 
     def _close_slowly(self, seconds: float) -> None:
         self._discarding = True

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import resource
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -137,6 +138,8 @@ def test_a_drain_does_not_wait_for_who_does_not_read(monkeypatch):
 
 def test_all_that_waits_together_is_bounded():
     class Reader:
+        has_unread = False
+
         def __init__(self, waiting: int):
             self.idle_since: float | None = None
             self.written = self.waiting = waiting
@@ -217,6 +220,88 @@ def test_an_idle_connection_makes_room_for_a_new_client():
         for sock in socks:
             sock.close()
         until(lambda: not connections.n_open, 30)
+
+
+#: One short answer of a connection that stays open.
+_SHORT: dict[str, Any] = {"model": "m", "prompt": "a", "max_tokens": 2, "stream": True}
+
+
+def send_unread(sock: socket.socket, connection: protocol._BoundedProtocol) -> None:
+    """Called on the server's loop, which cannot read meanwhile: a request comes."""
+    post(sock, _SHORT)
+    poll = select.poll()
+    poll.register(connection._bare.get_extra_info("socket"), select.POLLIN)
+    assert poll.poll(30_000)
+
+
+def test_a_request_that_comes_just_before_an_idle_connection_is_closed_is_answered(monkeypatch):
+    clients: list[socket.socket] = []
+
+    class Racing(_SmallBuffers):
+        def timeout_keep_alive_handler(self) -> None:
+            if clients:
+                send_unread(clients.pop(), self)
+            super().timeout_keep_alive_handler()
+
+    monkeypatch.setattr(protocol, "_BoundedProtocol", Racing)
+    settings = ServerSettings()
+    engine = FakeClient()
+    with (
+        served(make_app(engine), settings, Connections(settings), keep_alive_s=1) as (_, port),
+        connect(port) as sock,
+    ):
+        post(sock, _SHORT)
+        assert read_answer(sock).startswith(b"HTTP/1.1 200")
+        clients.append(sock)
+        assert read_answer(sock).startswith(b"HTTP/1.1 200")
+        assert not clients and len(engine.requests) == 2
+
+
+def test_a_request_that_comes_just_after_finds_an_end_and_no_reset():
+    """Nobody has begun with it, so that it may be sent again."""
+    settings = ServerSettings()
+    engine = FakeClient()
+    connections = Connections(settings)
+    with served(make_app(engine), settings, connections, keep_alive_s=1) as (_, port):
+        with connect(port) as sock:
+            post(sock, _SHORT)
+            assert read_answer(sock).startswith(b"HTTP/1.1 200")
+            sock.settimeout(30)
+            assert sock.recv(1, socket.MSG_PEEK) == b"", "closed as idle"
+            post(sock, _SHORT)
+            assert read_all(sock) == b""
+        until(lambda: not connections.n_open, 30)
+        assert len(engine.requests) == 1
+
+
+def test_who_has_just_sent_a_request_does_not_make_room():
+    """The next one that is idle does."""
+    clients: list[socket.socket] = []
+
+    class Racing(Connections):
+        def opened(self, connection: Any) -> None:
+            if clients:
+                oldest: Any = min(self._open, key=lambda each: each.idle_since or 0.0)
+                send_unread(clients.pop(), oldest)
+            super().opened(connection)
+
+    settings = ServerSettings(max_connections=2)
+    engine = FakeClient()
+    connections = Racing(settings)
+    app = make_app(engine, max_connections=2)
+    with served(app, settings, connections, keep_alive_s=60) as (_, port):
+        oldest, next_one = connect(port), connect(port)
+        for sock in (oldest, next_one):
+            post(sock, _SHORT)
+            assert read_answer(sock).startswith(b"HTTP/1.1 200")
+        clients.append(oldest)
+        with connect(port) as third:
+            post(third, _SHORT)
+            assert read_answer(third).startswith(b"HTTP/1.1 200")
+        assert read_answer(oldest).startswith(b"HTTP/1.1 200")
+        assert next_one.recv(100) == b""
+        oldest.close()
+        next_one.close()
 
 
 def test_a_connection_is_kept_for_longer_than_clients_keep_theirs():
