@@ -13,14 +13,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jitney.engine.errors import RequestError
+from jitney.engine.structured.embedded_schemas import with_schemas
+from jitney.engine.structured.refusals import bad_grammar
 from jitney.engine.structured.schema_errors import place_of_error
+from jitney.engine.structured.schema_rules import kept_to
 from jitney.engine.types import Grammar
 
-#: Most characters of llguidance's own account of an error that are repeated.
-_MOST_REASON = 200
 #: Between two tokens of JSON. Without a bound a model can write blanks for ever; this much indents
 #: eight levels by four.
 _WHITESPACE = r"[ \t\n\r]{0,33}"
+#: Not \uXXXX: the name of a property, escaped, would not be known for that of the schema.
+_ESCAPES = 'nrbtf\\"'
 #: How JSON is written, whatever a schema's own "x-guidance" says.
 _JSON_OPTIONS: Any = {
     "item_separator": ",",
@@ -29,13 +32,12 @@ _JSON_OPTIONS: Any = {
     "whitespace_pattern": _WHITESPACE,
     "coerce_one_of": False,
     "lenient": False,
+    "json_allowed_escapes": _ESCAPES,
 }
 #: llguidance's defaults but for these. An error is not to show the parser's state, and a matcher
 #: not to keep more than some 40 MB of a lexer's states (2 kB each).
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 _ANY_OBJECT = '{"type":"object"}'
-#: How llguidance begins the account of a limit that was met.
-_LIMIT_WORDS = ("too many", "too large", "too big", "limit", "fuel", "toocomplex", "too complex")
 
 
 def token_trie(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
@@ -55,17 +57,39 @@ def in_lark(grammar: Grammar) -> Grammar:
     try:
         return Grammar("lark", gbnf_to_lark(grammar.text))
     except RecursionError:
-        raise _bad_grammar("too complex: its rules are too deep") from None
+        raise bad_grammar("too complex: its rules are too deep") from None
     except Exception as error:  # its own is no subclass of anything
-        raise _bad_grammar(str(error) or type(error).__name__) from None
+        raise bad_grammar(str(error) or type(error).__name__) from None
 
 
 def new_matcher(grammar: Grammar, trie: LLTokenizer) -> LLMatcher:
     """A matcher at the beginning of a text. Raises RequestError for a grammar that has none."""
-    matcher = LLMatcher(trie, _source(in_lark(grammar)), log_level=0, limits=_LIMITS)
+    ready = _as_kept(in_lark(grammar))
+    matcher = LLMatcher(trie, _source(ready), log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        raise _refused(grammar, matcher.get_error())
+        raise _refused(ready, matcher.get_error())
     return matcher
+
+
+def _as_kept(grammar: Grammar) -> Grammar:
+    """A grammar with its schemas as llguidance keeps to them. Raises RequestError."""
+    if grammar.kind == "lark":
+        return Grammar("lark", with_schemas(grammar.text, _embedded))
+    if grammar.kind != "json_schema":
+        return grammar
+    schema = kept_to(orjson.loads(grammar.text))
+    return Grammar("json_schema", orjson.dumps(schema).decode())
+
+
+def _embedded(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that stands in a grammar in Lark, where its own "x-guidance" says how it is
+    written.
+    """
+    made = kept_to(schema)
+    style = made.get("x-guidance", {})
+    if isinstance(style, dict):
+        made["x-guidance"] = style | {"json_allowed_escapes": _ESCAPES}
+    return made
 
 
 def _source(grammar: Grammar) -> str:
@@ -88,23 +112,15 @@ def _json_source(schema: str) -> str:
 
 def _refused(grammar: Grammar, reason: str) -> RequestError:
     if grammar.kind != "json_schema":
-        return _bad_grammar(reason)
-    place = place_of_error(orjson.loads(grammar.text), schema_error)
-    return _bad_grammar(f"at {place}: {reason}")
+        return bad_grammar(reason)
+    place = place_of_error(orjson.loads(grammar.text), _schema_error)
+    return bad_grammar(f"at {place}: {reason}")
 
 
-def schema_error(schema: Any) -> str:
-    """What is wrong with a JSON schema; "" if nothing is."""
+def _schema_error(schema: Any) -> str:
+    """What is wrong with a JSON schema, an object or a boolean; "" if nothing is."""
+    if isinstance(schema, bool):
+        schema = {"allOf": [schema]}
     source = _json_source(orjson.dumps(schema).decode())
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=_LIMITS)
     return messages[0] if is_error else ""
-
-
-def _bad_grammar(reason: str) -> RequestError:
-    line = " ".join(reason.split())
-    code = "invalid_value"
-    if any([words in line.lower() for words in _LIMIT_WORDS]):
-        code = "grammar_too_complex"
-    if len(line) > _MOST_REASON:
-        line = line[:_MOST_REASON] + "..."
-    return RequestError(f"the grammar cannot be used: {line}", code=code)

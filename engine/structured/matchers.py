@@ -51,6 +51,11 @@ class Matcher:
     def complete(self) -> bool:
         return self._inner.is_stopped() and not self._inner.is_error()
 
+    @property
+    def may_end(self) -> bool:
+        """What has been said is all that the grammar asks for."""
+        return self._inner.is_accepting()
+
     def take(self, tokens: list[int], start: int) -> None:
         fresh = tokens[start + self._taken :]
         if fresh and not self._inner.consume_tokens(fresh):
@@ -157,12 +162,19 @@ class Matchers:
         self, matcher: Matcher | RuledMatcher, masks: np.ndarray, row: int, *, may_end: bool
     ) -> bool:
         """Write a matcher's mask; False if there is nothing that may come next. may_end: the text
-        may end here, if the grammar allows it. Raises RequestError if the grammar takes too much.
+        may end here, if the grammar allows it. Raises RequestError if the grammar takes too much,
+        or asks for more and no token that may be chosen goes on with it.
         """
         matcher.fill(masks, row)
         if not may_end:
             masks[row] &= self._no_ends
-        return not matcher.complete and bool(masks[row].any())
+        if matcher.complete:
+            return False
+        if masks[row].any():
+            return True
+        if not matcher.may_end:
+            raise RequestError("none of the tokens that may be chosen goes on with the grammar")
+        return False
 
     def count_masks(self, masks: int, seconds: float) -> None:
         """So many masks took so long."""

@@ -69,10 +69,10 @@ def _children(schema: Any) -> Iterator[tuple[list[str], Any]]:
     for name in _NAMED:
         if isinstance(schema.get(name), dict):
             for key, child in schema[name].items():
-                yield [name, _escaped(key)], child
+                yield [name, escaped(key)], child
 
 
-def _escaped(key: str) -> str:
+def escaped(key: str) -> str:
     """As a step of a JSON pointer (RFC 6901)."""
     return key.replace("~", "~0").replace("/", "~1")
 

@@ -18,6 +18,9 @@ class _Inner(Protocol):
     @property
     def complete(self) -> bool: ...
 
+    @property
+    def may_end(self) -> bool: ...
+
     def take(self, tokens: list[int], start: int) -> None: ...
 
     def fill(self, masks: np.ndarray, row: int) -> None: ...
@@ -61,6 +64,11 @@ class RuledMatcher:
     @property
     def complete(self) -> bool:
         return self._inner is not None and self._inner.complete
+
+    @property
+    def may_end(self) -> bool:
+        """See `matchers.Matcher.may_end`."""
+        return self._inner is None or self._inner.may_end
 
     def take(self, tokens: list[int], start: int) -> None:
         if self._inner is not None:

@@ -4,12 +4,14 @@ word it bans.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from fakes import EOS, VOCAB, ends_of, make_core, make_request, tokens_of
+from fakes import EOS, VOCAB, code_of, ends_of, make_core, make_request, tokens_of
+from grammars import CHARACTERS, text_of, tokenizer_json
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ from jitney.engine.errors import RequestError
 from jitney.engine.structured.desk import GrammarDesk
 from jitney.engine.structured.matchers import Matchers
 from jitney.engine.structured.token_rules import RuledMatcher, TokenRules
-from jitney.engine.types import SamplingParams
+from jitney.engine.types import Grammar, SamplingParams, SequenceOutput
 
 PROMPT = [1, 2, 3]
 
@@ -103,6 +105,25 @@ def test_an_answer_for_which_nothing_is_left_ends():
     core.add(make_request("a", PROMPT, **params))
     outputs = core.run_until_idle()
     assert tokens_of(outputs, "a") == [5] and ends_of(outputs)["a", 0].finish == "stop"
+
+
+def test_an_answer_that_is_not_what_its_grammar_asks_for_does_not_end_well():
+    core = make_core()
+    core.learn(tokenizer_json())
+    code = Grammar("regex", "a[bc]{3}")
+    allowed = (1 + CHARACTERS.index("a"), 1 + CHARACTERS.index("b"), EOS)
+    banned = ((allowed[1], allowed[1]),)
+    core.add(
+        make_request("a", PROMPT, grammar=code, allowed_token_ids=allowed, banned_sequences=banned)
+    )
+    outputs: list[SequenceOutput] = []
+    most = time.monotonic() + 30
+    while core.has_work:
+        outputs += core.step().outputs
+        assert time.monotonic() < most
+    end = ends_of(outputs)["a", 0]
+    assert text_of(tokens_of(outputs, "a")) == "ab"
+    assert end.finish == "error" and code_of(end) == "invalid_value"
 
 
 def test_ends_are_not_chosen_before_min_tokens():

@@ -1,0 +1,273 @@
+"""The official JSON-Schema-Test-Suite against the grammars that schemas become: may every instance
+be written that it calls valid, and none that it calls invalid?
+
+    python docs/benchmarks/schema_suite.py [FOLDER] [--wrong] [--drafts draft7,draft2020-12]
+
+FOLDER has the suite's `tests`. Without it the source archive of the `jsonschema` package, which has
+a copy of the suite, is downloaded into build/. --wrong: each instance that went wrong.
+
+Each instance is walked token by token with the default model's tokenizer, under the masks that a
+step would have: compact, with blanks, indented; a valid one has to pass in all of them, with its
+keys in the schema's order if that is needed. An invalid one must not pass in any order of its keys,
+nor with its characters escaped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.errors import RequestError
+from jitney.engine.structured import grammar
+from jitney.engine.structured.compiling import new_matcher, token_trie
+from jitney.engine.structured.matchers import Matcher, Matchers
+from jitney.engine.text.tokenizer import load_tokenizer
+
+BUILD = Path(__file__).resolve().parents[2] / "build"
+DRAFTS = {
+    "draft7": "http://json-schema.org/draft-07/schema#",
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
+#: Most orders of keys that are tried of an instance, and most characters of one.
+MOST_ORDERS = 300
+MOST_CHARS = 4000
+#: Of each draft, and in brackets: schemas that were refused, instances wrongly rejected and wrongly
+#: accepted.
+COLUMNS = ("schemas (refused)", "valid (rejected)", "invalid (accepted)")
+type Write = Callable[[Any], str]
+
+
+def escaped(instance: Any) -> str:
+    """Compact, every character of a text as its escape, where that is longer."""
+    if isinstance(instance, str):
+        units = instance.encode("utf-16-be", "surrogatepass").hex()
+        return '"' + "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)) + '"'
+    if isinstance(instance, list):
+        return "[" + ",".join(escaped(item) for item in instance) + "]"
+    if isinstance(instance, dict):
+        pairs = [f"{escaped(key)}:{escaped(value)}" for key, value in instance.items()]
+        return "{" + ",".join(pairs) + "}"
+    return json.dumps(instance)
+
+
+FORMS: tuple[Write, ...] = (
+    lambda instance: json.dumps(instance, separators=(",", ":"), ensure_ascii=False),
+    lambda instance: json.dumps(instance, ensure_ascii=False),
+    lambda instance: json.dumps(instance, indent=4, ensure_ascii=False),
+)
+#: Nobody has to be able to write these, but what is invalid must not be written so either.
+FURTHER_FORMS: tuple[Write, ...] = (json.dumps, escaped)
+
+
+def orders(instance: Any) -> Iterator[Any]:
+    """An instance with its keys in every order, its own first."""
+    if isinstance(instance, list):
+        for items in itertools.product(*[list(orders(item)) for item in instance]):
+            yield list(items)
+    elif isinstance(instance, dict):
+        for keys in itertools.permutations(instance):
+            for values in itertools.product(*[list(orders(instance[key])) for key in keys]):
+                yield dict(zip(keys, values, strict=True))
+    else:
+        yield instance
+
+
+def without_points(instance: Any) -> Any:
+    """An instance with 1 for 1.0, which are the same value."""
+    if isinstance(instance, float) and instance.is_integer():
+        return int(instance)
+    if isinstance(instance, list):
+        return [without_points(item) for item in instance]
+    if isinstance(instance, dict):
+        return {key: without_points(value) for key, value in instance.items()}
+    return instance
+
+
+@dataclass
+class Row:
+    """What came of one file of the suite."""
+
+    cases: int = 0
+    refused: int = 0
+    valid: int = 0
+    wrongly_rejected: int = 0
+    invalid: int = 0
+    wrongly_accepted: int = 0
+
+    def add(self, other: Row) -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass
+class Suite:
+    """Runs it. `wrong` and `refusals`: what there is to tell."""
+
+    tokenizer: Any
+    matchers: Matchers
+    trie: Any
+    wrong: list[str] = field(default_factory=list)
+    refusals: dict[str, int] = field(default_factory=dict)
+
+    def case(self, name: str, draft: str, case: dict[str, Any]) -> Row:
+        row = Row(cases=1)
+        schema = case["schema"]
+        if isinstance(schema, dict) and "$schema" not in schema:
+            schema = {"$schema": DRAFTS[draft]} | schema
+        try:
+            # Read as a request is.
+            read = orjson.loads(json.dumps(schema))
+            matcher = new_matcher(grammar.json_schema(read), self.trie)
+        except RequestError as error:
+            row.refused = 1
+            self.note_refusal(f"{name} / {case['description']}: {error}  {json.dumps(schema)}")
+            return row
+        for test in case["tests"]:
+            self.instance(row, matcher, test, f"{name} / {case['description']}", schema)
+        return row
+
+    def note_refusal(self, line: str) -> None:
+        self.refusals[line] = self.refusals.get(line, 0) + 1
+
+    def instance(self, row: Row, matcher: Any, test: dict[str, Any], where: str, schema: Any):
+        told = json.dumps(test["data"])
+        what = f"{where} / {test['description']}: {told[:200]}  {json.dumps(schema)[:600]}"
+        if test["valid"]:
+            row.valid += 1
+            if not self.may_write(matcher, test["data"]):
+                row.wrongly_rejected += 1
+                self.wrong.append(f"REJECTED {what}")
+        else:
+            row.invalid += 1
+            found = self.way_to_write(matcher, test["data"])
+            if found is not None:
+                row.wrongly_accepted += 1
+                self.wrong.append(f"ACCEPTED {what} as {found[:200]}")
+
+    def may_write(self, matcher: Any, instance: Any) -> bool:
+        """In all forms, with its keys in one of their orders, and whole numbers with or without a
+        point.
+        """
+        for spelling in (instance, without_points(instance)):
+            for order in itertools.islice(orders(spelling), MOST_ORDERS):
+                if all(self.passes(matcher, write(order)) for write in FORMS):
+                    return True
+        return False
+
+    def way_to_write(self, matcher: Any, instance: Any) -> str | None:
+        """The first form that passes."""
+        for order in itertools.islice(orders(instance), MOST_ORDERS):
+            for write in FORMS + FURTHER_FORMS:
+                if self.passes(matcher, text := write(order)):
+                    return text
+        return None
+
+    def passes(self, matcher: Any, text: str) -> bool:
+        """Whether a text may be written, and may end there."""
+        assert len(text) <= MOST_CHARS
+        try:
+            tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        except UnicodeEncodeError:  # half of a surrogate pair: no text
+            return False
+        place = Matcher(matcher.deep_copy())
+        for number, token in enumerate(tokens):
+            place.take(tokens[:number], 0)
+            mask = self.matchers.masks(1)
+            may_go_on = self.matchers.fill(place, mask, 0, may_end=True)
+            if not may_go_on or not is_in(mask[0], token):
+                return False
+        place.take(tokens, 0)
+        mask = self.matchers.masks(1)
+        if not self.matchers.fill(place, mask, 0, may_end=True):
+            return True
+        return any(is_in(mask[0], end) for end in self.trie.eos_tokens)
+
+
+def is_in(mask: np.ndarray, token: int) -> bool:
+    return bool(mask.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1)
+
+
+def downloaded() -> Path:
+    """The copy in the source archive of the jsonschema package."""
+    folder = BUILD / "schema_suite"
+    if not list(folder.glob("*.tar.gz")):
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
+        subprocess.run([*download, "--no-binary", "jsonschema", "jsonschema"], check=True)
+    [archive] = folder.glob("*.tar.gz")
+    print(archive.name)
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz") / "json"
+
+
+def run(suite: Suite, folder: Path, draft: str) -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    base = folder / "tests" / draft
+    for file in sorted(base.rglob("*.json"), key=lambda file: (len(file.parts), file)):
+        name = str(file.relative_to(base)).removesuffix(".json")
+        row = rows[name] = Row()
+        for case in json.loads(file.read_text()):
+            row.add(suite.case(f"{draft} {name}", draft, case))
+    total = Row()
+    for row in rows.values():
+        total.add(row)
+    return rows | {"all": total}
+
+
+def table(drafts: dict[str, dict[str, Row]]) -> str:
+    """Each file of the suite, and what came of it in each draft."""
+    head = ["file", *[f"{draft}: {what}" for draft in drafts for what in COLUMNS]]
+    names = {name for rows in drafts.values() for name in rows} - {"all"}
+    lines = [head, ["---"] * len(head)]
+    for name in [*sorted(names, key=lambda name: (name.count("/"), name)), "all"]:
+        cells = [name]
+        for rows in drafts.values():
+            cells += cells_of(rows.get(name))
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def cells_of(row: Row | None) -> list[str]:
+    if row is None:
+        return [""] * len(COLUMNS)
+    return [
+        counted(row.cases, row.refused),
+        counted(row.valid, row.wrongly_rejected),
+        counted(row.invalid, row.wrongly_accepted),
+    ]
+
+
+def counted(all_of_them: int, of_them: int) -> str:
+    return f"{all_of_them} ({of_them})" if of_them else str(all_of_them)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--wrong", action="store_true")
+    parser.add_argument("--drafts", default=",".join(DRAFTS))
+    args = parser.parse_args()
+    source = resolve("smollm2-135m")
+    tokenizer = load_tokenizer(source)
+    trie = token_trie(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
+    suite = Suite(tokenizer, Matchers(trie), trie)
+    folder = args.folder or downloaded()
+    print(table({draft: run(suite, folder, draft) for draft in args.drafts.split(",")}))
+    if args.wrong:
+        print("", *suite.wrong, *[f"REFUSED {line}" for line in suite.refusals], sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""How a grammar is refused."""
+
+from __future__ import annotations
+
+from jitney.engine.errors import RequestError
+
+#: Most characters of the reason that are told.
+_MOST_REASON = 200
+#: How llguidance begins the account of a limit that was met.
+_LIMIT_WORDS = ("too many", "too large", "too big", "limit", "fuel", "toocomplex", "too complex")
+#: What llguidance says to those who call it, and what it means for those who write a schema.
+_SAID_OTHERWISE = {
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with "
+    "anyOf": "oneOf is only possible where no value can fit two of its schemas, such as objects "
+    "that require a property of another constant; anyOf always is",
+    "Unimplemented keys": "keywords that cannot be kept to",
+}
+
+
+def bad_grammar(reason: str) -> RequestError:
+    """A grammar cannot be used."""
+    line = " ".join(reason.split())
+    code = "invalid_value"
+    if any([words in line.lower() for words in _LIMIT_WORDS]):
+        code = "grammar_too_complex"
+    for said, meant in _SAID_OTHERWISE.items():
+        line = line.replace(said, meant)
+    if len(line) > _MOST_REASON:
+        line = line[:_MOST_REASON] + "..."
+    return RequestError(f"the grammar cannot be used: {line}", code=code)
