@@ -65,7 +65,7 @@ class _Pace:
 
     def times_slower_than(self, other: _Pace) -> float:
         """At least 1, which it is where little is known."""
-        if self.places < _PRIOR_PLACES or not other.tokens:
+        if self.places < _PRIOR_PLACES or not (other.tokens and other.seconds):
             return 1.0
         return max(1.0, self.seconds / self.tokens / (other.seconds / other.tokens))
 
