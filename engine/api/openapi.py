@@ -29,9 +29,10 @@ _ERRORS = {
     400: "the request is not valid; `param` names the field",
     401: "no key, or one that is not ours",
     403: "the key's role does not suffice, or the request comes from another site's page",
-    404: "there is no such model, file or batch, or it is somebody else's",
+    404: "there is no such model, file, batch or job, or it is somebody else's",
     405: "the route does not take this method",
     408: "head or body did not arrive in time",
+    409: "the Idempotency-Key of a job was used for another one",
     413: "the body is too large",
     415: "the body is not JSON in UTF-8, or not a form where one is wanted",
     429: "too many requests; Retry-After says when to come again",
@@ -111,7 +112,8 @@ def _responses(route: HttpRoute) -> dict[str, Any]:
     content = _json(_answer_schema(route)) if route.answer else {route.media_type: {}}
     if route.generates:
         content["text/event-stream"] = {}
-    responses: dict[str, Any] = {"200": {"description": route.summary, "content": content}}
+    good = {"description": route.summary, "content": content}
+    responses: dict[str, Any] = {str(route.status): good}
     is_openai = error_form(route.path) is ErrorForm.OPENAI
     body = _ref(ErrorAnswer if is_openai else AnthropicErrorAnswer)
     errors = _ERRORS | (_GENERATING if route.generates else {})

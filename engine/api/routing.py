@@ -52,6 +52,8 @@ class HttpRoute:
     answer: Any = None
     #: What an answer is that has no model.
     media_type: str = "text/plain"
+    #: Of an answer that is no error.
+    status: int = 200
     #: Level of its line in the access log.
     log_level: int = logging.INFO
 

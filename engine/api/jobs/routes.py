@@ -16,6 +16,7 @@ JOB_ROUTES = (
         "answer one request later",
         body=forms.JobBody,
         answer=forms.JobAnswer,
+        status=202,
     ),
     HttpRoute(
         "/v1/jobs",
