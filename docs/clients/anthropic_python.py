@@ -91,7 +91,7 @@ def tools_any() -> None:
         max_tokens=200,
         messages=QUESTION,
         tools=[WEATHER],
-        tool_choice={"type": "any"},
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )
     _weather_call(answer)
 
@@ -119,7 +119,7 @@ def tools_stream() -> None:
         max_tokens=200,
         messages=QUESTION,
         tools=[WEATHER],
-        tool_choice={"type": "any"},
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
     ) as events:
         kinds = [event.type for event in events]
         answer = events.get_final_message()
