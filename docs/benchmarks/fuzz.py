@@ -5,12 +5,15 @@ ones, and says what it answered.
 
 Every answer must have a status, a type and a body that the document promises; none may be a 500,
 and none may take longer than `--slowest` seconds. After every hundred cases an ordinary request
-must still be answered: what is wedged would answer none. Needs schemathesis (the extra `test`).
+must still be answered: what is wedged would answer none. An engine that a case sends to sleep is
+woken after it. Files, batches and responses that cases make are what later cases ask for, cancel
+and delete, so take a server that has none of anybody's. Needs schemathesis (the extra `test`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -38,7 +41,35 @@ _CHECKS = [status_code_conformance, content_type_conformance, response_schema_co
 _MEANT = {503, 504}
 _ALIVE_EVERY = 100
 #: Of the cases, the share of the routes that take a body.
-_WITH_BODY = 0.9
+_WITH_BODY = 0.85
+_CHAT = [{"role": "user", "content": "a"}]
+#: A sound body of each route but for the model, and the field that bounds its answer, if one does.
+_SOUND: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/completions": ({"prompt": "a"}, "max_tokens"),
+    "/v1/chat/completions": ({"messages": _CHAT}, "max_tokens"),
+    "/v1/responses": ({"input": "a"}, "max_output_tokens"),
+    "/v1/messages": ({"messages": _CHAT}, "max_tokens"),
+    "/v1/messages/count_tokens": ({"messages": _CHAT}, ""),
+    "/infill": ({"input_prefix": "a", "input_suffix": "b"}, "n_predict"),
+    "/tokenize": ({"prompt": "a"}, ""),
+    "/detokenize": ({"tokens": [1, 2]}, ""),
+    "/apply-template": ({"messages": _CHAT}, ""),
+}
+_BOUNDS = {"max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"}
+#: The route that makes what a path's parameter names.
+_MAKERS = {
+    "response_id": "/v1/responses",
+    "file_id": "/v1/files",
+    "batch_id": "/v1/batches",
+    "job_id": "/v1/jobs",
+    "model": "/v1/models",
+}
+#: Ids of each kind that are remembered.
+_REMEMBERED = 30
+
+
+def _nothing_made() -> dict[str, list[str]]:
+    return {route: [] for route in _MAKERS.values()}
 
 
 @dataclass
@@ -47,6 +78,8 @@ class Findings:
 
     cases: int = 0
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
+    #: Ids of what was made, by the route that made it.
+    made: dict[str, list[str]] = field(default_factory=_nothing_made)
     #: What was wrong, with the case; equal ones once.
     faults: dict[str, str] = field(default_factory=dict[str, str])
     slowest_s: float = 0.0
@@ -66,6 +99,7 @@ class Fuzzer:
         self.schema = schemathesis.openapi.from_dict(document)
         self.schema.config.update(base_url=url)
         self.found = Findings()
+        self.found.made["/v1/models"].append(self.model)
 
     def run(self, cases: int, number: int = 0) -> Findings:
         """Send about so many; number: of the random choices."""
@@ -79,8 +113,10 @@ class Fuzzer:
                 share = _WITH_BODY * cases / (2 * len(with_body))
                 self._sample(operation, mode, round(share), number)
         for operation in others:
-            share = (1 - _WITH_BODY) * cases / len(others)
-            self._sample(operation, GenerationMode.POSITIVE, max(1, round(share)), number)
+            share = max(1, round((1 - _WITH_BODY) * cases / len(others)))
+            self._sample(operation, GenerationMode.POSITIVE, share, number)
+            if operation.query:
+                self._sample(operation, GenerationMode.NEGATIVE, share, number)
         self._alive()
         return self.found
 
@@ -102,13 +138,13 @@ class Fuzzer:
         send()
 
     def _send(self, case: Case) -> None:
-        """One case. Three of four bodies are mostly sound: else nearly all would end at their first
-        wrong field.
+        """One case. Three of four are mostly sound: else nearly all would end at their first wrong
+        field.
         """
         found = self.found
         found.cases += 1
-        if isinstance(case.body, dict) and found.cases % 4:
-            case.body = self._mended(case.path, case.body, random.Random(found.cases))
+        if found.cases % 4:
+            self._mend(case, random.Random(found.cases))
         started = time.monotonic()
         try:
             response = self._answer(case)
@@ -116,23 +152,60 @@ class Fuzzer:
             self._fault(case, f"no answer: {type(error).__name__}: {error}")
             return
         found.slowest_s = max(found.slowest_s, time.monotonic() - started)
-        found.statuses[case.path, response.status_code] += 1
+        found.statuses[f"{case.method} {case.path}", response.status_code] += 1
+        self._remember(case, response)
         if response.status_code >= 500 and response.status_code not in _MEANT:
             self._fault(case, f"status {response.status_code}: {response.text[:300]}")
         self._check(case, lambda: case.validate_response(response, checks=_CHECKS))
+        if case.path == "/sleep" and response.status_code == 200:
+            self.session.post(f"{self.url}/wake_up", timeout=self.slowest_s)
         if found.cases % _ALIVE_EVERY == 0:
             self._alive()
 
-    def _mended(self, path: str, body: dict[str, Any], choice: random.Random) -> dict[str, Any]:
-        """A sound body with up to three fields of this one."""
-        sound: dict[str, Any] = {"model": self.model, "max_tokens": choice.randint(1, 8)}
-        if path.endswith("/chat/completions"):
-            sound["messages"] = [{"role": "user", "content": "a"}]
-        else:
-            sound["prompt"] = "a"
-        names = [name for name in body if name not in ("model", "max_completion_tokens")]
-        fields = choice.sample(names, min(len(names), choice.randint(0, 3)))
-        return sound | {name: body[name] for name in fields}
+    def _mend(self, case: Case, choice: random.Random) -> None:
+        """Have it name what there is, and hold at most three of its fields."""
+        for name in case.path_parameters or ():
+            ids = self.found.made.get(_MAKERS.get(name, ""))
+            if ids:
+                case.path_parameters[name] = choice.choice(ids)
+        if case.path == "/v1/files":
+            form: dict[str, Any] = {"purpose": "batch", "file": _lines(choice)}
+            case.body = form
+        elif isinstance(case.body, dict):
+            names = [name for name in case.body if name != "model" and name not in _BOUNDS]
+            names = choice.sample(names, min(len(names), choice.randint(0, 3)))
+            sound = self._sound(case.path, choice)
+            if sound:
+                case.body = sound | {name: case.body[name] for name in names}
+
+    def _sound(self, path: str, choice: random.Random) -> dict[str, Any]:
+        """A sound body for a route, empty for one that is not known here."""
+        if path == "/v1/jobs":
+            body = self._sound("/v1/completions", choice)
+            return {"endpoint": "/v1/completions", "body": body, "window": "1h"}
+        if path == "/v1/batches":
+            files = self.found.made["/v1/files"] or ["file-none"]
+            return {
+                "input_file_id": choice.choice(files),
+                "endpoint": "/v1/completions",
+                "completion_window": choice.choice(["24h", "1h"]),
+            }
+        if path not in _SOUND:
+            return {}
+        body, bound = _SOUND[path]
+        sound = body | {"model": self.model}
+        if bound:
+            sound[bound] = choice.randint(1, 8)
+        return sound
+
+    def _remember(self, case: Case, response: Any) -> None:
+        """What a case made, so that others find it."""
+        ids = self.found.made.get(case.path)
+        if ids is None or case.method != "POST" or response.status_code not in (200, 202):
+            return
+        if response.headers["content-type"][0].startswith("application/json"):
+            ids.append(response.json()["id"])
+            del ids[:-_REMEMBERED]
 
     def _answer(self, case: Case) -> Any:
         """Once more on a new connection where the old one was closed, as idle ones are."""
@@ -162,6 +235,16 @@ class Fuzzer:
         if status != 200:
             text = f"after {self.found.cases} cases an ordinary request got {status}"
             self.found.faults.setdefault("wedged", text)
+
+
+def _lines(choice: random.Random) -> bytes:
+    """A file of requests, some of which are none."""
+    lines: list[str] = []
+    for number in range(choice.randint(0, 4)):
+        body = {"prompt": "a", "max_tokens": choice.choice([1, 4, -1])}
+        line = {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions"}
+        lines.append(choice.choice([json.dumps(line | {"body": body})] * 8 + ["{", ""]))
+    return "\n".join(lines).encode()
 
 
 def main() -> None:
