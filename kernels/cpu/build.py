@@ -70,8 +70,15 @@ V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 #: Greatest first.
 LEVELS = (
-    Level("avx512_bf16", "x86-64-v4", ("avx512bf16",), _V4 | {"avx512_bf16"}),
+    Level(
+        "avx512_bf16",
+        "x86-64-v4",
+        ("avx512bf16", "avx512vnni"),
+        _V4 | {"avx512_bf16", "avx512_vnni"},
+    ),
+    Level("avx512_vnni", "x86-64-v4", ("avx512vnni",), _V4 | {"avx512_vnni"}),
     Level("avx512", "x86-64-v4", (), _V4),
+    Level("avx_vnni", "x86-64-v3", ("avxvnni",), V3 | {"avx_vnni"}),
     Level("avx2", "x86-64-v3", (), V3),
 )
 

@@ -17,7 +17,7 @@ from jitney.kernels.cpu.build import ADVICE, BuildError, Level
 log = logging.getLogger(__name__)
 
 #: The handlers that every library exports, each as `jitney_NAME`.
-_HANDLERS = ("attention", "panels", "product", "project", "rms_norm")
+_HANDLERS = ("attention", "int8_panels", "panels", "product", "project", "rms_norm")
 
 
 class NoLibrary(RuntimeError):
@@ -64,22 +64,32 @@ def load() -> Library:
 
 
 def available(levels: Sequence[Level]) -> Level:
-    """The greatest of some levels that has a current library, once the greatest of all has been
-    tried to compile.
+    """The greatest of some levels that has a current library, or gets one: an old compiler may know
+    some levels and not others. Raises NoLibrary with what is wrong with the greatest of all.
     """
     first = levels[0]
-    if build.is_current(build.library(first)):
-        return first
+    reason = ""
+    for level in levels:
+        error = _compiled(level)
+        reason = reason or error
+        if not error:
+            if level is not first:
+                log.warning("kernels for %s instead of %s: %s", level.name, first.name, reason)
+            return level
+    raise NoLibrary(_why_none(first, reason))
+
+
+def _compiled(level: Level) -> str:
+    """Compile a level if it is not current; why it cannot be, empty if it is there."""
+    if build.is_current(build.library(level)):
+        return ""
     try:
-        log.warning("compiling the CPU kernels (%s), once", first.name)
-        build.build([first])
-        return first
+        build.compiler()
+        log.warning("compiling the CPU kernels (%s), once", level.name)
+        build.build([level])
     except BuildError as error:
-        for level in levels[1:]:
-            if build.is_current(build.library(level)):
-                log.warning("kernels for %s instead of %s: %s", level.name, first.name, error)
-                return level
-        raise NoLibrary(_why_none(first, str(error))) from error
+        return str(error)
+    return ""
 
 
 def _why_none(level: Level, reason: str) -> str:

@@ -86,7 +86,25 @@ def test_a_library_of_other_sources_is_compiled_again(monkeypatch):
 def test_a_lesser_level_serves_where_the_best_one_does_not_compile(caplog):
     lay(build.LEVELS[1], build.digest())
     assert library.available(build.LEVELS) == build.LEVELS[1]
-    assert "kernels for avx512 instead of avx512_bf16: there is no C++ compiler" in caplog.text
+    lesser = build.LEVELS[1].name
+    assert f"kernels for {lesser} instead of avx512_bf16: there is no C++ compiler" in caplog.text
+
+
+def test_a_level_that_the_compiler_does_not_know_leaves_the_next_one(monkeypatch, caplog):
+    compiled = []
+
+    def compile_level(level, target, command):
+        compiled.append(level.name)
+        if level is not build.LEVELS[2]:
+            raise build.BuildError(f"unknown option of {level.name}")
+        lay(level, build.digest())
+
+    monkeypatch.setattr(build, "compilers", lambda: iter([["an-old-compiler"]]))
+    monkeypatch.setattr(build, "compile_level", compile_level)
+    assert library.available(build.LEVELS) == build.LEVELS[2]
+    assert compiled == [level.name for level in build.LEVELS[:3]]
+    told = "kernels for avx512 instead of avx512_bf16: unknown option of avx512_bf16"
+    assert told in caplog.text
 
 
 def test_a_file_that_is_no_library_is_refused(caplog):
