@@ -54,7 +54,7 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineInfo, KernelProof
 from jitney.kernels.interface import KernelError, KernelSet
-from jitney.kernels.select import reference, select
+from jitney.kernels.select import reference, reference_of, select
 
 log = logging.getLogger("jitney.core")
 
@@ -123,7 +123,7 @@ def build_engine(
     kernels, proofs = _prove(setup, model, kernels)
     alone = None
     if config.engine.canary_every:
-        alone = _core_alone(setup, model)
+        alone = _core_alone(setup, model, kernels)
     if setup.mesh is None:
         model.arrange(kernels)
     runner = _make_runner(setup, model, kernels)
@@ -267,8 +267,10 @@ def _shares_outputs(settings: EngineSection) -> bool:
     return settings.share_outputs == "on"
 
 
-def _core_alone(setup: _Setup, model: Model) -> EngineCore:
-    """A core of one seat with the reference kernels and the weights as loaded, for the canary."""
+def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
+    """A core of one seat with the reference of these kernels and the weights as loaded, for the
+    canary.
+    """
     own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are arranged
     longest = min(setup.context, MOST_TOKENS)
     page_size = setup.settings.page_size
@@ -276,7 +278,7 @@ def _core_alone(setup: _Setup, model: Model) -> EngineCore:
     sizes = replace(setup.sizes(n_pages), seats=1, context_length=longest)
     buckets = make_buckets(max_seats=1, token_budget=_CANARY_ROWS, token_sizes=(_CANARY_ROWS,))
     end_ids = tuple(model.config.eos_ids)
-    runner = Runner(own, buckets, reference(), sizes, end_ids=end_ids, mesh=setup.mesh)
+    runner = Runner(own, buckets, reference_of(kernels), sizes, end_ids=end_ids, mesh=setup.mesh)
     runner.compile()
     scheduler = Scheduler(
         SchedulerLimits(max_seats=1, context_length=longest),

@@ -459,7 +459,7 @@ class KernelProof(msgspec.Struct, frozen=True):
     serves.
     """
 
-    kernel: str  # attention, norm, products, head, int4 product or sampling cut
+    kernel: str  # attention, norm, products, head, int4 product, int8 product or sampling cut
     # the largest one seen, in units of what it should be; infinite where it could not run
     error: float
     limit: float  # the error that rounding explains

@@ -82,6 +82,24 @@ def gated(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return gates / (1 + np.exp(-gates)) * ups
 
 
+def matmul_int8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """x [T, I], each row in whole steps of 1/127 of its greatest magnitude, times w [I, O] with a
+    scale for each output [O].
+    """
+    wide = x.astype(np.float32)
+    most = np.maximum(np.abs(wide).max(axis=1, keepdims=True), np.float32(1e-30))
+    codes = np.rint(wide * (np.float32(127) / most))
+    # Exact in float64 up to 2**53.
+    sums = codes.astype(np.float64) @ w.astype(np.float64)
+    return sums.astype(np.float32) * (most / np.float32(127)) * scale
+
+
+def gated_int8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """x [T, I] times w [I, 2F] in the same way -> silu(first half) * second half, [T, F]."""
+    gates, ups = np.split(matmul_int8(x, w, scale), 2, axis=-1)
+    return gates / (1 + np.exp(-gates)) * ups
+
+
 def kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:
     """The probability that top-k (0: all), then top-p of what it left, keep of logits [V]."""
     weights = np.exp(np.sort(row.astype(np.float64))[::-1])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jitney.kernels.int4 import Int4Matmul, matmul_int4
+from jitney.kernels.int8 import Int8
 
 
 class AttentionMeta(NamedTuple):
@@ -178,6 +179,34 @@ class _PoolShape(Protocol):
         ...
 
 
+class _MatmulInt8(Protocol):
+    """A product of rows rounded to int8 with weights in int8, see `jitney.kernels.int8`."""
+
+    def __call__(self, x: jax.Array, w: Int8, /, dtype: Any = ...) -> jax.Array:
+        """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
+        ...
+
+
+class _GatedInt8(Protocol):
+    """That product, gated at once."""
+
+    def __call__(self, x: jax.Array, w: Int8, /) -> jax.Array:
+        """x [T, I], w [I, 2F] -> silu(first F columns of x @ w) * the others, [T, F] in x's
+        dtype.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Int8Products:
+    """How a set multiplies weights in int8 where it rounds rows to int8 too."""
+
+    #: For both products: int8 [I, O] -> laid out, or as it is.
+    arrange: Arrange
+    matmul: _MatmulInt8
+    gated: _GatedInt8
+
+
 class Kernels(Protocol):
     """What a model's step takes from a kernel set; a static argument of the jitted step, so
     hashable.
@@ -205,6 +234,8 @@ class Kernels(Protocol):
     def pool_shape(self) -> _PoolShape | None: ...
     @property
     def matmul_int4(self) -> Int4Matmul: ...
+    @property
+    def int8(self) -> Int8Products | None: ...
 
 
 class KernelError(ValueError):
@@ -235,6 +266,8 @@ class KernelSet:
     project: _Project
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
+    #: None: weights in int8 are widened to the rows' dtype, by `matmul`.
+    int8: Int8Products | None = None
     #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
     instructions: str = ""
 

@@ -25,6 +25,7 @@ from jitney.kernels.proof_products import (
     cut_errors,
     head_errors,
     int4_errors,
+    int8_errors,
     norm_errors,
     product_errors,
 )
@@ -46,6 +47,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "products": ("arrange", "matmul", "gated"),
     "head": ("project",),
     "int4 product": ("matmul_int4",),
+    "int8 product": ("int8",),
     "sampling cut": ("threshold",),
 }
 
@@ -59,6 +61,7 @@ CHECKS: dict[str, _Check] = {
     "products": product_errors,
     "head": head_errors,
     "int4 product": int4_errors,
+    "int8 product": int8_errors,
     "sampling cut": cut_errors,
 }
 

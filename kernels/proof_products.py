@@ -11,6 +11,7 @@ import numpy as np
 
 from jitney.kernels import definitions
 from jitney.kernels.int4 import Int4, matmul_int4
+from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof_shapes import Matrix, ServedShapes, distance
 
@@ -40,13 +41,13 @@ def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
 
 def product_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Every matrix of a layer but those in 4 bits, at every row count."""
+    """Every matrix of a layer but those that have a product of their own, at every row count."""
     for matrix in shapes.matrices:
-        if matrix.scheme == "int4":
+        if matrix.scheme == "int4" or _is_int8(kernels, matrix):
             continue
         x, w = _random_product(shapes, matrix)
         products = jax.jit(partial(_products_of, kernels, shapes, matrix))(x, w)
-        define = definitions.gated if matrix.gated else definitions.matmul
+        define = definitions.gated if _gated_plain(matrix) else definitions.matmul
         wanted = define(x, w)
         for got in products:
             yield distance(got, wanted[: len(got)])
@@ -56,10 +57,55 @@ def _products_of(
     kernels: KernelSet, shapes: ServedShapes, matrix: Matrix, x: jax.Array, w: jax.Array
 ) -> list[jax.Array]:
     """The products of the first rows of x [T, I] with w [I, O], one for each row count."""
-    product = kernels.gated if matrix.gated else kernels.matmul
+    product = kernels.gated if _gated_plain(matrix) else kernels.matmul
     if kernels.arrange is not None and matrix.scheme == "plain":
-        w = kernels.arrange(w, 2 if matrix.gated else 1)
+        w = kernels.arrange(w, _parts(matrix))
     return [product(x[:rows], w) for rows in shapes.product_rows]
+
+
+def _gated_plain(matrix: Matrix) -> bool:
+    """Whether its product is `KernelSet.gated`, which is for floats."""
+    return matrix.gated and matrix.scheme == "plain"
+
+
+def _parts(matrix: Matrix) -> int:
+    return 2 if matrix.gated else 1
+
+
+def _is_int8(kernels: KernelSet, matrix: Matrix) -> bool:
+    """Whether its product is one of `KernelSet.int8`."""
+    return kernels.int8 is not None and matrix.scheme == "int8"
+
+
+def int8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Matrices in int8 whose products round rows to int8, at every row count."""
+    for matrix in shapes.matrices:
+        if not _is_int8(kernels, matrix):
+            continue
+        x, w = _random_product(shapes, matrix)
+        rng = np.random.default_rng(19)
+        # Gates of a size that a gate bends, neither all open nor all shut.
+        scale = (0.5 + rng.random(w.shape[1], np.float32)) / matrix.size_in
+        products = jax.jit(partial(_int8_products_of, kernels, shapes, matrix))(x, w, scale)
+        define = definitions.gated_int8 if matrix.gated else definitions.matmul_int8
+        wanted = define(x, w, scale)
+        for got in products:
+            yield distance(got, wanted[: len(got)])
+
+
+def _int8_products_of(
+    kernels: KernelSet,
+    shapes: ServedShapes,
+    matrix: Matrix,
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+) -> list[jax.Array]:
+    """The products of the first rows of x [T, I] with w [I, O], one for each row count."""
+    assert kernels.int8 is not None
+    weights = Int8(kernels.int8.arrange(w, _parts(matrix)), scale)
+    product = kernels.int8.gated if matrix.gated else kernels.int8.matmul
+    return [product(x[:rows], weights) for rows in shapes.product_rows]
 
 
 def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:

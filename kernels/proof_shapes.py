@@ -18,7 +18,7 @@ class Matrix:
     size_in: int  # I
     size_out: int  # O
     scheme: str = "plain"  # how it is stored: plain, int8, fp8 or int4
-    gated: bool = False  # its product is `KernelSet.gated`
+    gated: bool = False  # its product is gated at once where the set does that in its scheme
     group: int = 0  # inputs per group of int4
 
 

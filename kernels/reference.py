@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jitney.kernels.int8 import Int8, round_rows
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import as_stored, scales_of
 
@@ -102,6 +103,23 @@ def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
 def gated(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [T, I] times w [I, 2F] -> silu(first half) * second half, [T, F] in x's dtype."""
     return gate(matmul(x, w), x.dtype)
+
+
+def matmul_int8(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
+    """x [T, I], its rows rounded to int8, times w [I, O] -> [T, O] in `dtype`.
+
+    Codes of x and w are whole in any floating dtype, and so are their products: only the sums are
+    rounded.
+    """
+    codes, steps = round_rows(x)
+    return (matmul(codes, w.kernel) * steps * w.scale).astype(dtype)
+
+
+def gated_int8(x: jax.Array, w: Int8) -> jax.Array:
+    """x [T, I], its rows rounded to int8, times w [I, 2F] -> silu(first half) * second half, [T, F]
+    in x's dtype.
+    """
+    return gate(matmul_int8(x, w), x.dtype)
 
 
 def gate(y: jax.Array, dtype: Any) -> jax.Array:

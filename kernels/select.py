@@ -8,7 +8,7 @@ from functools import cache
 
 import jax
 
-from jitney.kernels.interface import KernelError, KernelSet
+from jitney.kernels.interface import Int8Products, KernelError, KernelSet
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,21 @@ def reference() -> KernelSet:
     )
 
 
+def reference_of(kernels: KernelSet) -> KernelSet:
+    """The reference that computes what a set does: rows are rounded to int8 where it rounds
+    them.
+    """
+    if kernels.int8 is None:
+        return reference()
+    from jitney.kernels import reference as plain
+
+    return replace(reference(), int8=Int8Products(_as_it_is, plain.matmul_int8, plain.gated_int8))
+
+
+def _as_it_is(w: jax.Array, parts: int = 1) -> jax.Array:
+    return w
+
+
 def native() -> KernelSet:
     """Attention, norms and products, compiled from C++ for this CPU; the reference's for all else.
 
@@ -41,7 +56,7 @@ def native() -> KernelSet:
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
-    from jitney.kernels.cpu import attention, library, norms, products
+    from jitney.kernels.cpu import attention, int8, library, norms, products
 
     try:
         level = library.load().level
@@ -58,6 +73,7 @@ def native() -> KernelSet:
         matmul=products.matmul,
         gated=products.gated,
         project=products.project,
+        int8=Int8Products(int8.arrange, int8.matmul, int8.gated),
     )
 
 

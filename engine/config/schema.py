@@ -134,8 +134,8 @@ class ModelSection(Section):
         default="auto",
         description=(
             "how matrices are kept: plain in dtype, int8 or fp8 with a scale per output, int4 with "
-            "one per group of "
-            "inputs; auto: a quantised checkpoint as it is where the device multiplies it so, "
+            "one per group of inputs; the CPU's own kernels multiply int8 with rows rounded to "
+            "int8; auto: a quantised checkpoint as it is where the device multiplies it so, "
             "everything else plain"
         ),
     )

@@ -19,6 +19,7 @@ from flax import nnx
 from jitney.engine.checkpoints.model_config import Activation, ModelConfig
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import total
+from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, Kernels
 
 DType = Any
@@ -86,15 +87,21 @@ class Linear(nnx.Module):
         dtype.
         """
         assert self.activation is not None
-        if self.gated_by_kernel:
-            return kernels.gated(x, self.kernel[...])
+        packed = self.packed
+        if self.gated_by_kernel and packed.scheme == "plain":
+            return kernels.gated(x, packed.kernel)
+        if self.gated_by_kernel and kernels.int8 is not None:
+            return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
         gates, ups = jnp.split(self(x, kernels, jnp.float32), 2, axis=-1)
         return (_ACTIVATIONS[self.activation](gates) * ups).astype(x.dtype)
 
     @property
     def gated_by_kernel(self) -> bool:
-        """Whether `gated` is the kernel set's: for floats without bias, and silu."""
-        return self.activation == "silu" and self.bias is None and self.scale is None
+        """Whether `gated` is the kernel set's, if it multiplies this scheme: for silu, without
+        bias.
+        """
+        opens = self.activation == "silu" and self.bias is None
+        return opens and self.packed.scheme in ("plain", "int8")
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -104,11 +111,20 @@ class Linear(nnx.Module):
             size_in *= 2
         return size_in, size_out
 
-    def arrange(self, arrange: Arrange) -> None:
-        """Lay a plain matrix out as a kernel set wants it."""
-        if self.packed.scheme == "plain":
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay the matrix out as the kernel set multiplies it fastest."""
+        arrange = self._arranged_by(kernels)
+        if arrange is not None:
             parts = 1 + self.gated_by_kernel
             self.kernel = nnx.Param(arrange(self.kernel[...], parts))
+
+    def _arranged_by(self, kernels: Kernels) -> Arrange | None:
+        match self.packed.scheme:
+            case "plain":
+                return kernels.arrange
+            case "int8" if kernels.int8 is not None:
+                return kernels.int8.arrange
+        return None
 
     @property
     def packed(self) -> Packed:

@@ -114,10 +114,8 @@ class Llama(nnx.Module):
         """Lay the matrices out as the kernel set multiplies them fastest; the last thing done to a
         model's weights.
         """
-        if kernels.arrange is None:
-            return
         for linear in self.linears():
-            linear.arrange(kernels.arrange)
+            linear.arrange(kernels)
 
     def set_kv_scales(self, scales: list[jax.Array]) -> None:
         """Give each layer the factors of its quantised pool, float32 [2K]."""

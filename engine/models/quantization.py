@@ -3,8 +3,9 @@ per group of inputs.
 
 Axes: T tokens, I inputs, O outputs, R inputs per group. A scheme is told by its arrays: `Packed` is
 what a layer holds, the functions here make it from floats, multiply with it and widen it again.
-int8 and fp8 (e4m3) carry their scale after the product, so that XLA fuses the widening into it;
-int4 has scales within the sum, so its product is a kernel's.
+int8 and fp8 (e4m3) carry their scale after the product, so that XLA fuses the widening into it,
+unless the kernel set multiplies int8 itself; int4 has scales within the sum, so its product is a
+kernel's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 
 from jitney.engine.errors import ConfigError
 from jitney.kernels.int4 import GROUP_SIZES, MIDDLE, Int4, unpack_int4
+from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Kernels
 
 #: Names of the schemes; plain is the model's own dtype.
@@ -34,7 +36,8 @@ class Packed(NamedTuple):
     scale.
     """
 
-    #: plain, int8, fp8: [I, O] in that type; int4: uint8 [I // 2, O] as in `kernels.int4.Int4`.
+    #: plain, int8, fp8: [I, O] in that type, or as the kernel set laid it out; int4: uint8
+    #: [I // 2, O] as in `kernels.int4.Int4`.
     kernel: Any
     #: int8, fp8: float32 [O]; int4: floating [I // R, O]; plain: None.
     scale: Any = None
@@ -58,6 +61,8 @@ def product(x: jax.Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.flo
     """x [T, I] times the matrix -> [T, O] in `dtype`, summed and scaled in float32."""
     if packed.scale is None:
         return kernels.matmul(x, packed.kernel, dtype)
+    if packed.scheme == "int8" and kernels.int8 is not None:
+        return kernels.int8.matmul(x, Int8(packed.kernel, packed.scale), dtype)
     if packed.scheme != "int4":
         return (kernels.matmul(x, packed.kernel) * packed.scale).astype(dtype)
     y = kernels.matmul_int4(x, Int4(packed.kernel, packed.scale, packed.zeros))

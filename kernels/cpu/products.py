@@ -38,14 +38,17 @@ def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
         or size_out % (_LANES * parts)
     ):
         return w
-    vectors = _divisor(size_out // parts // _LANES, _VECTORS // parts)
+    vectors = panel_vectors(size_out // parts, parts)
     split = w.reshape(size_in // 2, 2, parts, -1, vectors * _LANES)
     return split.transpose(3, 0, 2, 4, 1).reshape(-1, size_in // 2, parts * vectors * _LANES, 2)
 
 
-def _divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
-    return max(d for d in range(1, max(1, most) + 1) if number % d == 0)
+def panel_vectors(size_out: int, parts: int) -> int:
+    """Vectors of a panel's rows in each of its parts, which have `size_out` columns: as many as
+    divide them.
+    """
+    most = _VECTORS // parts
+    return max(d for d in range(1, most + 1) if size_out // _LANES % d == 0)
 
 
 def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:

@@ -248,7 +248,8 @@ def test_alone_and_in_a_crowd_of_32(llm, params):
 
 
 @pytest.mark.skipif(not arranges_here(), reason="this CPU's weights are not arranged in pairs")
-def test_bfloat16_gives_the_same_answer_in_every_bucket():
+@pytest.mark.parametrize("weights", ["plain", "int8"])
+def test_bfloat16_gives_the_same_answer_in_every_bucket(weights: str):
     """Alone, in a crowd and in other chunks. A sum that was rounded elsewhere would move a
     log-probability by 1e-3; the last bit of it is XLA's, which adds up the vocabulary of fewer than
     8 rows in another order."""
@@ -256,7 +257,7 @@ def test_bfloat16_gives_the_same_answer_in_every_bucket():
     prompts = [prompt(300 + i, 3 + 9 * i) for i in range(10)]
 
     def answers(**settings: Any) -> tuple[list[list[int]], np.ndarray]:
-        options: dict[str, Any] = SETTINGS | {"dtype": "bfloat16"} | settings
+        options: dict[str, Any] = SETTINGS | {"dtype": "bfloat16", "weights": weights} | settings
         engine = LLM("tiny-random", **options)
         done = engine.generate(prompts, params) + [
             engine.generate([one], params)[0] for one in prompts[::3]

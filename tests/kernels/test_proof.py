@@ -14,7 +14,8 @@ import pytest
 from ragged import Case, attention, make
 
 from jitney.kernels import definitions, proof, reference
-from jitney.kernels.interface import KernelSet
+from jitney.kernels.int8 import Int8
+from jitney.kernels.interface import Int8Products, KernelSet
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.proof_products import narrowed
 from jitney.kernels.proof_shapes import Matrix, ServedShapes
@@ -261,6 +262,44 @@ def test_weights_of_eight_bits_are_proved_too(scheme: str):
 
     assert not errors(changed(matmul=same(reference.matmul)), served)
     assert "products" in errors(changed(matmul=matmul), served)
+
+
+@pytest.mark.parametrize(("rows", "gated"), [(1, False), (128, True)])
+def test_a_product_of_rounded_rows_that_is_wrong_at_one_row_count_is_found(rows: int, gated: bool):
+    """And gives way to weights that are widened, which is right and slower."""
+
+    def matmul(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
+        y = reference.matmul_int8(x, w, dtype)
+        return y.at[-1, 16:32].multiply(1.5) if len(x) == rows and not gated else y
+
+    def gated_int8(x: jax.Array, w: Int8) -> jax.Array:
+        y = reference.gated_int8(x, w)
+        return y.at[-1, 16:32].multiply(1.5) if len(x) == rows and gated else y
+
+    def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
+        return w
+
+    matrices = Matrix(192, 288, "int8"), Matrix(192, 512, "int8", gated=True)
+    served = replace(SERVED, matrices=matrices)
+    wrong = changed(int8=Int8Products(arrange, matmul, gated_int8))
+    assert list(errors(wrong, served)) == ["int8 product"]
+    assert proof.without(wrong, ["int8 product"]).int8 is None
+
+
+def test_rows_that_are_not_rounded_are_found():
+    """A weight-only product is another product, and would be another model than the canary's."""
+
+    def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
+        return w
+
+    def unrounded(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
+        return (reference.matmul(x, w.kernel) * w.scale).astype(dtype)
+
+    served = replace(SERVED, matrices=(Matrix(192, 288, "int8"),))
+    right = Int8Products(arrange, reference.matmul_int8, reference.gated_int8)
+    assert not errors(changed(int8=right), served)
+    wrong = Int8Products(arrange, unrounded, reference.gated_int8)
+    assert list(errors(changed(int8=wrong), served)) == ["int8 product"]
 
 
 def test_weights_of_four_bits_are_proved_too():

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from ragged import Batch, Case, attention, make, written
 
-from jitney.kernels.cpu import library, norms, products
+from jitney.kernels import definitions
+from jitney.kernels.cpu import int8, library, norms, products
 from jitney.kernels.cpu.attention import paged_attention
+from jitney.kernels.int8 import Int8
 
 #: Query heads, key heads, head dim: three rows a key head, one, many, seven, and the widest head.
 LAYOUTS = [(9, 3, 64), (8, 8, 64), (32, 8, 128), (14, 2, 64), (4, 1, 256)]
@@ -94,6 +96,37 @@ def check_products(size_in: int, size_out: int, dtype: str) -> None:
         np.testing.assert_allclose(result, silu, rtol=rounding, atol=close * np.abs(ups).max())
 
 
+def int8_weights(seed: int, size_in: int, size_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes from -128 to 127 [I, O], as a checkpoint may have them, and scales [O]."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(-128, 128, (size_in, size_out), np.int8)
+    return codes, (rng.random(size_out, np.float32) + 0.5) / (32 * size_in**0.5)
+
+
+def check_int8(size_in: int, size_out: int, dtype: str) -> None:
+    """Rows rounded to int8 times weights in int8, plain and gated; a row's bits are the same alone
+    and in every crowd. Rows of zeros and of numbers so small that their steps vanish are 0.
+    """
+    codes, scale = int8_weights(7, size_in, size_out)
+    x = numbers(8, dtype, 133, size_in).at[2].set(0).at[3].multiply(1e-36)
+    wanted = definitions.matmul_int8(np.asarray(x), codes, scale)
+    gated = definitions.gated_int8(np.asarray(x), codes, scale)
+    plain_weights = Int8(int8.arrange(jnp.asarray(codes)), jnp.asarray(scale))
+    split_weights = Int8(int8.arrange(jnp.asarray(codes), 2), jnp.asarray(scale))
+    assert plain_weights.kernel.ndim == split_weights.kernel.ndim == 4
+    whole = np.asarray(jax.jit(int8.matmul)(x, plain_weights))
+    np.testing.assert_array_equal(whole, wanted)
+    assert not whole[2:4].any()
+    rounding = 2**-8 if dtype == "bfloat16" else 1e-5
+    whole_gated = np.asarray(jax.jit(int8.gated)(x, split_weights))
+    np.testing.assert_allclose(whole_gated.astype(np.float32), gated, rtol=rounding, atol=1e-6)
+    for rows in (1, 2, 3, 5, 8, 13, 128, 129):
+        some = jax.jit(int8.matmul)(x[:rows], plain_weights)
+        np.testing.assert_array_equal(some, whole[:rows])
+        some = jax.jit(int8.gated)(x[:rows], split_weights)
+        np.testing.assert_array_equal(some, whole_gated[:rows])
+
+
 def check_projection(words: int, size: int, dtype: str) -> None:
     """The output head, for few rows and many."""
     table = numbers(3, dtype, words, size)
@@ -124,6 +157,8 @@ def check_rest(dtype: str) -> None:
     """Products, projections and norms at the default model's sizes and at odd ones."""
     for size_in, size_out in ((576, 960), (100, 96), (2100, 64), (64, 32)):
         check_products(size_in, size_out, dtype)
+    for size_in, size_out in ((576, 960), (64, 32), (4112, 96)):
+        check_int8(size_in, size_out, dtype)
     for words, size in ((1040, 64), (528, 576), (48, 48)):
         check_projection(words, size, dtype)
     for size in (64, 576, 48):

@@ -1,7 +1,7 @@
 // Products with weights; axes as in jitney/kernels/cpu/products.py.
 #include <algorithm>
-#include <cmath>
 
+#include "panels.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -10,59 +10,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Rows of a panel, of weights and of a table that are asked for ahead of the one being multiplied.
-constexpr int kPanelAhead = 24, kWeightsAhead = 48, kTableAhead = 16;
-// Pairs of rows of a panel, and rows of x, that one task takes at a time: what they need (400 KB
-// and less than 300) stays in the second-level cache.
-constexpr Index kDepth = 1024, kChunk = 128;
+// Rows of weights and of a table that are asked for ahead of the one being multiplied.
+constexpr int kWeightsAhead = 48, kTableAhead = 16;
 // Rows of a table per task.
 constexpr Index kStripe = 512;
-
-// to = silu(sums[:count]) * sums[count:], rounded to bfloat16.
-void gate_row(const float* sums, Bfloat16* to, Index count) {
-  const Floats one = splat(1.0f);
-  for (Index i = 0; i < count; i += kLanes) {
-    const Floats gate = load(sums + i), up = load(sums + count + i);
-    const Floats size = greater(-gate, gate);
-    const Floats power =
-        exp2_of_negative(size * splat(-1.44269504f));  // exp(-|gate|), which never overflows
-    const Floats share = (gate >= Floats{}) ? one : power;
-    store(gate * share / (one + power) * up, to + i);
-  }
-}
-
-#if defined(__AVX512BF16__)
-struct Panels {
-  const Pair* x;  // [rows, pairs]
-  const Pair* w;  // [panels, pairs, columns]
-  Index rows, panels, pairs, columns;
-};
-
-// The sums of up to kChunk rows from `first` on with one panel, [kChunk + tall, columns]; rows of
-// tile i begin at i * tall. The last tile overlaps the one before where the rows do not divide: it
-// computes the same bits again. The panel that is expected next is asked for meanwhile.
-void multiply_panel(const Panels& of, Index panel, Index first, Index tall, float* sums) {
-  const Index vectors = of.columns / kLanes, rows = std::min(kChunk, of.rows - first);
-  const Index tiles = (rows + tall - 1) / tall;
-  const auto opening = tile_for<Pairs, kPanelAhead>(tall, vectors);
-  const auto following = tile_for<Pairs, 0>(tall, vectors);
-  const Pair* here = of.w + panel * of.pairs * of.columns;
-  const Pair* next = of.w + (panel + threads()) % of.panels * of.pairs * of.columns;
-  for (Index start = 0; start < of.pairs; start += kDepth) {
-    const Index deep = std::min(kDepth, of.pairs - start);
-    const Index share = deep * of.columns / tiles;
-    for (Index i = 0; i < tiles; ++i) {
-      const Index row = std::min(first + i * tall, of.rows - tall);
-      const auto multiply = i == 0 ? opening : following;
-      multiply(of.x + row * of.pairs + start, of.pairs, here + start * of.columns, of.columns,
-               sums + i * tall * of.columns, of.columns, deep, start > 0);
-      if (tiles > 1) {
-        prefetch_second(next + start * of.columns + i * share, share * sizeof(Pair));
-      }
-    }
-  }
-}
-#endif
 
 // x bfloat16 [T, I], w bfloat16 [P, I / 2, C, 2] -> y [T, P * C] in float32 or bfloat16, or, gated,
 // [T, P * C / 2].
@@ -86,34 +37,22 @@ ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
     return refused("a panel has 1 to 6 whole vectors of columns");
   }
 #if defined(__AVX512BF16__)
-  const Panels of{static_cast<const Pair*>(x.untyped_data()),
-                  static_cast<const Pair*>(w.untyped_data()),
-                  xs[0],
-                  ws[0],
-                  ws[1],
-                  ws[2]};
+  const Panels<Pairs> of{static_cast<const Pair*>(x.untyped_data()),
+                         static_cast<const Pair*>(w.untyped_data()),
+                         xs[0],
+                         ws[0],
+                         ws[1],
+                         ws[2]};
   void* out = y->untyped_data();
-  const Index chunks = (of.rows + kChunk - 1) / kChunk;
-  const Index tall = std::min(of.rows, rows_for(of.columns / kLanes));
   const Index width = gated ? of.columns / 2 : of.columns;
-  share(pool, of.panels * chunks, of.rows, [&, tall](Index ticket) {
-    const Index panel = ticket % of.panels, first = ticket / of.panels * kChunk;
-    float* sums = Scratch::mine().of((kChunk + tall) * of.columns);
-    multiply_panel(of, panel, first, tall, sums);
-    const Index tiles = (std::min(kChunk, of.rows - first) + tall - 1) / tall;
-    for (Index i = 0; i < tiles; ++i) {
-      const Index row = std::min(first + i * tall, of.rows - tall);
-      for (Index r = 0; r < tall; ++r) {
-        const float* from = sums + (i * tall + r) * of.columns;
-        const Index at = ((row + r) * of.panels + panel) * width;
-        if (gated) {
-          gate_row(from, static_cast<Bfloat16*>(out) + at, width);
-        } else if (narrow) {
-          copy_row(from, static_cast<Bfloat16*>(out) + at, width);
-        } else {
-          copy_row(from, static_cast<float*>(out) + at, width);
-        }
-      }
+  multiply_panels(pool, of, [&, width](Index panel, Index row, const float* sums) {
+    const Index at = (row * of.panels + panel) * width;
+    if (gated) {
+      gate_row(sums, static_cast<Bfloat16*>(out) + at, width);
+    } else if (narrow) {
+      copy_row(sums, static_cast<Bfloat16*>(out) + at, width);
+    } else {
+      copy_row(sums, static_cast<float*>(out) + at, width);
     }
   });
 #else

@@ -165,7 +165,14 @@ class Scratch {
     return memory_;
   }
 
+  // For one task.
   static Scratch& mine() {
+    thread_local Scratch scratch;
+    return scratch;
+  }
+
+  // For what the tasks of a call read, written by the thread that calls.
+  static Scratch& of_call() {
     thread_local Scratch scratch;
     return scratch;
   }

@@ -7,6 +7,7 @@
 // and among any number of rows. Strides count elements.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <utility>
@@ -45,6 +46,25 @@ struct Pairs {
 };
 #endif
 
+// Quads of int8 times quads of uint8: four products an element, whose sums are int32 under the
+// names of floats. They are exact, so nothing depends on their order.
+struct Quads {
+  using Left = Quad;
+  using Right = Quad;
+  static Floats repeated(const Quad* from) {
+    return as_floats(Ints{} + static_cast<std::int32_t>(from->bits));
+  }
+  static Floats add(Floats x, Floats y, Floats sum) {
+    return as_floats(multiply_add_quads(as_ints(x), as_ints(y), as_ints(sum)));
+  }
+};
+
+// Registers that may hold sums, by what is multiplied.
+template <class Kind>
+constexpr int kSumsOf = kSums;
+template <>
+inline constexpr int kSumsOf<Quads> = kQuadSums;
+
 // C [kRows, kLanes * kVectors] (+)= A [kRows, n] times B [n, kLanes * kVectors], C float32. Rows of
 // B are asked for kAhead early; 0: not, where the hardware foresees them.
 template <class Kind, int kRows, int kVectors, int kAhead>
@@ -81,7 +101,7 @@ constexpr int kMostRows = 8, kMostVectors = kLanes == 16 ? 6 : 3;
 template <class Kind, int kAhead, int kShape>
 constexpr Tile<Kind> tile_of_shape() {
   constexpr int rows = kShape / kMostVectors + 1, vectors = kShape % kMostVectors + 1;
-  if constexpr (rows * vectors <= kSums) {
+  if constexpr (rows * vectors <= kSumsOf<Kind>) {
     return tile<Kind, rows, vectors, kAhead>;
   } else {
     return nullptr;
@@ -93,7 +113,7 @@ constexpr std::array<Tile<Kind>, sizeof...(kShape)> tiles_of(std::index_sequence
   return {tile_of_shape<Kind, kAhead, int(kShape)>()...};
 }
 
-// The tile of so many rows and vectors, at most kSums in all.
+// The tile of so many rows and vectors, at most kSumsOf in all.
 template <class Kind, int kAhead>
 Tile<Kind> tile_for(Index rows, Index vectors) {
   static constexpr auto tiles =
@@ -113,8 +133,26 @@ inline Index vectors_for(Index rows, Index columns) {
 }
 
 // The most rows of a tile of so many vectors.
-inline Index rows_for(Index vectors) {
-  return kSums / vectors < kMostRows ? kSums / vectors : kMostRows;
+template <class Kind = Single>
+Index rows_for(Index vectors) {
+  return std::min<Index>(kSumsOf<Kind> / vectors, kMostRows);
+}
+
+// The most vectors of a tile that leave room for four rows.
+template <class Kind>
+constexpr Index most_vectors() {
+  return std::min(kMostVectors, kSumsOf<Kind> / 4);
+}
+
+// The largest divisor of a number that is at most `most`.
+inline Index divisor(Index number, Index most) {
+  Index found = 1;
+  for (Index d = 2; d <= most; ++d) {
+    if (number % d == 0) {
+      found = d;
+    }
+  }
+  return found;
 }
 
 // out[r, j] = sum of A[r, :] * B[j, :] over `size` elements, a multiple of kLanes. kRows * kOthers

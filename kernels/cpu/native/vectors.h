@@ -34,8 +34,20 @@ constexpr bool kMultipliesPairs = true;
 constexpr bool kMultipliesPairs = false;
 #endif
 
+// Whether one instruction multiplies and adds quads of bytes, and the registers that hold the sums
+// of them: without that, what is multiplied takes twice as many registers.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool kMultipliesQuads = true;
+constexpr int kQuadSums = kSums;
+#else
+constexpr bool kMultipliesQuads = false;
+constexpr int kQuadSums = kSums * 2 / 3;
+#endif
+
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef std::int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+typedef std::uint16_t Halves __attribute__((vector_size(4 * kLanes)));
 
 constexpr int kLine = 64;  // bytes of a cache line
 
@@ -61,6 +73,11 @@ struct Pair {
   std::uint32_t bits;
 };
 
+// Four neighbouring bytes, the first in the lowest.
+struct Quad {
+  std::uint32_t bits;
+};
+
 inline Floats splat(float number) { return Floats{} + number; }
 
 inline Floats as_floats(Ints bits) { return reinterpret_cast<Floats>(bits); }
@@ -75,6 +92,12 @@ inline Floats load(const float* from) {
 }
 
 inline Floats load(const Pair* from) {
+  Floats bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return bits;
+}
+
+inline Floats load(const Quad* from) {
   Floats bits;
   std::memcpy(&bits, from, sizeof bits);
   return bits;
@@ -131,6 +154,53 @@ inline Floats multiply_add_pairs(Floats x, Floats y, Floats z) {
                                   (__m512bh)(__m512i)as_ints(y));
 }
 #endif
+
+// z + the products of two neighbouring int16 each.
+inline Ints multiply_add_shorts(Shorts x, Shorts y, Ints z) {
+#if defined(__AVX512F__)
+  return z + (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)y);
+#else
+  return z + (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)y);
+#endif
+}
+
+// z + the products of kLanes quads of int8, x, with quads of uint8, y; modulo 2**32.
+inline Ints multiply_add_quads(Ints x, Ints y, Ints z) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)z, (__m512i)y, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)z, (__m256i)y, (__m256i)x);
+#else
+  const Shorts even_x = (Shorts)((Halves)x << 8) >> 8, odd_x = (Shorts)x >> 8;
+  const Halves even_y = (Halves)y & 0xFF, odd_y = (Halves)y >> 8;
+  return multiply_add_shorts(odd_x, (Shorts)odd_y,
+                             multiply_add_shorts(even_x, (Shorts)even_y, z));
+#endif
+}
+
+// To the nearest whole numbers, ties to even.
+inline Ints rounded(Floats numbers) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtps_epi32((__m512)numbers);
+#else
+  return (Ints)_mm256_cvtps_epi32((__m256)numbers);
+#endif
+}
+
+inline Floats as_numbers(Ints whole) { return __builtin_convertvector(whole, Floats); }
+
+// The lowest byte of each lane, one after the other.
+inline void store_bytes(Ints numbers, Quad* to) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)numbers));
+#else
+  const __m256i shorts = _mm256_packs_epi32((__m256i)numbers, (__m256i)numbers);
+  const __m256i bytes = _mm256_packs_epi16(shorts, shorts);
+  const int low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
+  std::memcpy(to, &low, sizeof low);
+  std::memcpy(to + 1, &high, sizeof high);
+#endif
+}
 
 // The greater of each two; the second where either is a NaN.
 inline Floats greater(Floats x, Floats y) {
@@ -220,6 +290,15 @@ inline float total(Floats numbers) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// The lanes of a vector of whole numbers added up.
+inline std::int32_t total(Ints numbers) {
+  std::int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    sum += numbers[i];
+  }
+  return sum;
 }
 
 // The greatest lane of a vector.

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import native_checks
 import numpy as np
 import pytest
 from cpu_library import arranges_here
 from ragged import Case, attention, make, written
 
-from jitney.kernels import reference
-from jitney.kernels.cpu import library, norms, products
+from jitney.kernels import definitions, reference
+from jitney.kernels.cpu import int8, library, norms, products
 from jitney.kernels.cpu.attention import paged_attention
+from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import KernelError
 from jitney.kernels.select import select
 
@@ -213,6 +215,57 @@ def test_gated_products_match_numpy_and_do_not_depend_on_the_number_of_rows():
     np.testing.assert_allclose(whole, gates / (1 + np.exp(-gates)) * ups, rtol=2**-8, atol=1e-5)
     for rows in (1, 4, 5, 16):
         np.testing.assert_array_equal(jax.jit(products.gated)(x[:rows], panels), whole[:rows])
+
+
+def test_panels_of_int8_hold_every_weight_once():
+    """Panel p, quad i, column c: inputs 4i to 4i + 3 of output p * width + c, 128 greater."""
+    w = np.random.default_rng(3).integers(-128, 128, (32, 192), np.int8)
+    panels = np.asarray(int8.arrange(jnp.asarray(w))).view(np.uint8).astype(int) - 128
+    assert panels.shape == (2, 8, 96, 4)
+    back = panels.transpose(1, 3, 0, 2).reshape(32, 192)
+    np.testing.assert_array_equal(back, w)
+
+
+@pytest.mark.parametrize("size_in,size_out", [(40, 64), (64, 40)])
+def test_int8_that_is_no_whole_vectors_is_the_references(size_in: int, size_out: int):
+    codes, scale = native_checks.int8_weights(1, size_in, size_out)
+    x = native_checks.numbers(2, "float32", 5, size_in)
+    weights = Int8(int8.arrange(jnp.asarray(codes)), jnp.asarray(scale))
+    assert weights.kernel.shape == codes.shape
+    wanted = definitions.matmul_int8(np.asarray(x), codes, scale)
+    np.testing.assert_allclose(int8.matmul(x, weights), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        int8.gated(x, weights),
+        definitions.gated_int8(np.asarray(x), codes, scale),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_number_that_is_not_finite_ends_its_own_row_only(strange: float, dtype: str):
+    codes, scale = native_checks.int8_weights(1, 64, 96)
+    x = native_checks.numbers(2, dtype, 9, 64)
+    broken = x.at[4, 63].set(strange)
+    others = np.arange(9) != 4
+    for product, parts in ((int8.matmul, 1), (int8.gated, 2)):
+        weights = Int8(int8.arrange(jnp.asarray(codes), parts), jnp.asarray(scale))
+        got = np.asarray(jax.jit(product)(broken, weights), np.float32)
+        whole = np.asarray(jax.jit(product)(x, weights), np.float32)
+        assert np.isnan(got[4]).all()
+        np.testing.assert_array_equal(got[others], whole[others])
+    plain = Int8(jnp.asarray(codes), jnp.asarray(scale))
+    assert np.isnan(np.asarray(reference.matmul_int8(broken, plain))[4]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_of_int8_is_its_definition(dtype: str):
+    codes, scale = native_checks.int8_weights(1, 256, 96)
+    x = native_checks.numbers(2, dtype, 21, 256)
+    plain = Int8(jnp.asarray(codes), jnp.asarray(scale))
+    wanted = definitions.matmul_int8(np.asarray(x), codes, scale)
+    np.testing.assert_allclose(reference.matmul_int8(x, plain), wanted, rtol=1e-5, atol=1e-6)
 
 
 @PAIRS
