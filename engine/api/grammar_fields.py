@@ -132,6 +132,11 @@ def _schema(schema: dict[str, Any] | bool | str, param: str) -> Grammar:
             raise RequestError(f"the schema is no JSON: {error}", param=param) from None
     if not isinstance(schema, dict | bool):
         raise RequestError("the schema must be an object, true or false", param=param)
+    return of_schema(schema, param)
+
+
+def of_schema(schema: dict[str, Any] | bool, param: str) -> Grammar:
+    """Of an answer that fits a JSON schema. Raises RequestError for one that is too long."""
     made = grammar.json_schema(schema)
     if len(made.text) > _MOST_CHARS:
         raise RequestError(f"a schema may have at most {_MOST_CHARS} characters", param=param)

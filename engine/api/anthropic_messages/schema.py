@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from jitney.engine.api.errors import echo
-from jitney.engine.api.grammar_fields import WantedGrammar
+from jitney.engine.api.grammar_fields import WantedGrammar, of_schema
 from jitney.engine.api.schema import (
     MAX_STOPS,
     MAX_TOOLS,
@@ -22,7 +22,6 @@ from jitney.engine.api.schema import (
     unsupported,
 )
 from jitney.engine.conversation.tools import Tool
-from jitney.engine.structured.grammar import json_schema
 
 
 class _CacheControl(Part):
@@ -233,10 +232,12 @@ class _UserMetadata(Part):
 
 #: Fields of OpenAI's routes, and of Anthropic's that ask for what is not here.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
     "billing_policy": (),
     "compaction": (),
     "container": (),
     "diagnostics": (),
+    "echo": (False,),
     "fallback_credit_token": (),
     "fallbacks": ([],),
     "guided_choice": (),
@@ -310,8 +311,9 @@ class CountTokensBody(GenerationBody):
     def wanted_grammar(self) -> WantedGrammar | None:
         if self.output_config is None or self.output_config.format is None:
             return None
-        grammar = json_schema(self.output_config.format.schema_)
-        return WantedGrammar("output_config.format", grammar)
+        param = "output_config.format"
+        grammar = of_schema(self.output_config.format.schema_, f"{param}.schema")
+        return WantedGrammar(param, grammar)
 
 
 class MessagesBody(CountTokensBody):

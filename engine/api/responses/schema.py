@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from jitney.engine.api.errors import echo
-from jitney.engine.api.grammar_fields import WantedGrammar
+from jitney.engine.api.grammar_fields import WantedGrammar, of_schema
 from jitney.engine.api.schema import (
     MAX_TOOLS,
     FunctionFields,
@@ -20,7 +20,7 @@ from jitney.engine.api.schema import (
     text_content,
     unsupported,
 )
-from jitney.engine.structured.grammar import ANY_OBJECT, json_schema
+from jitney.engine.structured.grammar import ANY_OBJECT
 from jitney.engine.types import Grammar
 
 #: What a response may be asked to show more of. Only the log-probabilities are ours to give: the
@@ -301,13 +301,16 @@ class ResponsesBody(GenerationBody):
         "access_programs": (),
         "background": (False,),
         "background_options": (),
+        "best_of": (1,),
         "context_management": ([],),
         "conversation": (),
+        "echo": (False,),
         "guided_choice": (),
         "guided_grammar": (),
         "guided_json": (),
         "guided_regex": (),
         "image": (),
+        "logprobs": (False,),
         "max_completion_tokens": (),
         "max_tokens": (),
         "messages": (),
@@ -395,7 +398,7 @@ class ResponsesBody(GenerationBody):
             return None
         if wanted.type == "json_object":
             return ANY_OBJECT
-        return json_schema(wanted.schema_ or {})
+        return of_schema(wanted.schema_ or {}, "text.format.schema")
 
     @property
     def shows_logprobs(self) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from api_fakes import FakeClient, Script, call, make_app, run
 
+from jitney.engine.api.settings import digest_key
+
 PROMPT = {"model": "m", "prompt": "ab"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "ab"}]}
 RESPONSE = {"model": "m", "input": "ab"}
@@ -288,6 +290,13 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str, bool]] = [
             "messages": [],
             "moderation": {},
             "n": 2,
+            "best_of": 2,
+            "echo": True,
+            "logprobs": 5,
+            "chat_template": "{% %}",
+            "chat_template_kwargs": {"tokenize": True},
+            "guided_regex": "a",
+            "structured_outputs": {"json": {}, "regex": "a"},
             "prompt": {"id": "pmpt_1"},
             "prompt_cache_retention": "24h",
             "response_format": {"type": "json_object"},
@@ -373,6 +382,16 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
             "diagnostics": {},
             "mcp_servers": [{}],
             "n": 2,
+            "best_of": 2,
+            "echo": True,
+            "logprobs": 5,
+            "top_logprobs": 5,
+            "chat_template": "{% %}",
+            "chat_template_kwargs": {"tokenize": True},
+            "guided_regex": "a",
+            "max_completion_tokens": 5,
+            "response_format": {"type": "json_object"},
+            "structured_outputs": {"json": {}, "regex": "a"},
             "service_tier": "priority",
             "speed": "fast",
             "stop": "x",
@@ -594,12 +613,12 @@ def test_a_token_id_that_is_not_finite():
     refuse("/v1/completions", b'{"model": "m", "prompt": [1, 1e400]}', 400, "prompt")
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", ALL_ROUTES)
 def test_of_equal_keys_the_last_counts(path):
-    body = json.dumps(ROUTES[path])[:-1].encode()
-    refuse(path, body + b', "n": 1, "n": 9999}', 400, "n")
-    client = FakeClient()
-    assert run(call(make_app(client), path, body + b', "n": 9999, "n": 1}')).status == 200
+    body = json.dumps(ALL_ROUTES[path])[:-1].encode()
+    refuse(path, body + b', "temperature": 1, "temperature": 9999}', 400, "temperature")
+    good = body + b', "temperature": 9999, "temperature": 1}'
+    assert run(call(make_app(), path, good)).status == 200
 
 
 @pytest.mark.parametrize("path", ALL_ROUTES)
@@ -637,24 +656,41 @@ def test_the_context_is_a_limit(prompt, extra, status):
         assert reply.status == 200
     else:
         check(reply, 400, "prompt", "context_length_exceeded")
-    chat = {"model": "m", "messages": user("a" * prompt), "max_tokens": 1}
-    if prompt > 240:
-        refuse("/v1/chat/completions", chat, 400, "messages", "context_length_exceeded")
 
 
+#: Route -> the field that its prompt comes in.
+PROMPTS = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    RESPONSES: "input",
+    MESSAGES: "messages",
+    COUNT: "messages",
+}
+
+
+def with_prompt(path: str, text: str) -> dict[str, Any]:
+    """A body whose prompt is, or has in it, this text."""
+    field = PROMPTS[path]
+    return ALL_ROUTES[path] | {field: user(text) if field == "messages" else text}
+
+
+@pytest.mark.parametrize("path", [path for path in ALL_ROUTES if path != COUNT])
+@pytest.mark.parametrize("length", [256, 257, 2560])
+def test_a_prompt_beyond_the_context(path, length):
+    refuse(path, with_prompt(path, "a" * length), 400, PROMPTS[path])
+
+
+@pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize(
     "text", ["a", "\N{PILE OF POO}", " ", "\0", "e\u0301", "\u202e\u200b"], ids=ascii
 )
-def test_huge_texts_are_refused_before_they_are_tokenised(text):
+def test_huge_texts_are_refused_before_they_are_tokenised(path, text):
     huge = text * (700_000 // len(json.dumps(text, ensure_ascii=False).encode()))
-    for path, body in (
-        ("/v1/completions", {"model": "m", "prompt": huge}),
-        ("/v1/chat/completions", {"model": "m", "messages": user(huge)}),
-    ):
-        data = json.dumps(body, ensure_ascii=False).encode()
-        refuse(
-            path, data, 413 if len(data) > MIB else 400, None if len(data) > MIB else list(body)[1]
-        )
+    data = json.dumps(with_prompt(path, huge), ensure_ascii=False).encode()
+    if len(data) > MIB:
+        refuse(path, data, 413)
+    else:
+        refuse(path, data, 400, PROMPTS[path])
 
 
 @pytest.mark.parametrize("path", ALL_ROUTES)
@@ -819,14 +855,32 @@ def bearer(*values: bytes) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def test_keys():
-    from jitney.engine.api.settings import digest_key
+#: Nothing of these without a key.
+CLOSED = (
+    *ALL_ROUTES,
+    "/metrics",
+    "/slots",
+    "/version",
+    "/v1/models",
+    "/nope",
+    "/livez/",
+    "//livez",
+)
 
+
+def test_good_keys():
     client = FakeClient()
     app = make_app(client, api_keys=(digest_key("other"), digest_key("sekrit")))
     for good in (b"Bearer sekrit", b"bearer sekrit", b"BEARER  sekrit ", b"Bearer other"):
         assert run(call(app, "/v1/completions", PROMPT, raw_headers=bearer(good))).status == 200
     assert client.requests[0].tenant == digest_key("sekrit") != client.requests[-1].tenant
+    for path in ("/livez", "/readyz", "/startupz", "/health"):
+        assert run(call(app, path, method="GET")).status == 200
+
+
+@pytest.mark.parametrize("path", CLOSED)
+def test_bad_keys(path):
+    app = make_app(api_keys=(digest_key("other"), digest_key("sekrit")))
     for bad in (
         (),
         (b"Bearer",),
@@ -838,27 +892,13 @@ def test_keys():
         (b"Bearer " + b"x" * 60_000,),
         (b"Bearer sekrit\xff",),
     ):
-        for path in (
-            *ROUTES,
-            "/metrics",
-            "/slots",
-            "/version",
-            "/v1/models",
-            "/nope",
-            "/livez/",
-            "//livez",
-        ):
-            reply = run(call(app, path, PROMPT, raw_headers=bearer(*bad)))
-            check(reply, 401, None, "invalid_api_key")
-            assert (
-                reply.headers["www-authenticate"] == "Bearer"
-                and reply.error["type"] == "authentication_error"
-            )
-    for path in ("/livez", "/readyz", "/startupz", "/health"):
-        assert run(call(app, path, method="GET")).status == 200
+        reply = run(call(app, path, PROMPT, raw_headers=bearer(*bad)))
+        check(reply, 401, None, "invalid_api_key")
+        assert reply.headers["www-authenticate"] == "Bearer"
+        assert reply.error["type"] == "authentication_error"
 
 
-@pytest.mark.parametrize("path", [*ROUTES, RESPONSES])
+@pytest.mark.parametrize("path", [*ROUTES, RESPONSES, MESSAGES])
 def test_the_log_has_one_harmless_line(path, caplog):
     nasty = "\n127.0.0.1 - GET /admin 200 \x1b[31m ${jndi:ldap://x}"
     with caplog.at_level(logging.INFO, logger="jitney.access"):
@@ -866,7 +906,7 @@ def test_the_log_has_one_harmless_line(path, caplog):
             call(
                 make_app(),
                 path,
-                ALL_ROUTES[path] | {"user": nasty, nasty: 1},
+                ALL_ROUTES[path] | {"metadata": {"user_id": nasty}, nasty: 1},
                 headers={"x-request-id": nasty},
             )
         )

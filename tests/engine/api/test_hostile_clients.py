@@ -20,6 +20,7 @@ from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.cli import main
+from jitney.engine.errors import ErrorInfo
 
 PROMPT = {"model": "m", "prompt": "ab", "max_tokens": 3}
 GENERATES = {
@@ -71,7 +72,7 @@ def test_a_key_of_a_megabyte_is_too_large(path: str):
     assert ask(app, path, GENERATES[path], raw_headers=headers).status == 431
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", GENERATES)
 def test_unknown_fields_are_listed_and_change_nothing(path: str):
     body = GENERATES[path]
     reply = ask(make_app(), path, body | {"__proto__": {"n": 9}, "constructor": 1, "foo": 2})
@@ -227,15 +228,16 @@ def test_a_crowd_of_slow_sockets_leaves_room_for_others():
             sock.close()
 
 
-def test_the_same_request_a_thousand_times_and_all_leave():
+@pytest.mark.parametrize("path", GENERATES)
+def test_the_same_request_hundreds_of_times_and_most_leave(path: str):
     """Everybody is answered or left, and nothing stays open."""
     client = FakeClient(Script("ab" * 20, delay_s=0.005))
     app = make_app(client)
-    body = PROMPT | {"stream": True, "max_tokens": 40}
+    body = GENERATES[path] | {"stream": True}
 
     async def session() -> list[Reply]:
-        leaving = [call(app, "/v1/completions", body, leave_after=0.2) for _ in range(500)]
-        staying = [call(app, "/v1/completions", body) for _ in range(50)]
+        leaving = [call(app, path, body, leave_after=0.1) for _ in range(250)]
+        staying = [call(app, path, body) for _ in range(50)]
         replies = await asyncio.gather(*leaving, *staying)
         return replies[-50:]
 
@@ -244,15 +246,23 @@ def test_the_same_request_a_thousand_times_and_all_leave():
     assert not client.open
 
 
+@pytest.mark.parametrize("path", GENERATES)
 @pytest.mark.parametrize("name", ["m<img src=x onerror=alert(1)>", "</script><script>", "a\"b'c"])
-def test_names_that_are_code_stay_text(name: str):
+def test_names_that_are_code_stay_text(path: str, name: str):
     app = make_app(model=name)
     reply = ask(app, "/v1/models", method="GET")
     assert reply.json()["data"][0]["id"] == name
     assert reply.headers["content-type"].startswith("application/json")
-    stream = ask(app, "/v1/completions", PROMPT | {"model": name, "stream": True})
+    body = GENERATES[path] | {"model": name}
+    plain = ask(app, path, body)
+    assert plain.json()["model"] == name
+    assert plain.headers["content-type"].startswith("application/json")
+    stream = ask(app, path, body | {"stream": True})
     assert stream.headers["content-type"].startswith("text/event-stream")
-    assert json.loads(stream.body.split(b"\n\n")[0].removeprefix(b"data: "))["model"] == name
+    lines = [line for line in stream.body.split(b"\n") if line.startswith(b"data: {")]
+    first = json.loads(lines[0].removeprefix(b"data: "))
+    holder = first.get("message") or first.get("response") or first
+    assert holder["model"] == name
 
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile", "/profile", "/debug/pprof"])
@@ -272,3 +282,159 @@ def test_a_tokenizer_of_a_gigabyte_is_not_read(tmp_path: Path, capsys: pytest.Ca
     assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert "Traceback" not in "".join(error)
+
+
+OTHER_SITES = (
+    {"origin": "http://evil.example"},
+    {"origin": "null"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site", "origin": "http://localhost:9999"},
+)
+
+
+@pytest.mark.parametrize("path", GENERATES)
+@pytest.mark.parametrize("headers", OTHER_SITES, ids=str)
+def test_a_page_of_another_site_cannot_have_it_compute(path: str, headers: dict[str, str]):
+    client = FakeClient()
+    for method, status in (("POST", 403), ("OPTIONS", 405)):
+        reply = ask(make_app(client), path, GENERATES[path], method=method, headers=headers)
+        assert reply.status == status, reply.body
+        assert not any(name.startswith("access-control") for name in reply.headers)
+    assert not client.requests
+
+
+@pytest.mark.parametrize("path", GENERATES)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "PATCH", "DELETE", "TRACE", "CONNECT"])
+def test_only_a_post_generates(path: str, method: str):
+    client = FakeClient()
+    reply = ask(make_app(client), path, GENERATES[path], method=method)
+    assert (reply.status, reply.headers["allow"]) == (405, "POST") and not client.requests
+
+
+@pytest.mark.parametrize("path", GENERATES)
+def test_a_client_that_sends_half_and_is_silent_is_told(path: str):
+    """A body that stops, and a connection that is half closed behind a whole one."""
+    settings = ServerSettings(header_timeout_s=0.3, body_timeout_s=0.3)
+    client = FakeClient()
+    app = make_app(client, header_timeout_s=0.3, body_timeout_s=0.3)
+    body = json.dumps(GENERATES[path]).encode()
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % path.encode()
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
+    with served(app, settings) as (_, port):
+        with socket.create_connection(("127.0.0.1", port), 30) as sock:
+            sock.sendall(head + body[:-1])
+            assert sock.recv(100).startswith(b"HTTP/1.1 408 ") and not client.requests
+        with socket.create_connection(("127.0.0.1", port), 30) as sock:
+            sock.sendall(head + body)
+            sock.shutdown(socket.SHUT_WR)
+            assert sock.recv(100)[:13] in (b"HTTP/1.1 200 ", b"")
+        until(lambda: not client.open, 30)
+
+
+@pytest.mark.parametrize("path", GENERATES)
+@pytest.mark.parametrize("given", ["a\r\nSet-Cookie: a=b", "<script>", "x" * 50_000, "a b", ""])
+def test_a_request_s_id_is_harmless(path: str, given: str):
+    reply = ask(make_app(), path, GENERATES[path], headers={"x-request-id": given})
+    assert reply.status == 200 and len(reply.headers["x-request-id"]) == 32
+    assert "set-cookie" not in reply.headers
+
+
+@pytest.mark.parametrize("path", GENERATES)
+def test_two_requests_of_one_id_are_two(path: str):
+    """And one whose id begins as another's ends neither."""
+    client = FakeClient(Script("abc", delay_s=0.01))
+    app = make_app(client)
+
+    async def session() -> list[Reply]:
+        ids = ("same", "same", "sam", "same-1")
+        return await asyncio.gather(
+            *(call(app, path, GENERATES[path], headers={"x-request-id": id}) for id in ids)
+        )
+
+    assert [reply.status for reply in run(session())] == [200] * 4
+    assert len({request.id for request in client.requests}) == 4 and not client.aborts
+
+
+def picture(path: str, url: str) -> dict[str, Any]:
+    """A body with a picture to be fetched."""
+    parts: dict[str, Any] = {
+        "/v1/chat/completions": {"type": "image_url", "image_url": {"url": url}},
+        "/v1/responses": {"type": "input_image", "image_url": url},
+        "/v1/messages": {"type": "image", "source": {"type": "url", "url": url}},
+    }
+    if path == "/v1/completions":
+        return PROMPT | {"prompt_embeds": url}
+    field = "input" if path == "/v1/responses" else "messages"
+    return GENERATES[path] | {field: [{"role": "user", "content": [parts[path]]}]}
+
+
+@pytest.mark.parametrize("path", GENERATES)
+@pytest.mark.parametrize("url", ["http://169.254.169.254/x", "file:///etc/passwd", "data:,a"])
+def test_nothing_is_fetched(path: str, url: str, monkeypatch: pytest.MonkeyPatch):
+    def connect(*_: Any) -> None:
+        raise AssertionError("a socket was opened")
+
+    app, client = make_app(), FakeClient()
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    assert ask(app, path, picture(path, url)).status == 400 and not client.requests
+    # A text may say what it likes.
+    text = f"![picture]({url})"
+    field = next(name for name in ("prompt", "input", "messages") if name in GENERATES[path])
+    said: Any = [{"role": "user", "content": text}] if field == "messages" else text
+    assert ask(app, path, GENERATES[path] | {field: said}).status == 200
+
+
+@pytest.mark.parametrize("path", GENERATES)
+def test_an_answer_without_an_end_ends(path: str):
+    """ignore_eos, and no length where a route has none of its own."""
+    client = FakeClient(Script("x" * 1000))
+    body = GENERATES[path] | {"ignore_eos": True}
+    if path in ("/v1/completions", "/v1/chat/completions"):
+        body |= {"max_tokens": None}
+    reply = ask(make_app(client), path, body)
+    assert reply.status == 200
+    [request] = client.requests
+    length = request.sampling.max_tokens
+    assert length is not None and 0 < length <= 256 - len(request.prompt)
+
+
+@pytest.mark.parametrize("path", GENERATES)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("code", "status"), [("queue_full", 429), ("deadline_exceeded", 504), ("nan_logits", 500)]
+)
+def test_what_the_engine_refuses_is_a_status_everywhere(
+    path: str, stream: bool, code: str, status: int
+):
+    wait_s = 2.25 if status == 429 else None
+    client = FakeClient(Script(error=ErrorInfo(code, "sorry", retry_after=wait_s)))
+    reply = ask(make_app(client), path, GENERATES[path] | {"stream": stream})
+    assert reply.status == status and not client.open
+    assert reply.headers.get("retry-after-ms") == ("2250" if status == 429 else None)
+
+
+#: Patterns that take for ever, or too much, where they are taken apart by backtracking.
+PATTERNS = ("(a+)+b", "(a|a)*$", ".{1,100000}.{1,100000}", "(", r"(a)\1", "(?=a)b", "a" * 70_000)
+
+
+@pytest.mark.parametrize("path", GENERATES)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern[:12])
+def test_a_pattern_is_compiled_or_refused_in_time(path: str, pattern: str):
+    """Where it may stand: beside the answer's form, or in its schema."""
+    client = FakeClient()
+    schema = {"type": "string", "pattern": pattern}
+    schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    form = {"type": "json_schema", "name": "n", "schema": schema}
+    fields: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"structured_outputs": {"regex": pattern}},
+        "/v1/chat/completions": {"structured_outputs": {"regex": pattern}},
+        "/v1/responses": {"text": {"format": form}},
+        "/v1/messages": {"output_config": {"format": form | {"name": None}}},
+    }
+    started = time.monotonic()
+    reply = ask(make_app(client), path, GENERATES[path] | fields[path])
+    assert time.monotonic() - started < 20
+    assert reply.status in (200, 400) and len(reply.body) < 5000
+    if pattern in ("(", r"(a)\1") or len(pattern) > 65_536:
+        assert reply.status == 400 and not client.requests
