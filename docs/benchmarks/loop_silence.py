@@ -17,7 +17,7 @@ import asyncio
 import http.client
 import json
 import multiprocessing
-import platform
+import os
 import selectors
 import signal
 import subprocess
@@ -28,10 +28,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jitney.engine.machine import cpu_name
 
 #: Seconds between two probes.
 _PAUSE_S = 0.002
@@ -253,12 +254,6 @@ def _row(name: str, silences: Silences) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {len(names)} cores"
-
-
 def _wait_ready(server: Server) -> None:
     for _ in range(300):
         try:
@@ -292,7 +287,9 @@ def _measure_all(process: subprocess.Popen[str], address: str, args: argparse.Na
     _wait_ready(server)
     [model] = json.loads(server.get("/v1/models")[1])["data"]
     server = Server(address, model["id"], model["max_model_len"])
-    print(f"{_cpu()}; {server.model}, {args.streams} streams; ms\n")
+    print(
+        f"{cpu_name()}; load {os.getloadavg()[0]:.0f}; {server.model}, {args.streams} streams; ms\n"
+    )
     print(
         "| beside | probes | p50 | p99 | p99.9 | max | stream p50 | p99 | p99.9 | max "
         "| turns p99 / p99.9 / max |"
