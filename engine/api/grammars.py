@@ -19,7 +19,9 @@ _TIMEOUT_S = 2.0
 #: its own.
 _MOST_CHARS = 8 << 20
 _CHARS_EACH = 500
-_ENDED = ErrorInfo("grammar_too_complex", "the grammar takes too much memory to compile")
+_ENDED = ErrorInfo(
+    "grammar_too_complex", "compiling the grammar takes too much memory, or ended its process"
+)
 
 
 class Grammars:
