@@ -56,6 +56,8 @@ _SOUND: dict[str, tuple[dict[str, Any], str]] = {
     "/apply-template": ({"messages": _CHAT}, ""),
 }
 _BOUNDS = {"max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"}
+#: Of an answer.
+_MOST_TOKENS = 8
 #: The route that makes what a path's parameter names.
 _MAKERS = {
     "response_id": "/v1/responses",
@@ -145,6 +147,8 @@ class Fuzzer:
         found.cases += 1
         if found.cases % 4:
             self._mend(case, random.Random(found.cases))
+        if isinstance(case.body, dict):
+            _bound(case.path, case.body)
         started = time.monotonic()
         try:
             response = self._answer(case)
@@ -195,7 +199,7 @@ class Fuzzer:
         body, bound = _SOUND[path]
         sound = body | {"model": self.model}
         if bound:
-            sound[bound] = choice.randint(1, 8)
+            sound[bound] = choice.randint(1, _MOST_TOKENS)
         return sound
 
     def _remember(self, case: Case, response: Any) -> None:
@@ -235,6 +239,16 @@ class Fuzzer:
         if status != 200:
             text = f"after {self.found.cases} cases an ordinary request got {status}"
             self.found.faults.setdefault("wedged", text)
+
+
+def _bound(path: str, body: dict[str, Any]) -> None:
+    """Keep an answer short; what is no number of tokens stays."""
+    for name in _BOUNDS & body.keys():
+        if isinstance(body[name], int) and body[name] > _MOST_TOKENS:
+            body[name] = _MOST_TOKENS
+    _, bound = _SOUND.get(path, ({}, ""))
+    if bound and not _BOUNDS & body.keys():
+        body[bound] = _MOST_TOKENS
 
 
 def _lines(choice: random.Random) -> bytes:
