@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jitney.engine.executor.program import DeviceState, Program, compile_step
+from jitney.engine.executor.program import DeviceState, Program
 from jitney.engine.scheduler.buckets import Buckets
 
 #: Rows of the smallest program, and how many times as many the next one has. One client's grammar
@@ -37,7 +37,7 @@ class Choices:
         with ThreadPoolExecutor(2) as pool:
             programs = [program.lower_choose(size, state) for size in self.sizes]
             picks = [program.lower_pick(*pair, state) for pair in pairs]
-            compiled = list(pool.map(compile_step, programs + picks))
+            compiled = list(pool.map(program.compile, programs + picks))
         self.programs = dict(zip(self.sizes, compiled, strict=False))
         self.picks = dict(zip(pairs, compiled[len(self.sizes) :], strict=True))
 

@@ -49,9 +49,14 @@ _PAGE_CHUNK = 16
 #: as a pool is meant to, XLA would compute products twice, the output head among them, to save
 #: temporaries: a decode step of 32 rows of an 8B model would touch 1.13 times the bytes that it
 #: must, not 1.07.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"xla_disable_hlo_passes": "rematerialization"}
 }
+#: What may be in a CUDA graph: all that is by default, and the all-reduces between devices, two a
+#: layer, at each of which the step would else end one graph and begin another.
+_GRAPH_COMMANDS = (
+    "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
+)
 
 #: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
 type LogitsOf = Callable[[jax.Array], jax.Array]
@@ -300,6 +305,10 @@ class Program:
             step = self._on_every_device(step, args, results)
         return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)
 
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compile what one of the `lower` methods made, as the engine runs it here."""
+        return lowered.compile(compiler_options(jax.default_backend(), self.split))
+
     def lower_choose(self, rows: int, state: DeviceState) -> jax.stages.Lowered:
         """`choose` for so many rows."""
         vocab = state.seats.counts.shape[1]
@@ -342,9 +351,12 @@ class Program:
         )
 
 
-def compile_step(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile a lowered step as the engine runs it on the default platform."""
-    return lowered.compile(compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))
+def compiler_options(platform: str, split: bool) -> dict[str, Any]:
+    """What XLA is told when it compiles a step for this platform, split over devices or not."""
+    options = dict(_COMPILER_OPTIONS.get(platform, {}))
+    if platform == "gpu" and split:
+        options["xla_gpu_enable_command_buffer"] = _GRAPH_COMMANDS
+    return options
 
 
 def lower_step(

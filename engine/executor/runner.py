@@ -31,7 +31,6 @@ from jitney.engine.executor.program import (
     StateSizes,
     StepOutput,
     allocate,
-    compile_step,
     shape_on,
 )
 from jitney.engine.executor.sampling import Sampled, SeatState, seat_row
@@ -185,7 +184,7 @@ class Runner:
             compiling = {}
             for kind in kinds:
                 if kind not in self.executables:
-                    compiling[kind] = pool.submit(compile_step, self.lower(*kind))
+                    compiling[kind] = pool.submit(self.program.compile, self.lower(*kind))
             for done, kind in enumerate(kinds, start=1):
                 if kind in compiling:
                     self.executables[kind] = compiling[kind].result()
@@ -199,7 +198,7 @@ class Runner:
         """
         started = time.perf_counter()
         largest = self.buckets.mixed[-1]
-        executable: Any = compile_step(self.lower(largest, False))
+        executable: Any = self.program.compile(self.lower(largest, False))
         self.executables[largest, False] = executable
         self.compile_seconds += time.perf_counter() - started
         logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]

@@ -25,7 +25,7 @@ from memory_traffic import Account, account
 from places import DATA
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.executor.program import COMPILER_OPTIONS, StateSizes, lower_step
+from jitney.engine.executor.program import StateSizes, compiler_options, lower_step
 from jitney.engine.models.quantization import KV_TYPES
 from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import make_mesh
@@ -39,11 +39,6 @@ from jitney.kernels.select import pallas_set, triton_for
 CAPABILITIES = {"h100": 90, "a100": 80, "l4": 89}
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 CHIPS = {"a100": "a100-80"}
-#: What XLA_FLAGS=--xla_gpu_enable_command_buffer=+COLLECTIVES allows in a command buffer; needed on
-#: several GPUs only.
-COMMANDS = (
-    "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
-)
 #: Results with fewer elements are activations.
 LARGE = 1 << 20
 #: Positions that a page of the pool holds, and those that a sequence may have.
@@ -130,16 +125,6 @@ def devices_of(spec: Spec) -> Any:
 def kernels_for(spec: Spec) -> KernelSet:
     """The kernel set that serves the target."""
     return triton_for(CAPABILITIES[spec.target]) if spec.target in GPUS else pallas_set()
-
-
-def options_for(spec: Spec) -> dict[str, Any]:
-    """The engine's own for the target, and on several GPUs what makes one graph of the step."""
-    if spec.target not in GPUS:
-        return COMPILER_OPTIONS.get("tpu", {})
-    several: dict[str, Any] = (
-        {"xla_gpu_enable_command_buffer": COMMANDS} if spec.devices > 1 else {}
-    )
-    return COMPILER_OPTIONS["gpu"] | several
 
 
 def loads(step: Step) -> list[Load]:
@@ -234,7 +219,8 @@ def main(spec: Spec, folder: Path) -> None:
     started = time.perf_counter()
     lowered = step.lower()
     lowering = time.perf_counter() - started
-    compiled = lowered.compile(compiler_options=options_for(spec))
+    platform = "gpu" if spec.target in GPUS else "tpu"
+    compiled = lowered.compile(compiler_options(platform, spec.devices > 1))
     print(
         json.dumps(
             describe(step, compiled, folder)

@@ -26,7 +26,7 @@ from jitney.engine.bench.device.timing import repeated
 from jitney.engine.bench.step import StepCase, plan_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import GIB
-from jitney.engine.executor.program import StateSizes, allocate, compile_step
+from jitney.engine.executor.program import StateSizes, allocate
 from jitney.engine.executor.runner import LaunchedStep, Runner
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.registry import abstract_model
@@ -154,7 +154,7 @@ def compile_buckets(bench: StepBench, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             key = bucket, runner.is_plain(bucket, True)
             if key not in runner.executables:
-                compiling[key] = pool.submit(compile_step, runner.lower(*key))
+                compiling[key] = pool.submit(runner.program.compile, runner.lower(*key))
     for key, compiled in compiling.items():
         runner.executables[key] = compiled.result()
 
