@@ -126,7 +126,7 @@ def best_decode(
     dim: int, group: int, page: int, sm: int, quick: bool, bandwidth: float
 ) -> DecodeTiles:
     """The fastest over many sequences and one long one, each counted by its share of the best."""
-    current, prompt = attention_tiles(sm, dim, 2, group)
+    current, prompt = attention_tiles(sm, dim, 2, group, 2)
     heads = group * KEY_HEADS
     cases = {
         lengths: batch(list(lengths), 1, heads, dim, page) for lengths in ((4096,) * 32, (32768,))
@@ -147,7 +147,7 @@ def best_decode(
 
 def best_prompt(dim: int, group: int, page: int, sm: int, quick: bool, rate: float) -> PromptTiles:
     """The fastest over one prompt of 4096 rows."""
-    decode, current = attention_tiles(sm, dim, 2, group)
+    decode, current = attention_tiles(sm, dim, 2, group, 2)
     case = batch([4096], 4096, group * KEY_HEADS, dim, page)
     candidates = list(prompt_candidates(current, quick))
     taken = [time_tiles((decode, tiles), sm, case) for tiles in candidates]

@@ -37,9 +37,9 @@ class TritonKernels:
     """
 
     launch: Launch
-    #: (compute capability, padded head dim, bytes per activation, query heads per key head) -> tile
-    #: sizes; a bench tries others.
-    tiles: Callable[[int, int, int, int], tuple[DecodeTiles, PromptTiles]] = attention_tiles
+    #: (compute capability, padded head dim, bytes per activation, query heads per key head, bytes
+    #: per element of the pool) -> tile sizes; a bench tries others.
+    tiles: Callable[[int, int, int, int, int], tuple[DecodeTiles, PromptTiles]] = attention_tiles
 
     def paged_attention(
         self,
@@ -174,6 +174,14 @@ class TritonKernels:
             o = self._prompts(q, kv, meta, scales, constants)
         return self._decode(q, kv, meta, scales, constants, o)
 
+    def _tiles(
+        self, q: jax.Array, kv: jax.Array, constants: dict[str, Any]
+    ) -> tuple[DecodeTiles, PromptTiles]:
+        group = constants["H"] // constants["K"]
+        return self.tiles(
+            self.launch.sm, constants["DP"], q.dtype.itemsize, group, kv.dtype.itemsize
+        )
+
     def _prompts(
         self,
         q: jax.Array,
@@ -188,7 +196,7 @@ class TritonKernels:
         n_rows, n_heads, _ = q.shape
         n_kv = constants["K"]
         group = n_heads // n_kv
-        _, tiles = self.tiles(self.launch.sm, constants["DP"], q.dtype.itemsize, group)
+        _, tiles = self._tiles(q, kv, constants)
         packed = max(tiles.block_m, _power_of_two(group))
         blocks = n_rows // (packed // group) + meta.kv_lens.shape[0]
         return self.launch(
@@ -223,7 +231,7 @@ class TritonKernels:
         n_seqs = meta.kv_lens.shape[0]
         n_heads, n_kv = constants["H"], constants["K"]
         group = n_heads // n_kv
-        tiles, _ = self.tiles(self.launch.sm, constants["DP"], q.dtype.itemsize, group)
+        tiles, _ = self._tiles(q, kv, constants)
         longest = constants["P"] * constants["PAGE"]
         if constants["WINDOW"]:
             longest = min(longest, constants["WINDOW"] + tiles.block_n)

@@ -80,6 +80,22 @@ _WIDE: dict[tuple[int, int, int], DecodeTiles] = {
     (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
     (89, 256, 2): DecodeTiles(32, 256, 32, 58, 4, 2),
 }
+#: Decode over pools of one byte (int8, fp8) where it is not as above: widening keys and values
+#: takes registers, and fewer programs would be resident than are launched.
+_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
+    (80, 128, 2): DecodeTiles(32, 256, 32, 108 * 3, 4, 3),
+    (89, 64, 2): DecodeTiles(64, 256, 32, 58 * 3, 4, 3),
+    (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
+    (90, 128, 2): DecodeTiles(32, 256, 32, 132 * 3, 4, 3),
+}
+#: The same, where more than 16 query heads share a key head.
+_WIDE_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
+    (80, 64, 2): DecodeTiles(64, 256, 32, 108 * 3, 4, 3),
+    (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 2, 4, 3),
+    (90, 64, 2): DecodeTiles(64, 256, 32, 132 * 3, 4, 3),
+    (90, 128, 2): DecodeTiles(32, 256, 32, 132 * 2, 4, 3),
+    (90, 256, 2): DecodeTiles(32, 256, 32, 132, 8, 3),
+}
 #: generation -> tiles of the int4 product.
 _MATMUL: dict[int, _MatmulTiles] = {
     80: _MatmulTiles(64, 4, 4),
@@ -99,18 +115,22 @@ def generation(sm: int) -> int:
 
 
 def attention_tiles(
-    sm: int, head_dim: int, itemsize: int, group: int
+    sm: int, head_dim: int, itemsize: int, group: int, pool_itemsize: int
 ) -> tuple[DecodeTiles, PromptTiles]:
-    """Tiles for head_dim padded to a power of two, activations of `itemsize` bytes and `group`
-    query heads to a key head; KernelError for a head dim above 256."""
+    """Tiles for head_dim padded to a power of two, activations of `itemsize` bytes, `group` query
+    heads to a key head and pools of `pool_itemsize` bytes; KernelError for a head dim above 256."""
     if head_dim > 256:
         raise KernelError(
             f"kernels triton take a head dim up to 256, not {head_dim}; choose kernels reference"
         )
     key = generation(sm), max(head_dim, 64), itemsize
     decode, prompt = ATTENTION[key]
-    if group > 16:
+    wide = group > 16
+    if wide:
         decode = _WIDE.get(key, decode)
+    if pool_itemsize == 1:
+        exceptions = _WIDE_BYTE_POOLS if wide else _BYTE_POOLS
+        decode = exceptions.get(key, decode)
     return decode, prompt
 
 

@@ -99,7 +99,7 @@ def split_bytes(load: Load, parts: Array, stats: Array, sm: int) -> float:
     nothing is split.
     """
     _, heads, most, dim = parts.dims
-    span = attention_tiles(sm, dim, 2, 1)[0].span
+    span = attention_tiles(sm, dim, 2, 1, 2)[0].span
     while span * most < load.context:
         span *= 2
     splits = math.ceil(load.context / span)

@@ -120,19 +120,46 @@ def test_odd_groups_and_pages(sm: int, group: int, dim: int, page: int):
 REGISTERS, SHARED_IN_ALL = 65536, {80: 164 << 10, 89: 100 << 10, 90: 228 << 10}
 
 
-@pytest.mark.parametrize(
-    "sm,dim,group", [(90, 128, 8), (80, 128, 32), (80, 256, 32), (89, 128, 8), (89, 256, 32)]
-)
-def test_as_many_programs_are_resident_as_the_table_says(sm: int, dim: int, group: int):
+def check_residency(sm: int, dim: int, group: int, pool: str) -> None:
+    """Decode launches no more programs than a multiprocessor holds at once: one wave."""
     call = next(
         call
-        for call in launches(sm, dim, "bfloat16", "bfloat16", group=group)
+        for call in launches(sm, dim, "bfloat16", pool, group=group)
         if call.kernel.__name__ == "decode_attention"
     )
     made, resident = compile_call(call, sm), call.grid[0] // PROCESSORS[sm]
     assert made.spilled == 0
     assert resident * -(-made.registers // 8) * 8 * 32 * call.warps <= REGISTERS
     assert resident * (made.shared + 1024) <= SHARED_IN_ALL[sm]
+
+
+RESIDENCY = [
+    (90, 128, 8, "bfloat16"),
+    (80, 128, 32, "bfloat16"),
+    (80, 256, 32, "bfloat16"),
+    (89, 256, 32, "bfloat16"),
+    (90, 128, 4, "int8"),
+    (90, 128, 4, "float8_e4m3fn"),
+    (90, 256, 32, "int8"),
+    (89, 128, 4, "float8_e4m3fn"),
+    (89, 64, 1, "int8"),
+    (80, 128, 4, "int8"),
+]
+
+
+@pytest.mark.parametrize("sm,dim,group,pool", RESIDENCY)
+def test_as_many_programs_are_resident_as_the_table_says(sm: int, dim: int, group: int, pool: str):
+    check_residency(sm, dim, group, pool)
+
+
+@pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
+@pytest.mark.parametrize("pool", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("group", [1, 4, 32])
+@pytest.mark.parametrize("sm,dim", [key[:2] for key in ATTENTION if key[2] == 2])
+def test_as_many_programs_are_resident_for_every_pool(sm: int, dim: int, group: int, pool: str):
+    if sm == 80 and pool == "float8_e4m3fn":
+        pytest.skip("A100 has no fp8")
+    check_residency(sm, dim, group, pool)
 
 
 #: In a process of its own: with a PTX version that is too old for a card, LLVM ends the process.
