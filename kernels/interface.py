@@ -233,6 +233,8 @@ class Kernels(Protocol):
     @property
     def pool_shape(self) -> _PoolShape | None: ...
     @property
+    def narrow_gates(self) -> bool: ...
+    @property
     def matmul_int4(self) -> Int4Matmul: ...
     @property
     def int8(self) -> Int8Products | None: ...
@@ -268,6 +270,9 @@ class KernelSet:
     pool_shape: _PoolShape | None = None
     #: None: weights in int8 are widened to the rows' dtype, by `matmul`.
     int8: Int8Products | None = None
+    #: True where the gates of an MLP go through memory, since no kernel gates them at once: in the
+    #: activations' dtype then, half the bytes of float32.
+    narrow_gates: bool = False
     #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
     instructions: str = ""
 

@@ -122,6 +122,11 @@ def gated_int8(x: jax.Array, w: Int8) -> jax.Array:
     return gate(matmul_int8(x, w), x.dtype)
 
 
+def gated_narrow(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`gated`, where gates and what they gate go through memory: in x's dtype, not in float32."""
+    return gate(matmul(x, w, x.dtype).astype(jnp.float32), x.dtype)
+
+
 def gate(y: jax.Array, dtype: Any) -> jax.Array:
     """Gates and what they gate, float32 [T, 2F] -> silu(first half) * second half, [T, F] in
     `dtype`.

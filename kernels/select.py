@@ -98,6 +98,7 @@ def triton_for(sm: int) -> KernelSet:
         compat.jax_triton()
     except ImportError as error:
         raise KernelError(f"kernels triton cannot run here: {error}") from error
+    from jitney.kernels import reference as plain
     from jitney.kernels.triton_gpu.kernel_set import TritonKernels
     from jitney.kernels.triton_gpu.launch import JaxTriton
 
@@ -111,6 +112,8 @@ def triton_for(sm: int) -> KernelSet:
         matmul_int4=kernels.matmul_int4,
         threshold=kernels.threshold,
         matmul=kernels.matmul,
+        gated=plain.gated_narrow,
+        narrow_gates=True,
     )
 
 
@@ -142,6 +145,7 @@ def pallas() -> KernelSet:
 @cache
 def pallas_set() -> KernelSet:
     """What `pallas` chooses, also on a machine that has no TPU; always the same object."""
+    from jitney.kernels import reference as plain
     from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
     from jitney.kernels.pallas_tpu.pool_layout import pool_shape
 
@@ -152,6 +156,8 @@ def pallas_set() -> KernelSet:
         paged_attention=kernels.paged_attention,
         attend=kernels.attend,
         pool_shape=pool_shape,
+        gated=plain.gated_narrow,
+        narrow_gates=True,
     )
 
 

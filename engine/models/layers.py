@@ -92,7 +92,8 @@ class Linear(nnx.Module):
             return kernels.gated(x, packed.kernel)
         if self.gated_by_kernel and kernels.int8 is not None:
             return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
-        gates, ups = jnp.split(self(x, kernels, jnp.float32), 2, axis=-1)
+        both = self(x, kernels, x.dtype if kernels.narrow_gates else jnp.float32)
+        gates, ups = jnp.split(both.astype(jnp.float32), 2, axis=-1)
         return (_ACTIVATIONS[self.activation](gates) * ups).astype(x.dtype)
 
     @property

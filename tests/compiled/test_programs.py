@@ -66,3 +66,7 @@ def test_no_kernel_takes_a_slice_of_the_upload(spec: Spec):
     if spec.target not in GPUS:
         pytest.skip("TPUs have no command buffers")
     assert facts(spec)["slices"] == 0  # each is recorded anew in every step
+
+
+def test_gates_are_written_in_the_activations_dtype(spec: Spec):
+    assert not facts(spec)["wide_gates"]

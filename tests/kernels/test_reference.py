@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 from ragged import Case, attention, make, written
 
+from jitney.kernels import definitions
 from jitney.kernels.interface import KernelError
-from jitney.kernels.reference import paged_attention, rotate_and_write, write_kv
+from jitney.kernels.reference import (
+    gated,
+    gated_narrow,
+    paged_attention,
+    rotate_and_write,
+    write_kv,
+)
 from jitney.kernels.select import select
 
 CASES = {
@@ -117,3 +124,15 @@ def test_unknown_kernels_are_refused_by_name():
         KernelError, match=r"unknown kernels 'flash'; known: auto, reference, native, triton"
     ):
         select("cpu", "flash")
+
+
+def test_narrow_gates_are_the_wide_ones_but_for_their_rounding():
+    rng = np.random.default_rng(19)
+    x = jnp.asarray(rng.standard_normal((9, 64), np.float32), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((64, 48), np.float32) / 8, jnp.bfloat16)
+    exact = definitions.gated(np.asarray(x), np.asarray(w))
+    got = np.asarray(gated_narrow(x, w), np.float32)
+    assert got.shape == (9, 24)
+    # Each gate, what it gates and their product are rounded to 2**-9 of themselves.
+    assert np.all(np.abs(got - exact) <= 2**-6 * np.abs(exact) + 1e-3)
+    assert np.any(got != np.asarray(gated(x, w), np.float32))

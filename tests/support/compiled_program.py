@@ -166,6 +166,12 @@ def copies(step: Step, made: Account) -> list[str]:
     ]
 
 
+def wide_gates(step: Step, made: Account) -> list[str]:
+    """Instructions that write gates, and what they gate, as float32 to memory."""
+    size = step.spec.rows * 2 * step.config.intermediate_size
+    return [name for name, array in made.made if (array.dtype, array.elements) == ("f32", size)]
+
+
 def describe(step: Step, compiled: jax.stages.Compiled, folder: Path) -> dict[str, Any]:
     """Facts of a compiled step; bytes are of one device."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -186,6 +192,7 @@ def describe(step: Step, compiled: jax.stages.Compiled, folder: Path) -> dict[st
         found |= {
             "kernels": made.kernels,
             "copied": copies(step, made),
+            "wide_gates": wide_gates(step, made),
             "collectives": made.collectives,
         }
     return found | (thunks(folder) if step.spec.target in GPUS else {})
