@@ -14,17 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from jitney.kernels import reference
-from jitney.kernels.int4 import Int4, matmul_int4
+from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.scales import limit_of, scales_of
 from jitney.kernels.triton_gpu import attention, narrow_products, threshold, write_kv
 from jitney.kernels.triton_gpu.launch import Launch
-from jitney.kernels.triton_gpu.tiles import DecodeTiles, PromptTiles, attention_tiles, matmul_tiles
+from jitney.kernels.triton_gpu.tiles import (
+    FEW_ROWS,
+    DecodeTiles,
+    PromptTiles,
+    attention_tiles,
+    matmul_tiles,
+)
 
-#: Bytes per activation -> rows up to which a product with narrow weights has a kernel of its own.
-#: Above 64 it is bound by arithmetic, not by weights, and XLA's product is the faster one; float32
-#: takes three times the registers.
-_NARROW_ROWS = {2: 64, 4: 16}
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Inputs that a program of the fp8 product multiplies at a time.
 _FP8_INPUTS = 64
@@ -288,11 +290,7 @@ class TritonKernels:
         )
 
     def matmul_int4(self, x: jax.Array, weights: Int4) -> jax.Array:
-        """See `jitney.kernels.int4.Int4Matmul`; beyond NARROW_ROWS rows it is XLA's, with the
-        weights written out.
-        """
-        if len(x) > _NARROW_ROWS[x.dtype.itemsize]:
-            return matmul_int4(x, weights)
+        """See `jitney.kernels.int4.Int4Matmul`."""
         packed, scales, zeros = weights
         return self._narrow_product(
             narrow_products.matmul_int4,
@@ -314,7 +312,7 @@ class TritonKernels:
         every weight in every step: 4.9 times the bytes of a decode step of Llama-3.1-8B.
         """
         written_out = w.dtype == jnp.float8_e4m3fn and self.launch.sm < 90
-        if not written_out or len(x) > _NARROW_ROWS[x.dtype.itemsize]:
+        if not written_out or len(x) > FEW_ROWS[x.dtype.itemsize]:
             return reference.matmul(x, w, dtype)
         y = self._narrow_product(
             narrow_products.matmul_fp8,
@@ -339,19 +337,22 @@ class TritonKernels:
         [M, O].
         """
         n_rows, size_in = x.shape
-        tiles, splits = matmul_tiles(self.launch.sm, size_in // inputs, size_out)
+        groups = size_in // inputs
+        tiles, splits = matmul_tiles(self.launch.sm, n_rows, x.dtype.itemsize, groups, size_out)
+        block_m = min(tiles.block_m, max(16, _power_of_two(n_rows)))
+        row_blocks = -(-n_rows // block_m)
         y = self.launch(
             kernel,
             x,
             *weights,
             out=jax.ShapeDtypeStruct((splits, n_rows, size_out), jnp.float32),
-            grid=(-(-size_out // tiles.block_n), splits),
+            grid=(row_blocks * -(-size_out // tiles.block_n), splits),
             warps=tiles.warps,
             stages=tiles.stages,
             M=n_rows,
             SIZE_IN=size_in,
             SIZE_OUT=size_out,
-            BLOCK_M=max(16, _power_of_two(n_rows)),
+            BLOCK_M=block_m,
             BLOCK_N=tiles.block_n,
             SPLITS=splits,
             PRECISION="tf32x3",

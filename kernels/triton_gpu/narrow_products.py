@@ -1,9 +1,9 @@
-"""Triton kernels of products with group-wise int4 weights and with fp8 weights, for the few rows of
-a decode step.
+"""Triton kernels of products with group-wise int4 weights, for any number of rows, and with fp8
+weights, for the few rows of a decode step.
 
-Axes: M rows, I inputs, O outputs, R inputs per group. Such a product is bound by reading the
-weights, which stay narrow up to the registers: XLA would write them out as bfloat16 first, int4
-because of the scales within the sum, fp8 on GPUs older than Hopper.
+Axes: M rows, I inputs, O outputs, R inputs per group. The weights stay narrow up to the registers:
+XLA would write them out as bfloat16 first, int4 because of the scales within the sum, fp8 on GPUs
+older than Hopper.
 """
 
 from __future__ import annotations
@@ -50,18 +50,20 @@ def matmul_int4(
     ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x [M, I] times weights [I, O] (see `jitney.kernels.int4`) -> y float32 [SPLITS, M, O]; M <=
-    BLOCK_M.
+    """x [M, I] times weights [I, O] (see `jitney.kernels.int4`) -> y float32 [SPLITS, M, O].
 
-    Program (block of outputs, split): each split sums a share of the groups. Products within a
-    group are of whole numbers up to 16, scaled once per group in float32.
+    Program (block of outputs and of rows, split): each split sums a share of the groups. Products
+    within a group are of whole numbers up to 16, scaled once per group in float32. The blocks of
+    rows of the same outputs are neighbours, so that they find the weights in the cache.
     """
+    ROW_BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     HALF: tl.constexpr = R // 2
     GROUPS: tl.constexpr = SIZE_IN // R
     SHARE: tl.constexpr = (GROUPS + SPLITS - 1) // SPLITS
+    block = tl.program_id(0)
     split = tl.program_id(1)
-    rows = tl.arange(0, BLOCK_M)
-    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = block % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    outs = block // ROW_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, HALF)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for group in range(split * SHARE, tl.minimum((split + 1) * SHARE, GROUPS)):

@@ -8,7 +8,7 @@ and prints rows for this table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jitney.kernels.interface import KernelError
 
@@ -39,6 +39,7 @@ class PromptTiles:
 class _MatmulTiles:
     """Products with int4 and fp8 weights."""
 
+    block_m: int  # rows per program, at most
     block_n: int  # output columns per program
     warps: int
     stages: int
@@ -96,11 +97,20 @@ _WIDE_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
     (90, 128, 2): DecodeTiles(32, 256, 32, 132 * 2, 4, 3),
     (90, 256, 2): DecodeTiles(32, 256, 32, 132, 8, 3),
 }
-#: generation -> tiles of the int4 product.
+#: Rows that a narrow product takes with the tiles of a few, by bytes per activation: up to there it
+#: is bound by reading weights. float32 takes three times the registers, and has no other tiles.
+FEW_ROWS = {2: 64, 4: 16}
+#: generation -> tiles of narrow products of a few rows.
 _MATMUL: dict[int, _MatmulTiles] = {
-    80: _MatmulTiles(64, 4, 4),
-    89: _MatmulTiles(64, 4, 3),
-    90: _MatmulTiles(64, 4, 4),
+    80: _MatmulTiles(64, 64, 4, 4),
+    89: _MatmulTiles(64, 64, 4, 3),
+    90: _MatmulTiles(64, 64, 4, 4),
+}
+#: The same of more rows, which the tensor cores bound.
+_TALL_MATMUL: dict[int, _MatmulTiles] = {
+    80: _MatmulTiles(128, 64, 8, 3),
+    89: _MatmulTiles(128, 64, 8, 2),
+    90: _MatmulTiles(128, 64, 8, 3),
 }
 
 
@@ -134,16 +144,27 @@ def attention_tiles(
     return decode, prompt
 
 
-def matmul_tiles(sm: int, groups: int, size_out: int) -> tuple[_MatmulTiles, int]:
+def matmul_tiles(
+    sm: int, rows: int, itemsize: int, groups: int, size_out: int
+) -> tuple[_MatmulTiles, int]:
     """Tiles of a product with narrow weights, and how many programs share the sum of one output.
 
-    The share follows from the weight's shape alone, so that a row's result does not depend on how
-    many rows there are.
+    Of a few rows the share follows from the weight's shape alone, so that a row's result does not
+    depend on how many rows there are. Of more, it is no greater than fills the GPU once: each part
+    is written as float32.
     """
     tuned = generation(sm)
     tiles = _MATMUL[tuned]
+    waves = 2
+    if itemsize == 4:
+        tiles = replace(tiles, block_m=FEW_ROWS[4])
+    elif rows > FEW_ROWS[itemsize]:
+        tiles = _TALL_MATMUL[tuned]
+        waves = 1
     blocks = -(-size_out // tiles.block_n)
+    if waves == 1:
+        blocks *= -(-rows // tiles.block_m)
     splits = 1
-    while 2 * splits * blocks <= 2 * PROCESSORS[tuned] and 8 * splits <= groups:
+    while 2 * splits * blocks <= waves * PROCESSORS[tuned] and 8 * splits <= groups:
         splits *= 2
     return tiles, splits

@@ -91,7 +91,7 @@ class Step:
     def lower(self) -> jax.stages.Lowered:
         """For the target's devices, by the engine's own function."""
         spec = self.spec
-        sizes = StateSizes(SEATS, self.pages, PAGE, CONTEXT, self.kv_dtype)
+        sizes = StateSizes(max(SEATS, spec.seqs), self.pages, PAGE, CONTEXT, self.kv_dtype)
         mesh = make_mesh(devices_of(spec)[: spec.devices])
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return lower_step(

@@ -29,6 +29,8 @@ PLUGINS = {**dict.fromkeys(GPUS, "JITNEY_CUDA_PLUGIN"), **dict.fromkeys(TPUS, "J
 #: are counted.
 SEQUENCES, CONTEXTS, MIXED_CONTEXTS = (1, 8, 32), (1024, 4096), (256, 1024)
 SEATS, MIXED_ROWS = 64, 512
+#: Decode steps of more rows than a product with int4 weights takes as a few.
+MANY = 128
 #: More of them, for targets where that is cheap, and one of the others.
 MORE_SEQUENCES, COUNTED_CLOSELY = (1, 4, 8, 16, 32), (*GPUS, "v5e")
 #: Targets whose sampled steps are compiled, too: for TPUs these take minutes, and one is like the
@@ -123,6 +125,7 @@ def quantised(target: str) -> Iterator[Spec]:
     yield replace(of, weights="int8", kv="int8")
     if target in GPUS:
         yield replace(of, weights="int4")
+        yield replace(of, rows=MANY, seqs=MANY, weights="int4")
     if target not in ("a100", "v5e", "v6e"):
         yield replace(of, weights="fp8", kv="fp8")
 

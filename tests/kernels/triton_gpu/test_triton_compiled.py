@@ -231,6 +231,16 @@ def test_narrow_products_and_the_cut(sm: int, dtype: str, group: int, rows: int)
     check(calls, sm)
 
 
+@pytest.mark.parametrize("sm,rows", [(80, 128), (89, 128), (90, 128), (90, 2048)])
+def test_int4_products_of_many_rows_stay_narrow_up_to_the_tile(sm: int, rows: int):
+    call, _ = others(sm, "bfloat16", 128, rows)
+    made = compile_call(call, sm)
+    assert made.name == "matmul_int4"
+    assert made.spilled == 0
+    assert made.shared <= SHARED[sm]
+    assert made.has_wgmma or sm != 90
+
+
 @pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
 @pytest.mark.parametrize(
     "dtype,rows",
