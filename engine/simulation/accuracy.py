@@ -9,7 +9,8 @@ scheduler. What the simulator is for is the run of another policy, whose steps i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate
+from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate, span
 from jitney.engine.simulation.step_table import StepTable, StepTimes
 from jitney.engine.simulation.workload import Arrival, TraceLine
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
@@ -57,24 +58,23 @@ def errors(predicted: JsonObject, measured: JsonObject) -> dict[str, float]:
     """Relative error, predicted / measured - 1, of each figure that both know and that was not
     0.
     """
-    found = {}
-    for name in COMPARED:
-        ours, theirs = figure(predicted, name), figure(measured, name)
-        if ours is not None and theirs:
-            found[name] = ours / theirs - 1
-    return found
+    off = {name: _error(figure(predicted, name), figure(measured, name)) for name in COMPARED}
+    return {name: error for name, error in off.items() if error is not None}
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    if predicted is None or not measured:
+        return None
+    return predicted / measured - 1
 
 
 def measured_requests(lines: Sequence[TraceLine]) -> list[RequestRecord]:
     """What a recording says of its requests; lines that carry no measurement are left out."""
-    requests = []
-    for number, line in enumerate(lines):
-        if line.e2e_s is not None:
-            requests.append(_measured_request(number, line, line.e2e_s))
-    return requests
+    numbered = enumerate(lines)
+    return [_measured_request(*each) for each in numbered if each[1].e2e_s is not None]
 
 
-def _measured_request(number: int, line: TraceLine, e2e_s: float) -> RequestRecord:
+def _measured_request(number: int, line: TraceLine) -> RequestRecord:
     return RequestRecord(
         number=number,
         tenant=line.tenant,
@@ -83,7 +83,7 @@ def _measured_request(number: int, line: TraceLine, e2e_s: float) -> RequestReco
         arrival=line.at,
         boarded=_after(line.at, line.queue_s),
         first_token=_after(line.at, line.ttft_s),
-        finished=line.at + e2e_s,
+        finished=_after(line.at, line.e2e_s),
         finish=line.finish or "length",
     )
 
@@ -104,12 +104,6 @@ def measured_figures(lines: Sequence[TraceLine], **options: Any) -> JsonDict | N
     if not requests:
         return None
     return summarise(requests, records=None, seconds=span(requests), **options)
-
-
-def span(requests: Sequence[RequestRecord]) -> float:
-    """Seconds from the first arrival to the last end."""
-    first = min(request.arrival for request in requests)
-    return max(request.end for request in requests) - first
 
 
 class RunNote(msgspec.Struct, frozen=True):
@@ -133,12 +127,9 @@ class MeasuredRun(NamedTuple):
     @property
     def arrivals(self) -> list[Arrival]:
         """What came, ascending in time; the first at 0."""
-        coming = []
-        requests = sorted(self.requests, key=lambda request: request.arrival)
-        for request in requests:
-            at = request.arrival - requests[0].arrival
-            coming.append(Arrival(at, request.n_prompt, request.n_output))
-        return coming
+        requests = sorted(self.requests, key=_arrival_of)
+        first = requests[0].arrival
+        return [Arrival(each.arrival - first, each.n_prompt, each.n_output) for each in requests]
 
     def figures(self, **options: Any) -> JsonDict:
         """The figures of the run, from its first arrival to its last end; options as for
@@ -158,27 +149,23 @@ class MeasuredRun(NamedTuple):
         """The same requests on the same engine, simulated; concurrency: None takes the run's
         own.
         """
-        if concurrency is None:
-            concurrency = self.note.concurrency
-        return simulate(
-            self.arrivals, self.note.shape, table, concurrency=concurrency or None, seed=seed
-        )
+        shape, own = self.note.shape, self.note.concurrency
+        n_open = own if concurrency is None else concurrency
+        return simulate(self.arrivals, shape, table, concurrency=n_open or None, seed=seed)
 
 
-def cross_errors(
-    runs: Mapping[str, MeasuredRun], seed: int = 0
-) -> dict[str, dict[str, dict[str, float]]]:
-    """{learned from: {predicted: `errors`}}, for every pair of runs: step times from the one, the
-    other predicted.
-    """
+#: Of runs by name: {learned from: {predicted: `errors`}}.
+CrossErrors = dict[str, dict[str, dict[str, float]]]
+
+
+def cross_errors(runs: Mapping[str, MeasuredRun], seed: int = 0) -> CrossErrors:
+    """Step times learned from the one run, the other predicted, for every pair."""
     measured = {name: run.figures() for name, run in runs.items()}
-    found = {}
+    found: CrossErrors = {}
     for source, run in runs.items():
         table = StepTable.from_records(run.records)
-        found[source] = {
-            name: errors(other.predicted(table, seed=seed).figures(), measured[name])
-            for name, other in runs.items()
-        }
+        predicted = {name: other.predicted(table, seed=seed) for name, other in runs.items()}
+        found[source] = {name: errors(predicted[name].figures(), measured[name]) for name in runs}
     return found
 
 
@@ -200,15 +187,26 @@ def verdict(output_tok_s: Mapping[str, float], off: Mapping[str, float | None]) 
     """
     if len(output_tok_s) < 2:
         return ""
-    best = max(output_tok_s, key=lambda name: output_tok_s[name])
-    worst = min(output_tok_s, key=lambda name: output_tok_s[name])
+    best, worst = (end(output_tok_s, key=output_tok_s.__getitem__) for end in (max, min))
+    return f"By simulation {_gain(output_tok_s, best, worst, off)}"
+
+
+def verdict_of(predicted: Mapping[str, JsonObject], off: Mapping[str, Mapping[str, float]]) -> str:
+    """The verdict on policies by their predicted figures. off: `errors` of those measured."""
+    speeds = {name: figures["output_tok_s"] for name, figures in predicted.items()}
+    return verdict(speeds, {name: speed_error(by_figure) for name, by_figure in off.items()})
+
+
+def _gain(
+    output_tok_s: Mapping[str, float], best: str, worst: str, off: Mapping[str, float | None]
+) -> str:
     slowest, fastest = output_tok_s[worst], output_tok_s[best]
     if slowest <= 0:
-        return f"By simulation {worst} makes no token here."
+        return f"{worst} makes no token here."
     if slowest == fastest:
-        return "By simulation all make the same tokens a second."
-    gain = f"{best} makes {fastest / slowest:.2f}x the tokens of {worst}"
-    return f"By simulation {gain}{_certainty(best, worst, off)}"
+        return "all make the same tokens a second."
+    times = f"{fastest / slowest:.2f}x"
+    return f"{best} makes {times} the tokens of {worst}{_certainty(best, worst, off)}"
 
 
 def _certainty(best: str, worst: str, off: Mapping[str, float | None]) -> str:
@@ -239,15 +237,20 @@ def closed_concurrency(requests: Sequence[RequestRecord]) -> int | None:
     Such traffic waits for the engine. Replayed at its recorded times it would not: a slower policy
     would meet more requests than its clients could send, a faster one fewer.
     """
-    if any(request.first_token is None and request.finish == "error" for request in requests):
-        return None  # clients that are refused come again, at their own times
-    by_arrival = sorted(requests, key=lambda request: request.arrival)
+    if any(map(_was_refused, requests)):
+        return None  # such clients come again, at their own times
+    by_arrival = sorted(requests, key=_arrival_of)
     clients = _most_open(_moments(by_arrival))
-    if len(by_arrival) < 3 * clients:
+    if len(by_arrival) < 3 * clients or not _mostly_busy(by_arrival, clients):
         return None
-    if not _mostly_busy(by_arrival, clients) or not _mostly_following(by_arrival, clients):
-        return None
-    return clients
+    return clients if _mostly_following(by_arrival, clients) else None
+
+
+_arrival_of = attrgetter("arrival")
+
+
+def _was_refused(request: RequestRecord) -> bool:
+    return request.first_token is None and request.finish == "error"
 
 
 def _mostly_busy(by_arrival: Sequence[RequestRecord], clients: int) -> bool:
@@ -259,10 +262,14 @@ def _mostly_busy(by_arrival: Sequence[RequestRecord], clients: int) -> bool:
 def _mostly_following(by_arrival: Sequence[RequestRecord], clients: int) -> bool:
     """Whether nearly every request but the first ones came soon after the end of another."""
     later = by_arrival[clients:]
-    usual = float(np.median([request.end - request.arrival for request in by_arrival]))
-    soon = max(_FOLLOWS_S, _FOLLOWS_SHARE * usual)
     ends = [request.end for request in by_arrival]
-    return _following(later, ends, soon) >= _MOSTLY * len(later)
+    return _following(later, ends, _soon(by_arrival)) >= _MOSTLY * len(later)
+
+
+def _soon(requests: Sequence[RequestRecord]) -> float:
+    """Seconds within which one request follows another."""
+    usual = np.median([request.end - request.arrival for request in requests])
+    return max(_FOLLOWS_S, _FOLLOWS_SHARE * float(usual))
 
 
 def _moments(requests: Iterable[RequestRecord]) -> list[tuple[float, int]]:
@@ -328,32 +335,30 @@ def _runs_in(arrays: Mapping[str, np.ndarray]) -> dict[str, MeasuredRun]:
 
 def _run_of(arrays: Mapping[str, np.ndarray], name: str) -> MeasuredRun:
     note = msgspec.json.decode(str(arrays[f"note_{name}"]), type=RunNote)
-    requests = {number: _request_of(row) for number, row in _rows(arrays[f"times_{name}"])}
-    for number, row in _rows(arrays[f"rides_{name}"]):
-        stay = Stay(row["seat"], -1, row["start"], _known(row["first_token"]), end=row["end"])
-        requests[number].stays.append(stay)
+    requests = {row["request"]: _request_of(row) for row in _rows(arrays[f"times_{name}"])}
+    for row in _rows(arrays[f"rides_{name}"]):
+        requests[row["request"]].stays.append(_stay_of(row))
     return MeasuredRun(list(requests.values()), arrays[f"records_{name}"], note)
 
 
-def _rows(array: np.ndarray) -> Iterator[tuple[int, JsonDict]]:
-    """(number of the request, values by name) of each item."""
+def _stay_of(row: JsonObject) -> Stay:
+    return Stay(row["seat"], -1, row["start"], _known(row["first_token"]), end=row["end"])
+
+
+def _rows(array: np.ndarray) -> list[JsonDict]:
+    """The values of each item by name."""
     names = array.dtype.names or ()
-    for values in array.tolist():
-        row = dict(zip(names, values, strict=True))
-        yield row["request"], row
+    return [dict(zip(names, values, strict=True)) for values in array.tolist()]
 
 
 def _request_of(row: JsonObject) -> RequestRecord:
-    return RequestRecord(
-        number=row["request"],
-        n_prompt=row["n_prompt"],
-        n_output=row["n_output"],
-        arrival=row["arrival"],
-        boarded=_known(row["boarded"]),
-        first_token=_known(row["first_token"]),
-        finished=row["finished"],
-        finish="length",
-    )
+    times: JsonDict = {name: _known(row[name]) for name in ("boarded", "first_token")}
+    same = {name: row[name] for name in _SAME}
+    return RequestRecord(number=row["request"], finish="length", **same, **times)
+
+
+#: Columns that are fields of a request.
+_SAME = ("n_prompt", "n_output", "arrival", "finished")
 
 
 def _known(value: float) -> float | None:

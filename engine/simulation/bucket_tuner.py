@@ -53,6 +53,11 @@ class Proposal:
     rows: int
 
     @property
+    def rows_saved(self) -> int:
+        """Rows that the proposed sizes do not compute for nothing, and the present ones do."""
+        return sum(self.padding_now.values()) - sum(self.padding.values())
+
+    @property
     def share(self) -> float:
         """Padding's share of all rows with the proposed sizes."""
         return _share(sum(self.padding.values()), self.rows)
@@ -67,7 +72,7 @@ def seen_in(records: np.ndarray) -> Seen:
     """Rows of the steps in `ledger.STEP_DTYPE` records."""
     rows = records["bucket_tokens"] - records["padding"]
     mixed = records["mixed"] == 1
-    return Seen(Counter(rows[~mixed].tolist()), Counter(rows[mixed].tolist()))
+    return Seen(*(Counter(rows[kind].tolist()) for kind in (~mixed, mixed)))
 
 
 def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
@@ -77,11 +82,7 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
     Both largest sizes stay: full steps must fit. Raises ConfigError if the budget does not allow
     one bucket of each kind.
     """
-    if executables < DECODE_EXECUTABLES + _MIXED_EXECUTABLES:
-        raise ConfigError(
-            f"a budget of {executables} executables is too small: one decode and one mixed bucket "
-            f"take {DECODE_EXECUTABLES + _MIXED_EXECUTABLES}"
-        )
+    _check_budget(executables)
     seat_sizes, token_sizes = _least_waste(seen, present, executables)
     return Proposal(
         seat_buckets=seat_sizes,
@@ -91,6 +92,15 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
         padding_now=_paddings(seen, _rows_of(present.decode), _rows_of(present.mixed)),
         rows=_total(seen.decode) + _total(seen.mixed),
     )
+
+
+def _check_budget(executables: int) -> None:
+    least = DECODE_EXECUTABLES + _MIXED_EXECUTABLES
+    if executables < least:
+        raise ConfigError(
+            f"a budget of {executables} executables is too small: one decode and one mixed bucket "
+            f"take {least}"
+        )
 
 
 def _least_waste(seen: Seen, present: Buckets, executables: int) -> tuple[_Sizes, _Sizes]:
@@ -181,10 +191,8 @@ def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> tuple[int, .
 def padding(seen: Mapping[int, int], sizes: Sequence[int]) -> int:
     """Rows computed for nothing when each step takes the smallest size that holds it."""
     ascending = sorted(sizes)
-    wasted = 0
-    for rows, count in seen.items():
-        wasted += count * (ascending[bisect_left(ascending, rows)] - rows)
-    return wasted
+    pairs = seen.items()
+    return sum(n * (ascending[bisect_left(ascending, rows)] - rows) for rows, n in pairs)
 
 
 def _share(wasted: int, rows: int) -> float:

@@ -52,6 +52,9 @@ class RealClock:
         self.sleep(max(0.0, t - self.read()))
 
 
+_RequestAt = Callable[[int, float], EngineRequest]
+
+
 class Offer:
     """Requests to come.
 
@@ -63,7 +66,7 @@ class Offer:
     def __init__(
         self,
         times: Sequence[float],
-        request_at: Callable[[int, float], EngineRequest],
+        request_at: _RequestAt,
         concurrency: int = 0,
     ):
         self._times = times

@@ -24,6 +24,8 @@ UTILISATION = 0.8
 TTFT_QUANTILE = 0.99
 #: Seats beyond which nothing is looked at.
 _MOST_SEATS = 1024
+#: What a demand cannot be less than.
+_LEAST = {"prompt": 1, "output": 1, "page_size": 1, "rate": 0, "token_budget": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,13 @@ class Demand:
     page_size: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "output", "page_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}")
         for name in ("itl_s", "ttft_s", "price_per_hour"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be more than 0")
-        if self.rate < 0 or self.token_budget < 2:
-            raise ConfigError("rate must not be negative, and token_budget at least 2")
 
     @property
     def is_limited(self) -> bool:
@@ -134,15 +134,17 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
     memory = fit(roofline, demand)
     sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, demand.token_budget - 1))
     curve = tuple(operate(roofline, demand, seats) for seats in sizes)
-    chosen = best_knee = knee(curve)
-    within = None
+    chosen, within = knee(curve), None
     if demand.is_limited:
-        kept = [point for point in curve if keeps(point, demand)]
-        chosen = within = kept[-1] if kept else None
-    sizing = Sizing(memory, curve, best_knee, within, chosen)
-    if chosen is None:
-        return sizing
-    return _loaded(sizing, chosen, demand.rate)
+        chosen = within = _last_within(curve, demand)
+    sizing = Sizing(memory, curve, knee(curve), within, chosen)
+    return sizing if chosen is None else _loaded(sizing, chosen, demand.rate)
+
+
+def _last_within(curve: Sequence[Operating], demand: Demand) -> Operating | None:
+    """The point of most seats that keeps the limits."""
+    kept = [point for point in curve if keeps(point, demand)]
+    return kept[-1] if kept else None
 
 
 def _check_context(roofline: Roofline, demand: Demand) -> None:
@@ -157,11 +159,9 @@ def _check_context(roofline: Roofline, demand: Demand) -> None:
 def _loaded(sizing: Sizing, chosen: Operating, rate: float) -> Sizing:
     """With the load to give it, what a token costs then, and replicas for so many requests/s."""
     load = UTILISATION * chosen.req_s
-    cost, replicas = None, None
-    if chosen.cost_per_million:
-        cost = chosen.cost_per_million / UTILISATION
-    if rate:
-        replicas = math.ceil(rate / load)
+    full = chosen.cost_per_million
+    cost = full / UTILISATION if full else None
+    replicas = math.ceil(rate / load) if rate else None
     return replace(sizing, load_req_s=load, cost_per_million_loaded=cost, replicas=replicas)
 
 
@@ -195,11 +195,11 @@ def _seats_in(pages: int, length: float, page_size: int) -> int:
 
 
 def _no_room(roofline: Roofline, demand: Demand) -> str:
-    device = roofline.device
+    device, weights = roofline.device, roofline.cost.weight_bytes / 1e9
+    chips = f"{roofline.count} x {device.name} ({device.memory / 1e9:g} GB each)"
     return (
-        f"{roofline.cost.weight_bytes / 1e9:.1f} GB of weights leave no room for a sequence of "
-        f"{demand.longest} tokens on {roofline.count} x {device.name} ({device.memory / 1e9:g} GB "
-        "each): use more chips (--count), smaller --weights or --kv, or shorter requests"
+        f"{weights:.1f} GB of weights leave no room for a sequence of {demand.longest} tokens on "
+        f"{chips}: use more chips (--count), smaller --weights or --kv, or shorter requests"
     )
 
 
@@ -207,15 +207,7 @@ def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
     """The steady state with all of so many seats busy; where prompts do not fit the token budget
     beside the decode rows, the rest of the seats are waiting for their prompts."""
     decoding = min(seats, demand.token_budget / (1 + demand.prompt_rows))
-    prompt = decoding * demand.prompt_rows
-    bucket = Bucket(math.ceil(decoding + prompt), max(1, math.ceil(decoding)))
-    work = StepWork(
-        math.ceil(decoding),
-        round(prompt),
-        round(decoding * demand.mean_context),
-        demand.longest,
-        round(prompt * demand.prompt / 2),
-    )
+    bucket, work = _steady_step(demand, decoding)
     step = roofline.seconds(bucket, work)
     tokens = decoding / step
     return Operating(
@@ -230,6 +222,19 @@ def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
     )
 
 
+def _steady_step(demand: Demand, decoding: float) -> tuple[Bucket, StepWork]:
+    """A step in which so many sequences decode."""
+    prompt = decoding * demand.prompt_rows
+    work = StepWork(
+        math.ceil(decoding),
+        round(prompt),
+        round(decoding * demand.mean_context),
+        demand.longest,
+        round(prompt * demand.prompt / 2),
+    )
+    return Bucket(math.ceil(decoding + prompt), max(1, work.decode)), work
+
+
 def _cost_per_million(roofline: Roofline, demand: Demand, output_tok_s: float) -> float | None:
     if demand.price_per_hour is None:
         return None
@@ -239,12 +244,12 @@ def _cost_per_million(roofline: Roofline, demand: Demand, output_tok_s: float) -
 def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
     """What takes most of a step."""
     parts = {
-        "memory": roofline.memory_seconds(bucket, work),
-        "compute": roofline.compute_seconds(bucket, work),
-        "links": roofline.link_seconds(bucket.tokens),
-        "overhead": roofline.assumed.overhead_s,
+        roofline.memory_seconds(bucket, work): "memory",
+        roofline.compute_seconds(bucket, work): "compute",
+        roofline.link_seconds(bucket.tokens): "links",
+        roofline.assumed.overhead_s: "overhead",
     }
-    return max(parts, key=lambda name: parts[name])
+    return parts[max(parts)]
 
 
 def first_token(demand: Demand, seats: int, step: float) -> float:
@@ -283,6 +288,10 @@ def knee(curve: Sequence[Operating]) -> Operating:
 
 
 def _above_line(first: Operating, last: Operating, point: Operating) -> float:
-    gained = (point.output_tok_s - first.output_tok_s) / (last.output_tok_s - first.output_tok_s)
-    waited = (point.step_s - first.step_s) / (last.step_s - first.step_s)
-    return gained - waited
+    return _part("output_tok_s", first, last, point) - _part("step_s", first, last, point)
+
+
+def _part(name: str, *points: Operating) -> float:
+    """How far the third point's figure is from the first one's to the second's, 0 .. 1."""
+    begin, end, value = (getattr(point, name) for point in points)
+    return (value - begin) / (end - begin)

@@ -19,7 +19,7 @@ import numpy as np
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import JitneyError
 from jitney.engine.scheduler.buckets import Bucket, Buckets
-from jitney.engine.simulation.accuracy import closed_concurrency, errors, speed_error, verdict
+from jitney.engine.simulation.accuracy import closed_concurrency, errors, verdict_of
 from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate, weighted_spread
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
@@ -53,26 +53,22 @@ class RecordedEngine(msgspec.Struct, frozen=True):
         buckets.
         """
         settings = EngineSection.model_validate(self.settings | changes, strict=False)
-        pages = changes.get("pages") or self.pages
         return EngineShape.of(
             settings,
             context_length=self.context_length,
-            pages=pages + 1,
+            pages=(changes.get("pages") or self.pages) + 1,
             on_device=self.on_device,
             buckets=self.own_buckets(settings),
         )
 
     def own_buckets(self, settings: EngineSection) -> Buckets | None:
         """Those it was compiled with, if these settings leave them as they are; else None."""
-        if not (self.seat_buckets and self.token_buckets):
+        asked = settings.max_seats, settings.token_budget
+        if asked != (max(self.seat_buckets, default=0), max(self.token_buckets, default=0)):
             return None
-        seats, budget = self.seat_buckets[-1], self.token_buckets[-1]
-        if (settings.max_seats, settings.token_budget) != (seats, budget):
-            return None
-        return Buckets(
-            decode=tuple(Bucket(size, size) for size in self.seat_buckets),
-            mixed=tuple(Bucket(size, seats) for size in self.token_buckets),
-        )
+        decode = [Bucket(size, size) for size in self.seat_buckets]
+        mixed = [Bucket(size, settings.max_seats) for size in self.token_buckets]
+        return Buckets(tuple(decode), tuple(mixed))
 
 
 class ReplayJob(msgspec.Struct, frozen=True):
@@ -130,18 +126,17 @@ def work(job: ReplayJob) -> JsonDict:
     table = StepTable.from_records(array(job.records))
     clients = closed_concurrency(job.requests) or 0
     measured = _measured_figures(job)
-    off = _own_error(job, table, clients, measured)
+    off = {job.recorded: _own_error(job, table, clients, measured)}
     policies = {}
-    for number, policy in enumerate(job.policies):
-        _send(progress=(number + 1) / (len(job.policies) + 1))
+    for number, policy in enumerate(job.policies, 1):
+        _send(progress=number / (len(job.policies) + 1))
         policies[policy] = _predicted(job, policy, table, clients)
-    rates = {policy: result["figures"]["output_tok_s"] for policy, result in policies.items()}
     return {
         "policies": policies,
         "measured": measured,
-        "errors": {job.recorded: off},
+        "errors": off,
         "closed_loop": clients,
-        "verdict": verdict(rates, {job.recorded: speed_error(off)}),
+        "verdict": verdict_of({name: run["figures"] for name, run in policies.items()}, off),
     }
 
 
@@ -180,10 +175,15 @@ def _own_error(
     """
     if sum(request.served for request in job.requests) < _FEWEST_ENDED:
         return {}
-    shape = job.engine.shape({"policy": job.recorded})
-    run = simulate(job.arrivals, shape, table, concurrency=clients or None)
+    run = _again(job, table, clients)
     figures = run.figures() | seen_until(run.requests, job.seconds)
     return errors(_compared(figures), _compared(measured))
+
+
+def _again(job: ReplayJob, table: StepTable, clients: int) -> SimulatedRun:
+    """What was recorded."""
+    shape = job.engine.shape({"policy": job.recorded})
+    return simulate(job.arrivals, shape, table, concurrency=clients or None)
 
 
 def _compared(figures: JsonDict) -> JsonDict:
@@ -197,12 +197,12 @@ def seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
     """
     end = min(request.arrival for request in requests) + seconds
     tokens = round(sum(delivered(request, end) for request in requests))
-    begun = [request for request in requests if request.first_token is not None]
+    begun = [request for request in requests if _first_token(request) <= end]
     ended = [request for request in requests if request.served and request.end <= end]
     return {
         "output_tokens": tokens,
         "output_tok_s": tokens / seconds if seconds > 0 else 0.0,
-        "ttft_s": spread([request.ttft_s for request in begun if _first_token(request) <= end]),
+        "ttft_s": spread([request.ttft_s for request in begun]),
         "e2e_s": spread([request.e2e_s for request in ended]),
     }
 
@@ -215,34 +215,37 @@ def delivered(request: RequestRecord, end: float) -> float:
     """Tokens that a request had brought by then, as if they had come evenly from the first to the
     last.
     """
-    first = request.first_token
-    if first is None or first > end:
+    first, last = _first_token(request), request.end
+    if first > end:
         return 0.0
-    if request.end <= end or request.end <= first:
+    if last <= max(first, end):
         return request.n_output
-    return 1 + (request.n_output - 1) * (end - first) / (request.end - first)
+    return 1 + (request.n_output - 1) * (end - first) / (last - first)
 
 
 def _result_of(run: SimulatedRun, price_per_hour: float | None) -> JsonDict:
-    stays = run.stays
+    first = min(request.arrival for request in run.requests)
     return {
         "figures": run.figures(price_per_hour=price_per_hour),
         "seats": run.seats,
         "seconds": run.seconds,
-        "stays_left_out": max(0, len(stays) - _MAX_STAYS),
-        "stays": _columns(stays[:_MAX_STAYS], min(request.arrival for request in run.requests)),
+        "stays_left_out": max(0, len(run.stays) - _MAX_STAYS),
+        "stays": _columns(run.stays[:_MAX_STAYS], first),
     }
 
 
 def _columns(stays: list[SeatStay], first: float) -> dict[str, list[Any]]:
     """Seconds since `first`."""
-    return {
-        "seat": [stay.seat for _, stay in stays],
-        "request": [request.number for request, _ in stays],
-        "from": [_since(first, stay.start) for _, stay in stays],
-        "first_token": [_since(first, stay.first_token) for _, stay in stays],
-        "to": [_since(first, stay.end) for _, stay in stays],
+    columns = {
+        name: [_since(first, getattr(stay, field)) for _, stay in stays]
+        for name, field in _TIMES.items()
     }
+    seats = [stay.seat for _, stay in stays]
+    return columns | {"seat": seats, "request": [request.number for request, _ in stays]}
+
+
+#: Columns of times, by the fields of a stay.
+_TIMES = {"from": "start", "first_token": "first_token", "to": "end"}
 
 
 def _since(first: float, t: float | None) -> float | None:
@@ -253,9 +256,9 @@ def _since(first: float, t: float | None) -> float | None:
 
 def _gaps_of(records: np.ndarray) -> dict[str, float] | None:
     """Time between tokens: of the steps, as often as they had decode rows."""
-    decode = records["decode"].astype(np.int64)
-    spans = records["device_s"].astype(np.float64) + records["gap_s"]
-    return weighted_spread(spans[decode > 0], decode[decode > 0])
+    steps = records[records["decode"] > 0]
+    spans = steps["device_s"].astype(np.float64) + steps["gap_s"]
+    return weighted_spread(spans, steps["decode"].astype(np.int64))
 
 
 def array(file: bytes) -> np.ndarray:

@@ -100,6 +100,10 @@ def _read_config(path: Path) -> Mapping[str, object]:
     return read
 
 
+#: Assumptions that are shares of what there is.
+_SHARES = ("bandwidth", "flops", "memory")
+
+
 @dataclass(frozen=True, slots=True)
 class Assumptions:
     """What the roofline takes for granted."""
@@ -115,7 +119,7 @@ class Assumptions:
     memory: float = 0.92
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "flops", "memory"):
+        for name in _SHARES:
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"the {name} efficiency must be more than 0 and at most 1")
         if min(self.overhead_s, self.hop_s) < 0:
@@ -142,8 +146,8 @@ class ModelCost:
     def layer_weights(self) -> int:
         """Numbers in the matrices of all layers."""
         c = self.config
-        attention = c.hidden_size * c.qkv_size + c.n_heads * c.head_dim * c.hidden_size
-        return c.n_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+        outputs = c.qkv_size + c.n_heads * c.head_dim + 3 * c.intermediate_size
+        return c.n_layers * c.hidden_size * outputs
 
     @property
     def table_weights(self) -> int:
@@ -193,9 +197,14 @@ class ModelCost:
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step."""
-        c = self.config
-        attention = 4.0 * c.n_layers * c.n_heads * c.head_dim * (work.keys + work.pairs)
+        attention = 4.0 * self._attention_width * (work.keys + work.pairs)
         return 2.0 * self.layer_weights * rows, 2.0 * self.table_weights * logit_rows + attention
+
+    @property
+    def _attention_width(self) -> int:
+        """Numbers of all heads of all layers."""
+        c = self.config
+        return c.n_layers * c.n_heads * c.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +223,12 @@ class Roofline:
     assumed: Assumptions = Assumptions()
     host: HostTimes = _ASSUMED_HOST
     noise: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """What the times come from, in words."""
+        chips = f"{self.count} x {self.device.name}"
+        return f"roofline of {chips}, {self.cost.weights} weights, {self.cost.kv} KV"
 
     def seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Expected device seconds of a step."""

@@ -15,8 +15,9 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from jitney.engine.simulation.step_table import StepTimes, kind_of
 from jitney.engine.simulation.workload import Arrival, request_of
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
-from jitney.engine.telemetry.summary import QUANTILES, Slo, summarise, token_waits
+from jitney.engine.telemetry.summary import QUANTILES, summarise, token_waits
 from jitney.engine.types import EngineRequest, JsonDict
 
 #: No request finds anything.
@@ -66,18 +67,16 @@ class EngineShape:
         """The engine that these settings describe; pages as in `EngineShape`, because settings may
         leave it to the machine. on_device: on a GPU or TPU. buckets: those of a running engine,
         where they are known."""
-        names = [field.name for field in fields(SchedulerLimits) if hasattr(settings, field.name)]
-        shared = {name: getattr(settings, name) for name in names}
-        limits = SchedulerLimits(context_length=context_length, **shared)
-        if buckets is None:
-            buckets = _buckets_of(settings, on_device)
+        limits = SchedulerLimits(context_length=context_length, **_shared(settings))
+        buckets = buckets or buckets_of(settings, on_device)
         return cls(limits, buckets, pages, settings.page_size)
 
     def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
         """The same engine under another policy; static_timeout_ms: None leaves it as it is."""
-        limits = replace(self.limits, policy=policy)
+        timeout_ms = self.limits.static_timeout_ms
         if static_timeout_ms is not None:
-            limits = replace(limits, static_timeout_ms=static_timeout_ms)
+            timeout_ms = static_timeout_ms
+        limits = replace(self.limits, policy=policy, static_timeout_ms=timeout_ms)
         return replace(self, limits=limits)
 
     def new_core(self, device: VirtualDevice, hits: Mapping[str, int] = _NO_HITS) -> EngineCore:
@@ -85,15 +84,21 @@ class EngineShape:
         by id.
         """
         pool = PagePool(self.pages, self.page_size, retain=False)
-        if hits:
-            scheduler = _RecordedHits(self.limits, self.buckets, pool, device.clock)
+        kind = _RecordedHits if hits else Scheduler
+        scheduler = kind(self.limits, self.buckets, pool, device.clock)
+        if isinstance(scheduler, _RecordedHits):
             scheduler.hits = hits
-        else:
-            scheduler = Scheduler(self.limits, self.buckets, pool, device.clock)
         return EngineCore(scheduler, device, Ledger(), device.clock)
 
 
-def _buckets_of(settings: EngineSection, on_device: bool) -> Buckets:
+def _shared(settings: EngineSection) -> JsonDict:
+    """Settings that are limits of the scheduler under the same name."""
+    names = [field.name for field in fields(SchedulerLimits) if hasattr(settings, field.name)]
+    return {name: getattr(settings, name) for name in names}
+
+
+def buckets_of(settings: EngineSection, on_device: bool) -> Buckets:
+    """Those that an engine of these settings compiles for; on_device: on a GPU or TPU."""
     return make_buckets(
         max_seats=settings.max_seats,
         token_budget=settings.token_budget,
@@ -147,19 +152,17 @@ class SimulatedRun:
         """Who sat where, by the beginning of each stay."""
         return stays_of(self.requests)
 
-    def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> JsonDict:
-        """The figures of `summary.summarise`; inter-token waits are exact though no token's time is
-        kept.
+    def figures(self, **options: Any) -> JsonDict:
+        """The figures of `summary.summarise`, with its slo and price_per_hour as options;
+        inter-token waits are exact though no token's time is kept.
         """
-        figures = summarise(
+        return summarise(
             self.requests,
             records=self.records,
             seats=self.seats,
             seconds=self.seconds,
-            slo=slo,
-            price_per_hour=price_per_hour,
-        )
-        return figures | {"itl_s": weighted_spread(self.gaps, self.gap_counts)}
+            **options,
+        ) | {"itl_s": weighted_spread(self.gaps, self.gap_counts)}
 
 
 class FlyingStep(NamedTuple):
@@ -264,28 +267,30 @@ def simulate(
 def _run_of(requests: list[RequestRecord], log: StepLog, seats: int) -> SimulatedRun:
     records = log.records
     gaps, gap_counts = token_waits(requests, records["step"], np.array(log.done))
+    return SimulatedRun(requests, records, span(requests), seats, gaps, gap_counts)
+
+
+def span(requests: Series[RequestRecord]) -> float:
+    """Seconds from the first arrival to the last end."""
     first = min(request.arrival for request in requests)
-    last = max(request.end for request in requests)
-    return SimulatedRun(requests, records, last - first, seats, gaps, gap_counts)
+    return max(request.end for request in requests) - first
 
 
 def _hits_of(arrivals: Series[Arrival]) -> dict[str, int]:
     """Request id -> prompt tokens that were found cached, of those that found any."""
-    hits = {}
-    for number, arrival in enumerate(arrivals):
-        if arrival.n_cached:
-            hits[str(number)] = arrival.n_cached
-    return hits
+    hits = {str(number): arrival.n_cached for number, arrival in enumerate(arrivals)}
+    return {name: n_cached for name, n_cached in hits.items() if n_cached}
 
 
 def _offer_of(arrivals: Series[Arrival], concurrency: int) -> Offer:
     """The arrivals with prompts of zeros."""
+    times = [arrival.at for arrival in arrivals]
+    return Offer(times, partial(_request_at, arrivals), concurrency)
 
-    def request_at(number: int, at: float) -> EngineRequest:
-        arrival = arrivals[number]
-        return request_of(str(number), arrival, [0] * arrival.n_prompt, at)
 
-    return Offer([arrival.at for arrival in arrivals], request_at, concurrency)
+def _request_at(arrivals: Series[Arrival], number: int, at: float) -> EngineRequest:
+    arrival = arrivals[number]
+    return request_of(str(number), arrival, [0] * arrival.n_prompt, at)
 
 
 @contextlib.contextmanager

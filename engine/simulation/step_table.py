@@ -263,8 +263,11 @@ def _fit_steadily(points: Sequence[Point]) -> list[Curve]:
 
 def _retimed(points: Sequence[Point], seconds: np.ndarray) -> list[Point]:
     """The same work with other times."""
-    pairs = zip(points, seconds.tolist(), strict=True)
-    return [point._replace(seconds=seconds) for point, seconds in pairs]
+    return list(map(_with_time, points, seconds.tolist()))
+
+
+def _with_time(point: Point, seconds: float) -> Point:
+    return point._replace(seconds=seconds)
 
 
 def _seconds_of(points: Sequence[Point]) -> np.ndarray:

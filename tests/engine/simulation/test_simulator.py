@@ -459,7 +459,10 @@ def test_a_closed_loop_keeps_so_many_open():
 def test_refused_requests_are_counted_as_such():
     run = simulate([Arrival(0.0, 4, 50)] * 6, shape(seats=1, max_waiting_requests=2), SECOND)
     assert [t.finish for t in run.requests] == ["length"] * 3 + ["error"] * 3
-    assert run.figures(Slo(ttft_s=100.0), 2.0)["finish"] == {"length": 3, "error": 3}
+    assert run.figures(slo=Slo(ttft_s=100.0), price_per_hour=2.0)["finish"] == {
+        "length": 3,
+        "error": 3,
+    }
 
 
 def test_the_shape_takes_every_setting():
