@@ -5,6 +5,7 @@ kind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,11 @@ EXTRA_FIELDS = ("ignore_eos",)
 _CONNECT_S = 10.0
 #: Characters of an error's text that are kept.
 _DETAIL = 200
+#: How an answer ends in which an error stands.
+_ERROR = "error_in_stream"
+_JSON = {"content-type": "application/json"}
+#: What every request asks for.
+_BODY: JsonDict = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +65,7 @@ class RemoteEndpoint:
         """A greedy streaming request for exactly max_tokens tokens, as far as the endpoint lets one
         say so.
         """
-        body: JsonDict = {
-            "model": self.model,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self._prompt(text),
-        }
+        body = _BODY | {"model": self.model, "max_tokens": max_tokens, **self._prompt(text)}
         if self.extras:
             # An endpoint that knows such fields may have a penalty of its own as a default.
             body |= {"repetition_penalty": 1.0, **dict.fromkeys(self.extras, True)}
@@ -104,6 +103,11 @@ class Answer:
         """True if it ended as it should."""
         return self.finish in ("stop", "length")
 
+    @property
+    def n_tokens(self) -> int:
+        """Of an answer that was served, the chunks where the endpoint does not count; else 0."""
+        return (self.n_output or len(self.chunks)) if self.served else 0
+
     def fail(self, kind: str, detail: str) -> None:
         self.finish = kind
         self.detail = detail
@@ -129,39 +133,46 @@ async def _exchange(
     client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: JsonDict, answer: Answer
 ) -> None:
     """Send the request and write into `answer` what comes."""
-    content = orjson.dumps(body)
-    headers = {"content-type": "application/json"}
     async with client.stream(
-        "POST", endpoint.generation, content=content, headers=headers
+        "POST", endpoint.generation, content=orjson.dumps(body), headers=_JSON
     ) as response:
         if response.status_code == 200:
             await _read(answer, events(response.aiter_bytes()))
-            return
-        detail = (await response.aread())[:_DETAIL]
-        answer.fail(f"http_{response.status_code}", detail.decode(errors="replace"))
+        else:
+            await _read_refusal(answer, response)
+
+
+async def _read_refusal(answer: Answer, response: httpx.Response) -> None:
+    detail = (await response.aread())[:_DETAIL]
+    answer.fail(f"http_{response.status_code}", detail.decode(errors="replace"))
 
 
 async def _read(answer: Answer, stream: AsyncIterator[bytes]) -> None:
     async for data in stream:
         if data == b"[DONE]":
             break
-        chunk = orjson.loads(data)
-        if "error" in chunk:
-            answer.fail("error_in_stream", str(chunk["error"])[:_DETAIL])
+        _take(answer, orjson.loads(data))
+        if answer.finish == _ERROR:
             return
-        _take(answer, chunk)
     if not answer.finish:
         answer.fail("broken_stream", "it ended without a finish_reason")
 
 
 def _take(answer: Answer, chunk: JsonDict) -> None:
+    if "error" in chunk:
+        answer.fail(_ERROR, str(chunk["error"])[:_DETAIL])
+        return
     for choice in chunk["choices"]:
-        if _text_of(choice):
-            answer.chunks.append(time.monotonic())
-        answer.finish = choice.get("finish_reason") or answer.finish
+        _take_choice(answer, choice)
     usage = chunk.get("usage")
     if usage:
         _take_usage(answer, usage)
+
+
+def _take_choice(answer: Answer, choice: JsonDict) -> None:
+    if _text_of(choice):
+        answer.chunks.append(time.monotonic())
+    answer.finish = choice.get("finish_reason") or answer.finish
 
 
 def _take_usage(answer: Answer, usage: JsonDict) -> None:
@@ -206,6 +217,15 @@ def open_client(endpoint: RemoteEndpoint) -> httpx.AsyncClient:
     )
 
 
+async def read_page(client: httpx.AsyncClient, url: str) -> httpx.Response | None:
+    """The answer; None where there is no such page."""
+    with contextlib.suppress(httpx.HTTPError):
+        response = await client.get(url)
+        if response.status_code == 200:
+            return response
+    return None
+
+
 async def first_model(client: httpx.AsyncClient, endpoint: RemoteEndpoint) -> str:
     """The first model that the endpoint lists. ConfigError if there is no such endpoint, or it
     lists none.
@@ -228,24 +248,21 @@ async def count_tokens(
     """Prompt tokens of some texts, by the endpoint's own count. JitneyError if it does not answer
     or count.
     """
-    counts = []
-    for text in texts:
-        answer = await ask(client, endpoint, endpoint.body(text, 1))
-        _check_counted(answer)
-        counts.append(answer.n_prompt)
-    return counts
+    return [await _count(client, endpoint, text) for text in texts]
 
 
-def _check_counted(answer: Answer) -> None:
+async def _count(client: httpx.AsyncClient, endpoint: RemoteEndpoint, text: str) -> int:
+    answer = await ask(client, endpoint, endpoint.body(text, 1))
     if not answer.served:
-        hint = ""
-        if "ignore_eos" in answer.detail:
-            hint = "; --no-ignore-eos leaves that field out"
-        raise JitneyError(
-            f"the endpoint refuses a trial request: {answer.finish} {answer.detail}{hint}"
-        )
+        hint = "; --no-ignore-eos leaves that field out" if "ignore_eos" in answer.detail else ""
+        reason = f"{answer.finish} {answer.detail}"
+        raise JitneyError(f"the endpoint refuses a trial request: {reason}{hint}")
     if not answer.n_prompt:
-        raise JitneyError(
-            "the endpoint streams no usage (stream_options.include_usage), so that prompts cannot "
-            "be made as long as wanted"
-        )
+        raise JitneyError(_UNCOUNTED)
+    return answer.n_prompt
+
+
+_UNCOUNTED = (
+    "the endpoint streams no usage (stream_options.include_usage), so that prompts cannot "
+    "be made as long as wanted"
+)

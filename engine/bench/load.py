@@ -12,14 +12,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from jitney.engine.bench.client import Answer
-from jitney.engine.simulation.accuracy import span
+from jitney.engine.simulation.simulator import span
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.telemetry.summary import Slo, spread, summarise
+from jitney.engine.telemetry.summary import spread, summarise
 from jitney.engine.types import JsonDict
 
 #: How often the event loop is asked whether it is late, seconds.
@@ -57,11 +58,13 @@ class Sender:
     def _reasons(self) -> Iterator[str]:
         if self.cpu_share > _MOST_CPU:
             yield f"it used {self.cpu_share:.0%} of a CPU"
-        lag, late = _p99(self.lag_s), _p99(self.late_s)
-        if lag > _MOST_LAG_S:
-            yield f"its event loop woke up {1e3 * lag:.0f} ms late (p99)"
-        if late > _MOST_LAG_S:
-            yield f"requests left {1e3 * late:.0f} ms late (p99)"
+        for what, seconds in (
+            ("its event loop woke up", self.lag_s),
+            ("requests left", self.late_s),
+        ):
+            late = _p99(seconds)
+            if late > _MOST_LAG_S:
+                yield f"{what} {1e3 * late:.0f} ms late (p99)"
 
     def as_json(self) -> JsonDict:
         return {
@@ -92,15 +95,11 @@ class LoadResult:
     seconds: float
     sender: Sender
 
-    def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> JsonDict:
-        """As `summary.summarise`, without what only the server knows."""
-        return summarise(
-            self.requests,
-            records=None,
-            seconds=self.seconds,
-            slo=slo,
-            price_per_hour=price_per_hour,
-        )
+    def figures(self, **options: Any) -> JsonDict:
+        """As `summary.summarise`, without what only the server knows; options: its slo and
+        price_per_hour.
+        """
+        return summarise(self.requests, records=None, seconds=self.seconds, **options)
 
 
 async def run_load(
@@ -123,12 +122,7 @@ async def run_load(
     started = time.monotonic()
     async with _watched(exchange.sender), asyncio.TaskGroup() as group:
         for number, arrival in enumerate(arrivals):
-            intended = started + arrival.at
-            if not closed:
-                await asyncio.sleep(max(0.0, intended - time.monotonic()))
-            await places.acquire()
-            if closed:
-                intended = time.monotonic()
+            intended = await exchange.turn(None if closed else started + arrival.at)
             group.create_task(exchange.serve(number, intended))
     return exchange.result(started)
 
@@ -148,6 +142,15 @@ class _Exchange:
     requests: dict[int, RequestRecord] = field(default_factory=dict)
     answers: dict[int, Answer] = field(default_factory=dict)
 
+    async def turn(self, due: float | None) -> float:
+        """Wait until a request may be sent; when it should have been. due: its own time, None: when
+        there is a place.
+        """
+        if due is not None:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+        await self.places.acquire()
+        return time.monotonic() if due is None else due
+
     async def serve(self, number: int, intended: float) -> None:
         if self.open_loop:
             self.sender.late_s.append(time.monotonic() - intended)
@@ -155,28 +158,27 @@ class _Exchange:
             answer = await self.send(number)
         finally:
             self.places.release()
+        self._keep(number, intended, answer)
+
+    def _keep(self, number: int, intended: float, answer: Answer) -> None:
         self.answers[number] = answer
         self.requests[number] = record_of(number, self.arrivals[number], intended, answer)
         self.watch(len(self.answers), len(self.arrivals))
 
     def result(self, started: float) -> LoadResult:
         """Everything, in the order of the arrivals."""
-        numbers = range(len(self.arrivals))
-        requests = [self.requests[number] for number in numbers]
-        answers = [self.answers[number] for number in numbers]
+        requests = [request for _, request in sorted(self.requests.items())]
+        answers = [answer for _, answer in sorted(self.answers.items())]
         return LoadResult(requests, answers, started, span(requests), self.sender)
 
 
 def record_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestRecord:
     """A request as its client saw it, with the endpoint's token counts where it tells them."""
-    n_output = 0
-    if answer.served:
-        n_output = answer.n_output or len(answer.chunks)
     return RequestRecord(
         number=number,
         tenant=arrival.tenant,
         n_prompt=answer.n_prompt or arrival.n_prompt,
-        n_output=n_output,
+        n_output=answer.n_tokens,
         arrival=intended,
         first_token=_first_token(answer),
         finished=answer.finished,
@@ -202,7 +204,8 @@ async def _watched(sender: Sender) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
-        sender.cpu_share = (time.process_time() - cpu) / max(1e-9, time.monotonic() - wall)
+        spent, passed = time.process_time() - cpu, time.monotonic() - wall
+        sender.cpu_share = spent / max(1e-9, passed)
 
 
 async def _look(sender: Sender) -> None:

@@ -10,38 +10,34 @@ from itertools import accumulate, pairwise
 
 import httpx
 
+from jitney.engine.bench.client import read_page
 from jitney.engine.telemetry.cost import NANO, SPLIT_ORDER, Line, with_idle
 
 _SAMPLE = re.compile(r"^(jitney_\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|\+Inf)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 #: (name, sorted labels) -> value.
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+_SampleName = tuple[str, tuple[tuple[str, str], ...]]
+Samples = dict[_SampleName, float]
 
 
 def parse_metrics(text: str) -> Samples:
     """Our samples of a page in Prometheus' text format."""
-    samples: Samples = {}
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match:
-            name, labels, value = match.groups()
-            samples[name, tuple(sorted(_LABEL.findall(labels or "")))] = float(value)
-    return samples
+    matches = filter(None, map(_SAMPLE.match, text.splitlines()))
+    return dict(_sample(*match.groups()) for match in matches)
+
+
+def _sample(name: str, labels: str | None, value: str) -> tuple[_SampleName, float]:
+    return (name, tuple(sorted(_LABEL.findall(labels or "")))), float(value)
 
 
 async def read_metrics(client: httpx.AsyncClient, base: str) -> Samples | None:
     """The server's samples; None if it has no such page, or publishes none of ours."""
-    try:
-        response = await client.get(f"{base}/metrics")
-    except httpx.HTTPError:
+    page = await read_page(client, f"{base}/metrics")
+    if page is None:
         return None
-    if response.status_code != 200:
-        return None
-    samples = parse_metrics(response.text)
-    if _rows(samples, "prefill") is None:
-        return None
-    return samples
+    samples = parse_metrics(page.text)
+    return None if _rows(samples, "prefill") is None else samples
 
 
 def _rows(samples: Samples, kind: str) -> float | None:

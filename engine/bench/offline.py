@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,18 @@ from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.simulation.accuracy import MeasuredRun, RunNote, span
-from jitney.engine.simulation.drive import Offer, RealClock, drive
-from jitney.engine.simulation.simulator import EngineShape
+from jitney.engine.simulation.accuracy import MeasuredRun, RunNote
+from jitney.engine.simulation.drive import Offer, RealClock, StepLog, drive
+from jitney.engine.simulation.simulator import EngineShape, span
 from jitney.engine.simulation.workload import Arrival, request_of
-from jitney.engine.telemetry.cost import RowOwners
+from jitney.engine.telemetry.cost import Bill, RowOwners, bill
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
-from jitney.engine.telemetry.summary import Slo, summarise
+from jitney.engine.telemetry.summary import summarise
 from jitney.engine.types import EngineRequest, JsonDict
 
-#: So many tokens may wait.
-_NO_CAP = 2**31 - 1
+#: Limits with which a scheduler refuses nobody, but for those of how many may wait.
+_NO_REFUSALS = {"max_predicted_wait_s": 0.0, "max_waiting_tokens": 2**31 - 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +81,24 @@ class OfflineRun:
         """The run as the simulator compares it with a prediction."""
         return MeasuredRun(self.requests, self.records, RunNote(self.shape, self.concurrency))
 
-    def figures(self, slo: Slo | None = None, price_per_hour: float | None = None) -> JsonDict:
-        """As `engine.telemetry.summary.summarise`."""
+    def figures(self, **options: Any) -> JsonDict:
+        """As `summary.summarise`; options: its slo and price_per_hour."""
         return summarise(
             self.requests,
             records=self.records,
             seats=self.limits.max_seats,
             seconds=self.seconds,
-            slo=slo,
-            price_per_hour=price_per_hour,
+            **options,
         )
 
 
 #: Runs by the policy's name.
 PolicyRuns = Mapping[str, OfflineRun]
+
+
+def bills_of(runs: PolicyRuns) -> dict[str, Bill]:
+    """What each run's device time was spent on."""
+    return {policy: bill(run.records, run.seconds) for policy, run in runs.items()}
 
 
 class _NotingRunner:
@@ -154,20 +159,23 @@ class OfflineBench:
         """The arrivals with prompts of exactly their lengths. ConfigError if one does not fit the
         engine.
         """
+        return [self._prompted(arrival, n, seed) for n, arrival in enumerate(arrivals)]
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a sequence."""
         pool = self._core.scheduler.pool
-        most = min(self.limits.context_length, pool.capacity * pool.page_size + 1)
-        prompted = []
-        for number, arrival in enumerate(arrivals):
-            _check_length(number, arrival, most)
-            prompt = arrival_ids(self._encode, arrival, number, seed)
-            prompted.append(PromptedArrival(arrival, prompt))
-        return prompted
+        return min(self.limits.context_length, pool.capacity * pool.page_size + 1)
+
+    def _prompted(self, arrival: Arrival, number: int, seed: int) -> PromptedArrival:
+        _check_length(number, arrival, self._most_tokens)
+        return PromptedArrival(arrival, arrival_ids(self._encode, arrival, number, seed))
 
     def warm_up(self, requests: Sequence[PromptedArrival], seconds: float = 2.0) -> None:
         """Run some of the requests for about so long, for caches and clock frequencies; nothing of
         it is kept.
         """
-        short = [_shortened(request) for request in requests[: self.limits.max_seats]]
+        short = list(map(_shortened, requests[: self.limits.max_seats]))
         until = self.clock() + seconds
         while self.clock() < until:
             self.run(short)
@@ -187,41 +195,38 @@ class OfflineBench:
         ConfigError for impossible limits.
         """
         owners = RowOwners()
-        runner = _NotingRunner(self._core.runner, owners)
-        core = self._fresh(runner, requests, limits)
+        core = self._fresh(_NotingRunner(self._core.runner, owners), len(requests), limits)
         records = _watched_records(watch, len(requests))
         gc.collect()
         started = self.clock()
         offer = _offer_of(requests, started, concurrency)
         log = drive(core, RealClock(self.clock, self._sleep), offer, records)
         core.check()
-        served = list(records.oldest())
-        return OfflineRun(
-            requests=served,
-            tokens=[_output_of(request) for request in served],
-            records=log.records,
-            owners=owners,
-            started=started,
-            seconds=span(served),
-            shape=replace(self.shape, limits=core.scheduler.limits),
-            concurrency=concurrency,
-        )
+        shape = replace(self.shape, limits=core.scheduler.limits)
+        return _run_of(list(records.oldest()), log, owners, started, shape, concurrency)
 
-    def _fresh(
-        self, runner: StepRunner, requests: Sequence[PromptedArrival], limits: JsonDict
-    ) -> EngineCore:
+    def _fresh(self, runner: StepRunner, requests: int, limits: JsonDict) -> EngineCore:
         """A core as the engine's own, with other limits; nobody is refused for the length of the
         queue.
         """
         own = self._core.scheduler
-        open_door = {
-            "max_waiting_requests": len(requests) + 1,
-            "max_predicted_wait_s": 0.0,
-            "max_waiting_tokens": _NO_CAP,
-        }
+        open_door = {"max_waiting_requests": requests + 1, **_NO_REFUSALS}
         changed = replace(own.limits, **open_door, **limits)
         scheduler = Scheduler(changed, own.buckets, _empty_like(own.pool), self.clock)
         return EngineCore(scheduler, runner, Ledger(capacity=1), self.clock)
+
+
+def _run_of(
+    served: list[RequestRecord],
+    log: StepLog,
+    owners: RowOwners,
+    started: float,
+    shape: EngineShape,
+    concurrency: int,
+) -> OfflineRun:
+    tokens = list(map(_output_of, served))
+    seconds = span(served)
+    return OfflineRun(served, tokens, log.records, owners, started, seconds, shape, concurrency)
 
 
 def _watched_records(watch: Watch, total: int) -> RequestRecords:
@@ -239,9 +244,10 @@ def _empty_like(pool: PagePool) -> PagePool:
 
 
 def _check_length(number: int, arrival: Arrival, most: int) -> None:
-    if arrival.n_prompt + arrival.n_output > most:
+    n_prompt, n_output = arrival.n_prompt, arrival.n_output
+    if n_prompt + n_output > most:
         raise ConfigError(
-            f"request {number} has {arrival.n_prompt} prompt and {arrival.n_output} output "
+            f"request {number} has {n_prompt} prompt and {n_output} output "
             f"tokens, a sequence here {most} at most: lower the lengths or give more pages"
         )
 
@@ -253,12 +259,13 @@ def _shortened(request: PromptedArrival) -> PromptedArrival:
 
 
 def _offer_of(requests: Sequence[PromptedArrival], started: float, concurrency: int) -> Offer:
-    def request_at(number: int, at: float) -> EngineRequest:
-        request = requests[number]
-        return request_of(str(number), request.arrival, request.prompt, at)
-
     times = [started + request.arrival.at for request in requests]
-    return Offer(times, request_at, concurrency)
+    return Offer(times, partial(_request_at, requests), concurrency)
+
+
+def _request_at(requests: Sequence[PromptedArrival], number: int, at: float) -> EngineRequest:
+    request = requests[number]
+    return request_of(str(number), request.arrival, request.prompt, at)
 
 
 def _output_of(request: RequestRecord) -> list[int]:

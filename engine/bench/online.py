@@ -4,8 +4,9 @@ the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from jitney.engine.bench.client import (
     count_tokens,
     first_model,
     open_client,
+    read_page,
 )
 from jitney.engine.bench.load import LoadResult, Watch, run_load
 from jitney.engine.bench.metrics import Samples, bill_between, queue_mean, read_metrics
@@ -68,10 +70,8 @@ class EngineAbout(NamedTuple):
             return "an engine that does not say what it is"
         if not self.device:
             return f"version {self.version}"
-        return (
-            f"version {self.version}, {self.dtype}, {self.kernels} kernels on {self.device} "
-            f"({self.platform})"
-        )
+        about = "version {version}, {dtype}, {kernels} kernels on {device} ({platform})"
+        return about.format_map(self._asdict())
 
 
 #: An endpoint without such a page.
@@ -92,25 +92,34 @@ class OnlineRun:
     about: EngineAbout = UNKNOWN_ENGINE
 
 
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """How requests are sent."""
+
+    #: Most that are open at a time, 0: any number.
+    concurrency: int
+    #: A request comes when another one ends.
+    closed: bool
+    #: Short requests sent before anything is timed.
+    warmup: int
+    watch: Watch
+
+
 async def measure(
-    endpoint: RemoteEndpoint,
-    arrivals: Sequence[Arrival],
-    *,
-    concurrency: int,
-    closed: bool,
-    warmup: int,
-    watch: Watch,
+    endpoint: RemoteEndpoint, arrivals: Sequence[Arrival], sending: Sending
 ) -> OnlineRun:
-    """Send the arrivals to the endpoint; warmup: short requests sent before anything is timed.
+    """Send the arrivals to the endpoint.
 
     Raises ConfigError or JitneyError if the endpoint does not answer at all.
     """
     async with open_client(endpoint) as client:
-        longest = max(arrival.n_prompt for arrival in arrivals)
-        session = await _Session.open(client, endpoint, longest)
-        return await session.measure(
-            arrivals, concurrency=concurrency, closed=closed, warmup=warmup, watch=watch
-        )
+        session = await _Session.open(client, endpoint, arrivals)
+        return await session.measure(arrivals, sending)
+
+
+def _longest(arrivals: Sequence[Arrival]) -> int:
+    """Tokens of the longest prompt."""
+    return max(arrival.n_prompt for arrival in arrivals)
 
 
 async def read_about(client: httpx.AsyncClient, base: str) -> EngineAbout:
@@ -123,13 +132,9 @@ async def read_about(client: httpx.AsyncClient, base: str) -> EngineAbout:
 
 async def _read_json(client: httpx.AsyncClient, url: str) -> Any:
     """The page's content; None where there is no such page."""
-    try:
-        response = await client.get(url)
-        if response.status_code != 200:
-            return None
-        return response.json()
-    except (httpx.HTTPError, ValueError):
-        return None
+    page = await read_page(client, url)
+    with contextlib.suppress(ValueError):
+        return None if page is None else page.json()
 
 
 @dataclass(slots=True)
@@ -143,54 +148,43 @@ class _Session:
 
     @classmethod
     async def open(
-        cls, client: httpx.AsyncClient, endpoint: RemoteEndpoint, longest: int
+        cls, client: httpx.AsyncClient, endpoint: RemoteEndpoint, arrivals: Sequence[Arrival]
     ) -> _Session:
-        """Find the model, and learn how long texts of up to `longest` tokens are."""
-        if not endpoint.model:
-            endpoint = replace(endpoint, model=await first_model(client, endpoint))
-        return cls(client, endpoint, await _measured_ruler(client, endpoint, longest))
+        """Find the model, and learn how long texts as long as the arrivals' prompts are."""
+        model = endpoint.model or await first_model(client, endpoint)
+        endpoint = replace(endpoint, model=model)
+        return cls(client, endpoint, await _measured_ruler(client, endpoint, _longest(arrivals)))
 
-    async def measure(
-        self,
-        arrivals: Sequence[Arrival],
-        *,
-        concurrency: int,
-        closed: bool,
-        warmup: int,
-        watch: Watch,
-    ) -> OnlineRun:
+    async def measure(self, arrivals: Sequence[Arrival], sending: Sending) -> OnlineRun:
         """As the function `measure`.
 
         Texts are new in every run: an endpoint that remembers prompts would answer those of an
         earlier run too fast.
         """
         salt = secrets.randbits(32)
-        send = self._sender(arrivals, self._texts(arrivals, salt))
-        await self._warm_up(arrivals[:warmup], concurrency, salt)
+        texts = self._texts(arrivals, salt)
+        await self._warm_up(arrivals[: sending.warmup], sending.concurrency, salt)
         before = await read_metrics(self.client, self.endpoint.base)
-        load = await run_load(send, arrivals, concurrency=concurrency, closed=closed, watch=watch)
+        load = await self._send(arrivals, texts, sending)
         about = await read_about(self.client, self.endpoint.base)
         run = OnlineRun(self.endpoint, load, about=about)
         if before is not None:
             await self._read_bill(run, before)
         return run
 
-    def _sender(
-        self, arrivals: Sequence[Arrival], texts: Sequence[str]
-    ) -> Callable[[int], Awaitable[Answer]]:
-        """Sends the request of that number."""
-
-        async def send(number: int) -> Answer:
+    async def _send(
+        self, arrivals: Sequence[Arrival], texts: Sequence[str], sending: Sending
+    ) -> LoadResult:
+        def send(number: int) -> Awaitable[Answer]:
             arrival = arrivals[number]
-            return await self._ask(texts[number], arrival.n_output, arrival.tenant)
+            return self._ask(texts[number], arrival.n_output, arrival.tenant)
 
-        return send
+        n, closed, watch = sending.concurrency, sending.closed, sending.watch
+        return await run_load(send, arrivals, concurrency=n, closed=closed, watch=watch)
 
     def _texts(self, arrivals: Sequence[Arrival], salt: int) -> list[str]:
-        texts = []
-        for number, arrival in enumerate(arrivals):
-            texts.append(arrival_prose(arrival, self.ruler.words, number, salt))
-        return texts
+        words, numbered = self.ruler.words, enumerate(arrivals)
+        return [arrival_prose(arrival, words, number, salt) for number, arrival in numbered]
 
     async def _read_bill(self, run: OnlineRun, before: Samples) -> None:
         after = await read_metrics(self.client, self.endpoint.base)
@@ -203,16 +197,15 @@ class _Session:
 
     async def _warm_up(self, arrivals: Sequence[Arrival], concurrency: int, salt: int) -> None:
         """Send requests with such prompts and short outputs, as a closed loop."""
-        if not arrivals:
-            return
 
-        async def send(number: int) -> Answer:
+        def send(number: int) -> Awaitable[Answer]:
             arrival = arrivals[number]
             text = prose(self.ruler.words(arrival.n_prompt), [salt, number, 1])
-            return await self._ask(text, min(16, arrival.n_output))
+            return self._ask(text, min(16, arrival.n_output))
 
-        at_once = [Arrival(0.0, 1, 1)] * len(arrivals)
-        await run_load(send, at_once, concurrency=concurrency or len(arrivals), closed=True)
+        if arrivals:
+            at_once = [Arrival(0.0, 1, 1)] * len(arrivals)
+            await run_load(send, at_once, concurrency=concurrency or len(arrivals), closed=True)
 
 
 async def _measured_ruler(
@@ -239,12 +232,7 @@ async def _lengths(client: httpx.AsyncClient, endpoint: RemoteEndpoint, *words: 
 
 
 async def capacity_at(
-    endpoint: RemoteEndpoint,
-    arrivals: Sequence[Arrival],
-    *,
-    streams: int,
-    warmup: int,
-    watch: Watch,
+    endpoint: RemoteEndpoint, arrivals: Sequence[Arrival], streams: int, sending: Sending
 ) -> float:
     """Requests a second that the endpoint serves when there is always a next one.
 
@@ -253,14 +241,11 @@ async def capacity_at(
     of them were open counts. JitneyError if too few were served to tell.
     """
     async with open_client(endpoint) as client:
-        longest = max(arrival.n_prompt for arrival in arrivals)
-        session = await _Session.open(client, endpoint, longest)
+        session = await _Session.open(client, endpoint, arrivals)
         streams = streams or await _likely_streams(client, endpoint.base)
         some = arrivals[: 3 * streams]
         streams = min(streams, max(1, len(some) // 2))
-        run = await session.measure(
-            some, concurrency=streams, closed=True, warmup=warmup, watch=watch
-        )
+        run = await session.measure(some, replace(sending, concurrency=streams, closed=True))
     return _served_per_second(run.load, streams)
 
 
@@ -269,10 +254,8 @@ def _served_per_second(load: LoadResult, streams: int) -> float:
     ends = sorted(request.end for request in load.requests if request.served)
     full = len(ends) - streams
     if full < 1:
-        raise JitneyError(
-            f"the endpoint's capacity is unknown: it served {len(ends)} of {len(load.requests)} "
-            "requests"
-        )
+        served = f"{len(ends)} of {len(load.requests)} requests"
+        raise JitneyError(f"the endpoint's capacity is unknown: it served {served}")
     return full / (ends[full - 1] - load.started)
 
 

@@ -74,13 +74,16 @@ def vllm(executable: str, folder: str, dtype: str) -> Peer:
     """vLLM's CPU build on a Hugging Face folder of the same model."""
     flags = (*_VLLM_FLAGS, "--dtype", dtype)
     preload = _preload(executable)
-    names = ", ".join(Path(library).name for library in preload) or "nothing"
     return Peer(
         name="vLLM, CPU",
         command=(executable, "serve", folder, *flags),
         environment=_VLLM_ENVIRONMENT | _preloading(preload),
-        settings=f"vllm serve {' '.join(flags)}; preloaded: {names}",
+        settings=f"vllm serve {' '.join(flags)}; preloaded: {_file_names(preload)}",
     )
+
+
+def _file_names(paths: Sequence[str]) -> str:
+    return ", ".join(Path(path).name for path in paths) or "nothing"
 
 
 def _preloading(libraries: Sequence[str]) -> dict[str, str]:
@@ -143,18 +146,19 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> N
     never happens.
     """
     until = time.monotonic() + _START_S
-    while time.monotonic() < until:
+    while not _is_healthy(url):
         if process.poll() is not None:
-            raise JitneyError(
-                f"it ended with status {process.returncode} before it was ready: {_tail(log)}"
-            )
-        if _is_healthy(url):
-            return
+            status = f"it ended with status {process.returncode} before it was ready"
+            raise JitneyError(f"{status}: {_tail(log)}")
+        if time.monotonic() > until:
+            raise JitneyError(f"{_NEVER_READY}: {_tail(log)}")
         time.sleep(_LOOK_EVERY_S)
-    raise JitneyError(
-        f"it was not ready after {_START_S:g} s; if it compiles at its first start, its own "
-        f"compile cache may now be broken and has to be deleted: {_tail(log)}"
-    )
+
+
+_NEVER_READY = (
+    f"it was not ready after {_START_S:g} s; if it compiles at its first start, its own "
+    "compile cache may now be broken and has to be deleted"
+)
 
 
 def _is_healthy(url: str) -> bool:

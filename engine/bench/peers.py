@@ -67,7 +67,7 @@ class _Measurement(NamedTuple):
     outputs: list[int]
 
     def describe(self) -> JsonDict:
-        prompts = LengthSummary.of(len(prompt) for prompt in self.prompts)
+        prompts = LengthSummary.of(map(len, self.prompts))
         outputs = LengthSummary.of(self.outputs)
         return {
             "streams": self.streams,
@@ -125,14 +125,17 @@ class _PeerResult:
 
 def make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> list[_Measurement]:
     """Closed loops of so many streams, and long prompts with one output token each."""
-    measurements = []
-    for count in streams:
-        n = min(requests, _SINGLE_REQUESTS) if count == 1 else requests
-        arrivals = _drawn(n, PROMPTS, OUTPUTS)
-        measurements.append(_measurement(f"streams_{count}", count, arrivals, encode))
-    long = _drawn(min(_LONG_REQUESTS, requests), Fixed(_LONG_PROMPT), Fixed(1))
-    measurements.append(_measurement(f"prompts_{_LONG_PROMPT}", _LONG_STREAMS, long, encode))
-    return measurements
+    loops = [_loop(encode, count, requests) for count in streams]
+    arrivals = _drawn(min(_LONG_REQUESTS, requests), Fixed(_LONG_PROMPT), Fixed(1))
+    name = f"prompts_{_LONG_PROMPT}"
+    return [*loops, _measurement(name, _LONG_STREAMS, arrivals, encode)]
+
+
+def _loop(encode: Encode, streams: int, requests: int) -> _Measurement:
+    if streams == 1:
+        requests = min(requests, _SINGLE_REQUESTS)
+    name = f"streams_{streams}"
+    return _measurement(name, streams, _drawn(requests, PROMPTS, OUTPUTS), encode)
 
 
 def _drawn(count: int, prompts: Lengths, outputs: Lengths) -> list[Arrival]:
@@ -142,11 +145,18 @@ def _drawn(count: int, prompts: Lengths, outputs: Lengths) -> list[Arrival]:
 def _measurement(
     name: str, streams: int, arrivals: Sequence[Arrival], encode: Encode
 ) -> _Measurement:
-    prompts, outputs = [], []
+    prompts = []
     for number, arrival in enumerate(arrivals):
         prompts.append(prompt_ids(encode, arrival.n_prompt, [_SEED, number]))
-        outputs.append(arrival.n_output)
-    return _Measurement(name, streams, prompts, outputs)
+    return _Measurement(name, streams, prompts, [arrival.n_output for arrival in arrivals])
+
+
+#: What holds for every engine.
+_TERMS = {
+    "client": "this process, on the same machine, over HTTP with streaming",
+    "prompts": "token ids, the same for every engine",
+    "settings": "greedy, the end of a text ignored, no prefix cache",
+}
 
 
 @dataclass(slots=True)
@@ -167,13 +177,16 @@ class PeerBench:
         """
         self.results = [_PeerResult(peer) for peer in peers]
         for repetition in range(repetitions):
+            turn = f"repetition {repetition + 1} of {repetitions}"
             for result in self.results:
-                if not result.failed:
-                    turn = f"repetition {repetition + 1} of {repetitions}"
-                    self.say(f"{result.peer.name}: {turn}")
-                    self._measure_once(result)
-                    self.save(self.report())
+                self._take_turn(result, turn)
         return self.report()
+
+    def _take_turn(self, result: _PeerResult, turn: str) -> None:
+        if not result.failed:
+            self.say(f"{result.peer.name}: {turn}")
+            self._measure_once(result)
+            self.save(self.report())
 
     def _measure_once(self, result: _PeerResult) -> None:
         result.runs.append({})
@@ -206,9 +219,7 @@ class PeerBench:
         """Everything that is known so far, ready for JSON."""
         return {
             "machine": cpu_name(),
-            "client": "this process, on the same machine, over HTTP with streaming",
-            "prompts": "token ids, the same for every engine",
-            "settings": "greedy, the end of a text ignored, no prefix cache",
+            **_TERMS,
             "work": {one.name: one.describe() for one in self.measurements},
             "engines": {result.peer.name: result.as_json() for result in self.results},
         }
@@ -247,10 +258,8 @@ def _check_answer(name: str, arrival: Arrival, answer: Answer) -> None:
     counted = answer.n_prompt, answer.n_output
     wanted = arrival.n_prompt, arrival.n_output
     if counted != wanted:
-        raise JitneyError(
-            f"{name}: the engine counted {counted} prompt and output tokens where {wanted} were "
-            "asked for"
-        )
+        tokens = f"{counted} prompt and output tokens where {wanted}"
+        raise JitneyError(f"{name}: the engine counted {tokens} were asked for")
 
 
 def _figures_of(load: LoadResult) -> JsonDict:
@@ -286,11 +295,12 @@ def medians_of(runs: Sequence[Mapping[str, JsonObject]]) -> dict[str, JsonDict]:
 
 
 def _medians(repetitions: Sequence[JsonObject]) -> dict[str, dict[str, float]]:
-    medians = {}
-    for name, path in _MEDIANS.items():
-        values = [_at(figures, path) for figures in repetitions]
-        medians[name] = {"median": median(values), "least": min(values), "most": max(values)}
-    return medians
+    columns = {name: [_at(each, path) for each in repetitions] for name, path in _MEDIANS.items()}
+    return {name: _middle(values) for name, values in columns.items()}
+
+
+def _middle(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "least": min(values), "most": max(values)}
 
 
 def _at(figures: Any, path: Sequence[str]) -> float:
@@ -299,18 +309,16 @@ def _at(figures: Any, path: Sequence[str]) -> float:
     return figures
 
 
-def kernel_ratios(report: JsonObject, engines: tuple[str, str]) -> dict[str, float]:
+def kernel_ratios(report: JsonObject, engines: Sequence[str]) -> dict[str, float]:
     """For each measurement, the first engine's median over the second's: prompt tokens where
     outputs are one token long, else output tokens. Empty if one of them was not measured.
     """
-    if not report["engines"].keys() >= set(engines):
+    known = report["engines"]
+    if not known.keys() >= set(engines):
         return {}
-    first, second = (report["engines"][engine]["medians"] for engine in engines)
-    ratios = {}
-    for name in first:
-        if name in second:
-            ratios[name] = _speed(first, name) / _speed(second, name)
-    return ratios
+    first, second = (known[engine]["medians"] for engine in engines)
+    both = [name for name in first if name in second]
+    return {name: _speed(first, name) / _speed(second, name) for name in both}
 
 
 def _speed(medians: JsonObject, name: str) -> float:
@@ -328,15 +336,11 @@ def markdown(report: JsonObject) -> str:
 
 def _table_of(report: JsonObject) -> Table:
     work = report["work"]
-    busiest = _busiest(work)
     heads = [_head(name, sent) for name, sent in work.items()]
-    heads.append(f"first token at {work[busiest]['streams']} streams, p50 / p99")
-    rows = []
-    for name, engine in report["engines"].items():
-        if engine["medians"]:
-            title = f"{name} {engine['version']}".strip()
-            rows.append(_engine_row(title, engine["medians"], work, busiest))
-    return Table(["", *heads], rows)
+    most = work[_busiest(work)]["streams"]
+    measured = {name: engine for name, engine in report["engines"].items() if engine["medians"]}
+    rows = [_engine_row(name, engine, work) for name, engine in measured.items()]
+    return Table(["", *heads, f"first token at {most} streams, p50 / p99"], rows)
 
 
 def _busiest(work: JsonObject) -> str:
@@ -345,9 +349,11 @@ def _busiest(work: JsonObject) -> str:
     return max(loops, key=lambda name: work[name]["streams"])
 
 
-def _engine_row(title: str, medians: JsonObject, work: JsonObject, busiest: str) -> list[str]:
-    speeds = [_speed_cell(name, medians) for name in work]
-    return [title, *speeds, _wait_cell(busiest, medians)]
+def _engine_row(name: str, engine: JsonObject, work: JsonObject) -> list[str]:
+    medians = engine["medians"]
+    speeds = [_speed_cell(each, medians) for each in work]
+    title = f"{name} {engine['version']}".strip()
+    return [title, *speeds, _wait_cell(_busiest(work), medians)]
 
 
 def _head(name: str, sent: JsonObject) -> str:
@@ -364,15 +370,13 @@ def _speed_cell(name: str, medians: JsonObject) -> str:
     if name not in medians:
         return ""
     figure = medians[name][_figure_of(name)]
-    middle = f"{figure['median']:,.0f}"
-    if figure["least"] == figure["most"]:
-        return middle
-    return f"{middle} ({figure['least']:,.0f} - {figure['most']:,.0f})"
+    is_one = figure["least"] == figure["most"]
+    cell = "{median:,.0f}" if is_one else "{median:,.0f} ({least:,.0f} - {most:,.0f})"
+    return cell.format_map(figure)
 
 
 def _wait_cell(name: str, medians: JsonObject) -> str:
     if name not in medians:
         return ""
-    p50 = medians[name]["ttft_p50_s"]["median"]
-    p99 = medians[name]["ttft_p99_s"]["median"]
-    return f"{1e3 * p50:,.0f} / {1e3 * p99:,.0f} ms"
+    p50, p99 = (1e3 * medians[name][f"ttft_{q}_s"]["median"] for q in ("p50", "p99"))
+    return f"{p50:,.0f} / {p99:,.0f} ms"

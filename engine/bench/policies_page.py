@@ -4,16 +4,15 @@ waits over the load.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from plotly.graph_objects import Figure
 
-from jitney.engine.bench.offline import OfflineRun, PolicyRuns
+from jitney.engine.bench.offline import OfflineRun, PolicyRuns, bills_of
 from jitney.engine.report import figures, tables
 from jitney.engine.report.page import PageSection, write_page
 from jitney.engine.telemetry.backlog import QueueGrowth
-from jitney.engine.telemetry.cost import bill
 from jitney.engine.types import JsonObject
 
 
@@ -30,8 +29,10 @@ def write_policies_page(
         sections += _case_sections(name, case, runs[name], price_per_hour)
     if report["load_curve"]:
         sections.append(_load_curve(report))
-    title = "Static, dynamic and continuous batching on the same requests"
-    write_page(path, title, summary, sections)
+    write_page(path, _TITLE, summary, sections)
+
+
+_TITLE = "Static, dynamic and continuous batching on the same requests"
 
 
 def _case_sections(
@@ -51,11 +52,14 @@ def case_lines(case: JsonObject) -> list[str]:
     """What came, whether the answers agree, and whose queue grew for the whole run."""
     lines = [case["what"], _agreement(case["differences"])]
     for policy, figures_of in case["policies"].items():
-        backlog = figures_of["backlog"]
-        if backlog is not None and backlog["grew"]:
-            share = case["share_of_capacity"].get(policy)
-            lines.append(f"{policy}: {QueueGrowth(**backlog)}{_offered(share)}")
+        share = case["share_of_capacity"].get(policy)
+        lines += _growth(policy, figures_of["backlog"], share)
     return lines
+
+
+def _growth(policy: str, backlog: JsonObject | None, share: float | None) -> Iterator[str]:
+    if backlog and backlog["grew"]:
+        yield f"{policy}: {QueueGrowth(**backlog)}{_offered(share)}"
 
 
 def _offered(share: float | None) -> str:
@@ -68,11 +72,13 @@ def _agreement(unlike: Sequence[JsonObject]) -> str:
     if not unlike:
         return "all policies gave every request the same tokens"
     requests = {difference["request"] for difference in unlike}
-    examples = []
-    for difference in unlike[:5]:
-        where = f"request {difference['request']} from token {difference['at']}"
-        examples.append(f"{where} ({' / '.join(difference['policies'])})")
-    return f"got other tokens under another policy: {len(requests)}; {', '.join(examples)}"
+    examples = ", ".join(map(_example, unlike[:5]))
+    return f"got other tokens under another policy: {len(requests)}; {examples}"
+
+
+def _example(difference: JsonObject) -> str:
+    where = f"request {difference['request']} from token {difference['at']}"
+    return f"{where} ({' / '.join(difference['policies'])})"
 
 
 def _figures(name: str, case: JsonObject) -> PageSection:
@@ -91,8 +97,10 @@ def _cross_errors(name: str, case: JsonObject) -> PageSection:
 def _seats(name: str, runs: PolicyRuns) -> PageSection:
     until = max(run.seconds for run in runs.values())
     charts = [_seat_chart(policy, run, until) for policy, run in runs.items()]
-    notes = ["All runs share one time scale. White: the seat is empty."]
-    return PageSection(f"Seats: {name}", notes, charts=charts)
+    return PageSection(f"Seats: {name}", [_SEATS_NOTE], charts=charts)
+
+
+_SEATS_NOTE = "All runs share one time scale. White: the seat is empty."
 
 
 def _seat_chart(policy: str, run: OfflineRun, until: float) -> Figure:
@@ -114,33 +122,35 @@ def _ends_of(run: OfflineRun) -> np.ndarray:
 
 
 def _ledger(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSection:
-    bills = {policy: bill(run.records, run.seconds) for policy, run in runs.items()}
-    note = (
-        "Where every computed row went. A step's time is split evenly over its rows, padding "
-        "included."
-    )
+    bills = bills_of(runs)
     table = tables.ledgers_table(bills, price_per_hour)
-    return PageSection(f"Ledger: {name}", [note], [table], [figures.ledger_bars(bills)])
+    charts = [figures.ledger_bars(bills)]
+    return PageSection(f"Ledger: {name}", [_LEDGER_NOTE], [table], charts)
+
+
+_LEDGER_NOTE = (
+    "Where every computed row went. A step's time is split evenly over its rows, padding included."
+)
 
 
 def _request_shares(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSection:
     """The costliest requests of continuous batching, or of the first policy that ran."""
     policy = "continuous" if "continuous" in runs else next(iter(runs))
-    run = runs[policy]
-    shares, _ = run.owners.bill(run.records)
-    note = (
-        "Its rows' share of the steps they were computed in; padding is nobody's and stands in the "
-        "ledger."
-    )
+    shares, _ = runs[policy].owners.bill(runs[policy].records)
     table = tables.costliest_table(shares, price_per_hour)
     chart = figures.request_costs(shares, price_per_hour)
-    return PageSection(f"What each request took ({name}, {policy})", [note], [table], [chart])
+    title = f"What each request took ({name}, {policy})"
+    return PageSection(title, [_SHARES_NOTE], [table], [chart])
+
+
+_SHARES_NOTE = (
+    "Its rows' share of the steps they were computed in; padding is nobody's and stands in the "
+    "ledger."
+)
 
 
 def _load_curve(report: JsonObject) -> PageSection:
     simulated, measured = report["load_curve"], report["measured_loads"]
-    shown = [tables.curve_table(simulated)]
-    if measured:
-        shown.append(tables.curve_table(measured))
+    shown = [tables.curve_table(points) for points in (simulated, measured) if points]
     chart = figures.load_curve(simulated, measured)
     return PageSection("Waits over the load", [tables.CURVE_NOTE], shown, [chart])

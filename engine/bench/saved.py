@@ -32,6 +32,8 @@ TIMES_DTYPE = np.dtype(
 RIDES_DTYPE = np.dtype(
     [("seat", "i4"), ("request", "i8"), ("start", "f8"), ("first_token", "f8"), ("end", "f8")]
 )
+#: Fields of a request that a recording has too.
+_MEASURED = ("n_prompt", "n_output", "tenant", "queue_s", "ttft_s", "e2e_s", "finish")
 
 
 def write_recording(path: str | Path, requests: Iterable[RequestRecord], started: float) -> None:
@@ -52,16 +54,8 @@ def _config_errors(path: str | Path) -> Iterator[None]:
 
 
 def _trace_line(request: RequestRecord, started: float) -> TraceLine:
-    return TraceLine(
-        at=max(0.0, request.arrival - started),
-        n_prompt=request.n_prompt,
-        n_output=request.n_output,
-        tenant=request.tenant,
-        queue_s=request.queue_s,
-        ttft_s=request.ttft_s,
-        e2e_s=request.e2e_s,
-        finish=request.finish,
-    )
+    measured = {name: getattr(request, name) for name in _MEASURED}
+    return TraceLine(at=max(0.0, request.arrival - started), **measured)
 
 
 def write_records(path: str | Path, runs: PolicyRuns) -> None:
@@ -89,24 +83,26 @@ def _arrays_of(name: str, run: OfflineRun) -> dict[str, np.ndarray]:
 
 def _times_array(run: OfflineRun) -> np.ndarray:
     """[requests] TIMES_DTYPE, seconds since the run's start."""
-    array = np.empty(len(run.requests), TIMES_DTYPE)
-    array["request"] = _column(run.requests, "number")
-    for name in ("n_prompt", "n_output"):
-        array[name] = _column(run.requests, name)
-    for name in ("arrival", "boarded", "first_token", "finished"):
-        array[name] = _since(run.started, run.requests, name)
-    return array
+    columns = {name: _column(run.requests, name) for name in ("n_prompt", "n_output")}
+    columns["request"] = _column(run.requests, "number")
+    return _array(TIMES_DTYPE, columns, run.requests, run.started)
 
 
 def _rides_array(run: OfflineRun) -> np.ndarray:
     """[stays] RIDES_DTYPE, seconds since the run's start."""
-    requests = [request for request, _ in run.stays]
     stays = [stay for _, stay in run.stays]
-    array = np.empty(len(stays), RIDES_DTYPE)
-    array["request"] = _column(requests, "number")
-    array["seat"] = _column(stays, "seat")
-    for name in ("start", "first_token", "end"):
-        array[name] = _since(run.started, stays, name)
+    numbers = [request.number for request, _ in run.stays]
+    columns = {"request": numbers, "seat": _column(stays, "seat")}
+    return _array(RIDES_DTYPE, columns, stays, run.started)
+
+
+def _array(
+    dtype: np.dtype, columns: dict[str, list[Any]], items: Sequence[object], started: float
+) -> np.ndarray:
+    """One row for each of the items: these columns, and the times that the items have."""
+    array = np.empty(len(items), dtype)
+    for name in dtype.names or ():
+        array[name] = columns[name] if name in columns else _since(started, items, name)
     return array
 
 

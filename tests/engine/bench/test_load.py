@@ -21,7 +21,7 @@ from traces import write_trace
 from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, events, open_client
 from jitney.engine.bench.load import Sender, record_of, run_load
 from jitney.engine.bench.metrics import bill_between, parse_metrics, queue_mean
-from jitney.engine.bench.online import Ruler, measure
+from jitney.engine.bench.online import Ruler, Sending, measure
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.machine import cpu_name
@@ -305,10 +305,7 @@ def test_texts_are_sized_by_the_endpoints_own_count():
             return await measure(
                 RemoteEndpoint(url, ""),
                 arrivals,
-                concurrency=2,
-                closed=True,
-                warmup=1,
-                watch=lambda done, total: None,
+                Sending(2, True, 1, lambda done, total: None),
             )
 
     online = asyncio.run(main())
@@ -622,10 +619,7 @@ def test_an_endpoint_that_is_not_there_is_one_clear_error():
             await measure(
                 RemoteEndpoint(url, model),
                 [Arrival(0.0, 9, 1)],
-                concurrency=1,
-                closed=True,
-                warmup=0,
-                watch=lambda done, total: None,
+                Sending(1, True, 0, lambda done, total: None),
             )
 
     with pytest.raises(ConfigError, match="no model list"):
