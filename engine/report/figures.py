@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,12 @@ _HELD_COLOUR, _IDLE_COLOUR = "#cbb8e4", _GRID
 MOST_STAYS = 4000
 #: Points of a distribution's curve.
 _CURVE_POINTS = 400
+
+#: Values of an axis; None leaves a gap.
+type _Numbers = Sequence[float | None]
+type _Values = _Numbers | np.ndarray
+#: (x, y) of a point.
+type _Place = tuple[float, float | None]
 
 _AXIS = {"gridcolor": _GRID, "zeroline": False, "automargin": True}
 _STYLE = go.layout.Template(
@@ -56,8 +62,8 @@ def figure(traces: Iterable[Any], title: str, x: str, y: str, **layout: Any) -> 
 
 def line(
     name: str,
-    x: Sequence[float | None] | np.ndarray,
-    y: Sequence[float | None] | np.ndarray,
+    x: _Values,
+    y: _Values,
     colour: str,
     *,
     mode: str = "lines",
@@ -90,42 +96,38 @@ def seat_timeline(
     started: zero of the time axis. until: seconds that it shows, so that runs side by side share
     their scale. held: draw the seats that a batch keeps as well.
     """
-    title = name
     if len(stays) > MOST_STAYS:
-        title += f", the first {MOST_STAYS} stays"
-    return figure(
-        _stay_bars(sorted(stays, key=_start_of)[:MOST_STAYS], started, held=held),
-        title,
-        "seconds",
-        "seat",
-        barmode="overlay",
-        bargap=0.12,
-        height=120 + 18 * seats,
-        xaxis_range=[0, until],
-        yaxis_autorange="reversed",
-        yaxis_dtick=max(1, seats // 8),
-    )
+        name += f", the first {MOST_STAYS} stays"
+    first = sorted(stays, key=_start_of)[:MOST_STAYS]
+    chart = figure(_stay_bars(first, started, held=held), name, "seconds", "seat", **_TIMELINE)
+    axes = {"xaxis_range": [0, until], "yaxis_dtick": max(1, seats // 8)}
+    return chart.update_layout(height=120 + 18 * seats, **axes)
+
+
+_TIMELINE = {"barmode": "overlay", "bargap": 0.12, "yaxis_autorange": "reversed"}
 
 
 def _stay_bars(stays: Sequence[SeatStay], started: float, *, held: bool) -> list[go.Bar]:
     prompts, outputs = _phases(stays)
-    bars = [
-        _spans("prompt", prompts, started, ROW_KIND_TABLE["prefill"].light),
-        _spans("generating", outputs, started, ROW_KIND_TABLE["decode"].light),
-    ]
+    bars = [("prompt", prompts, _light("prefill")), ("generating", outputs, _light("decode"))]
     if held:
-        bars.append(_spans("held for the batch", held_seats(stays), started, _HELD_COLOUR))
-    return bars
+        bars.append(("held for the batch", held_seats(stays), _HELD_COLOUR))
+    return [_spans(name, spans, started, colour) for name, spans, colour in bars]
+
+
+def _light(kind: str) -> str:
+    """The colour of a kind of rows."""
+    return ROW_KIND_TABLE[kind].light
 
 
 def _phases(stays: Iterable[SeatStay]) -> tuple[list[_Span], list[_Span]]:
     """The prompt parts of stays, and the parts in which tokens were generated."""
     prompts, outputs = [], []
     for request, stay in stays:
-        turns = stay.left if stay.first_token is None else stay.first_token
-        prompts.append(_Span(stay.seat, stay.start, turns, request.number))
-        if stay.first_token is not None:
-            outputs.append(_Span(stay.seat, turns, stay.left, request.number))
+        first, seat, number = stay.first_token, stay.seat, request.number
+        prompts.append(_Span(seat, stay.start, stay.left if first is None else first, number))
+        if first is not None:
+            outputs.append(_Span(seat, first, stay.left, number))
     return prompts, outputs
 
 
@@ -159,34 +161,37 @@ def _start_of(seat_stay: SeatStay) -> float:
 
 
 def _spans(name: str, spans: Sequence[_Span], started: float, colour: str) -> go.Bar:
-    seats, starts, ends, requests = _columns(spans)
     return go.Bar(
         orientation="h",
         name=name,
-        marker={"color": colour, "line": {"color": "#ffffff", "width": 0.5}},
-        y=seats,
-        base=np.round(np.subtract(starts, started), 4).tolist(),
-        x=np.round(np.subtract(ends, starts), 4).tolist(),
-        customdata=requests,
-        hovertemplate="request %{customdata}, seat %{y}<br>%{base:.2f} s, for %{x:.2f} s"
-        f"<extra>{name}</extra>",
+        marker={"color": colour, **_EDGE},
+        **_span_columns(spans, started),
+        hovertemplate=f"{_SPAN_HOVER}<extra>{name}</extra>",
     )
 
 
-def _columns(spans: Sequence[_Span]) -> tuple[list[Any], ...]:
-    if not spans:
-        return [], [], [], []
-    return tuple(list(column) for column in zip(*spans, strict=True))
+_EDGE = {"line": {"color": "#ffffff", "width": 0.5}}
+_SPAN_HOVER = "request %{customdata}, seat %{y}<br>%{base:.2f} s, for %{x:.2f} s"
 
 
-def _distribution(title: str, x: str, values: Mapping[str, Iterable[float | None]]) -> go.Figure:
+def _span_columns(spans: Sequence[_Span], started: float) -> dict[str, list[float]]:
+    return {
+        "y": [span.seat for span in spans],
+        "base": [round(span.start - started, 4) for span in spans],
+        "x": [round(span.end - span.start, 4) for span in spans],
+        "customdata": [span.request for span in spans],
+    }
+
+
+def _distribution(title: str, values: Mapping[str, Iterable[float | None]]) -> go.Figure:
     """Share of requests at or below each value, one curve a name; the x axis is logarithmic."""
-    traces = []
-    for number, (name, column) in enumerate(values.items()):
-        known = [value for value in column if value is not None]
-        if known:
-            traces.append(_shares_below(name, known, _colour_of(name, number)))
-    return figure(traces, title, x, "% of requests", xaxis_type="log")
+    known = {name: [v for v in column if v is not None] for name, column in values.items()}
+    named = enumerate(known.items())
+    traces = [_shares_below(*item, _colour_of(item[0], n)) for n, item in named if item[1]]
+    return figure(traces, title, _SINCE_ARRIVAL, "% of requests", xaxis_type="log")
+
+
+_SINCE_ARRIVAL = "seconds from the intended arrival"
 
 
 def _shares_below(name: str, values: Sequence[float], colour: str) -> go.Scatter:
@@ -196,46 +201,50 @@ def _shares_below(name: str, values: Sequence[float], colour: str) -> go.Scatter
 
 def latency_charts(runs: Mapping[str, Sequence[RequestRecord]]) -> list[go.Figure]:
     """Time to first token and end to end, of served requests."""
-    served = {name: list(filter(_is_served, requests)) for name, requests in runs.items()}
-    first_tokens = {name: [each.ttft_s for each in requests] for name, requests in served.items()}
-    ends = {name: [each.e2e_s for each in requests] for name, requests in served.items()}
-    unit = "seconds from the intended arrival"
     return [
-        _distribution("Time to first token", unit, first_tokens),
-        _distribution("End to end", unit, ends),
+        _distribution("Time to first token", _of_served(runs, "ttft_s")),
+        _distribution("End to end", _of_served(runs, "e2e_s")),
     ]
 
 
-def _is_served(request: RequestRecord) -> bool:
-    return request.served
+def _of_served(
+    runs: Mapping[str, Sequence[RequestRecord]], name: str
+) -> dict[str, list[float | None]]:
+    return {run: _served_values(requests, name) for run, requests in runs.items()}
+
+
+def _served_values(requests: Sequence[RequestRecord], name: str) -> list[float | None]:
+    return [getattr(request, name) for request in requests if request.served]
 
 
 def tokens_over_time(runs: Mapping[str, tuple[np.ndarray, float]]) -> go.Figure:
     """Output tokens so far, from {name: (finish times and token counts [n, 2] f8, start)}."""
-    traces = []
-    for number, (name, (ends, started)) in enumerate(runs.items()):
-        ordered = ends[np.argsort(ends[:, 0])]
-        so_far = np.cumsum(ordered[:, 1])
-        traces.append(line(name, ordered[:, 0] - started, so_far, _colour_of(name, number)))
+    named = enumerate(runs.items())
+    traces = [_tokens_line(name, *run, _colour_of(name, n)) for n, (name, run) in named]
     return figure(traces, "Delivered output tokens", "seconds", "tokens of finished requests")
+
+
+def _tokens_line(name: str, ends: np.ndarray, started: float, colour: str) -> go.Scatter:
+    times, tokens = ends[np.argsort(ends[:, 0])].T
+    return line(name, times - started, np.cumsum(tokens), colour)
 
 
 def ledger_bars(bills: Mapping[str, Bill]) -> go.Figure:
     """Device time by what it was spent on, one bar per run."""
     names = list(bills)[::-1]
-    traces = []
-    for kind in LEDGER_LABELS:
-        lines = [bills[name][kind] for name in names]
-        if sum(line.nanoseconds for line in lines):
-            traces.append(_ledger_bar(kind, names, lines))
-    height = 140 + 50 * len(names)
-    title = "Where the device's time went"
-    return figure(traces, title, "seconds", "", barmode="stack", height=height)
+    by_kind = {kind: [bills[name][kind] for name in names] for kind in LEDGER_LABELS}
+    spent = {kind: lines for kind, lines in by_kind.items() if any(map(_took_time, lines))}
+    traces = [_ledger_bar(kind, names, lines) for kind, lines in spent.items()]
+    layout = {"barmode": "stack", "height": 140 + 50 * len(names)}
+    return figure(traces, "Where the device's time went", "seconds", "", **layout)
+
+
+def _took_time(line: Line) -> bool:
+    return line.nanoseconds > 0
 
 
 def _ledger_bar(kind: str, names: list[str], lines: Sequence[Line]) -> go.Bar:
-    style = ROW_KIND_TABLE.get(kind)
-    colour = _IDLE_COLOUR if style is None else style.light
+    colour = _light(kind) if kind in ROW_KIND_TABLE else _IDLE_COLOUR
     label = LEDGER_LABELS[kind]
     return go.Bar(
         orientation="h",
@@ -266,15 +275,10 @@ def request_costs(lines: Bill, price_per_hour: float | None) -> go.Figure:
 
 
 def curve(
-    title: str,
-    x: str,
-    y: str,
-    xs: Sequence[float | None],
-    ys: Sequence[float | None],
-    knee: int | None = None,
+    title: str, x: str, y: str, xs: _Numbers, ys: _Numbers, knee: int | None = None
 ) -> go.Figure:
     """A line through points, with one of them marked as the knee; None leaves a gap."""
-    traces = [line(y, xs, ys, _colour_of(y, 0), mode="lines+markers")]
+    traces = [_marked(y, xs, ys, 0)]
     if knee is not None:
         traces.append(_knee_mark(xs[knee], ys[knee]))
     return figure(traces, title, x, y, yaxis_rangemode="tozero", showlegend=False)
@@ -300,24 +304,25 @@ def waits_over(
     Points at which the queue grew for the whole run are crossed out: there a wait is the length of
     the run. The y axis is logarithmic.
     """
-    traces, crossed = [], []
-    for number, (name, values) in enumerate(waits.items()):
-        traces.append(line(name, at, values, _colour_of(name, number), mode="lines+markers"))
-        crossed += _growing(at, values, grew)
+    traces = [_marked(name, at, values, n) for n, (name, values) in enumerate(waits.items())]
+    crossed = [point for values in waits.values() for point in _growing(at, values, grew)]
     if crossed:
         traces.append(_crosses("the queue grew for the whole run", crossed, WARNING))
     return figure(traces, "Time to first token", x, "s", yaxis_type="log")
 
 
-def _growing(
-    at: Sequence[float], waits: Sequence[float | None], grew: Sequence[bool]
-) -> list[tuple[float, float | None]]:
+def _marked(name: str, xs: _Values, ys: _Values, number: int) -> go.Scatter:
+    """The line of that number, with its points."""
+    return line(name, xs, ys, _colour_of(name, number), mode="lines+markers")
+
+
+def _growing(at: Sequence[float], waits: _Numbers, grew: Sequence[bool]) -> list[_Place]:
     """The points at which the queue grew; none where nothing is known."""
     points = zip(at, waits, grew, strict=True)
     return [(place, wait) for place, wait, growing in points if growing and wait]
 
 
-def _crosses(name: str, points: Sequence[tuple[float, float | None]], colour: str) -> go.Scatter:
+def _crosses(name: str, points: Sequence[_Place], colour: str) -> go.Scatter:
     xs, ys = zip(*points, strict=True)
     marker = {"size": 12, "symbol": "x", "color": colour}
     return go.Scatter(mode="markers", name=name, x=xs, y=ys, marker=marker)
@@ -331,23 +336,28 @@ def load_curve(simulated: Sequence[JsonObject], measured: Sequence[JsonObject]) 
     """
     traces = []
     for number, policy in enumerate(simulated[0]["policies"]):
-        colour = _colour_of(policy, number)
-        traces.append(_simulated_waits(policy, simulated, colour))
-        if measured:
-            points = _waits_of(policy, measured)
-            traces.append(_crosses(f"{policy}, measured", points, colour))
+        traces += _waits_lines(policy, number, simulated, measured)
     x = "load, times what continuous batching can serve"
     return figure(traces, "p99 time to first token", x, "seconds", yaxis_type="log")
 
 
-def _simulated_waits(policy: str, points: Sequence[JsonObject], colour: str) -> go.Scatter:
-    xs, ys = zip(*_waits_of(policy, points), strict=True)
+def _waits_lines(
+    policy: str, number: int, simulated: Sequence[JsonObject], measured: Sequence[JsonObject]
+) -> Iterator[go.Scatter]:
+    yield _simulated_waits(policy, number, simulated)
+    if measured:
+        points, colour = _waits_of(policy, measured), _colour_of(policy, number)
+        yield _crosses(f"{policy}, measured", points, colour)
+
+
+def _simulated_waits(policy: str, number: int, points: Sequence[JsonObject]) -> go.Scatter:
     symbols = [_load_symbol(point["policies"][policy]["share_of_capacity"]) for point in points]
-    trace = line(policy, xs, ys, colour, mode="lines+markers")
+    xs, ys = zip(*_waits_of(policy, points), strict=True)
+    trace = _marked(policy, xs, ys, number)
     return trace.update(marker={"symbol": symbols, "size": 9})
 
 
-def _waits_of(policy: str, points: Sequence[JsonObject]) -> list[tuple[float, float | None]]:
+def _waits_of(policy: str, points: Sequence[JsonObject]) -> list[_Place]:
     """(load, p99 time to first token) of each point."""
     return [(point["load"], point["policies"][policy]["ttft_p99_s"]) for point in points]
 

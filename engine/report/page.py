@@ -63,10 +63,15 @@ def write_page(
     path: str | Path, title: str, summary: Sequence[str], sections: Sequence[PageSection]
 ) -> None:
     """Write the page. ConfigError if the file cannot be written."""
+    write_text("--html", path, page(title, summary, sections))
+
+
+def write_text(flag: str, path: str | Path, text: str) -> None:
+    """ConfigError, naming the flag, if it cannot be written."""
     try:
-        Path(path).write_text(page(title, summary, sections), encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--html {path}: {error.strerror or error}") from None
+        raise ConfigError(f"{flag} {path}: {error.strerror or error}") from None
 
 
 @cache

@@ -62,13 +62,9 @@ _CROSS_FIGURES = {
 
 def figures_table(figures: Mapping[str, JsonObject]) -> Table:
     """One column for each run, from `summary.summarise`; a row that no run knows is left out."""
-    columns = [_figure_cells(run) for run in figures.values()]
-    rows = []
-    for label in columns[0]:
-        cells = [column[label] for column in columns]
-        if any(cells):
-            rows.append([label, *cells])
-    return Table(["", *figures], rows)
+    columns = list(map(_figure_cells, figures.values()))
+    rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
+    return Table(["", *figures], [row for row in rows if any(row[1:])])
 
 
 def _figure_cells(run: JsonObject) -> dict[str, str]:
@@ -103,39 +99,37 @@ def queue(backlog: JsonObject | None, grew: str = "grew: p99 is the run's length
 def ledger_table(lines: Bill, price_per_hour: float | None = None) -> Table:
     """Rows, device time and money by kind, and their sum; kinds that did not occur are left out."""
     heads = ["", "rows", "share of rows", "device time", "share of time"]
-    with_sum = _with_sum(lines)
+    occurred = {kind: line for kind, line in _with_sum(lines).items() if line != _NOTHING}
+    total = occurred.get("all", _NOTHING)
     rows = []
-    for kind, line in with_sum.items():
-        if line != _NOTHING:
-            cells = _ledger_cells(line, with_sum["all"])
-            rows.append([LEDGER_LABELS.get(kind, kind), *cells, *_cost(line, price_per_hour)])
+    for kind, line in occurred.items():
+        rows.append([_label(kind), *_ledger_cells(line, total), *_cost(line, price_per_hour)])
     return Table(heads + _cost_head(price_per_hour), rows)
 
 
+def _label(kind: str) -> str:
+    return LEDGER_LABELS.get(kind, kind)
+
+
 def _ledger_cells(line: Line, total: Line) -> list[str]:
-    return [
-        f"{line.rows:,}",
-        share(line.rows / max(1, total.rows)),
-        f"{line.seconds:.3f} s",
-        share(line.nanoseconds / max(1, total.nanoseconds)),
-    ]
+    part = line.rows / max(1, total.rows)
+    time = line.nanoseconds / max(1, total.nanoseconds)
+    return [f"{line.rows:,}", share(part), f"{line.seconds:.3f} s", share(time)]
 
 
 def ledgers_table(bills: Mapping[str, Bill], price_per_hour: float | None = None) -> Table:
     """Rows and device time of several runs side by side."""
-    heads = [""]
-    columns = []
-    for run, lines in bills.items():
-        heads += [f"{run} rows", f"{run} time"]
-        columns.append(_with_sum(lines))
-    rows = []
-    for kind in columns[0]:
-        lines = [column[kind] for column in columns]
-        if lines.count(_NOTHING) < len(lines):
-            rows.append(_kind_row(kind, lines))
+    columns = list(map(_with_sum, bills.values()))
+    by_kind = {kind: [column[kind] for column in columns] for kind in columns[0]}
+    rows = [_kind_row(kind, lines) for kind, lines in by_kind.items() if set(lines) != {_NOTHING}]
     if price_per_hour is not None:
-        rows.append(_cost_row([column["all"] for column in columns], price_per_hour))
-    return Table(heads, rows)
+        rows.append(_cost_row(by_kind["all"], price_per_hour))
+    return Table(["", *_ledger_heads(bills)], rows)
+
+
+def _ledger_heads(runs: Iterable[str]) -> Iterator[str]:
+    for run in runs:
+        yield from (f"{run} rows", f"{run} time")
 
 
 def _cost_row(sums: Iterable[Line], price_per_hour: float) -> list[str]:
@@ -146,7 +140,7 @@ def _cost_row(sums: Iterable[Line], price_per_hour: float) -> list[str]:
 
 
 def _kind_row(kind: str, lines: Sequence[Line]) -> list[str]:
-    row = [LEDGER_LABELS.get(kind, kind)]
+    row = [_label(kind)]
     for line in lines:
         row += [f"{line.rows:,}", f"{line.seconds:.2f} s"]
     return row
@@ -155,9 +149,8 @@ def _kind_row(kind: str, lines: Sequence[Line]) -> list[str]:
 def _with_sum(lines: Bill) -> dict[str, Line]:
     """Lines in the order of `LEDGER_LABELS`, and "all", their sum."""
     ordered = {kind: lines[kind] for kind in LEDGER_LABELS}
-    rows = sum(line.rows for line in ordered.values())
-    nanoseconds = sum(line.nanoseconds for line in ordered.values())
-    return ordered | {"all": Line(rows, nanoseconds)}
+    columns = zip(*((line.rows, line.nanoseconds) for line in ordered.values()), strict=True)
+    return ordered | {"all": Line(*map(sum, columns))}
 
 
 def _cost_head(price_per_hour: float | None) -> list[str]:
@@ -172,12 +165,13 @@ def _cost(line: Line, price_per_hour: float | None) -> list[str]:
 
 def costliest_table(lines: Bill, price_per_hour: float | None = None, most: int = 10) -> Table:
     """The requests that took most of the device's time."""
-    ranked = sorted(lines.items(), key=lambda item: -item[1].nanoseconds)
-    rows = []
-    for name, line in ranked[:most]:
-        cells = [name, f"{line.rows:,}", f"{line.seconds:.4f} s"]
-        rows.append(cells + _cost(line, price_per_hour))
+    ranked = sorted(lines, key=lambda name: -lines[name].nanoseconds)[:most]
+    rows = [_request_cells(name, lines[name], price_per_hour) for name in ranked]
     return Table(["request", "rows", "device time", *_cost_head(price_per_hour)], rows)
+
+
+def _request_cells(name: str, line: Line, price_per_hour: float | None) -> list[str]:
+    return [name, f"{line.rows:,}", f"{line.seconds:.4f} s", *_cost(line, price_per_hour)]
 
 
 def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
@@ -190,20 +184,20 @@ def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
 
 
 def _gain_cells(name: str, gains: JsonObject) -> list[str]:
-    published = ""
-    if gains["published_output_tok_s"]:
-        least, most = gains["published_output_tok_s"]
-        published = f"{least:g}x to {most:g}x"
     waits = [_times(gains[wait]) for wait in ("ttft_s_p50", "ttft_s_p99", "e2e_s_p99")]
+    published = _published(gains["published_output_tok_s"])
     return [f"over {name}", _times(gains["output_tok_s"]), published, *waits]
+
+
+def _published(ends: tuple[float, float] | None) -> str:
+    return f"{ends[0]:g}x to {ends[1]:g}x" if ends else ""
 
 
 def cross_table(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
     """One row for each pair of a run learned from and a run predicted."""
     rows = []
     for source, predicted in cross.items():
-        for name, errors in predicted.items():
-            rows.append([f"{source} -> {name}", *_cross_cells(errors)])
+        rows += [[f"{source} -> {name}", *_cross_cells(off)] for name, off in predicted.items()]
     return Table(["", *_CROSS_FIGURES.values()], rows)
 
 
@@ -213,20 +207,19 @@ def _cross_cells(errors: Mapping[str, float]) -> list[str]:
 
 def curve_table(points: Sequence[JsonObject]) -> Table:
     """p99 time to first token of each policy, one row a load."""
-    rows = []
-    for point in points:
-        cells = [_curve_cell(waits) for waits in point["policies"].values()]
-        rows.append([f"{point['load']:g}", f"{point['rate']:.3g}", *cells])
+    rows = list(map(_load_cells, points))
     return Table(["load", "requests/s", *points[0]["policies"]], rows)
+
+
+def _load_cells(point: JsonObject) -> list[str]:
+    waits = map(_curve_cell, point["policies"].values())
+    return [f"{point['load']:g}", f"{point['rate']:.3g}", *waits]
 
 
 def _curve_cell(waits: Mapping[str, float | None]) -> str:
     """The wait, in brackets if its queue grows without bound."""
     wait = duration(waits["ttft_p99_s"])
-    share_of_capacity = waits["share_of_capacity"]
-    if share_of_capacity is not None and share_of_capacity >= 1:
-        return f"({wait})"
-    return wait
+    return f"({wait})" if (waits["share_of_capacity"] or 0) >= 1 else wait
 
 
 def print_table(table: Table, title: str = "") -> None:
@@ -289,9 +282,8 @@ def duration(seconds: float | None) -> str:
         return ""
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    if seconds >= 0.1:
-        return f"{1e3 * seconds:.0f} ms"
-    return f"{1e3 * seconds:.1f} ms"
+    digits = 0 if seconds >= 0.1 else 1
+    return f"{1e3 * seconds:.{digits}f} ms"
 
 
 def share(value: float | None) -> str:
