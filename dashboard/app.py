@@ -73,12 +73,10 @@ class _Dashboard(PageRoutes):
 
     async def engines(self, request: Request) -> Response:
         """The engines that this page can show: one, at its own path."""
-        info = self.client.info
+        info, state = self.client.info, self.client.state
         name = info.model if info is not None else ""
-        engine = {"name": name, "url": "", "base": "", "state": self.client.state}
-        return to_json(
-            {"standalone": False, "signed_in": self.sessions.needed, "engines": [engine]}
-        )
+        engine = {"name": name, "url": "", "base": "", "state": state}
+        return self.engine_list([engine], standalone=False)
 
     async def seats(self, request: Request) -> Response:
         """Seats and pages as they are now, in the key frame's form. RequestError while there is no
@@ -128,7 +126,7 @@ class _Dashboard(PageRoutes):
     def _window(self, request: Request, now: float) -> tuple[float, float]:
         end = seconds(request, "to", now)
         start = seconds(request, "from", end - 60)
-        return timeline.window(self.client.history, start, end, now)
+        return timeline.window(start, end, now)
 
     async def requests(self, request: Request) -> BlockAnswer:
         """Sequences, the newest first, see `request_detail.listing`; to a user its own."""

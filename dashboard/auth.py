@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from starlette.datastructures import MutableHeaders
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.dashboard.sessions import Sessions
 from jitney.dashboard.viewers import TooManyViewers, Viewer
-from jitney.engine.api.access import EVERYBODY, AccessControl, Identity, Role, RoleOf, identity_of
+from jitney.engine.api.access import EVERYBODY, AccessControl, Identity, Role, identity_of
 from jitney.engine.api.cross_site import is_navigation, refuse_other_sites
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError, error_response
@@ -89,13 +90,8 @@ def page_middleware(
 ) -> list[Middleware]:
     """What stands before the routes of a page, outermost first."""
     return [
-        Middleware(PageGuard, cors_origins=cors_origins),
-        Middleware(
-            AccessControl,
-            role_of=_role_of(lines),
-            identify=sessions.of_request,
-            missing=_not_signed_in,
-        ),
+        Middleware(PageGuard, cors_origins),
+        Middleware(AccessControl, partial(_role_of, lines), sessions.of_request, _not_signed_in),
     ]
 
 
@@ -107,15 +103,12 @@ class PageLine(NamedTuple):
     role: Role = Role.USER
 
 
-def _role_of(lines: Sequence[PageLine]) -> RoleOf:
-    def role_of(scope: Scope) -> Role:
-        path = route_path(scope) or "/"
-        for route, role in lines:
-            if route.path_regex.match(path):
-                return role
-        return Role.USER
-
-    return role_of
+def _role_of(lines: Sequence[PageLine], scope: Scope) -> Role:
+    path = route_path(scope) or "/"
+    for route, role in lines:
+        if route.path_regex.match(path):
+            return role
+    return Role.USER
 
 
 def _not_signed_in() -> HttpError:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,6 +37,7 @@ from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import SequenceEvent
 from jitney.engine.process.client import EngineClient
+from jitney.engine.types import JsonDict
 
 log = logging.getLogger("jitney.dashboard")
 
@@ -272,8 +272,8 @@ class _Sampler:
         self._asking: asyncio.Task[None] | None = None
         #: When the pages were asked for, the percentiles renewed, and a key frame sent.
         self._asked = self._renewed = self._sent_key_frame = -np.inf
-        self._latency: dict[str, Any] = {}
-        self._histograms: dict[str, Any] | None = None
+        self._latency: JsonDict = {}
+        self._histograms: JsonDict | None = None
 
     async def run(self) -> None:
         """Snapshots until the engine is dead for good."""

@@ -32,7 +32,7 @@ from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.history import KEEP_S, History
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
 from jitney.engine.telemetry.summary import seated
-from jitney.engine.types import EngineInfo
+from jitney.engine.types import EngineInfo, JsonDict
 
 #: Seconds that all policies of one experiment may take together.
 _LIMIT_S = 120.0
@@ -71,7 +71,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True):
     #: Names of policies, each of which gets the traffic.
     policies: list[str] = msgspec.field(default_factory=lambda: list(POLICIES))
     #: Of SETTINGS, those that are other than the engine's own.
-    settings: dict[str, Any] = {}
+    settings: JsonDict = {}
     #: 2.0 is twice the traffic.
     speed: float = 1.0
     #: Of the device, in any currency; None leaves cost out of the figures.
@@ -112,7 +112,7 @@ class Lab:
         self._error = ""
         self._progress: float | None = None
         self._started: float | None = None
-        self._result: dict[str, Any] | None = None
+        self._result: JsonDict | None = None
         self._task: asyncio.Task[None] | None = None
         self._slices = Slices()
         self._preparing = False
@@ -121,7 +121,7 @@ class Lab:
     def _running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonDict:
         """Where the newest experiment stands, and what the next one could use."""
         now = time.monotonic()
         requests = self.client.history.ended(now - KEEP_S)
@@ -139,7 +139,7 @@ class Lab:
             "minutes": round((now - first) / 60, 2),
         }
 
-    def _current_settings(self) -> dict[str, Any]:
+    def _current_settings(self) -> JsonDict:
         if self.settings is None:
             return {}
         current = {name: getattr(self.settings, name) for name in SETTINGS}
@@ -170,9 +170,7 @@ class Lab:
         self._started = round(time.monotonic(), 4)
         self._task = asyncio.create_task(self._run(job, basis))
 
-    def _prepare(
-        self, experiment: Experiment
-    ) -> Generator[None, None, tuple[ReplayJob, dict[str, Any]]]:
+    def _prepare(self, experiment: Experiment) -> Generator[None, None, tuple[ReplayJob, JsonDict]]:
         """What the worker needs, and what is put around its answer. Work for `Slices`."""
         info = self.client.info
         if self.settings is None or info is None:
@@ -192,7 +190,7 @@ class Lab:
             self._state = "idle"
             self._progress = None
 
-    async def _run(self, job: ReplayJob, basis: dict[str, Any]) -> None:
+    async def _run(self, job: ReplayJob, basis: JsonDict) -> None:
         try:
             async with asyncio.timeout(self.limit_s):
                 result = await self._simulate(job)
@@ -211,7 +209,7 @@ class Lab:
         self._state = "failed"
         self._error = error
 
-    async def _simulate(self, job: ReplayJob) -> dict[str, Any]:
+    async def _simulate(self, job: ReplayJob) -> JsonDict:
         """The worker's result. Raises _Failed; leaving early ends the process."""
         process = await start_child("jitney.engine.simulation.replay", limit=_MOST_BYTES)
         assert process.stdin is not None and process.stdout is not None  # asked for
@@ -221,7 +219,7 @@ class Lab:
         finally:
             await end_child(process)
 
-    async def _result_from(self, output: asyncio.StreamReader) -> dict[str, Any]:
+    async def _result_from(self, output: asyncio.StreamReader) -> JsonDict:
         async for line in output:
             message = msgspec.json.decode(line)
             if "result" in message:
@@ -319,7 +317,7 @@ def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngin
 
 def _basis(
     experiment: Experiment, traffic: _Traffic, info: EngineInfo
-) -> Generator[None, None, dict[str, Any]]:
+) -> Generator[None, None, JsonDict]:
     before = {request.number for request, _ in traffic.stays if request.arrival < traffic.first}
     yield
     stays = yield from _measured_stays(traffic)
@@ -346,11 +344,15 @@ def check(experiment: Experiment, settings: EngineSection) -> None:
     own settings.
     """
     check_minutes(experiment.minutes)
-    if not 0.1 <= experiment.speed <= 10:
-        raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
+    _check_speed(experiment.speed)
     _check_price(experiment.price_per_hour)
     _check_policies(experiment.policies)
     _check_settings(experiment.settings, settings)
+
+
+def _check_speed(speed: float) -> None:
+    if not 0.1 <= speed <= 10:
+        raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
 
 
 def _check_price(price: float | None) -> None:
@@ -368,26 +370,29 @@ def check_minutes(minutes: float) -> None:
         raise RequestError(f"minutes must be more than 0 and at most {most:g}", param="minutes")
 
 
+_SOME_POLICIES = f"policies must name some of: {', '.join(POLICIES)}, each once"
+
+
 def _check_policies(names: list[str]) -> None:
-    policies = set(names)
-    each_once = len(policies) == len(names)
-    if not policies or not each_once or not policies <= set(POLICIES):
-        raise RequestError(
-            f"policies must name some of: {', '.join(POLICIES)}, each once", param="policies"
-        )
+    known = set(names) & set(POLICIES)
+    if not names or len(known) < len(names):
+        raise RequestError(_SOME_POLICIES, param="policies")
 
 
-def _check_settings(changes: dict[str, Any], settings: EngineSection) -> None:
+def _check_settings(changes: JsonDict, settings: EngineSection) -> None:
     for name in changes:
-        if name not in SETTINGS:
-            raise RequestError(
-                f"{name[:40]} cannot be changed here; known: {', '.join(SETTINGS)}",
-                param="settings",
-            )
+        _check_known(name)
     try:
         EngineSection.model_validate(settings.model_dump(mode="python") | changes)
     except ValidationError as error:
         raise _field_error(error) from None
+
+
+def _check_known(name: str) -> None:
+    if name not in SETTINGS:
+        known = ", ".join(SETTINGS)
+        message = f"{name[:40]} cannot be changed here; known: {known}"
+        raise RequestError(message, param="settings")
 
 
 def _field_error(error: ValidationError) -> RequestError:
@@ -427,12 +432,10 @@ def wanted(request: RequestRecord, lengths: np.ndarray) -> int:
     waits still, or was refused, or left the queue) asks for as much as some answer that was longer
     than what it has so far.
     """
-    if request.finished is not None and request.stays:
+    if _rode_to_the_end(request):
         return max(1, request.n_output)
     length = _some_longer(request, lengths)
-    if request.max_tokens:
-        length = min(length, request.max_tokens)
-    return max(1, length)
+    return max(1, min(length, request.max_tokens or length))
 
 
 def _some_longer(request: RequestRecord, lengths: np.ndarray) -> int:
@@ -453,25 +456,26 @@ def counted(requests: list[RequestRecord]) -> dict[str, int]:
 
 
 def _state_in_the_end(request: RequestRecord) -> str:
-    if request.finished is not None and request.stays:
+    if _rode_to_the_end(request):
         return "ended"
     if request.finish == "error":
         return "refused"
     if request.finished is not None:
         return "left"
-    if request.stay is not None:
-        return "running"
-    return "waiting"
+    return "waiting" if request.stay is None else "running"
 
 
 def _measured_stays(traffic: _Traffic) -> Generator[None, None, dict[str, list[Any]]]:
     """The stays of that time as they were, in seconds from its beginning."""
     columns = yield from stay_columns(traffic.stays[-_MOST_RECORDS:])
     for name in ("from", "first_token", "to"):
-        times = columns[name]
+        columns[name] = [_since(traffic.first, t) for t in columns[name]]
         yield
-        columns[name] = [None if t is None else round(t - traffic.first, 4) for t in times]
     return columns
+
+
+def _since(first: float, t: float | None) -> float | None:
+    return None if t is None else round(t - first, 4)
 
 
 def _npy(records: np.ndarray) -> bytes:

@@ -4,17 +4,18 @@ histograms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from jitney.engine.telemetry.history import History
+from jitney.engine.types import JsonDict
 
 #: Upper bounds in seconds of the histograms.
 _LONG_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 _ITL_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_BOUNDS = {"wait": _LONG_BOUNDS, "ttft": _LONG_BOUNDS, "itl": _ITL_BOUNDS}
 _PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 #: When, how many seconds, how often: three arrays of one length, by time.
@@ -38,40 +39,43 @@ def samples_of(
     return {
         "wait": _within(history.waits, start, end),
         "ttft": _within(history.first_tokens, start, end),
-        "itl": (ready[1:], np.diff(ready), records["decode"][1:].astype(np.int64)),
+        "itl": _gaps(records["decode"], ready),
     }
 
 
+def _gaps(decode_rows: np.ndarray, ready: np.ndarray) -> Samples:
+    return ready[1:], np.diff(ready), decode_rows[1:].astype(np.int64)
+
+
 def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> Samples:
-    pairs = np.fromiter(chain.from_iterable(values), np.float64).reshape(-1, 2)
-    kept = pairs[(pairs[:, 0] > start) & (pairs[:, 0] <= end)]
-    return kept[:, 0], kept[:, 1], np.ones(len(kept), np.int64)
+    t, seconds = np.fromiter(chain.from_iterable(values), np.float64).reshape(-1, 2).T
+    kept = (t > start) & (t <= end)
+    return t[kept], seconds[kept], np.ones(kept.sum(), np.int64)
 
 
 def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | None:
     """The least value that at least p of all do not exceed; None if there are none."""
     if not weights.any():
         return None
-    points = np.quantile(
-        values, list(_PERCENTILES.values()), weights=weights, method="inverted_cdf"
-    )
+    shares = list(_PERCENTILES.values())
+    points = np.quantile(values, shares, weights=weights, method="inverted_cdf")
     return dict(zip(_PERCENTILES, points.round(6).tolist(), strict=True))
 
 
-def summary(history: History, start: float, end: float) -> dict[str, Any]:
+def summary(history: History, start: float, end: float) -> JsonDict:
     """Percentiles of wait, ttft and itl, seconds or None."""
-    result = {}
-    for name, (_, values, weights) in samples(history, start, end).items():
-        result[name] = percentiles(values, weights)
-    return result
+    columns = samples(history, start, end)
+    return {name: percentiles(*column[1:]) for name, column in columns.items()}
 
 
-def histograms(history: History, start: float, end: float) -> dict[str, Any]:
+def histograms(history: History, start: float, end: float) -> JsonDict:
     """Counts per upper bound, and one more for what is longer."""
-    result = {}
-    for name, (_, values, weights) in samples(history, start, end).items():
-        bounds = _ITL_BOUNDS if name == "itl" else _LONG_BOUNDS
-        places = np.searchsorted(bounds, values)
-        counts = np.bincount(places, weights, minlength=len(bounds) + 1)
-        result[name] = {"bounds": bounds, "counts": counts.astype(int).tolist()}
-    return result
+    columns = samples(history, start, end)
+    return {name: _histogram(_BOUNDS[name], column) for name, column in columns.items()}
+
+
+def _histogram(bounds: Sequence[float], column: Samples) -> JsonDict:
+    _, values, weights = column
+    places = np.searchsorted(bounds, values)
+    counts = np.bincount(places, weights, minlength=len(bounds) + 1)
+    return {"bounds": bounds, "counts": counts.astype(int).tolist()}

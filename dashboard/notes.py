@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from jitney.dashboard.snapshot import Snapshot
 from jitney.dashboard.sse import Note
+from jitney.engine.types import JsonDict
 
 #: Preemptions and refusals are counted over so many seconds.
 _WINDOW_S = 5.0
@@ -21,9 +22,17 @@ _FEW_PREEMPTIONS = 4
 _KEPT = 20
 
 
-_PREEMPTION_STORM = (
-    "sequences lose their seats for lack of KV pages: fewer seats, shorter contexts or "
-    "more pages would compute less twice"
+_BURSTS = {
+    "preemption_storm": "sequences lose their seats for lack of KV pages: fewer seats, shorter "
+    "contexts or more pages would compute less twice",
+    "rejections": "requests are being refused because too many wait",
+}
+_KERNELS_OUT = (
+    "kernels taken out, because they were wrong here: {}; the slower reference serves in their "
+    "place, and answers are right"
+)
+_OUTAGE = (
+    "{cause}; requests that go on in the next one: {n_resumed}, that ended with an error: {n_lost}"
 )
 
 
@@ -42,8 +51,7 @@ class Notes:
 
     def compare(self, now: Snapshot, records: np.ndarray) -> list[Note]:
         """New notes. records: the steps since the snapshot before."""
-        before = self._before
-        self._before = now
+        before, self._before = self._before, now
         bursts = self._bursts(now)  # the first time it is what the counting starts from
         new = self._kernels_out(now)
         if before is not None:
@@ -58,39 +66,35 @@ class Notes:
         if not now.kernels_out or now.ready_at <= self._proof_of:
             return []
         self._proof_of = now.ready_at
-        message = (
-            f"kernels taken out, because they were wrong here: {', '.join(now.kernels_out)}; the "
-            "slower reference serves in their place, and answers are right"
-        )
-        note = _note(now, "error", "kernels_out", message)
-        note["t"] = round(now.ready_at, 4)
-        return [note]
+        message = _KERNELS_OUT.format(", ".join(now.kernels_out))
+        return [_note(now.ready_at, "error", "kernels_out", message)]
 
     def _bursts(self, now: Snapshot) -> list[Note]:
-        notes = []
-        preempted, many = now.metrics["preemptions"], _many_preemptions(now)
-        if self._bursts_of("preemption_storm", now, preempted, many):
-            notes.append(_note(now, "warn", "preemption_storm", _PREEMPTION_STORM))
         refused = sum(now.metrics["rejected"].values())
-        if self._bursts_of("rejections", now, refused, _MANY_REFUSALS):
-            message = "requests are being refused because too many wait"
-            notes.append(_note(now, "warn", "rejections", message))
-        return notes
+        totals = (
+            ("preemption_storm", now.metrics["preemptions"], _many_preemptions(now)),
+            ("rejections", refused, _MANY_REFUSALS),
+        )
+        bursts = [code for code, total, many in totals if self._is_burst(code, now.t, total, many)]
+        return [_note(now.t, "warn", code, _BURSTS[code]) for code in bursts]
 
-    def _bursts_of(self, code: str, now: Snapshot, total: int, many: int) -> bool:
+    def _is_burst(self, code: str, t: float, total: int, many: int) -> bool:
         """True if the total has grown by `many` within the window, and no note said so a moment
         ago.
         """
-        totals = self._totals.setdefault(code, deque())
-        totals.append((now.t, total))
-        while totals[0][0] < now.t - _WINDOW_S:
-            totals.popleft()
-        grown = total - totals[0][1]
-        quiet_for = now.t - self._noted.get(code, -np.inf)
-        if grown < many or quiet_for < _QUIET_S:
+        quiet_for = t - self._noted.get(code, -np.inf)
+        if self._growth(code, t, total) < many or quiet_for < _QUIET_S:
             return False
-        self._noted[code] = now.t
+        self._noted[code] = t
         return True
+
+    def _growth(self, code: str, t: float, total: int) -> int:
+        """Of a total within the window."""
+        totals = self._totals.setdefault(code, deque())
+        totals.append((t, total))
+        while totals[0][0] < t - _WINDOW_S:
+            totals.popleft()
+        return total - totals[0][1]
 
 
 def _many_preemptions(now: Snapshot) -> int:
@@ -101,55 +105,60 @@ def _many_preemptions(now: Snapshot) -> int:
 
 
 def _compiles(now: Snapshot, records: np.ndarray) -> list[Note]:
-    notes = []
-    for record in records[records["compiled"] > 0]:
-        seconds = record["device_s"] + record["launch_s"]
-        message = (
-            f"step {record['step']} had to compile a program for {record['bucket_tokens']} rows "
-            f"and took {seconds:.1f} s"
-        )
-        notes.append(_note(now, "warn", "compile", message))
-    return notes
+    compiled = records[records["compiled"] > 0]
+    return [_note(now.t, "warn", "compile", _compile_message(record)) for record in compiled]
+
+
+def _compile_message(record: np.void) -> str:
+    seconds = record["device_s"] + record["launch_s"]
+    return (
+        f"step {record['step']} had to compile a program for {record['bucket_tokens']} rows "
+        f"and took {seconds:.1f} s"
+    )
 
 
 def _accidents(before: Snapshot, now: Snapshot) -> list[Note]:
     notes = _outages(before, now)
-    nan_rows = now.metrics["nan_rows"] - before.metrics["nan_rows"]
-    if nan_rows > 0:
-        message = f"logits were not finite in {nan_rows} rows; their requests have ended"
-        notes.append(_note(now, "error", "nan", message))
-    wrong = now.metrics["canary"]["mismatched"] - before.metrics["canary"]["mismatched"]
-    if wrong > 0:
-        message = (
-            "computed again with the reference kernels, so many answers came out otherwise: "
-            f"{wrong}. `jitney doctor` compares every kernel"
-        )
-        notes.append(_note(now, "error", "canary", message))
-    if now.state == "dead" and before.state != "dead":
-        message = "the engine is dead and is not started again"
-        notes.append(_note(now, "error", "dead", message))
+    for code, counter in _ACCIDENTS.items():
+        more = counter(now) - counter(before)
+        if more > 0:
+            notes.append(_note(now.t, "error", code, _ACCIDENT_MESSAGES[code].format(more)))
     return notes
+
+
+#: How often each accident has happened.
+_ACCIDENTS: dict[str, Callable[[Snapshot], int]] = {
+    "nan": lambda snapshot: snapshot.metrics["nan_rows"],
+    "canary": lambda snapshot: snapshot.metrics["canary"]["mismatched"],
+    "dead": lambda snapshot: snapshot.state == "dead",
+}
+_ACCIDENT_MESSAGES = {
+    "nan": "logits were not finite in {} rows; their requests have ended",
+    "canary": "computed again with the reference kernels, so many answers came out otherwise: "
+    "{}. `jitney doctor` compares every kernel",
+    "dead": "the engine is dead and is not started again",
+}
 
 
 def _outages(before: Snapshot, now: Snapshot) -> list[Note]:
     """That the engine's process is gone, and that another one is ready."""
-    notes = []
     known = {outage["began"]: outage for outage in before.outages}
+    notes = []
     for outage in now.outages:
-        seen = known.get(outage["began"])
-        if seen is None:
-            message = (
-                f"{outage['cause']}; requests that go on in the next one: {outage['n_resumed']}, "
-                f"that ended with an error: {outage['n_lost']}"
-            )
-            notes.append(_note(now, "error", "outage", message))
-        was_over = seen is not None and seen["ready"] is not None
-        if outage["ready"] is not None and not was_over:
-            notes.append(_note(now, "warn", "restarted", _restart_message(outage)))
+        notes += _news_of(outage, known.get(outage["began"]), now.t)
     return notes
 
 
-def _restart_message(outage: dict[str, Any]) -> str:
+def _news_of(outage: JsonDict, seen: JsonDict | None, t: float) -> Iterator[Note]:
+    """seen: what was known of it before."""
+    if seen is None:
+        yield _note(t, "error", "outage", _OUTAGE.format_map(outage))
+    was_over = seen is not None and seen["ready"] is not None
+    if outage["ready"] is not None and not was_over:
+        yield _note(t, "warn", "restarted", _restart_message(outage))
+
+
+def _restart_message(outage: JsonDict) -> str:
     seconds = outage["ready"] - outage["began"]
     return (
         f"restart {outage['restart']}: the engine was ready again after {seconds:.1f} s; "
@@ -157,5 +166,5 @@ def _restart_message(outage: dict[str, Any]) -> str:
     )
 
 
-def _note(now: Snapshot, level: str, code: str, message: str) -> Note:
-    return {"level": level, "code": code, "message": message, "t": round(now.t, 4)}
+def _note(t: float, level: str, code: str, message: str) -> Note:
+    return {"level": level, "code": code, "message": message, "t": round(t, 4)}

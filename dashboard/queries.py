@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -19,30 +20,35 @@ def whole(request: Request, name: str, default: int, low: int = -_ANY, high: int
     text = request.query_params.get(name)
     if text is None:
         return default
+    value = _number(text)
+    if value is None or not low <= value <= high:
+        limits = f" from {low} to {high}" if low > -_ANY or high < _ANY else ""
+        raise _must_be(name, f"a whole number{limits}")
+    return value
+
+
+def _number(text: str) -> int | None:
     digits = text.removeprefix("-")
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS
-    if not is_number or not low <= int(text) <= high:
-        limits = ""
-        if low > -_ANY or high < _ANY:
-            limits = f" from {low} to {high}"
-        raise RequestError(f"{name} must be a whole number{limits}", param=name)
-    return int(text)
+    return int(text) if is_number else None
+
+
+def _must_be(name: str, what: str) -> RequestError:
+    return RequestError(f"{name} must be {what}", param=name)
 
 
 def seconds(request: Request, name: str, default: float) -> float:
     """A time or a span in seconds from the query. Raises RequestError."""
-    try:
+    with contextlib.suppress(ValueError):
         value = float(request.query_params.get(name, default))
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise RequestError(f"{name} must be a number of seconds", param=name)
-    return value
+        if math.isfinite(value):
+            return value
+    raise _must_be(name, "a number of seconds")
 
 
 def word(request: Request, name: str, choices: Sequence[str]) -> str:
     """One of `choices`, the first by default. Raises RequestError."""
     value = request.query_params.get(name, choices[0])
     if value not in choices:
-        raise RequestError(f"{name} must be one of: {', '.join(choices)}", param=name)
+        raise _must_be(name, f"one of: {', '.join(choices)}")
     return value

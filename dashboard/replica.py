@@ -8,10 +8,13 @@ import base64
 from dataclasses import dataclass, field
 from typing import Any
 
-from jitney.dashboard.sse import Delta, Hello, KeyFrame, Note, SeatLists
+from jitney.dashboard.sse import SEAT_NUMBERS, Delta, Hello, KeyFrame, Note, PageChanges, SeatLists
+from jitney.engine.types import JsonDict
 
 #: Newest notes that are kept.
 _MAX_NOTES = 20
+#: What a delta brings only if it is another.
+_STATE = ("state", "last_step_age_s", "progress")
 
 
 @dataclass(slots=True)
@@ -44,19 +47,19 @@ class Replica:
     step: int = -1
     state: str = "unknown"
     last_step_age_s: float = 0.0
-    progress: dict[str, Any] | None = None
+    progress: JsonDict | None = None
     #: None without an engine.
     seats: list[SeatView] | None = None
     #: A cell a byte; None while not known.
     cells: bytearray | None = None
     #: Pages by state.
     counts: dict[str, int] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: JsonDict = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     n_events: int = 0
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> JsonDict:
         """What runs; empty while nothing does."""
         if self.hello is None:
             return {}
@@ -64,69 +67,54 @@ class Replica:
 
     def apply(self, name: str, data: Any) -> None:
         """One event; unknown ones are passed over, as a newer server may send them."""
-        if name == "hello":
-            self.hello = data
-        elif name == "key_frame":
-            self._apply_key_frame(data)
-        elif name == "delta":
-            self._apply_delta(data)
-        elif name == "note":
-            self.notes = [*self.notes, data][-_MAX_NOTES:]
+        match name:
+            case "hello":
+                self.hello = data
+            case "key_frame":
+                self._apply_key_frame(data)
+            case "delta":
+                self._apply_delta(data)
+            case "note":
+                self.notes = [*self.notes, data][-_MAX_NOTES:]
 
     def _apply_key_frame(self, frame: KeyFrame) -> None:
-        self.t = frame["t"]
-        self.step = frame["step"]
-        self.state = frame["state"]
-        self.last_step_age_s = frame["last_step_age_s"]
-        self.progress = frame["progress"]
+        for name in ("t", "step", "n_events", "notes", *_STATE):
+            setattr(self, name, frame[name])
         self.metrics = dict(frame["metrics"])
-        self.notes = frame["notes"]
-        self.n_events = frame["n_events"]
-        self.seats = None
-        if frame["seats"] is not None:
-            self.seats = self._seat_views(frame["seats"])
-        self.cells = None
-        self.counts = {}
-        if frame["pages"] is not None:
-            self.cells = bytearray(base64.b64decode(frame["pages"]["cells"]))
-            self.counts = frame["pages"]["counts"]
+        seats, pages = frame["seats"], frame["pages"]
+        self.seats = None if seats is None else self._seat_views(seats)
+        self.cells, self.counts = None, {}
+        if pages is not None:
+            self.cells = bytearray(base64.b64decode(pages["cells"]))
+            self.counts = pages["counts"]
 
     @property
     def _states(self) -> tuple[str, ...]:
         return self.hello["seat_states"] if self.hello is not None else ()
 
     def _seat_views(self, seats: SeatLists) -> list[SeatView]:
-        codes = base64.b64decode(seats["state"])
-        rows = zip(
-            [self._states[code] for code in codes],
-            seats["request"],
-            seats["index"],
-            seats["n_prompt"],
-            seats["n_computed"],
-            seats["n_output"],
-            seats["max_tokens"],
-            strict=True,
-        )
-        return [SeatView(*row) for row in rows]
+        states = [self._states[code] for code in base64.b64decode(seats["state"])]
+        columns = [seats[name] for name in ("request", *SEAT_NUMBERS)]
+        return [SeatView(*row) for row in zip(states, *columns, strict=True)]
 
     def _apply_delta(self, delta: Delta) -> None:
         self._change_seats(delta)
         pages = delta.get("pages")
-        if pages is not None and self.cells is not None:
+        if pages is not None:
+            self._change_pages(pages)
+        self.metrics = self.metrics | delta.get("metrics", {})
+        for name in ("t", "step", "n_events", *_STATE):
+            setattr(self, name, delta.get(name, getattr(self, name)))
+
+    def _change_pages(self, pages: PageChanges) -> None:
+        if self.cells is not None:
             for first, count, state in pages["runs"]:
                 self.cells[first : first + count] = bytes([state]) * count
             self.counts = pages["counts"]
-        self.t = delta["t"]
-        self.step = delta["step"]
-        self.n_events = delta["n_events"]
-        self.state = delta.get("state", self.state)
-        self.last_step_age_s = delta.get("last_step_age_s", self.last_step_age_s)
-        self.progress = delta.get("progress", self.progress)
-        self.metrics = self.metrics | delta.get("metrics", {})
 
     def _change_seats(self, delta: Delta) -> None:
-        for seat in self.seats or ():
+        seats = self.seats or []  # the feed sends a key frame when seats appear
+        for seat in seats:
             seat.advance(delta["step"] - self.step)
         for number, code, *row in delta.get("seats", ()):
-            assert self.seats is not None  # the feed sends a key frame when seats appear
-            self.seats[number] = SeatView(self._states[code], *row)
+            seats[number] = SeatView(self._states[code], *row)

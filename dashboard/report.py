@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitney.dashboard import latency, timeline
 from jitney.dashboard.request_detail import Steps, causes
 from jitney.dashboard.sse import Note
+from jitney.engine.config.layers import NOTHING
 from jitney.engine.process.client import EngineClient
 from jitney.engine.report.page import PageSection, Table, page
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 BINS = 240
 #: Requests in the table of the slowest.
 _SLOWEST = 20
+_SLOWEST_NOTE = "End to end, and where the time went."
 _HEIGHT = 300
 #: Columns of `timeline.stay_columns` that make the chart of the seats.
 _PHASE_COLUMNS = ("seat", "request", "index", "from", "first_token", "to")
@@ -66,7 +69,7 @@ class ReportData(NamedTuple):
     above: list[PageSection]
     below: list[PageSection]
     #: From `timeline.timeline`.
-    shown: Mapping[str, Any]
+    shown: JsonObject
 
 
 def collect(
@@ -77,12 +80,14 @@ def collect(
     notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
     """
     history = client.history
-    start, end = timeline.window(history, now - 60 * minutes, now, now)
+    start, end = timeline.window(now - 60 * minutes, now, now)
     shown = yield from timeline.timeline(history, start, end, BINS, now)
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
     span = f"The {minutes:g} min before {made}; state {client.state}."
     model = client.info.model if client.info else "no model"
-    figures = Table((), _figure_rows(history, shown, start, end), words=True)
+    rows = [*_figure_rows(shown["bins"], end - start)]
+    rows += _latency_rows(latency.summary(history, start, end))
+    figures = Table((), rows, words=True)
     yield
     slowest = yield from _slowest(history, start, now)
     return ReportData(
@@ -114,32 +119,29 @@ def _facts(client: EngineClient) -> str:
     if info is None:
         return "not ready"
     facts = f"{info.device}, {info.policy}, {info.kernels} kernels, {info.seats} seats"
-    if info.kernels_out:
-        facts += f"; kernels taken out because they were wrong here: {', '.join(info.kernels_out)}"
-    return facts
+    return facts + _kernels_out(info.kernels_out)
+
+
+def _kernels_out(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return f"; kernels taken out because they were wrong here: {', '.join(names)}"
 
 
 def _headline(client: EngineClient) -> str:
-    history = client.history
-    seats = history.seats
-    waiting = "nobody waits"
-    if history.n_waiting:
-        waiting = f"{history.n_waiting} waiting"
+    seats, n_waiting = client.history.seats, client.history.n_waiting
+    waiting = f"{n_waiting} waiting" if n_waiting else "nobody waits"
     return f"{len(seats) - seats.count(None)} of {len(seats)} seats taken, {waiting}"
 
 
-def _figure_rows(
-    history: History, shown: Mapping[str, Any], start: float, end: float
-) -> list[tuple[str, str]]:
-    bins, span = shown["bins"], end - start
+def _figure_rows(bins: JsonObject, span: float) -> list[tuple[str, str]]:
+    """What was computed in `span` seconds."""
     rows = {kind: sum(values) for kind, values in bins["rows"].items()}
-    steps = _step_cell(sum(bins["steps"]), sum(bins["step_s"]))
     return [
         ("output tokens a second", f"{rows['decode'] / span:,.1f}"),
         ("prompt tokens a second", f"{rows['prefill'] / span:,.1f}"),
         ("rows that were padding", _share_cell(rows["padding"], sum(rows.values()))),
-        ("steps, mean time", steps),
-        *_latency_rows(latency.summary(history, start, end)),
+        ("steps, mean time", _step_cell(sum(bins["steps"]), sum(bins["step_s"]))),
     ]
 
 
@@ -155,9 +157,7 @@ def _step_cell(steps: int, seconds: float) -> str:
     return f"{steps:,}, {1000 * seconds / steps:.1f} ms"
 
 
-def _latency_rows(
-    summary: Mapping[str, Mapping[str, float] | None],
-) -> Iterator[tuple[str, str]]:
+def _latency_rows(summary: Mapping[str, JsonObject | None]) -> Iterator[tuple[str, str]]:
     for name, spread in summary.items():
         if spread is not None:
             shown = " / ".join(f"{1000 * value:,.0f} ms" for value in spread.values())
@@ -166,29 +166,35 @@ def _latency_rows(
 
 def _slowest(history: History, start: float, now: float) -> Generator[None, None, PageSection]:
     """The requests that took longest, and their three largest causes."""
-    ended = sorted(history.ended(start), key=lambda request: -(request.e2e_s or 0.0))
     rows = []
-    for request in ended[:_SLOWEST]:
+    for request in sorted(history.ended(start), key=_quickness)[:_SLOWEST]:
         rows.append(_request_row(history, request, now))
         yield
     table = Table(_REQUEST_HEADS, rows, words=True)
-    notes = ["End to end, and where the time went."]
-    return PageSection("Slowest requests of this time", notes, [table])
+    return PageSection("Slowest requests of this time", [_SLOWEST_NOTE], [table])
+
+
+def _quickness(request: RequestRecord) -> float:
+    return -(request.e2e_s or 0.0)
 
 
 def _request_row(history: History, request: RequestRecord, now: float) -> tuple[str, ...]:
     """Cells under _REQUEST_HEADS."""
-    why = causes(request, Steps(history, request, now), now)[:3]
+    times = request.queue_s, request.ttft_s, request.e2e_s
     return (
         f"{request.request_id} {request.index}",
         str(request.n_prompt),
         str(request.n_output),
-        _seconds(request.queue_s),
-        _seconds(request.ttft_s),
-        _seconds(request.e2e_s),
+        *map(_seconds, times),
         request.code or request.finish,
-        "; ".join(f"{cause['seconds']:.2f} s {cause['message']}" for cause in why),
+        _why(history, request, now),
     )
+
+
+def _why(history: History, request: RequestRecord, now: float) -> str:
+    """Where its time went."""
+    why = causes(request, Steps(history, request, now), now)[:3]
+    return "; ".join(f"{cause['seconds']:.2f} s {cause['message']}" for cause in why)
 
 
 def _seconds(value: float | None) -> str:
@@ -197,7 +203,7 @@ def _seconds(value: float | None) -> str:
     return f"{value:.2f}"
 
 
-def _chart_sections(shown: Mapping[str, Any]) -> Iterator[PageSection]:
+def _chart_sections(shown: JsonObject) -> Iterator[PageSection]:
     """A section for each of `TITLES`."""
     charts = {"seats": _seat_chart(shown)} | _charts(_ChartBins(shown))
     for name, (title, text) in TITLES.items():
@@ -207,7 +213,7 @@ def _chart_sections(shown: Mapping[str, Any]) -> Iterator[PageSection]:
 class _ChartBins:
     """The columns of `timeline.binned`, as charts show them."""
 
-    def __init__(self, shown: Mapping[str, Any]):
+    def __init__(self, shown: JsonObject):
         bins = shown["bins"]
         self.columns = bins
         self.width: float = bins["width"]
@@ -219,62 +225,81 @@ class _ChartBins:
 
     def ms_a_step(self, name: str) -> list[float | None]:
         """Means of a sum of seconds; None where no step was."""
-        means = []
-        for seconds, steps in zip(self.columns[name], self.columns["steps"], strict=True):
-            means.append(round(1000 * seconds / steps, 3) if steps else None)
-        return means
+        pairs = zip(self.columns[name], self.columns["steps"], strict=True)
+        return [_ms(seconds / steps) if steps else None for seconds, steps in pairs]
 
     def ms(self, name: str) -> list[float | None]:
-        return [None if value is None else round(1000 * value, 3) for value in self.columns[name]]
+        return [None if value is None else _ms(value) for value in self.columns[name]]
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+class _Curve(NamedTuple):
+    """One line of a chart."""
+
+    name: str
+    #: Seconds before the end -> its values.
+    values: Callable[[_ChartBins], Sequence[float | None]]
+    #: Place of its colour in `figures.HUES`.
+    hue: int
+    style: JsonObject = NOTHING
+
+
+_DOTS, _DASHES, _MARKERS = {"dash": "dot"}, {"dash": "dash"}, {"mode": "markers"}
+#: Unit, lines and layout of each chart.
+_LINE_CHARTS: dict[str, tuple[str, tuple[_Curve, ...], JsonDict]] = {
+    "rate": (
+        "tok/s",
+        (
+            _Curve("generated", lambda bins: bins.rows_a_second("decode"), 0),
+            _Curve("prompt", lambda bins: bins.rows_a_second("prefill"), 1, _DOTS),
+        ),
+        {},
+    ),
+    "queue": (
+        "sequences",
+        (
+            _Curve("seats taken", lambda bins: bins.columns["seats_busy"], 0),
+            _Curve("waiting", lambda bins: bins.columns["waiting"], 5, _DOTS),
+        ),
+        {},
+    ),
+    "step": (
+        "ms",
+        (
+            _Curve("mean", lambda bins: bins.ms_a_step("step_s"), 0),
+            _Curve("longest", lambda bins: bins.ms("longest_step_s"), 5, _DOTS),
+            _Curve("gap", lambda bins: bins.ms_a_step("gap_s"), 1, _DASHES),
+        ),
+        {},
+    ),
+    "wait": (
+        "ms",
+        (
+            _Curve("for a seat", lambda bins: bins.ms("wait_p95"), 5, _MARKERS),
+            _Curve("for the first token", lambda bins: bins.ms("ttft_p95"), 0, _MARKERS),
+            _Curve("between tokens", lambda bins: bins.ms("itl_p95"), 2),
+        ),
+        {"yaxis_type": "log"},
+    ),
+}
 
 
 def _charts(bins: _ChartBins) -> dict[str, go.Figure]:
     """All charts but the seats'."""
-    return {
-        "rate": _chart("tok/s", _rate_traces(bins)),
-        "queue": _chart("sequences", _queue_traces(bins)),
-        "step": _chart("ms", _step_traces(bins)),
-        "ledger": _chart("rows/s", _ledger_traces(bins), barmode="stack", bargap=0),
-        "wait": _chart("ms", _wait_traces(bins), yaxis_type="log"),
-    }
+    charts = {}
+    for name, (unit, curves, layout) in _LINE_CHARTS.items():
+        charts[name] = _chart(unit, [_line(curve, bins) for curve in curves], **layout)
+    ledger = _chart("rows/s", _ledger_traces(bins), barmode="stack", bargap=0)
+    return charts | {"ledger": ledger}
 
 
-def _rate_traces(bins: _ChartBins) -> list[go.Scatter]:
+def _line(curve: _Curve, bins: _ChartBins) -> go.Scatter:
     from jitney.engine.report.figures import HUES, line
 
-    return [
-        line("generated", bins.x, bins.rows_a_second("decode"), HUES[0]),
-        line("prompt", bins.x, bins.rows_a_second("prefill"), HUES[1], dash="dot"),
-    ]
-
-
-def _queue_traces(bins: _ChartBins) -> list[go.Scatter]:
-    from jitney.engine.report.figures import HUES, line
-
-    return [
-        line("seats taken", bins.x, bins.columns["seats_busy"], HUES[0]),
-        line("waiting", bins.x, bins.columns["waiting"], HUES[5], dash="dot"),
-    ]
-
-
-def _step_traces(bins: _ChartBins) -> list[go.Scatter]:
-    from jitney.engine.report.figures import HUES, line
-
-    return [
-        line("mean", bins.x, bins.ms_a_step("step_s"), HUES[0]),
-        line("longest", bins.x, bins.ms("longest_step_s"), HUES[5], dash="dot"),
-        line("gap", bins.x, bins.ms_a_step("gap_s"), HUES[1], dash="dash"),
-    ]
-
-
-def _wait_traces(bins: _ChartBins) -> list[go.Scatter]:
-    from jitney.engine.report.figures import HUES, line
-
-    return [
-        line("for a seat", bins.x, bins.ms("wait_p95"), HUES[5], mode="markers"),
-        line("for the first token", bins.x, bins.ms("ttft_p95"), HUES[0], mode="markers"),
-        line("between tokens", bins.x, bins.ms("itl_p95"), HUES[2]),
-    ]
+    return line(curve.name, bins.x, curve.values(bins), HUES[curve.hue], **curve.style)
 
 
 def _chart(unit: str, traces: Sequence[Any], **layout: Any) -> go.Figure:
@@ -285,17 +310,18 @@ def _chart(unit: str, traces: Sequence[Any], **layout: Any) -> go.Figure:
 
 
 def _ledger_traces(bins: _ChartBins) -> list[go.Bar]:
+    return [_ledger_bars(name, bins) for name in ROW_KIND_TABLE]
+
+
+def _ledger_bars(name: str, bins: _ChartBins) -> go.Bar:
     import plotly.graph_objects as go
 
-    traces = []
-    for kind in ROW_KIND_TABLE.values():
-        marker = {"color": kind.light, "pattern": _pattern(kind.pattern)}
-        rows = bins.rows_a_second(kind.name)
-        traces.append(go.Bar(name=kind.label, x=bins.x, y=rows, marker=marker))
-    return traces
+    kind = ROW_KIND_TABLE[name]
+    marker = {"color": kind.light, "pattern": _pattern(kind.pattern)}
+    return go.Bar(name=kind.label, x=bins.x, y=bins.rows_a_second(name), marker=marker)
 
 
-def _pattern(shape: str) -> dict[str, Any]:
+def _pattern(shape: str) -> JsonDict:
     """White lines over the bar's own colour."""
     return {"shape": shape, "fillmode": "overlay", "fgcolor": "#fff", "solidity": 0.3}
 
@@ -315,31 +341,32 @@ class _Phase(NamedTuple):
     seconds: float
 
 
-def _seat_chart(shown: Mapping[str, Any]) -> go.Figure:
-    return _chart(
-        "seat",
-        _seat_traces(shown),
-        barmode="overlay",
-        height=min(900, 90 + 18 * max(1, shown["seats"])),
-        showlegend=False,
-        xaxis_range=[shown["from"] - shown["to"], 0],
-        yaxis_autorange="reversed",
-        yaxis_rangemode="normal",
-    )
+def _seat_chart(shown: JsonObject) -> go.Figure:
+    height = min(900, 90 + 18 * max(1, shown["seats"]))
+    begin = shown["from"] - shown["to"]
+    return _chart("seat", _seat_traces(shown), height=height, xaxis_range=[begin, 0], **_SEAT_STYLE)
 
 
-def _seat_traces(shown: Mapping[str, Any]) -> list[go.Bar]:
+_SEAT_STYLE = {
+    "barmode": "overlay",
+    "showlegend": False,
+    "yaxis_autorange": "reversed",
+    "yaxis_rangemode": "normal",
+}
+
+
+def _seat_traces(shown: JsonObject) -> list[go.Bar]:
     """One for each phase and colour."""
     from jitney.engine.report.figures import HUES
 
     traces: dict[tuple[str, str], list[_Phase]] = {}
     for phase in _phases(shown):
-        hue = HUES[phase.number % len(HUES)]
-        traces.setdefault((phase.kind, hue), []).append(phase)
-    return [_phase_bars(kind, hue, phases) for (kind, hue), phases in traces.items()]
+        key = phase.kind, HUES[phase.number % len(HUES)]
+        traces.setdefault(key, []).append(phase)
+    return [_phase_bars(*key, phases) for key, phases in traces.items()]
 
 
-def _phases(shown: Mapping[str, Any]) -> Iterator[_Phase]:
+def _phases(shown: JsonObject) -> Iterator[_Phase]:
     """The phases of the newest stays that take any time within the window."""
     from jitney.engine.report.figures import MOST_STAYS
 
@@ -368,16 +395,14 @@ def _phase_bars(kind: str, hue: str, phases: Sequence[_Phase]) -> go.Bar:
     import plotly.graph_objects as go
 
     pattern = _pattern("/" if kind == "prefill" else "")
-    return go.Bar(
-        orientation="h",
-        width=0.86,
-        hoverinfo="text",
-        y=[phase.seat for phase in phases],
-        base=[phase.start for phase in phases],
-        x=[phase.seconds for phase in phases],
-        hovertext=list(map(_hover, phases)),
-        marker={"color": hue, "line": {"width": 0}, "pattern": pattern},
-    )
+    seats, starts, seconds, texts = zip(*map(_bar, phases), strict=True)
+    marker = {"color": hue, "line": {"width": 0}, "pattern": pattern}
+    data = {"y": seats, "base": starts, "x": seconds, "hovertext": texts}
+    return go.Bar(orientation="h", width=0.86, hoverinfo="text", marker=marker, **data)
+
+
+def _bar(phase: _Phase) -> tuple[int, float, float, str]:
+    return phase.seat, phase.start, phase.seconds, _hover(phase)
 
 
 def _hover(phase: _Phase) -> str:

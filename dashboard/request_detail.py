@@ -4,18 +4,18 @@ yields is work for `Slices`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from itertools import pairwise
-from typing import Any, SupportsFloat
+from collections.abc import Generator, Iterable, Iterator
+from typing import NamedTuple, SupportsFloat
 
 import numpy as np
 
 from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, Stay
+from jitney.engine.types import JsonDict
 
 #: Makes JSON, with stops in between.
-type Work = Generator[None, None, dict[str, Any]]
+type Work = Generator[None, None, JsonDict]
 
 #: Requests that are looked at between two stops.
 _LOOKS = 64
@@ -24,33 +24,42 @@ STATES = ("all", "open", "waiting", "prefill", "decode", "finished")
 _MAX_TIMES = 4096
 #: What a chunk says of its step.
 _STEP_FIELDS = ("from", "to", "shared_with", "rows", "bucket", "padding", "compiled")
+#: Fields of a step's record that it is made of.
+_STEP_NUMBERS = ("bucket_tokens", "padding", "seats_busy", "compiled")
 #: Beyond every step's number.
 _NEVER = 2**62
 
 
-def _row(request: RequestRecord) -> dict[str, Any]:
+def _row(request: RequestRecord) -> JsonDict:
     """What the table shows of a sequence; times on the server's monotonic clock, seconds."""
-    return {
-        "request": request.request_id,
-        "index": request.index,
-        "state": request.state,
-        "seat": request.seat,
-        "n_prompt": request.n_prompt,
-        "n_output": request.n_output,
-        "max_tokens": request.max_tokens,
-        "priority": request.priority,
-        "arrival": _t(request.arrival),
-        "seated": _t(request.boarded),
-        "first_token": _t(request.first_token),
-        "finished": _t(request.finished),
-        "finish": request.finish,
-        "code": request.code,
-        "queued_s": _t(request.queue_s),
-        "ttft_s": _t(request.ttft_s),
-        "e2e_s": _t(request.e2e_s),
-        "preemptions": request.preemptions,
-        "cached_tokens": request.cached_tokens,
-    }
+    same = {name: getattr(request, name) for name in _SAME}
+    times = {shown: _t(getattr(request, name)) for shown, name in _TIMES.items()}
+    return {"request": request.request_id, **same, **times}
+
+
+#: Columns of the table that are fields of the record, and the record's names for the times.
+_SAME = (
+    "index",
+    "state",
+    "seat",
+    "n_prompt",
+    "n_output",
+    "max_tokens",
+    "priority",
+    "finish",
+    "code",
+    "preemptions",
+    "cached_tokens",
+)
+_TIMES = {
+    "arrival": "arrival",
+    "seated": "boarded",
+    "first_token": "first_token",
+    "finished": "finished",
+    "queued_s": "queue_s",
+    "ttft_s": "ttft_s",
+    "e2e_s": "e2e_s",
+}
 
 
 def listing(
@@ -65,25 +74,38 @@ def listing(
     """At most `limit` sequences that `identity` may see, the newest first, of those before number
     `cursor`; next: the cursor to go on with, null at the end.
     """
+    wanted = _Wanted(state, cursor, identity)
     shown: list[RequestRecord] = []
-    more = False
     for place, request in enumerate(history.newest()):
         if place % _LOOKS == 0:
             yield
-        if request.number >= cursor or not identity.may_see(request.tenant):
-            continue
-        if _is_in(request, state):
-            more = len(shown) == limit
-            if more:
-                break
+        if wanted.includes(request):
             shown.append(request)
-    rows = yield from _rows(shown)
-    return {"t": _t(now), "requests": rows, "next": shown[-1].number if more else None}
+        if len(shown) > limit:
+            break
+    rows = yield from _rows(shown[:limit])
+    more = len(shown) > limit
+    return {"t": _t(now), "requests": rows, "next": shown[limit - 1].number if more else None}
+
+
+class _Wanted(NamedTuple):
+    """Which sequences a listing shows."""
+
+    #: One of STATES.
+    state: str
+    #: Those before this number.
+    cursor: int
+    #: Whoever asks.
+    identity: Identity
+
+    def includes(self, request: RequestRecord) -> bool:
+        may_see = self.identity.may_see(request.tenant)
+        return may_see and request.number < self.cursor and _is_in(request, self.state)
 
 
 def _rows(
     requests: Iterable[RequestRecord],
-) -> Generator[None, None, list[dict[str, Any]]]:
+) -> Generator[None, None, list[JsonDict]]:
     rows = []
     for request in requests:
         rows.append(_row(request))
@@ -104,7 +126,7 @@ def detail(history: History, request: RequestRecord, now: float) -> Work:
     """The row, and the phases, chunks, tokens, company and causes of a sequence (see `causes`)."""
     steps = Steps(history, request, now)
     yield
-    chunks: list[dict[str, Any]] = []
+    chunks: list[JsonDict] = []
     for chunk in list(request.chunks):
         chunks.append(steps.chunk(chunk))
         yield
@@ -117,15 +139,14 @@ def detail(history: History, request: RequestRecord, now: float) -> Work:
     }
 
 
-def phases(request: RequestRecord, now: float) -> list[dict[str, Any]]:
+def phases(request: RequestRecord, now: float) -> list[JsonDict]:
     """queue, prefill and decode in order, again after each preemption; `to` is null for the one
     that goes on.
     """
     result = []
     since = request.arrival
     for stay in request.stays:
-        result.append(_queue(since, stay.start))
-        result += _stay_phases(stay)
+        result += [_queue(since, stay.start), *_stay_phases(stay)]
         since = stay.end if stay.end is not None else now
     if not request.stays or _lost_its_seat(request):
         result.append(_queue(since, request.finished))
@@ -137,38 +158,38 @@ def _lost_its_seat(request: RequestRecord) -> bool:
     return bool(request.stays) and request.stays[-1].how == "preempted"
 
 
-def _queue(start: float, end: float | None) -> dict[str, Any]:
+def _queue(start: float, end: float | None) -> JsonDict:
     return _phase("queue", -1, (start, end), (-1, -1))
 
 
-def _stay_phases(stay: Stay) -> list[dict[str, Any]]:
-    if stay.first_token is None:
-        return [_phase("prefill", stay.seat, (stay.start, stay.end), (stay.step, stay.last_step))]
+def _stay_phases(stay: Stay) -> list[JsonDict]:
+    read = stay.first_token is not None
     prefill = _phase(
-        "prefill", stay.seat, (stay.start, stay.first_token), (stay.step, stay.first_step)
+        "prefill",
+        stay.seat,
+        (stay.start, stay.first_token if read else stay.end),
+        (stay.step, stay.first_step if read else stay.last_step),
     )
-    if stay.end is not None and stay.last_step <= stay.first_step:
-        return [prefill]
-    decode = _phase(
-        "decode", stay.seat, (stay.first_token, stay.end), (stay.first_step + 1, stay.last_step)
-    )
-    return [prefill, decode]
+    return [prefill, *_decode_phase(stay)]
+
+
+def _decode_phase(stay: Stay) -> Iterator[JsonDict]:
+    """None of a stay without tokens, or with a single one."""
+    is_over = stay.end is not None and stay.last_step <= stay.first_step
+    if stay.first_token is not None and not is_over:
+        times = stay.first_token, stay.end
+        yield _phase("decode", stay.seat, times, (stay.first_step + 1, stay.last_step))
 
 
 def _phase(
     kind: str, seat: int, times: tuple[float, float | None], steps: tuple[int, int]
-) -> dict[str, Any]:
+) -> JsonDict:
     """steps: the first and the last; the last is -1 while it is not known."""
     first, last = steps
-    return {
-        "kind": kind,
-        "seat": seat,
-        "from": _t(times[0]),
-        "to": _t(times[1]),
-        "step_from": first,
-        "step_to": last,
-        "steps": max(0, last - first + 1) if last >= 0 else 0,
-    }
+    begin, end = map(_t, times)
+    phase = {"kind": kind, "seat": seat, "from": begin, "to": end}
+    n_steps = max(0, last - first + 1) if last >= 0 else 0
+    return phase | {"step_from": first, "step_to": last, "steps": n_steps}
 
 
 class Steps:
@@ -195,8 +216,8 @@ class Steps:
 
     def bringing(self) -> np.ndarray:
         """bool[steps]: the step brought a token of this sequence."""
-        stays = [stay for stay in self.request.stays if stay.first_token is not None]
-        return self._any((stay.first_step, self._last(stay)) for stay in stays)
+        stays = self.request.stays
+        return self._any((s.first_step, self._last(s)) for s in stays if s.first_token is not None)
 
     def _last(self, stay: Stay) -> int:
         newest = int(self.number[-1]) if len(self.number) else -1
@@ -213,7 +234,7 @@ class Steps:
         """bool[steps]: the step read prompts, of whomever."""
         return self.records["prefill"] + self.records["recomputed"] > 0
 
-    def chunk(self, chunk: ComputedChunk) -> dict[str, Any]:
+    def chunk(self, chunk: ComputedChunk) -> JsonDict:
         """A prompt chunk and the step it was part of; null where the step's record is not kept any
         more.
         """
@@ -221,17 +242,15 @@ class Steps:
         step = self._step(int(places[0])) if len(places) else dict.fromkeys(_STEP_FIELDS)
         return chunk._asdict() | step
 
-    def _step(self, place: int) -> dict[str, Any]:
+    def _step(self, place: int) -> JsonDict:
         """_STEP_FIELDS of a step, for who has a chunk in it."""
-        record = self.records[place]
-        bucket = int(record["bucket_tokens"])
-        padding = int(record["padding"])
-        others = max(0, int(record["seats_busy"]) - 1)
+        numbers = {name: int(self.records[place][name]) for name in _STEP_NUMBERS}
+        bucket, padding, seats_busy, compiled = numbers.values()
         times = _t(self.began[place]), _t(self.ready[place])
-        values = (*times, others, bucket - padding, bucket, padding, int(record["compiled"]))
+        values = (*times, max(0, seats_busy - 1), bucket - padding, bucket, padding, compiled)
         return dict(zip(_STEP_FIELDS, values, strict=True))
 
-    def cadence(self) -> dict[str, Any]:
+    def cadence(self) -> JsonDict:
         """When each output token came (the newest _MAX_TIMES), and the gaps between them."""
         places = np.flatnonzero(self.bringing())[: self.request.n_output]
         times = self.ready[places]
@@ -241,24 +260,24 @@ class Steps:
             **self._gaps(places, times),
         }
 
-    def _gaps(self, places: np.ndarray, times: np.ndarray) -> dict[str, Any]:
+    def _gaps(self, places: np.ndarray, times: np.ndarray) -> JsonDict:
         """Of tokens that came at `times`, with the steps at `places`; empty if there is no gap."""
         if len(times) < 2:
             return {}
         gaps = np.diff(times)
         worst = int(np.argmax(gaps))
-        before, place = int(places[worst]), int(places[worst + 1])
+        slowest = {"t": _t(times[worst + 1]), "gap": _t(gaps[worst])}
+        before, place = places[worst : worst + 2].tolist()
         return {
             "gap_p50": _t(np.quantile(gaps, 0.5)),
             "gap_p95": _t(np.quantile(gaps, 0.95)),
             "gap_max": _t(gaps[worst]),
-            "slowest": {
-                "t": _t(times[worst + 1]),
-                "gap": _t(gaps[worst]),
-                "step": int(self.number[place]),
-                "cause": self._cause_of_gap(before, place),
-            },
+            "slowest": slowest | self._late(before, place),
         }
+
+    def _late(self, before: int, place: int) -> JsonDict:
+        """Of a token that came late, and of the one before it, by the places of their steps."""
+        return {"step": int(self.number[place]), "cause": self._cause_of_gap(before, place)}
 
     def _cause_of_gap(self, before: int, place: int) -> str:
         """Why the token of the step at `place` came so long after the one of `before`."""
@@ -267,24 +286,29 @@ class Steps:
             return "preempted"
         if record["compiled"]:
             return "compile"
-        if record["prefill"] + record["recomputed"] > 0:
+        if self.with_prompts()[place]:
             return "prefill of others"
         return "host gap" if record["gap_s"] > record["device_s"] else "long step"
 
-    def shared(self) -> dict[str, Any]:
+    def shared(self) -> JsonDict:
         """The company: who else had rows in its steps, and how many rows were padding."""
         records = self.records[self.seated()]
         own_rows = sum(chunk.count for chunk in self.request.chunks)
         prompt_rows = int((records["prefill"] + records["recomputed"]).sum())
-        others = records["seats_busy"].astype(np.int64) - 1
         return {
             "steps": len(records),
-            "mean": round(float(others.mean()), 2) if len(records) else None,
-            "max": int(others.max()) if len(records) else None,
+            **_others(records["seats_busy"].astype(np.int64) - 1),
             "padding_share": _padding_share(records),
             "compiles": int(records["compiled"].sum()),
             "prefill_rows_of_others": max(0, prompt_rows - own_rows),
         }
+
+
+def _others(counts: np.ndarray) -> JsonDict:
+    """How many others sat there, from their number in each step."""
+    if not len(counts):
+        return {"mean": None, "max": None}
+    return {"mean": round(float(counts.mean()), 2), "max": int(counts.max())}
 
 
 def _padding_share(records: np.ndarray) -> float | None:
@@ -307,7 +331,7 @@ _WORDS = {
 _LEAST_S = 5e-5
 
 
-def causes(request: RequestRecord, steps: Steps, now: float) -> list[dict[str, Any]]:
+def causes(request: RequestRecord, steps: Steps, now: float) -> list[JsonDict]:
     """Seconds of its time by cause, the largest first; they add up to what it has taken so far.
 
     queue, preemption: waiting for a first seat, and again after losing it, with what had to be
@@ -315,13 +339,14 @@ def causes(request: RequestRecord, steps: Steps, now: float) -> list[dict[str, A
     what steps with prompt rows of others took longer than steps without, while it decoded.
     host_gap: the device had nothing to do. decode: the rest.
     """
-    seconds = _seconds_by_cause(request, steps, now)
-    result = []
-    for code, value in seconds.items():
-        if value > _LEAST_S:
-            message = _WORDS[code].format(request=request)
-            result.append({"code": code, "seconds": _t(value), "message": message})
-    return sorted(result, key=lambda cause: -cause["seconds"])
+    seconds = _seconds_by_cause(request, steps, now).items()
+    found = [_cause(code, value, request) for code, value in seconds if value > _LEAST_S]
+    return sorted(found, key=lambda cause: -cause["seconds"])
+
+
+def _cause(code: str, seconds: float, request: RequestRecord) -> JsonDict:
+    message = _WORDS[code].format(request=request)
+    return {"code": code, "seconds": _t(seconds), "message": message}
 
 
 def _seconds_by_cause(request: RequestRecord, steps: Steps, now: float) -> dict[str, float]:
@@ -355,18 +380,13 @@ def _kinds_of_steps(request: RequestRecord, steps: Steps) -> dict[str, np.ndarra
     it decoded, without and with prompts of others.
     """
     prompt_end, stay_end = _ends_of_first_stay(request)
-    seated = steps.seated()
+    seated, mixed = steps.seated(), steps.with_prompts()
     compiled = seated & (steps.records["compiled"] > 0)
     again = seated & ~steps.bringing() & (steps.number > stay_end)
     own_prompt = seated & ~compiled & ~again & (steps.number <= prompt_end)
     decoding = seated & ~compiled & ~again & ~own_prompt
-    return {
-        "compiled": compiled,
-        "again": again,
-        "own_prompt": own_prompt,
-        "alone": decoding & ~steps.with_prompts(),
-        "mixed": decoding & steps.with_prompts(),
-    }
+    kinds = {"compiled": compiled, "again": again, "own_prompt": own_prompt}
+    return kinds | {"alone": decoding & ~mixed, "mixed": decoding & mixed}
 
 
 def _ends_of_first_stay(request: RequestRecord) -> tuple[int, int]:
@@ -383,13 +403,11 @@ def _known_step(step: int) -> int:
 
 def _waits_after_preemption(request: RequestRecord, end: float) -> float:
     """Seconds without a seat, after it had one."""
-    total = 0.0
-    for stay, later in pairwise(request.stays):
-        if stay.end is not None:
-            total += later.start - stay.end
-    if _lost_its_seat(request) and request.stays[-1].end is not None:
-        total += end - request.stays[-1].end
-    return total
+    ends = [stay.end for stay in request.stays]
+    starts = [stay.start for stay in request.stays[1:]]
+    if _lost_its_seat(request):
+        starts.append(end)
+    return sum(start - left for left, start in zip(ends, starts, strict=False) if left is not None)
 
 
 def _last_step(stay: Stay, newest: int) -> int:

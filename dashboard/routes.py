@@ -16,6 +16,7 @@ from jitney.dashboard.sessions import COOKIE, LIFETIME_S, Sessions
 from jitney.engine.api.access import Keys, Role, address_of
 from jitney.engine.api.errors import HttpError, error_response
 from jitney.engine.errors import JitneyError, RequestError
+from jitney.engine.types import JsonDict
 
 #: Most bytes of a body that is sent to a dashboard.
 _BODY_LIMIT = 4096
@@ -43,6 +44,11 @@ class PageRoutes:
             PageLine(Route("/sign-in", self.sign_in, methods=["POST"]), Role.ANYBODY),
             PageLine(Route("/sign-out", self.sign_out, methods=["POST"]), Role.ANYBODY),
         ]
+
+    def engine_list(self, engines: list[JsonDict], *, standalone: bool) -> Response:
+        """What the page asks for first."""
+        signed_in = self.sessions.needed
+        return to_json({"standalone": standalone, "signed_in": signed_in, "engines": engines})
 
     async def page(self, request: Request) -> Response:
         """The page, or the sign-in form (401) to whom may not look."""

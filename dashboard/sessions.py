@@ -21,13 +21,16 @@ LIFETIME_S = 12 * 3600
 MAX_SESSIONS = 1024
 
 
+_Clock = Callable[[], float]
+
+
 class Sessions:
     """Open sessions, in memory alone: a restart of the server ends them all.
 
     needed: False where everybody may look. clock: seconds.
     """
 
-    def __init__(self, needed: bool, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, needed: bool, clock: _Clock = time.monotonic):
         self.needed = needed
         self._clock = clock
         #: By digest of the session id: when it ends, and whose it is; oldest first.

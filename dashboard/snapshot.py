@@ -26,7 +26,7 @@ from jitney.dashboard.view import View
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.types import Seat
+from jitney.engine.types import JsonDict, Seat
 
 _FREE, _PREFILL, _DECODE, _HELD = range(len(SEAT_STATES))
 _INDEX, _N_PROMPT, _N_COMPUTED, _N_OUTPUT, _MAX_TOKENS = range(len(SEAT_NUMBERS))
@@ -93,15 +93,15 @@ class Snapshot:
     state: str
     last_step_age_s: float
     metrics: Metrics
-    progress: dict[str, Any] | None = None
+    progress: JsonDict | None = None
     #: None: there is no engine.
     seats: _SeatColumns | None = None
     #: None: not known.
     pages: PageCells | None = None
     n_events: int = 0
-    histograms: dict[str, Any] | None = None
+    histograms: JsonDict | None = None
     notes: list[Note] = field(default_factory=list)
-    outages: list[dict[str, Any]] = field(default_factory=list)
+    outages: list[JsonDict] = field(default_factory=list)
     #: Kernels that the proof at start took out, and when the engine that found them wrong got
     #: ready; for `Notes`.
     kernels_out: list[str] = field(default_factory=list)
@@ -182,7 +182,7 @@ def page_runs(before: np.ndarray, now: np.ndarray) -> list[list[int]]:
     return np.stack((places[starts], counts, states[starts]), axis=1).tolist()
 
 
-def metrics(client: EngineClient, records: np.ndarray, latency: dict[str, Any]) -> Metrics:
+def metrics(client: EngineClient, records: np.ndarray, latency: JsonDict) -> Metrics:
     """The engine's numbers now. records: the steps since the snapshot before; latency: see
     `latency.summary`.
     """
@@ -343,7 +343,7 @@ def _page_changes(before: PageCells, now: PageCells) -> PageChanges | None:
     return {"runs": runs, "counts": now.counts}
 
 
-def _metric_changes(before: Metrics, now: Metrics) -> dict[str, Any]:
+def _metric_changes(before: Metrics, now: Metrics) -> JsonDict:
     changes = {}
     for name, value in now.items():
         if before.get(name) != value:

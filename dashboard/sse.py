@@ -11,6 +11,7 @@ have an id; a viewer that comes back sends the last one as Last-Event-ID.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from operator import attrgetter
 from typing import Any, Required, TypedDict
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from jitney.engine.errors import JitneyError
 from jitney.engine.messages import SequenceEvent
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
-from jitney.engine.types import EngineInfo
+from jitney.engine.types import EngineInfo, JsonDict
 
 #: Rises with every change that an older page would not understand.
 FEED_VERSION = 3
@@ -63,7 +64,7 @@ class Hello(TypedDict):
     seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
     event_columns: tuple[str, ...]  # _EVENT_COLUMNS
     row_kinds: list[Any]  # `row_kinds.RowKind`, useful ones first
-    info: dict[str, Any] | None  # `types.EngineInfo`; null while no engine runs
+    info: JsonDict | None  # `types.EngineInfo`; null while no engine runs
 
 
 class SeatLists(TypedDict):
@@ -122,7 +123,7 @@ class Metrics(TypedDict):
     step_s: float  # seconds of all steps, gaps included
     gap_s: float  # of them, those in which the device had nothing to do
     longest_step_s: float | None  # of the steps since the frame before; null for none
-    latency: dict[str, Any]  # wait, ttft, itl -> {p50, p95, p99} of the last seconds, or null
+    latency: JsonDict  # wait, ttft, itl -> {p50, p95, p99} of the last seconds, or null
 
 
 class KeyFrame(TypedDict):
@@ -132,13 +133,13 @@ class KeyFrame(TypedDict):
     step: int  # the newest step that is done
     state: str  # "loading", "ready", "sleeping", "restarting", "draining" or "dead"
     last_step_age_s: float  # seconds since the core was last heard of
-    progress: dict[str, Any] | None  # while it loads: stage, done, total
+    progress: JsonDict | None  # while it loads: stage, done, total
     seats: SeatLists | None  # null: there is no engine
     pages: PageMap | None  # null: not known
     metrics: Metrics
-    histograms: dict[str, Any] | None  # wait, ttft, itl -> {bounds (seconds), counts}
+    histograms: JsonDict | None  # wait, ttft, itl -> {bounds (seconds), counts}
     notes: list[Note]  # the newest, oldest first
-    outages: list[dict[str, Any]]  # `history.Outage`, oldest first
+    outages: list[JsonDict]  # `history.Outage`, oldest first
     n_events: int  # events of sequences since the server's start
 
 
@@ -152,11 +153,11 @@ class Delta(TypedDict, total=False):
     n_events: Required[int]
     state: str
     last_step_age_s: float
-    progress: dict[str, Any] | None
-    outages: list[dict[str, Any]]
+    progress: JsonDict | None
+    outages: list[JsonDict]
     seats: list[list[Any]]  # [seat, state, request, *SEAT_NUMBERS]
     pages: PageChanges
-    metrics: dict[str, Any]  # the fields of `Metrics` that have changed
+    metrics: JsonDict  # the fields of `Metrics` that have changed
 
 
 class _Events(TypedDict):
@@ -264,14 +265,9 @@ def events(happened: list[SequenceEvent], first: int) -> bytes:
 
 def _event_row(event: SequenceEvent) -> list[Any]:
     """In the order of _EVENT_COLUMNS."""
-    return [
-        round(event.t, 4),
-        event.step,
-        event.event,
-        event.request_id,
-        event.index,
-        event.seat,
-        event.n_in,
-        event.n_out,
-        event.reason,
-    ]
+    return [round(event.t, 4), *_EVENT_FIELDS(event)]
+
+
+_EVENT_FIELDS = attrgetter(
+    "step", "event", "request_id", "index", "seat", "n_in", "n_out", "reason"
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -19,12 +20,13 @@ from jitney.dashboard.app import ENGINE_ROUTES
 from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
-from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, to_json
+from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body
 from jitney.engine.api.access import Keys
 from jitney.engine.api.cross_site import cors
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.types import JsonDict
 
 #: Methods of what is asked of an engine, by the first part of the path.
 _PASSED = {route.path.split("/")[1]: route.methods for route in ENGINE_ROUTES}
@@ -64,10 +66,8 @@ class _Standalone(PageRoutes):
 
     async def list_engines(self, request: Request) -> Response:
         """Every engine, whether it answers or not."""
-        engines = await asyncio.gather(*map(_ask, self.engines))
-        for number, engine in enumerate(engines):
-            engine["base"] = f"engines/{number}/"
-        return to_json({"standalone": True, "signed_in": self.sessions.needed, "engines": engines})
+        engines = await asyncio.gather(*map(_ask, itertools.count(), self.engines))
+        return self.engine_list(engines, standalone=True)
 
     async def pass_on(self, request: Request) -> Response:
         """An engine's own answer."""
@@ -81,8 +81,8 @@ class _Standalone(PageRoutes):
         return await _relayed(engine, request.method, quote(path), request.url.query, body)
 
 
-async def _ask(engine: RemoteEngine) -> dict[str, str]:
-    """What an engine says of itself: name (of its model), url, state."""
+async def _ask(number: int, engine: RemoteEngine) -> JsonDict:
+    """What an engine says of itself: name (of its model), url, base (its own path here), state."""
     name, state = "", "unknown"
     try:
         async with asyncio.timeout(_STATE_S), engine.answer("GET", "engines") as answer:
@@ -92,7 +92,7 @@ async def _ask(engine: RemoteEngine) -> dict[str, str]:
         state = "unreachable"
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         pass  # something else answers there
-    return {"name": name, "url": engine.url, "state": state}
+    return {"name": name, "url": engine.url, "state": state, "base": f"engines/{number}/"}
 
 
 async def _relayed(

@@ -16,6 +16,7 @@ from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.records import FIELDS, ROW_KINDS
 from jitney.engine.telemetry.history import KEEP_S, History, stays_within
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, Stay
+from jitney.engine.types import JsonDict
 
 MAX_BINS = 600
 _MAX_STAYS = 20_000
@@ -42,7 +43,7 @@ _STAY_COLUMNS = (
     "n_output",
 )
 #: Makes JSON, with stops in between.
-type Work = Generator[None, None, dict[str, Any]]
+type Work = Generator[None, None, JsonDict]
 
 #: Fields that a trace tells of a step.
 _TRACED = ("step", "bucket_tokens", *ROW_KINDS, "seats_busy", "waiting")
@@ -144,7 +145,7 @@ def stay_columns(
     return columns
 
 
-def _stay_times(stay: Stay) -> dict[str, Any]:
+def _stay_times(stay: Stay) -> JsonDict:
     return {
         "seat": stay.seat,
         "from": _t(stay.start),
@@ -153,7 +154,7 @@ def _stay_times(stay: Stay) -> dict[str, Any]:
     }
 
 
-def _passenger(request: RequestRecord, stay: Stay, identity: Identity) -> dict[str, Any]:
+def _passenger(request: RequestRecord, stay: Stay, identity: Identity) -> JsonDict:
     """Who sat there, as far as `identity` may know."""
     if not identity.may_see(request.tenant):
         return {"request": "", "index": 0, "end": "", "n_prompt": 0, "n_output": 0}
@@ -193,7 +194,7 @@ def binned(history: History, start: float, end: float, bins: int) -> Work:
     return columns | {f"{name}_p95": values for name, values in percentiles.items()}
 
 
-def _step_columns(parts: _Bins, records: np.ndarray) -> dict[str, Any]:
+def _step_columns(parts: _Bins, records: np.ndarray) -> JsonDict:
     spans = records["device_s"].astype(np.float64) + records["gap_s"]
     return {
         "steps": parts.counts.tolist(),
@@ -234,7 +235,7 @@ class _Bins:
 
     def _or_none(self, values: np.ndarray) -> list[float | None]:
         """None where there is no step."""
-        pairs = zip(values.tolist(), self.counts.tolist(), strict=True)
+        pairs = zip(values.tolist(), self.counts, strict=True)
         return [value if count else None for value, count in pairs]
 
 
@@ -267,7 +268,7 @@ def _p95_of(values: np.ndarray, weights: np.ndarray) -> float | None:
     return None if points is None else points["p95"]
 
 
-def window(history: History, start: float, end: float, now: float) -> tuple[float, float]:
+def window(start: float, end: float, now: float) -> tuple[float, float]:
     """The part of the wanted time that can be shown: within KEEP_S, at least a millisecond long."""
     end = min(end, now)
     start = max(start, now - KEEP_S)
@@ -305,7 +306,7 @@ def _trace_events(
     taken: tuple[np.ndarray, np.ndarray],
     now: float,
     model: str,
-) -> Iterator[list[dict[str, Any]]]:
+) -> Iterator[list[JsonDict]]:
     """The events in groups, none of them empty. taken: records, and when each step was done."""
     yield _thread_names(len(history.seats), model)
     for request, stay in stays:
@@ -315,7 +316,7 @@ def _trace_events(
         yield _step_events(records[first : first + _TOLD], ready[first : first + _TOLD])
 
 
-def _thread_names(seats: int, model: str) -> list[dict[str, Any]]:
+def _thread_names(seats: int, model: str) -> list[JsonDict]:
     return [
         _meta(1, 0, "process_name", f"{model}: seats"),
         _meta(2, 0, "process_name", "step loop"),
@@ -323,13 +324,11 @@ def _thread_names(seats: int, model: str) -> list[dict[str, Any]]:
     ]
 
 
-def _meta(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
+def _meta(pid: int, tid: int, kind: str, name: str) -> JsonDict:
     return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
 
 
-def _span(
-    pid: int, tid: int, name: str, start: float, end: float, args: dict[str, Any]
-) -> dict[str, Any]:
+def _span(pid: int, tid: int, name: str, start: float, end: float, args: JsonDict) -> JsonDict:
     return {
         "ph": "X",
         "pid": pid,
@@ -341,7 +340,7 @@ def _span(
     }
 
 
-def _stay_events(request: RequestRecord, stay: Stay, now: float) -> list[dict[str, Any]]:
+def _stay_events(request: RequestRecord, stay: Stay, now: float) -> list[JsonDict]:
     end = stay.end if stay.end is not None else now
     first = stay.first_token if stay.first_token is not None else end
     args = {
@@ -358,10 +357,10 @@ def _stay_events(request: RequestRecord, stay: Stay, now: float) -> list[dict[st
     return events
 
 
-def _step_events(records: np.ndarray, ready: np.ndarray) -> list[dict[str, Any]]:
+def _step_events(records: np.ndarray, ready: np.ndarray) -> list[JsonDict]:
     """Of a few steps: two events each."""
     columns = {name: records[name].tolist() for name in {*_TRACED, "mixed", "device_s"}}
-    events: list[dict[str, Any]] = []
+    events: list[JsonDict] = []
     for place, done in enumerate(ready.tolist()):
         args = {name: columns[name][place] for name in _TRACED}
         kind = "mixed" if columns["mixed"][place] else "decode"
@@ -370,7 +369,7 @@ def _step_events(records: np.ndarray, ready: np.ndarray) -> list[dict[str, Any]]
     return events
 
 
-def _waiting(ts: int, sequences: int) -> dict[str, Any]:
+def _waiting(ts: int, sequences: int) -> JsonDict:
     """A counter's event."""
     return {
         "ph": "C",

@@ -39,17 +39,14 @@ class View:
 
     def seat_row(self, row: list[Any]) -> list[Any]:
         """A row of a delta's seats: [seat, state, request, *SEAT_NUMBERS]."""
-        seat, state, request, index = row[:4]
-        if self.shows(request, index):
+        if self.shows(*row[2:4]):
             return row
-        return [seat, state, None, *_NO_NUMBERS]
+        return [*row[:2], None, *_NO_NUMBERS]
 
     def delta(self, changes: Delta) -> Delta:
         if self.identity.is_admin or "seats" not in changes:
             return changes
-        shown = changes.copy()
-        shown["seats"] = [self.seat_row(row) for row in changes["seats"]]
-        return shown
+        return {**changes, "seats": [self.seat_row(row) for row in changes["seats"]]}
 
     def events(self, events: list[SequenceEvent]) -> list[SequenceEvent]:
         """As many as there are, because they are numbered; of others' only when they sat where."""

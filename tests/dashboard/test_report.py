@@ -77,7 +77,7 @@ def test_a_report_is_one_file_and_its_numbers_are_the_engines():
     assert labels == [title for title, _ in report.TITLES.values()]
     records = watched.history.records.since(-1)
     now = watched.clock.now
-    start, end = timeline.window(watched.history, now - 60, now, now)
+    start, end = timeline.window(now - 60, now, now)
     width = (end - start) / report.BINS
     for trace in charts["ledger"]["data"]:
         kind = next(kind.name for kind in ROW_KIND_TABLE.values() if kind.label == trace["name"])
