@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.display import Display, make_display
-from jitney.engine.cli.flags import Parser, add_settings, config_from, say
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from, say
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead
@@ -24,40 +24,41 @@ if TYPE_CHECKING:
 _TELL_S = 10.0
 #: Lines in flight beyond the seats, so that none is empty while an answer is written.
 _SPARE = 8
+_FLAGS = (
+    Flag("file", {"metavar": "FILE", "help": "the requests, one a line"}),
+    Flag.of("-o --out", "file that the answers are added to", metavar="OUT", required=True),
+)
+_COMMAND = Command(
+    "batch",
+    "Answer a file of requests (JSON Lines, as for /v1/batches) without a server. Run it again "
+    "to go on where it stopped.",
+    [FlagGroup(_FLAGS)],
+    sections=("model", "engine", "sampling"),
+    usage="jitney batch FILE -o OUT [MODEL] [FLAG ...]",
+)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Exit status: 0 if every line was answered with a 200, else 1."""
     from jitney.engine.api.batches.offline import OfflineRun, lines_of
 
-    args = _parse(arguments)
+    args = _COMMAND.parse(arguments)
     config = config_from(args)
     check_platform(config.engine.platform)
     path = Path(args.file)
     work = OfflineRun(path, lines_of(path, config.server.body_limit), Path(args.out))
+    _answer_rest(config, work)
+    counts = work.counts
+    say(f"{counts.answered} lines answered in {args.out}, {counts.failed} of them with an error")
+    return 1 if counts.failed else 0
+
+
+def _answer_rest(config: Config, work: OfflineRun) -> None:
     before = work.counts
     if before.answered:
         say(f"{before.answered} of {before.total} lines are answered already")
     if before.answered < before.total:
         asyncio.run(_answer_all(config, work))
-    failed = work.counts.failed
-    say(f"{work.counts.answered} lines answered in {args.out}, {failed} of them with an error")
-    return 1 if failed else 0
-
-
-def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = Parser(
-        "batch",
-        "Answer a file of requests (JSON Lines, as for /v1/batches) without a server. Run it again "
-        "to go on where it stopped.",
-    )
-    parser.usage = "jitney batch FILE -o OUT [MODEL] [FLAG ...]"
-    parser.add_argument("file", metavar="FILE", help="the requests, one a line")
-    parser.add_argument(
-        "-o", "--out", required=True, metavar="OUT", help="file that the answers are added to"
-    )
-    add_settings(parser, ("model", "engine", "sampling"))
-    return parser.parse(arguments)
 
 
 async def _answer_all(config: Config, work: OfflineRun) -> None:
@@ -66,26 +67,28 @@ async def _answer_all(config: Config, work: OfflineRun) -> None:
 
     display = make_display()
     client = ProcessClient(config, on_progress=display.progress)
-    service: Service | None = None
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        stack.callback(display.close)
         service = await _service(config, client, display)
+        stack.push_async_callback(_close, service)
         info = await client.wait_ready()
         display.close()
-        answering = asyncio.create_task(_run(work, service, info.seats + _SPARE))
-        dead = asyncio.create_task(client.until("dead"))
-        await asyncio.wait((answering, dead), return_when=asyncio.FIRST_COMPLETED)
-        dead.cancel()
-        if not answering.done():
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
-            await client.wait_ready()  # raises the reason
-            raise EngineDead("the engine is gone")
-        answering.result()
-    finally:
-        display.close()
-        await client.close()
-        if service is not None:
-            await _close(service)
+        await _unless_dead(client, _run(work, service, info.seats + _SPARE))
+
+
+async def _unless_dead(client: ProcessClient, work: Coroutine[Any, Any, None]) -> None:
+    """The work, cut short when the engine is lost. Raises EngineDead."""
+    answering = asyncio.create_task(work)
+    dead = asyncio.create_task(client.until("dead"))
+    await asyncio.wait((answering, dead), return_when=asyncio.FIRST_COMPLETED)
+    dead.cancel()
+    if answering.done():
+        return answering.result()
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+    await client.wait_ready()  # raises the reason
+    raise EngineDead("the engine is gone")
 
 
 async def _service(config: Config, client: ProcessClient, display: Display) -> Service:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -13,7 +14,7 @@ from jitney.engine.bench.device.report import goal_table, write
 from jitney.engine.bench.device.rows import NAMES
 from jitney.engine.bench.device.run import PARTS, DevicePlan, DeviceResults, check_parts, measure
 from jitney.engine.cli.bench_flags import check_numbers
-from jitney.engine.cli.flags import Flag, Parser, add_flags, say
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import EngineSection, KernelsName, platform_environment
 from jitney.engine.errors import ConfigError
@@ -55,23 +56,30 @@ _FLAGS = (
 )
 
 
+_COMMAND = Command(
+    "bench device",
+    "Measure copy bandwidth and product rate, then kernels, whole steps and the engine "
+    "against the floors that follow from them; every figure is checked on the way.",
+    [FlagGroup(_FLAGS)],
+)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Measure, write both files after every row, print the goals; exit status 0, 1 if a kernel gave
     wrong answers.
     """
-    args = make_parser().parse(arguments)
+    args = _COMMAND.parse(arguments)
     check_numbers(args, budget_s=1, page_size=8)
     folder = _folder(args.out_dir)
-
-    def save(results: DeviceResults) -> None:
-        if results.floors is not None:
-            write(results, folder)
-
-    results = measure(_plan_from(args), save, say)
-    for line in goal_table(results):
-        print(line)
+    results = measure(_plan_from(args), partial(_save, folder), say)
+    print("\n".join(goal_table(results)))
     print("written:", *write(results, folder))
     return int(any("WRONG" in row.note for row in results.rows))
+
+
+def _save(folder: Path, results: DeviceResults) -> None:
+    if results.floors is not None:
+        write(results, folder)
 
 
 def _plan_from(args: Namespace) -> DevicePlan:
@@ -92,19 +100,7 @@ def _plan_from(args: Namespace) -> DevicePlan:
 
 
 def _folder(named: str | None) -> Path:
-    folder = _RESULTS if _RESULTS.is_dir() else Path()
-    if named:
-        folder = Path(named)
+    folder = Path(named or (_RESULTS if _RESULTS.is_dir() else "."))
     if not folder.is_dir():
         raise ConfigError(f"--out-dir {folder}: there is no such folder")
     return folder
-
-
-def make_parser() -> Parser:
-    parser = Parser(
-        "bench device",
-        "Measure copy bandwidth and product rate, then kernels, whole steps and the engine "
-        "against the floors that follow from them; every figure is checked on the way.",
-    )
-    add_flags(parser, _FLAGS)
-    return parser

@@ -7,14 +7,15 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.flags import Flag, Parser, add_flags
+from jitney.engine.cli.flags import Flag, FlagGroup
 from jitney.engine.errors import ConfigError
+from jitney.engine.report.page import write_text
 from jitney.engine.simulation.workload import (
     PATTERNS,
     WORKLOADS,
@@ -81,25 +82,21 @@ _JSON = Flag.of("--json", "write all figures to a file; - is standard output", m
 _HTML = Flag.of("--html", "write one page with charts that needs no network", metavar="FILE")
 
 
-def add_traffic(parser: Parser, *, requests: int, arrivals: str, requests_help: str = "") -> None:
+def traffic_flags(requests: int | None, arrivals: str, shown: str = "") -> FlagGroup:
     """The flags that say what traffic comes.
 
-    requests, arrivals: the command's own defaults. requests_help: how many requests come, in words,
-    where that is not one number; then --requests has no default.
+    requests, arrivals: the command's own defaults. shown: how many requests come, in words, where
+    that is not one number.
     """
-    how_many = Flag.whole("--requests", "how many requests come", requests)
-    if requests_help:
-        how_many = Flag.whole("--requests", f"how many requests come [{requests_help}]")
+    text = f"how many requests come [{shown or requests}]"
+    how_many = Flag("--requests", {"help": text, "default": requests, "type": int, "metavar": "N"})
     when = Flag.of("--arrivals", "when they come", arrivals, choices=PATTERNS)
-    add_flags(parser, (*_LENGTHS, how_many, when, *_TIMES), "traffic")
+    return FlagGroup((*_LENGTHS, how_many, when, *_TIMES), "traffic")
 
 
-def add_report(parser: Parser, *, html: bool = True) -> None:
-    """The flags that say what is made of the measurement; html: whether the command can write a
-    page.
-    """
-    pages = (_HTML,) if html else ()
-    add_flags(parser, (*_LIMITS, _JSON, *pages), "report")
+#: What is made of the measurement; a command that writes no page has the shorter one.
+REPORT_WITHOUT_PAGE = FlagGroup((*_LIMITS, _JSON), "report")
+REPORT = FlagGroup((*_LIMITS, _JSON, _HTML), "report")
 
 
 def check_numbers(args: Namespace, **least: float) -> None:
@@ -118,11 +115,9 @@ def flag_of(name: str) -> str:
 def names_from(flag: str, text: str, known: Collection[str]) -> list[str]:
     """Words between commas, each once. ConfigError if one is not known, or if there is none."""
     names = words_of(text)
-    if not names:
-        raise ConfigError(f"{flag}: nothing is none of {', '.join(known)}")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"{flag}: {', '.join(unknown)} is none of {', '.join(known)}")
+    unknown = ", ".join(name for name in names if name not in known)
+    if unknown or not names:
+        raise ConfigError(f"{flag}: {unknown or 'nothing'} is none of {', '.join(known)}")
     return names
 
 
@@ -135,14 +130,12 @@ def words_of(text: str) -> list[str]:
 
 def numbers_from[N: (int, float)](flag: str, text: str, kind: type[N]) -> list[N]:
     """Positive numbers between commas, each once. ConfigError for anything else."""
-    try:
+    with suppress(ValueError):
         numbers = list(dict.fromkeys(map(kind, words_of(text))))
-    except ValueError:
-        numbers = []
-    if not numbers or not 0 < min(numbers) <= max(numbers) < float("inf"):
-        what = "whole numbers" if kind is int else "numbers"
-        raise ConfigError(f"{flag}: must be positive {what} separated by commas")
-    return numbers
+        if numbers and 0 < min(numbers) <= max(numbers) < float("inf"):
+            return numbers
+    what = "whole numbers" if kind is int else "numbers"
+    raise ConfigError(f"{flag}: must be positive {what} separated by commas")
 
 
 def is_closed(args: Namespace) -> bool:
@@ -153,6 +146,20 @@ def is_closed(args: Namespace) -> bool:
 def is_drawn(args: Namespace) -> bool:
     """True where requests come at times that are drawn for a rate."""
     return not args.trace and args.arrivals != "closed"
+
+
+def check_concurrency(args: Namespace) -> None:
+    """Raise ConfigError for a number of open requests where they come at their own times."""
+    if args.concurrency and not is_closed(args):
+        raise ConfigError(
+            "--concurrency is for --arrivals closed: other arrivals come at their own times"
+        )
+
+
+def check_seats(args: Namespace) -> None:
+    """Raise ConfigError for seats that are given twice."""
+    if args.seats is not None and "max_seats" in vars(args):
+        raise ConfigError("--seats and --max-seats are the same setting: give one")
 
 
 def backlog_json(requests: Sequence[RequestRecord], closed: bool) -> JsonDict | None:
@@ -166,10 +173,12 @@ def traffic_from(args: Namespace, rate: float) -> list[Arrival]:
     """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
     check_numbers(args, requests=1, scale=0.001, burst_shape=0.001, seed=0)
     arrivals = _recorded(args.trace, rate) if args.trace else _made_up(args, rate)
-    for number, arrival in enumerate(arrivals):
-        n_output = max(1, round(arrival.n_output * args.scale))
-        arrivals[number] = msgspec.structs.replace(arrival, n_output=n_output)
-    return arrivals
+    return [_scaled(arrival, args.scale) for arrival in arrivals]
+
+
+def _scaled(arrival: Arrival, scale: float) -> Arrival:
+    """With its output so many times as long."""
+    return msgspec.structs.replace(arrival, n_output=max(1, round(arrival.n_output * scale)))
 
 
 def _recorded(file: str, rate: float) -> list[Arrival]:
@@ -178,20 +187,14 @@ def _recorded(file: str, rate: float) -> list[Arrival]:
 
 
 def _made_up(args: Namespace, rate: float) -> list[Arrival]:
-    return make_arrivals(
-        WORKLOADS[args.preset],
-        args.requests,
-        make_pattern(args.arrivals, rate=rate, shape=args.burst_shape),
-        args.seed,
-        prompt=_lengths(args.prompt, "--prompt"),
-        output=_lengths(args.output, "--output"),
-    )
+    pattern = make_pattern(args.arrivals, rate=rate, shape=args.burst_shape)
+    lengths = {name: _lengths(args, name) for name in ("prompt", "output")}
+    return make_arrivals(WORKLOADS[args.preset], args.requests, pattern, args.seed, **lengths)
 
 
-def _lengths(text: str | None, flag: str) -> Lengths | None:
-    if not text:
-        return None
-    return parse_lengths(text, flag)
+def _lengths(args: Namespace, name: str) -> Lengths | None:
+    text = getattr(args, name)
+    return parse_lengths(text, flag_of(name)) if text else None
 
 
 def describe_traffic(args: Namespace, arrivals: list[Arrival], rate: float) -> JsonDict:
@@ -210,59 +213,54 @@ def describe_traffic(args: Namespace, arrivals: list[Arrival], rate: float) -> J
 
 
 def _size_of(arrivals: list[Arrival]) -> JsonDict:
-    prompts = [arrival.n_prompt for arrival in arrivals]
-    outputs = [arrival.n_output for arrival in arrivals]
-    return {
-        "requests": len(arrivals),
-        "prompt_tokens": sum(prompts),
-        "output_tokens": sum(outputs),
-        "prompt_lengths": msgspec.to_builtins(LengthSummary.of(prompts)),
-        "output_lengths": msgspec.to_builtins(LengthSummary.of(outputs)),
-    }
+    size: JsonDict = {"requests": len(arrivals)}
+    for kind in ("prompt", "output"):
+        lengths = [getattr(arrival, f"n_{kind}") for arrival in arrivals]
+        size[f"{kind}_tokens"] = sum(lengths)
+        size[f"{kind}_lengths"] = msgspec.to_builtins(LengthSummary.of(lengths))
+    return size
 
 
 def _source(args: Namespace) -> dict[str, str | None]:
     """What was asked for."""
     if args.trace:
-        unasked = dict.fromkeys(("preset", "about", "prompt", "output"))
-        return unasked | {"arrivals": "trace"}
-    workload = WORKLOADS[args.preset]
-    return {
-        **_preset_of(args),
-        "prompt": args.prompt or workload.prompt,
-        "output": args.output or workload.output,
-        "arrivals": args.arrivals,
-    }
+        return _OF_A_TRACE
+    return _preset_of(args) | {"arrivals": args.arrivals}
+
+
+_OF_A_TRACE = dict.fromkeys(("preset", "about", "prompt", "output")) | {"arrivals": "trace"}
 
 
 def _preset_of(args: Namespace) -> dict[str, str | None]:
     """A preset is "custom" where a flag says other lengths than it has."""
+    workload = WORKLOADS[args.preset]
+    lengths = {"prompt": args.prompt or workload.prompt, "output": args.output or workload.output}
     if args.prompt or args.output:
-        return {"preset": "custom", "about": None}
-    return {"preset": args.preset, "about": WORKLOADS[args.preset].about}
+        return {"preset": "custom", "about": None, **lengths}
+    return {"preset": args.preset, "about": workload.about, **lengths}
 
 
 def traffic_line(traffic: JsonObject) -> str:
     """The same in a sentence, with what its lengths came to."""
-    line = f"{traffic['trace'] or traffic['preset']}: {_amount(traffic)}"
-    line += f"; {traffic['arrivals']} arrivals"
-    if traffic["rate"]:
-        line += f" at {traffic['rate']:.3g} a second"
-    line += f"; prompts {LengthSummary(**traffic['prompt_lengths'])}"
-    line += f"; outputs {LengthSummary(**traffic['output_lengths'])}"
+    what = traffic["trace"] or traffic["preset"]
+    return f"{what}: {'; '.join(_traffic_parts(traffic))}"
+
+
+def _traffic_parts(traffic: JsonObject) -> Iterator[str]:
+    yield _amount(traffic)
+    rate = f" at {traffic['rate']:.3g} a second" if traffic["rate"] else ""
+    yield f"{traffic['arrivals']} arrivals{rate}"
+    for kind in ("prompt", "output"):
+        yield f"{kind}s {LengthSummary(**traffic[f'{kind}_lengths'])}"
     if traffic["conversations"]:
-        line += f"; {_repetition(traffic)}"
-    return line
+        yield _repetition(traffic)
 
 
 def _amount(traffic: JsonObject) -> str:
-    amount = (
-        f"{traffic['requests']} requests, {traffic['prompt_tokens']:,} prompt and "
-        f"{traffic['output_tokens']:,} output tokens"
-    )
+    amount = "{requests} requests, {prompt_tokens:,} prompt and {output_tokens:,} output tokens"
     if traffic["scale"] != 1:
-        amount += f", output lengths times {traffic['scale']:g}"
-    return amount
+        amount += ", output lengths times {scale:g}"
+    return amount.format_map(traffic)
 
 
 def _repetition(traffic: JsonObject) -> str:
@@ -273,9 +271,16 @@ def _repetition(traffic: JsonObject) -> str:
 def slo_from(args: Namespace) -> Slo | None:
     """The service level that the flags name, None if they name none."""
     check_numbers(args, slo_ttft_ms=0, slo_itl_ms=0, price_per_hour=0)
-    if args.slo_ttft_ms is None and args.slo_itl_ms is None:
-        return None
-    return Slo(_as_seconds(args.slo_ttft_ms), _as_seconds(args.slo_itl_ms))
+    slo = Slo(_as_seconds(args.slo_ttft_ms), _as_seconds(args.slo_itl_ms))
+    return None if slo == _NO_SLO else slo
+
+
+_NO_SLO = Slo()
+
+
+def figure_options(args: Namespace) -> JsonDict:
+    """Options of `summary.summarise`."""
+    return {"slo": slo_from(args), "price_per_hour": args.price_per_hour}
 
 
 def _as_seconds(milliseconds: float | None) -> float | None:
@@ -288,22 +293,11 @@ def write_report(args: Namespace, report: JsonObject) -> bool:
     """Write what --json asks for; False where that is standard output, which tables would spoil.
     ConfigError if it cannot be written.
     """
-    if not args.json:
-        return True
-    text = json.dumps(report, indent=1)
     if args.json == "-":
-        print(text)
-        return False
-    write_text("--json", args.json, text + "\n")
-    return True
-
-
-def write_text(flag: str, file: str, text: str) -> None:
-    """ConfigError, naming the flag, if it cannot be written."""
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {file}: {error.strerror or error}") from None
+        print(json.dumps(report, indent=1))
+    elif args.json:
+        write_text("--json", args.json, json.dumps(report, indent=1) + "\n")
+    return args.json != "-"
 
 
 def check_writable(args: Namespace, *names: str) -> None:

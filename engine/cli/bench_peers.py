@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from jitney.engine.bench.peer_process import Peer, ours, vllm
@@ -17,10 +18,10 @@ from jitney.engine.cli.bench_flags import (
     names_from,
     numbers_from,
     write_report,
-    write_text,
 )
-from jitney.engine.cli.flags import Flag, Parser, add_flags, say
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.errors import ConfigError
+from jitney.engine.report.page import write_text
 from jitney.engine.types import JsonDict, JsonObject
 
 _ENGINES = {
@@ -56,9 +57,19 @@ _FLAGS = (
 )
 
 
+_COMMAND = Command(
+    "bench peers",
+    "Serve this engine and others in turn on this machine and drive each over HTTP with the "
+    "same requests: closed loops, and 512-token prompts with one output token. Prompts are "
+    "token ids, outputs have fixed lengths, no engine has a prefix cache. About 20 minutes "
+    "with three engines on two cores.",
+    [FlagGroup(_FLAGS)],
+)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Measure the engines in turn and print the table; exit status 0, 1 if an engine failed."""
-    args = _make_parser().parse(arguments)
+    args = _COMMAND.parse(arguments)
     check_writable(args, "json", "markdown")
     check_numbers(args, repetitions=1, requests=1, port=0)
     report = _measured(args)
@@ -71,52 +82,43 @@ def _measured(args: Namespace) -> JsonDict:
     streams = numbers_from("--streams", args.streams, int)
     peers = _peers_from(args)
     measurements = make_measurements(_encoder(args.model), streams, args.requests)
-
-    def save(report: JsonObject) -> None:
-        if args.json != "-":
-            write_report(args, report)
-
-    report = PeerBench(measurements, args.port, save, say).compare(peers, args.repetitions)
-    auto = ours(args.model, "auto", args.dtype)
-    reference = ours(args.model, "reference", args.dtype)
-    report["auto_over_reference"] = kernel_ratios(report, (auto.name, reference.name))
+    bench = PeerBench(measurements, args.port, partial(_save, args), say)
+    report = bench.compare(peers, args.repetitions)
+    pair = [ours(args.model, kernels, args.dtype).name for kernels in ("auto", "reference")]
+    report["auto_over_reference"] = kernel_ratios(report, pair)
     return report
 
 
-def _make_parser() -> Parser:
-    parser = Parser(
-        "bench peers",
-        "Serve this engine and others in turn on this machine and drive each over HTTP with the "
-        "same requests: closed loops, and 512-token prompts with one output token. Prompts are "
-        "token ids, outputs have fixed lengths, no engine has a prefix cache. About 20 minutes "
-        "with three engines on two cores.",
-    )
-    add_flags(parser, _FLAGS)
-    return parser
+def _save(args: Namespace, report: JsonObject) -> None:
+    if args.json != "-":
+        write_report(args, report)
 
 
 def _peers_from(args: Namespace) -> list[Peer]:
     """The engines to measure; one line for each that is not here."""
-    peers = []
-    for name in names_from("--engines", args.engines, _ENGINES):
-        peer = _vllm_from(args) if name == "vllm" else ours(args.model, name, args.dtype)
-        if peer is not None:
-            peers.append(peer)
+    names = names_from("--engines", args.engines, _ENGINES)
+    peers = list(filter(None, [_peer(args, name) for name in names]))
     if not peers:
         raise ConfigError("--engines: none of them is installed here")
     return peers
 
 
+def _peer(args: Namespace, name: str) -> Peer | None:
+    if name == "vllm":
+        return _vllm_from(args)
+    return ours(args.model, name, args.dtype)
+
+
 def _vllm_from(args: Namespace) -> Peer | None:
-    program = shutil.which(args.vllm or "vllm")
+    program, folder = shutil.which(args.vllm or "vllm"), args.vllm_model
     if program is None:
         say("vLLM is not installed here and is left out; --vllm FILE names its program")
         return None
-    if not Path(args.vllm_model, "config.json").is_file():
+    if not Path(folder, "config.json").is_file():
         raise ConfigError(
             "--vllm-model must name a Hugging Face folder of the same model, for vLLM"
         )
-    return vllm(program, args.vllm_model, args.dtype)
+    return vllm(program, folder, args.dtype)
 
 
 def _encoder(model: str) -> Encode:
@@ -132,9 +134,7 @@ def _deliver(args: Namespace, report: JsonObject) -> None:
     if args.markdown:
         write_text("--markdown", args.markdown, table)
     if write_report(args, report):
-        print(table)
-        for line in remarks(report):
-            print(line)
+        print("\n".join([table, *remarks(report)]))
 
 
 def remarks(report: JsonObject) -> list[str]:
@@ -142,10 +142,7 @@ def remarks(report: JsonObject) -> list[str]:
     lines = []
     for name, engine in report["engines"].items():
         lines += _engine_remarks(name, engine)
-    ratios = report["auto_over_reference"]
-    if ratios:
-        lines.append(_ratio_line(ratios))
-    return lines
+    return [*lines, *_ratio_lines(report["auto_over_reference"])]
 
 
 def _engine_remarks(name: str, engine: JsonObject) -> Iterator[str]:
@@ -157,10 +154,14 @@ def _engine_remarks(name: str, engine: JsonObject) -> Iterator[str]:
         yield f"{name}: the client used {used}; {engine['settings']}"
 
 
-def _ratio_line(ratios: Mapping[str, float]) -> str:
-    each = [f"{name} {ratio:.2f}x" for name, ratio in ratios.items()]
+def _ratio_lines(ratios: Mapping[str, float]) -> Iterator[str]:
+    if ratios:
+        each = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
+        yield f"auto over reference kernels: {each}; {_verdict_of(ratios)}"
+
+
+def _verdict_of(ratios: Mapping[str, float]) -> str:
     below = [name for name, ratio in ratios.items() if ratio < 1]
-    verdict = "none below the reference"
     if below:
-        verdict = f"BELOW the reference: {', '.join(below)}"
-    return f"auto over reference kernels: {', '.join(each)}; {verdict}"
+        return f"BELOW the reference: {', '.join(below)}"
+    return "none below the reference"

@@ -7,12 +7,14 @@ comes make it one.
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from jitney.engine.bench.cases import (
     CASES,
@@ -33,14 +35,22 @@ from jitney.engine.bench.compare import (
     ratios,
     run_policies,
 )
-from jitney.engine.bench.offline import OfflineBench, OfflineRun, PolicyRuns, PromptedArrival
+from jitney.engine.bench.offline import (
+    OfflineBench,
+    OfflineRun,
+    PolicyRuns,
+    PromptedArrival,
+    bills_of,
+)
 from jitney.engine.cli.bench_flags import (
-    add_report,
-    add_traffic,
+    REPORT,
     backlog_json,
+    check_concurrency,
     check_numbers,
+    check_seats,
     check_writable,
     describe_traffic,
+    figure_options,
     flag_of,
     is_closed,
     is_drawn,
@@ -48,12 +58,13 @@ from jitney.engine.cli.bench_flags import (
     numbers_from,
     progress,
     slo_from,
+    traffic_flags,
     traffic_from,
     traffic_line,
     write_report,
 )
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from, say
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from, say
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import cross_errors
@@ -64,6 +75,7 @@ from jitney.engine.telemetry.cost import as_json, bill
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
+    from jitney.engine.report.page import Table
     from jitney.engine.types import EngineInfo
 
 #: A little more than can be served, so that there is always a queue.
@@ -72,6 +84,8 @@ _DEFAULT_LOAD = 1.15
 _DEFAULT_REQUESTS = 256
 #: The case that flags describe.
 _GIVEN = "given"
+#: By the case's name.
+_CaseRuns = Mapping[str, PolicyRuns]
 #: Flags that say what traffic comes.
 _TRAFFIC_FLAGS = (
     "trace",
@@ -123,6 +137,18 @@ _FILES = (
         metavar="PREFIX",
     ),
 )
+COMMAND = Command(
+    "bench policies",
+    "Compare the three ways to batch on the same requests, in this process.",
+    (
+        FlagGroup(_COMPARISON, "comparison"),
+        traffic_flags(requests=None, arrivals="poisson", shown=str(_DEFAULT_REQUESTS)),
+        REPORT,
+        FlagGroup(_FILES, "files"),
+    ),
+    sections=("model", "engine"),
+    leave_out=("policy",),
+)
 
 
 @dataclass(slots=True)
@@ -147,11 +173,14 @@ class _Traffic:
     def open_loop(self) -> bool:
         return is_drawn(self.args)
 
+    @property
+    def timed(self) -> list[Arrival]:
+        """The arrivals at the rate of this case."""
+        return at_load(self.arrivals, self.rate) if self.open_loop else self.arrivals
+
     def paced(self, rate: float) -> list[PromptedArrival]:
-        paced = []
-        for arrival, request in zip(at_load(self.arrivals, rate), self.requests, strict=True):
-            paced.append(PromptedArrival(arrival, request.prompt))
-        return paced
+        pairs = zip(at_load(self.arrivals, rate), self.requests, strict=True)
+        return [PromptedArrival(arrival, request.prompt) for arrival, request in pairs]
 
     def due(self) -> list[PromptedArrival]:
         if self.open_loop:
@@ -180,7 +209,10 @@ class _Comparison:
     def run_all(self) -> tuple[dict[str, dict[str, OfflineRun]], list[JsonDict]]:
         """(the runs by case and policy, the measured points of the curve)."""
         rate = self._pace()
-        runs = {name: self._run(name, traffic) for name, traffic in self.traffics.items()}
+        runs = {}
+        for name, traffic in self.traffics.items():
+            concurrency = traffic.args.concurrency
+            runs[name] = self._run(traffic.due(), _named(self.watch, name), concurrency)
         return runs, [self._measure_load(load, rate) for load in self.loads]
 
     def _pace(self) -> float:
@@ -191,41 +223,39 @@ class _Comparison:
         """
         if not any(traffic.open_loop for traffic in self.traffics.values()):
             return 0.0
-        seats = self.bench.limits.max_seats
-        rate, measured = capacity(self.bench, self.first.requests, seats, self.watch)
+        rate, measured = self._capacity()
         table = StepTable.from_records(measured.records)
         set_rates(self.bench, self.traffics, table, rate)
         say(self._expectation(table))
         return rate
 
+    def _capacity(self) -> tuple[float, OfflineRun]:
+        """As `compare.capacity`."""
+        return capacity(self.bench, self.first.requests, self.bench.limits.max_seats, self.watch)
+
     def _expectation(self, table: StepTable) -> str:
         """How many runs come, and how long they will take."""
-        seconds = 0.0
-        for traffic in self.traffics.values():
-            for policy in self.policies:
-                seconds += self._simulated_seconds(traffic, policy, table)
-        n_policies = len(self.policies)
-        line = f"{len(self.traffics) * n_policies} runs, "
-        line += f"about {seconds / 60:.1f} minutes by simulation"
+        pairs = list(itertools.product(self.traffics.values(), self.policies))
+        seconds = sum(self._simulated_seconds(*pair, table) for pair in pairs)
+        line = f"{len(pairs)} runs, about {seconds / 60:.1f} minutes by simulation"
         if self.loads:
-            line += f"; beside them {len(self.loads) * n_policies} at other loads"
+            line += f"; beside them {len(self.loads) * len(self.policies)} at other loads"
         return line
 
     def _simulated_seconds(self, traffic: _Traffic, policy: str, table: StepTable) -> float:
-        arrivals = traffic.arrivals
-        if traffic.open_loop:
-            arrivals = at_load(arrivals, traffic.rate)
         shape = open_to_all(self.bench.shape).under(policy, 0.0)
         concurrency = traffic.args.concurrency or None
-        return simulate(arrivals, shape, table, concurrency=concurrency).seconds
+        return simulate(traffic.timed, shape, table, concurrency=concurrency).seconds
 
-    def _run(self, case: str, traffic: _Traffic) -> dict[str, OfflineRun]:
+    def _run(
+        self, requests: list[PromptedArrival], watch: NamedWatch, concurrency: int = 0
+    ) -> dict[str, OfflineRun]:
         return run_policies(
             self.bench,
-            traffic.due(),
+            requests,
             self.policies,
-            concurrency=traffic.args.concurrency,
-            watch=_named(self.watch, case),
+            watch=watch,
+            concurrency=concurrency,
             static_timeout_ms=self.static_timeout_ms,
         )
 
@@ -233,13 +263,7 @@ class _Comparison:
         """A point of `cases.load_curve`, measured on the first case; shares of capacity are not
         known here.
         """
-        runs = run_policies(
-            self.bench,
-            self.first.paced(load * rate),
-            self.policies,
-            watch=_named(self.watch, f"load {load:g}"),
-            static_timeout_ms=0.0,
-        )
+        runs = self._run(self.first.paced(load * rate), _named(self.watch, f"load {load:g}"))
         waits = {policy: waits_of(run.figures(), None) for policy, run in runs.items()}
         return {"load": load, "rate": load * rate, "policies": waits}
 
@@ -260,19 +284,18 @@ def set_rates(
     shape = open_to_all(bench.shape)
     lengths = next(iter(traffics.values())).args.output
     for traffic in traffics.values():
-        if not traffic.of:
-            continue
-        able = rate
-        if traffic.of != "continuous" or traffic.args.output != lengths:
+        if traffic.of == "continuous" and traffic.args.output == lengths:
+            traffic.rate = traffic.load * rate
+        elif traffic.of:
             able = simulated_capacity(traffic.arrivals, shape.under(traffic.of, 0.0), table)
-        traffic.rate = traffic.load * able
+            traffic.rate = traffic.load * able
 
 
 def run(arguments: Sequence[str]) -> int:
     """Serve the same requests under each policy and print the figures side by side; exit status
     0.
     """
-    args = make_parser().parse(arguments)
+    args = COMMAND.parse(arguments)
     policies, loads = _policies_from(args), _loads_from(args)
     cases = cases_from(args)
     _check(args, cases)
@@ -305,33 +328,18 @@ def _check(args: Namespace, cases: _Cases) -> None:
     check_numbers(args, rate=0.001, load=0.001, concurrency=0, warmup_s=0)
     slo_from(args)
     for flags, _ in cases.values():
-        if args.measure_loads and not is_drawn(flags):
-            raise ConfigError(
-                "--measure-loads is for traffic with a rate: poisson or gamma arrivals"
-            )
-        traffic_from(flags, rate=flags.rate or 1.0)
+        _check_case(flags)
 
 
-def make_parser() -> Parser:
-    """The command's flags."""
-    parser = Parser(
-        "bench policies", "Compare the three ways to batch on the same requests, in this process."
-    )
-    add_flags(parser, _COMPARISON, "comparison")
-    add_traffic(parser, requests=_DEFAULT_REQUESTS, arrivals="poisson")
-    parser.set_defaults(requests=None)
-    add_report(parser)
-    add_flags(parser, _FILES, "files")
-    add_settings(parser, ("model", "engine"), leave_out=("policy",))
-    return parser
+def _check_case(flags: Namespace) -> None:
+    if flags.measure_loads and not is_drawn(flags):
+        raise ConfigError("--measure-loads is for traffic with a rate: poisson or gamma arrivals")
+    traffic_from(flags, rate=flags.rate or 1.0)
 
 
 def _policies_from(args: Namespace) -> list[str]:
     names = names_from("--policies", args.policies, POLICIES)
-    if args.concurrency and not is_closed(args):
-        raise ConfigError(
-            "--concurrency is for --arrivals closed: other arrivals come at their own times"
-        )
+    check_concurrency(args)
     return names
 
 
@@ -352,15 +360,13 @@ def cases_from(args: Namespace) -> _Cases:
         raise ConfigError(f"--cases has traffic of its own: give no {flag_of(given[0])} with it")
     if given:
         return {_GIVEN: (with_flags(args, requests=_requests(args, _DEFAULT_REQUESTS)), None)}
-    names = list(CASES)
-    if args.cases is not None:
-        names = names_from("--cases", args.cases, CASES)
-    return {name: _case_with(args, CASES[name]) for name in names}
+    chosen = names_from("--cases", ",".join(CASES) if args.cases is None else args.cases, CASES)
+    return {name: _case_with(args, CASES[name]) for name in chosen}
 
 
 def _given_traffic(args: Namespace) -> list[str]:
     """Names of the flags of traffic that were given."""
-    defaults = make_parser().parse([])
+    defaults = COMMAND.parse([])
     return [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(defaults, name)]
 
 
@@ -379,8 +385,7 @@ def with_flags(args: Namespace, **changes: Any) -> Namespace:
 
 
 def _config_from(args: Namespace) -> Config:
-    if args.seats is not None and "max_seats" in vars(args):
-        raise ConfigError("--seats and --max-seats are the same setting: give one")
+    check_seats(args)
     if args.seats is not None:
         args.max_seats = str(args.seats)
     return config_from(args)
@@ -398,10 +403,7 @@ def draw(bench: OfflineBench, args: Namespace, case: TrafficCase | None) -> _Tra
 
 
 def _make_report(
-    args: Namespace,
-    traffics: Mapping[str, _Traffic],
-    runs: Mapping[str, PolicyRuns],
-    info: EngineInfo,
+    args: Namespace, traffics: Mapping[str, _Traffic], runs: _CaseRuns, info: EngineInfo
 ) -> JsonDict:
     first = next(iter(traffics))
     return {
@@ -414,26 +416,34 @@ def _make_report(
 
 def _case_report(args: Namespace, traffic: _Traffic, runs: PolicyRuns) -> JsonDict:
     figures = {name: _run_figures(args, run) for name, run in runs.items()}
-    unlike = differences(runs)
-    arrivals = [request.arrival for request in traffic.requests]
-    described = describe_traffic(traffic.args, arrivals, traffic.rate)
     return {
-        "what": f"{traffic_line(described)}: {traffic.what}",
+        **_described(traffic),
+        **_compared(runs),
         "policies": figures,
         "ratios": ratios(figures),
-        "same_tokens": not unlike,
-        "differences": [difference._asdict() for difference in unlike],
-        "traffic": described,
         "share_of_capacity": _shares_of_capacity(traffic, runs),
-        "cross_errors": cross_errors({name: run.as_measured for name, run in runs.items()}),
         "limits": {name: msgspec.to_builtins(run.limits) for name, run in runs.items()},
     }
+
+
+def _described(traffic: _Traffic) -> JsonDict:
+    """What came."""
+    arrivals = [request.arrival for request in traffic.requests]
+    described = describe_traffic(traffic.args, arrivals, traffic.rate)
+    return {"what": f"{traffic_line(described)}: {traffic.what}", "traffic": described}
+
+
+def _compared(runs: PolicyRuns) -> JsonDict:
+    """Whether answers differ, and how well each run predicts the others."""
+    unlike = [difference._asdict() for difference in differences(runs)]
+    cross = cross_errors({name: run.as_measured for name, run in runs.items()})
+    return {"same_tokens": not unlike, "differences": unlike, "cross_errors": cross}
 
 
 def _run_figures(args: Namespace, run: OfflineRun) -> JsonDict:
     price = args.price_per_hour
     shares, _ = run.owners.bill(run.records)
-    return run.figures(slo_from(args), price) | {
+    return run.figures(**figure_options(args)) | {
         "ledger": as_json(bill(run.records, run.seconds), price),
         "backlog": backlog_json(run.requests, is_closed(args)),
         "request_shares": as_json(shares, price),
@@ -446,12 +456,13 @@ def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]
     """
     if not traffic.rate:
         return {}
-    shares = {}
-    for name, run in runs.items():
-        table = StepTable.from_records(run.records)
-        able = simulated_capacity(traffic.arrivals, open_to_all(run.shape), table)
-        shares[name] = traffic.rate / able
-    return shares
+    return {name: traffic.rate / _able(traffic, run) for name, run in runs.items()}
+
+
+def _able(traffic: _Traffic, run: OfflineRun) -> float:
+    """Requests of this case a second that the run's engine could serve."""
+    table = StepTable.from_records(run.records)
+    return simulated_capacity(traffic.arrivals, open_to_all(run.shape), table)
 
 
 def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
@@ -460,20 +471,11 @@ def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
         return []
     arrivals = traffic_from(with_flags(traffic.args, requests=CURVE_REQUESTS), rate=1.0)
     shape = open_to_all(next(iter(runs.values())).shape)
-    return load_curve(arrivals, shape, _table_of(runs), list(runs))
+    table = StepTable.from_records(np.concatenate([run.records for run in runs.values()]))
+    return load_curve(arrivals, shape, table, list(runs))
 
 
-def _table_of(runs: PolicyRuns) -> StepTable:
-    import numpy as np
-
-    return StepTable.from_records(np.concatenate([run.records for run in runs.values()]))
-
-
-def _deliver(
-    args: Namespace,
-    report: JsonObject,
-    runs: Mapping[str, PolicyRuns],
-) -> None:
+def _deliver(args: Namespace, report: JsonObject, runs: _CaseRuns) -> None:
     from jitney.engine.bench.policies_page import write_policies_page
 
     _write_runs(args, _by_file_name(runs))
@@ -484,13 +486,12 @@ def _deliver(
         _print_report(args, report, runs)
 
 
-def _by_file_name(runs: Mapping[str, PolicyRuns]) -> dict[str, OfflineRun]:
+def _by_file_name(runs: _CaseRuns) -> dict[str, OfflineRun]:
     """All runs, by the policy's name; the case stands before it where there are several."""
     named = {}
     for case, by_policy in runs.items():
         prefix = "" if case == _GIVEN else f"{case}."
-        for policy, run in by_policy.items():
-            named[f"{prefix}{policy}"] = run
+        named |= {prefix + policy: run for policy, run in by_policy.items()}
     return named
 
 
@@ -505,11 +506,7 @@ def _write_runs(args: Namespace, runs: PolicyRuns) -> None:
             write_recording(f"{args.traces}.{name}.jsonl", run.requests, run.started)
 
 
-def _print_report(
-    args: Namespace,
-    report: JsonObject,
-    runs: Mapping[str, PolicyRuns],
-) -> None:
+def _print_report(args: Namespace, report: JsonObject, runs: _CaseRuns) -> None:
     print(_engine_line(report["engine"]))
     for name, case in report["cases"].items():
         _print_case(name, case, runs[name], args.price_per_hour)
@@ -524,28 +521,27 @@ def _print_curve(points: Sequence[JsonObject], title: str) -> None:
         print_table(curve_table(points), title)
 
 
-def _print_case(
-    name: str,
-    case: JsonObject,
-    runs: PolicyRuns,
-    price_per_hour: float | None,
-) -> None:
+def _print_case(name: str, case: JsonObject, runs: PolicyRuns, price: float | None) -> None:
     from jitney.engine.bench.policies_page import case_lines
+    from jitney.engine.report.tables import print_table
+
+    print("\n".join([f"\n{name}", *case_lines(case)]))
+    for title, table in _case_tables(case, runs, price):
+        print_table(table, title)
+
+
+def _case_tables(
+    case: JsonObject, runs: PolicyRuns, price_per_hour: float | None
+) -> Iterator[tuple[str, Table]]:
+    """(title, table)."""
     from jitney.engine.report import tables
 
-    print(f"\n{name}")
-    for line in case_lines(case):
-        print(line)
-    tables.print_table(tables.figures_table(case["policies"]))
+    yield "", tables.figures_table(case["policies"])
     if case["ratios"]:
-        tables.print_table(tables.ratio_table(case["ratios"]))
-    bills = {policy: bill(run.records, run.seconds) for policy, run in runs.items()}
-    tables.print_table(tables.ledgers_table(bills, price_per_hour), "Ledger")
-    tables.print_table(tables.cross_table(case["cross_errors"]), tables.CROSS_TITLE)
+        yield "", tables.ratio_table(case["ratios"])
+    yield "Ledger", tables.ledgers_table(bills_of(runs), price_per_hour)
+    yield tables.CROSS_TITLE, tables.cross_table(case["cross_errors"])
 
 
 def _engine_line(engine: JsonObject) -> str:
-    return (
-        f"{engine['model']} in {engine['dtype']} on {engine['device']} ({engine['platform']}), "
-        f"{engine['seats']} seats"
-    )
+    return "{model} in {dtype} on {device} ({platform}), {seats} seats".format_map(engine)

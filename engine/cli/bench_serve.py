@@ -8,27 +8,30 @@ import argparse
 import asyncio
 import os
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from jitney.engine.bench.client import EXTRA_FIELDS, Answer, RemoteEndpoint
-from jitney.engine.bench.online import EngineAbout, OnlineRun, measure
+from jitney.engine.bench.online import EngineAbout, OnlineRun, Sending, measure
 from jitney.engine.cli.bench_flags import (
-    add_report,
-    add_traffic,
+    REPORT,
     backlog_json,
     check_numbers,
     check_writable,
     describe_traffic,
+    figure_options,
     is_closed,
+    is_drawn,
     progress,
     slo_from,
+    traffic_flags,
     traffic_from,
     traffic_line,
     write_report,
 )
-from jitney.engine.cli.flags import Flag, Parser, add_flags
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
@@ -39,53 +42,45 @@ from jitney.engine.types import JsonDict, JsonObject
 if TYPE_CHECKING:
     from jitney.engine.report.page import PageSection
     from jitney.engine.telemetry.cost import Bill
+    from jitney.engine.telemetry.request_record import RequestRecord
 
 #: Where an API key may stand; a flag would show it to other users of the machine.
 _KEY_VARIABLES = ("JITNEY_BENCH_KEY", "OPENAI_API_KEY")
 #: A request fell short of its length if it got less than this share of it.
 _NEARLY_ALL = 0.98
+_LEDGER_NOTE = (
+    "The server's own account of the rows it computed during the run; the time of its "
+    "steps is split evenly over them."
+)
 #: With fewer requests one of them decides the 99th percentile.
 ENOUGH_FOR_P99 = 100
 
 
 def run(arguments: Sequence[str]) -> int:
     """Send the traffic and print the figures; exit status 1 if no request was served."""
-    args = _make_parser().parse(arguments)
+    args = _COMMAND.parse(arguments)
     check_writable(args, "json", "html", "trace_to")
     check_numbers(args, rate=0.001, concurrency=0, warmup=0, timeout_s=0.001)
     slo_from(args)
     arrivals = traffic_from(args, _rate_from(args))
+    report = _measure(args, arrivals)
+    return int(report["figures"]["served"] == 0)
+
+
+def _measure(args: Namespace, arrivals: list[Arrival]) -> JsonDict:
+    """Send, and say what came of it; the report."""
     online = _measured(args, arrivals)
     report = _make_report(args, online, arrivals)
     _deliver(args, report, online)
-    return int(report["figures"]["served"] == 0)
+    return report
 
 
 def _measured(args: Namespace, arrivals: list[Arrival]) -> OnlineRun:
     with progress() as watch:
-        measuring = measure(
-            endpoint_from(args),
-            arrivals,
-            concurrency=args.concurrency,
-            closed=is_closed(args),
-            warmup=args.warmup,
-            watch=partial(watch, "requests"),
+        sending = Sending(
+            args.concurrency, is_closed(args), args.warmup, partial(watch, "requests")
         )
-        return asyncio.run(measuring)
-
-
-def _make_parser() -> Parser:
-    parser = Parser(
-        "bench serve",
-        "Send traffic to an OpenAI-compatible endpoint and time it. An API key is taken "
-        f"from {' or '.join(_KEY_VARIABLES)}.",
-    )
-    add_endpoint(parser)
-    add_flags(parser, _LOAD, "load")
-    add_traffic(parser, requests=64, arrivals="closed")
-    add_report(parser)
-    add_flags(parser, [_TRACE_TO])
-    return parser
+        return asyncio.run(measure(endpoint_from(args), arrivals, sending))
 
 
 _MODEL = Flag.of("--model", "the model's name there [the first in its list]", "", metavar="NAME")
@@ -115,27 +110,37 @@ _REQUESTS = (
 )
 
 
-def add_endpoint(parser: Parser, *, required: bool = True) -> None:
-    """The flags that say where requests go; where a model may be named for other ends too, it has
-    its flag already.
+def endpoint_flags(*, model: bool = True) -> FlagGroup:
+    """The flags that say where requests go.
+
+    model: whether they say which model, and must be given; where requests may go elsewhere too, a
+    model has its flag already.
     """
-    where = Flag.of("--url", "the endpoint, with or without /v1", metavar="URL", required=required)
-    model = (_MODEL,) if required else ()
-    add_flags(parser, (where, *model, *_REQUESTS), "endpoint")
+    where = Flag.of("--url", "the endpoint, with or without /v1", metavar="URL", required=model)
+    return FlagGroup((where, *[_MODEL] * model, *_REQUESTS), "endpoint")
+
+
+_COMMAND = Command(
+    "bench serve",
+    "Send traffic to an OpenAI-compatible endpoint and time it. An API key is taken "
+    f"from {' or '.join(_KEY_VARIABLES)}.",
+    (
+        endpoint_flags(),
+        FlagGroup(_LOAD, "load"),
+        traffic_flags(requests=64, arrivals="closed"),
+        REPORT,
+        FlagGroup([_TRACE_TO]),
+    ),
+)
 
 
 def endpoint_from(args: Namespace) -> RemoteEndpoint:
     """The endpoint that the flags and the environment describe."""
     if not args.url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {args.url}: must begin with http:// or https://")
-    return RemoteEndpoint(
-        url=args.url,
-        model=getattr(args, "model", ""),
-        api_key=_key(),
-        chat=args.chat,
-        extras=EXTRA_FIELDS if args.ignore_eos else (),
-        timeout_s=args.timeout_s,
-    )
+    model = getattr(args, "model", "")
+    extras = EXTRA_FIELDS if args.ignore_eos else ()
+    return RemoteEndpoint(args.url, model, _key(), args.chat, extras, args.timeout_s)
 
 
 def _key() -> str:
@@ -150,7 +155,7 @@ def _rate_from(args: Namespace) -> float:
         raise ConfigError(
             "--rate is for --arrivals poisson or gamma, or for --trace: closed arrivals have none"
         )
-    if not is_closed(args) and not args.trace and not args.rate:
+    if is_drawn(args) and not args.rate:
         raise ConfigError(f"--arrivals {args.arrivals} needs --rate, requests a second")
     return args.rate or 0.0
 
@@ -174,7 +179,7 @@ def _make_report(args: Namespace, online: OnlineRun, arrivals: list[Arrival]) ->
 
 
 def _figures(args: Namespace, online: OnlineRun) -> JsonDict:
-    figures = online.load.figures(slo_from(args), args.price_per_hour)
+    figures = online.load.figures(**figure_options(args))
     figures["backlog"] = backlog_json(online.load.requests, is_closed(args))
     return figures
 
@@ -191,21 +196,20 @@ def _traffic(args: Namespace, arrivals: list[Arrival]) -> JsonDict:
 
 
 def _short_outputs(online: OnlineRun, arrivals: Sequence[Arrival]) -> int:
-    short = 0
-    for request, arrival in zip(online.load.requests, arrivals, strict=True):
-        if request.served and request.n_output < _NEARLY_ALL * arrival.n_output:
-            short += 1
-    return short
+    pairs = zip(online.load.requests, arrivals, strict=True)
+    return sum(_is_short(request, arrival) for request, arrival in pairs)
+
+
+def _is_short(request: RequestRecord, arrival: Arrival) -> bool:
+    return request.served and request.n_output < _NEARLY_ALL * arrival.n_output
 
 
 def _errors_of(answers: Iterable[Answer]) -> dict[str, JsonDict]:
     """How many requests failed in which way, and what was said to the first of them."""
-    errors: dict[str, JsonDict] = {}
-    for answer in answers:
-        if not answer.served:
-            error = errors.setdefault(answer.finish, {"count": 0, "first": answer.detail})
-            error["count"] += 1
-    return dict(sorted(errors.items(), key=lambda item: -item[1]["count"]))
+    failed = [answer for answer in answers if not answer.served]
+    counts = Counter(answer.finish for answer in failed)
+    first = {answer.finish: answer.detail for answer in reversed(failed)}
+    return {kind: {"count": n, "first": first[kind]} for kind, n in counts.most_common()}
 
 
 def _deliver(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
@@ -222,8 +226,7 @@ def _deliver(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
 def _print_report(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
     from jitney.engine.report.tables import figures_table, ledger_table, print_table
 
-    for line in _summary(report):
-        print(line)
+    print("\n".join(_summary(report)))
     print_table(figures_table({"measured": report["figures"]}))
     if online.bill is not None:
         ledger = ledger_table(online.bill, args.price_per_hour)
@@ -231,10 +234,10 @@ def _print_report(args: Namespace, report: JsonObject, online: OnlineRun) -> Non
 
 
 def _summary(report: JsonObject) -> list[str]:
-    about, client = EngineAbout(**report["engine"]), report["client"]
+    client = report["client"]
     return [
         f"{report['model']} at {report['url']}",
-        f"{about}; client's machine: {report['client_machine']}",
+        engine_and_client(report["engine"], report["client_machine"]),
         traffic_line(report["traffic"]),
         *_doubts(report),
         *_server_lines(report),
@@ -243,61 +246,60 @@ def _summary(report: JsonObject) -> list[str]:
     ]
 
 
+def engine_and_client(engine: JsonObject, client_machine: str) -> str:
+    """What an endpoint says that it is, and what the client ran on."""
+    return f"{EngineAbout(**engine)}; client's machine: {client_machine}"
+
+
 def _doubts(report: JsonObject) -> Iterator[str]:
-    figures = report["figures"]
-    if 0 < figures["served"] < ENOUGH_FOR_P99:
-        yield f"p99 of {figures['served']} requests is nearly the slowest of them"
-    if figures["backlog"] is not None:
-        yield str(QueueGrowth(**figures["backlog"]))
+    served, backlog = report["figures"]["served"], report["figures"]["backlog"]
+    if 0 < served < ENOUGH_FOR_P99:
+        yield f"p99 of {served} requests is nearly the slowest of them"
+    if backlog is not None:
+        yield str(QueueGrowth(**backlog))
     yield from _failures(report)
 
 
 def _failures(report: JsonObject) -> Iterator[str]:
-    sent = report["figures"]["requests"]
     for kind, error in report["errors"].items():
+        sent = report["figures"]["requests"]
         yield f"failed with {kind}: {error['count']} of {sent}; {error['first']}"
-    if report["short_outputs"]:
-        yield (
-            f"ended before their length: {report['short_outputs']}; the endpoint does not ignore "
-            "the end of a text"
-        )
+    short = report["short_outputs"]
+    if short:
+        yield f"ended before their length: {short}; the endpoint does not ignore the end of a text"
 
 
 def _server_lines(report: JsonObject) -> Iterator[str]:
-    if report["server_queue_mean_s"] is not None:
-        milliseconds = 1e3 * report["server_queue_mean_s"]
-        yield f"requests waited {milliseconds:.1f} ms in the server's queue, on average"
-    if report["cached_prompt_tokens"]:
-        yield (
-            f"{report['cached_prompt_tokens']:,} prompt tokens were found in the server's prefix "
-            "cache"
-        )
+    waited, cached = report["server_queue_mean_s"], report["cached_prompt_tokens"]
+    if waited is not None:
+        yield f"requests waited {1e3 * waited:.1f} ms in the server's queue, on average"
+    if cached:
+        yield f"{cached:,} prompt tokens were found in the server's prefix cache"
 
 
 def _write_page(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
     """The HTML report: figures, curves, and the server's ledger if it has one."""
-    from jitney.engine.report import figures, tables
-    from jitney.engine.report.page import PageSection, write_page
+    from jitney.engine.report.page import write_page
 
-    note = "Latencies count from the time a request should have been sent."
-    table = tables.figures_table({"measured": report["figures"]})
-    charts = figures.latency_charts({"measured": online.load.requests})
-    sections = [
-        PageSection("Figures", [note], [table]),
-        PageSection("Distributions", charts=charts),
-    ]
+    sections = list(_sections(report, online))
     if online.bill is not None:
         sections.append(_ledger_section(online.bill, args.price_per_hour))
     write_page(args.html, f"Traffic for {report['model']}", _summary(report), sections)
+
+
+def _sections(report: JsonObject, online: OnlineRun) -> Iterator[PageSection]:
+    from jitney.engine.report import figures, tables
+    from jitney.engine.report.page import PageSection
+
+    note = "Latencies count from the time a request should have been sent."
+    yield PageSection("Figures", [note], [tables.figures_table({"measured": report["figures"]})])
+    charts = figures.latency_charts({"measured": online.load.requests})
+    yield PageSection("Distributions", charts=charts)
 
 
 def _ledger_section(bill: Bill, price_per_hour: float | None) -> PageSection:
     from jitney.engine.report import figures, tables
     from jitney.engine.report.page import PageSection
 
-    note = (
-        "The server's own account of the rows it computed during the run; the time of its "
-        "steps is split evenly over them."
-    )
     table = tables.ledger_table(bill, price_per_hour)
-    return PageSection("Ledger", [note], [table], [figures.ledger_bars({"measured": bill})])
+    return PageSection("Ledger", [_LEDGER_NOTE], [table], [figures.ledger_bars({"measured": bill})])

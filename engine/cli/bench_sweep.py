@@ -7,27 +7,37 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
+from jitney.engine.bench.online import EngineAbout
 from jitney.engine.bench.sweep import knee_of, point_of
 from jitney.engine.cli.bench_flags import (
-    add_report,
-    add_traffic,
+    REPORT,
     backlog_json,
     check_numbers,
     check_writable,
     describe_traffic,
+    figure_options,
     flag_of,
     numbers_from,
     progress,
     slo_from,
+    traffic_flags,
     traffic_from,
     traffic_line,
     write_report,
 )
-from jitney.engine.cli.bench_serve import ENOUGH_FOR_P99, add_endpoint, endpoint_from
-from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from
+from jitney.engine.cli.bench_serve import (
+    ENOUGH_FOR_P99,
+    endpoint_flags,
+    endpoint_from,
+    engine_and_client,
+)
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
@@ -39,7 +49,7 @@ if TYPE_CHECKING:
 
     from jitney.engine.bench.compare import NamedWatch
     from jitney.engine.bench.load import LoadResult, Watch
-    from jitney.engine.bench.offline import PromptedArrival
+    from jitney.engine.bench.offline import OfflineRun, PromptedArrival
     from jitney.engine.report.page import PageSection, Table
 
 _DEFAULT_CONCURRENCIES = "1,2,4,8,16,32"
@@ -74,6 +84,18 @@ _FLAGS = (
     ),
     Flag.whole("--warmup", "short requests before each point", 8),
 )
+_COMMAND = Command(
+    "bench sweep",
+    "Throughput and latency over concurrency, rate or load: of an engine in this "
+    "process, or of an endpoint with --url.",
+    (
+        FlagGroup(_FLAGS, "sweep"),
+        endpoint_flags(model=False),
+        traffic_flags(requests=None, arrivals="poisson", shown=_REQUESTS_HELP),
+        REPORT,
+    ),
+    sections=("model", "engine"),
+)
 _STEEPENS = "the knee is where the p99 end-to-end time steepens (Kneedle, Satopää et al. 2011)"
 _METHODS = {
     "concurrency": "the knee is where output tokens/s flatten (Kneedle, Satopää et al. 2011)",
@@ -94,21 +116,23 @@ _LATENCIES = {
     "e2e_p50_s": "e2e p50",
     "e2e_p99_s": "e2e p99",
 }
+#: And of the speeds.
+_SPEEDS = {"output_tok_s": "output tok/s", "req_s": "req/s"}
+#: What of an engine in this process stands in the report.
+_FACTS = ("version", "device", "platform", "kernels", "dtype", "policy")
+#: Settings that an endpoint has already.
+_OF_A_SERVER = ("max_seats", "policy", "order")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Measure every point, print the curve and mark its knee; exit status 0."""
-    args = _make_parser().parse(arguments)
+    args = _COMMAND.parse(arguments)
     _check(args)
     axis, values = _axis_from(args)
     _arrivals_at(args, axis, values[0])  # bad flags are reported before anything is loaded
     engine = _AtEndpoint(args) if args.url else _InProcess(args, axis, values)
     report = _sweep(args, axis, values, engine)
-    knee = knee_of(axis, report["points"])
-    report["knee"] = None
-    if knee is not None:
-        report["knee"] = report["points"][knee][axis]
-    _deliver(args, report, knee)
+    _deliver(args, report, knee_of(axis, report["points"]))
     return 0
 
 
@@ -123,32 +147,25 @@ def _check(args: Namespace) -> None:
         raise ConfigError("--capacity-streams is for --loads with --url")
 
 
-def _make_parser() -> Parser:
-    parser = Parser(
-        "bench sweep",
-        "Throughput and latency over concurrency, rate or load: of an engine in this "
-        "process, or of an endpoint with --url.",
-    )
-    add_flags(parser, _FLAGS, "sweep")
-    add_endpoint(parser, required=False)
-    add_traffic(parser, requests=0, arrivals="poisson", requests_help=_REQUESTS_HELP)
-    add_report(parser)
-    add_settings(parser, ("model", "engine"))
-    return parser
+#: The flag that gives an axis' values -> the axis.
+_AXES = {"concurrencies": "concurrency", "rates": "rate", "loads": "load"}
 
 
 def _axis_from(args: Namespace) -> tuple[str, list[float]]:
     """What grows, and its values, ascending."""
-    given = [name for name in ("concurrencies", "rates", "loads") if getattr(args, name)]
+    given = [name for name in _AXES if getattr(args, name)] or ["concurrencies"]
     if len(given) > 1:
         raise ConfigError(f"give --{given[0]} or --{given[1]}, not both")
-    if given in ([], ["concurrencies"]):
-        text = args.concurrencies or _DEFAULT_CONCURRENCIES
-        return "concurrency", sorted(numbers_from("--concurrencies", text, int))
-    name = given[0]
-    if args.arrivals == "closed":
+    (name,) = given
+    if name != "concurrencies" and args.arrivals == "closed":
         raise ConfigError(f"--{name} needs --arrivals poisson or gamma")
-    return name.removesuffix("s"), sorted(numbers_from(f"--{name}", getattr(args, name), float))
+    return _AXES[name], _values_of(args, name)
+
+
+def _values_of(args: Namespace, name: str) -> list[float]:
+    text = getattr(args, name) or _DEFAULT_CONCURRENCIES
+    kind = int if name == "concurrencies" else float
+    return sorted(numbers_from(f"--{name}", text, kind))
 
 
 def _arrivals_at(args: Namespace, axis: str, value: float) -> list[Arrival]:
@@ -163,11 +180,10 @@ def _rate_at(axis: str, value: float) -> float:
 
 
 def _args_at(args: Namespace, axis: str, value: float) -> Namespace:
+    changes = {"requests": args.requests or _OPEN_REQUESTS}
     if axis == "concurrency":
         requests = max(args.requests or _CLOSED_REQUESTS, 4 * int(value))
         changes = {"arrivals": "closed", "requests": requests}
-    else:
-        changes = {"requests": args.requests or _OPEN_REQUESTS}
     return Namespace(**vars(args) | changes)
 
 
@@ -189,12 +205,10 @@ class _Engine(Protocol):
 
 def _sweep(args: Namespace, axis: str, values: Sequence[float], engine: _Engine) -> JsonDict:
     """Measure every point; everything but the knee, ready for JSON."""
-    capacity = None
     with progress() as watch:
-        if axis == "load":
-            first = _arrivals_at(args, axis, values[0])
-            capacity = engine.capacity(first, partial(watch, "capacity"))
-        points = [_measured(args, axis, value, capacity, engine, watch) for value in values]
+        capacity = _capacity(args, axis, values[0], engine, watch)
+        steps = _Steps(args, axis, capacity, engine, watch)
+        points = [steps.measured(value) for value in values]
     return {
         "points": points,
         "capacity_req_s": capacity,
@@ -207,26 +221,36 @@ def _sweep(args: Namespace, axis: str, values: Sequence[float], engine: _Engine)
     }
 
 
-def _measured(
-    args: Namespace,
-    axis: str,
-    value: float,
-    capacity: float | None,
-    engine: _Engine,
-    watch: NamedWatch,
-) -> JsonDict:
-    """One point."""
-    arrivals = _arrivals_at(args, axis, value * (capacity or 1.0))
-    concurrency = int(value) if axis == "concurrency" else 0
-    figures = engine.measure(arrivals, concurrency, partial(watch, f"{axis} {value:g}"))
-    return _point(axis, value, capacity, figures)
+def _capacity(
+    args: Namespace, axis: str, least: float, engine: _Engine, watch: NamedWatch
+) -> float | None:
+    """Requests a second at load 1; None where nothing is a share of it."""
+    if axis != "load":
+        return None
+    return engine.capacity(_arrivals_at(args, axis, least), partial(watch, "capacity"))
 
 
-def _point(axis: str, value: float, capacity: float | None, figures: JsonDict) -> JsonDict:
-    point = {axis: value, **point_of(figures), "figures": figures}
-    if capacity is not None:
-        point["rate"] = value * capacity
-    return point
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What the points of a sweep have in common."""
+
+    args: Namespace
+    axis: str
+    capacity: float | None
+    engine: _Engine
+    watch: NamedWatch
+
+    def measured(self, value: float) -> JsonDict:
+        """One point."""
+        arrivals = _arrivals_at(self.args, self.axis, value * (self.capacity or 1.0))
+        concurrency = int(value) if self.axis == "concurrency" else 0
+        watch = partial(self.watch, f"{self.axis} {value:g}")
+        figures = self.engine.measure(arrivals, concurrency, watch)
+        point = {self.axis: value, **point_of(figures), "figures": figures}
+        return point | self._rate(value)
+
+    def _rate(self, value: float) -> JsonDict:
+        return {} if self.capacity is None else {"rate": value * self.capacity}
 
 
 def _last_traffic(args: Namespace, axis: str, value: float) -> JsonDict:
@@ -256,137 +280,121 @@ class _InProcess:
     def capacity(self, first: list[Arrival], watch: Watch) -> float:
         from jitney.engine.bench.compare import capacity
 
-        def without_name(name: str, done: int, total: int) -> None:
-            watch(done, total)
-
-        requests = self._requests(first)
-        rate, _ = capacity(self._bench, requests, self._bench.limits.max_seats, without_name)
+        requests, seats = self._requests(first), self._bench.limits.max_seats
+        rate, _ = capacity(self._bench, requests, seats, lambda name, *counts: watch(*counts))
         return rate
 
     def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> JsonDict:
-        requests = self._requests(arrivals)
-        run = self._bench.run(requests, concurrency=concurrency, watch=watch)
-        figures = run.figures(slo_from(self._args), self._args.price_per_hour)
-        figures["backlog"] = backlog_json(run.requests, concurrency > 0)
-        return figures
+        run = self._bench.run(self._requests(arrivals), concurrency=concurrency, watch=watch)
+        return _figures_of(run, self._args, concurrency)
 
     def close(self) -> dict[str, str]:
-        info = self._llm.info
+        info = msgspec.to_builtins(self._llm.info)
         self._llm.close()
-        names = ("version", "device", "platform", "kernels", "dtype", "policy")
-        return {name: getattr(info, name) for name in names}
+        return {name: info[name] for name in _FACTS}
 
 
 class _AtEndpoint:
     """A server elsewhere."""
 
     def __init__(self, args: Namespace):
-        from jitney.engine.bench.online import UNKNOWN_ENGINE
-
-        for name in ("max_seats", "policy", "order"):
-            if name in vars(args):
-                raise ConfigError(
-                    f"{flag_of(name)} is the server's business: leave it out with --url"
-                )
+        given = [flag_of(name) for name in _OF_A_SERVER if name in vars(args)]
+        if given:
+            raise ConfigError(f"{given[0]} is the server's business: leave it out with --url")
         self._args = args
         self._endpoint = endpoint_from(args)
-        self._about = UNKNOWN_ENGINE
+        self._about = EngineAbout()
 
     def capacity(self, first: list[Arrival], watch: Watch) -> float:
-        from jitney.engine.bench.online import capacity_at
+        from jitney.engine.bench.online import Sending, capacity_at
 
-        measuring = capacity_at(
-            self._endpoint,
-            first,
-            streams=self._args.capacity_streams,
-            warmup=self._args.warmup,
-            watch=watch,
-        )
-        return asyncio.run(measuring)
+        sending = Sending(0, True, self._args.warmup, watch)
+        streams = self._args.capacity_streams
+        return asyncio.run(capacity_at(self._endpoint, first, streams, sending))
 
     def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> JsonDict:
-        from jitney.engine.bench.online import measure
+        from jitney.engine.bench.online import Sending, measure
 
-        measuring = measure(
-            self._endpoint,
-            arrivals,
-            concurrency=concurrency,
-            closed=concurrency > 0,
-            warmup=self._args.warmup,
-            watch=watch,
-        )
-        online = asyncio.run(measuring)
+        sending = Sending(concurrency, concurrency > 0, self._args.warmup, watch)
+        online = asyncio.run(measure(self._endpoint, arrivals, sending))
         self._about = online.about
-        return self._figures(online.load, concurrency)
-
-    def _figures(self, load: LoadResult, concurrency: int) -> JsonDict:
-        figures = load.figures(slo_from(self._args), self._args.price_per_hour)
-        figures["client"] = load.sender.as_json()
-        figures["backlog"] = backlog_json(load.requests, concurrency > 0)
-        return figures
+        figures = _figures_of(online.load, self._args, concurrency)
+        return figures | {"client": online.load.sender.as_json()}
 
     def close(self) -> dict[str, str]:
         return self._about._asdict()
 
 
-def _deliver(args: Namespace, report: JsonObject, knee: int | None) -> None:
+def _figures_of(run: LoadResult | OfflineRun, args: Namespace, concurrency: int) -> JsonDict:
+    """concurrency: 0 where requests came at their own times."""
+    figures = run.figures(**figure_options(args))
+    figures["backlog"] = backlog_json(run.requests, concurrency > 0)
+    return figures
+
+
+def _deliver(args: Namespace, report: JsonDict, knee: int | None) -> None:
     from jitney.engine.report.page import write_page
     from jitney.engine.report.tables import print_table
 
+    axis, points = report["axis"], report["points"]
+    report["knee"] = None if knee is None else points[knee][axis]
     table, summary = _curve_table(report, knee), _summary(report)
     if args.html:
-        title = f"Throughput and latency over {report['axis']}"
+        title = f"Throughput and latency over {axis}"
         write_page(args.html, title, summary, _sections(report, table, knee))
     if write_report(args, report):
-        for line in summary:
-            print(line)
+        print("\n".join(summary))
         print_table(table)
 
 
 def _summary(report: JsonObject) -> list[str]:
-    lines = [
+    return [
         f"{report['target']}; {_engine_line(report)}",
         f"{traffic_line(report['traffic'])} (the last point)",
         report["method"],
+        *_capacity_lines(report["capacity_req_s"]),
+        *_doubts(report),
+        *_client_lines(report["points"]),
     ]
-    if report["capacity_req_s"] is not None:
-        lines.append(f"load 1: {report['capacity_req_s']:.3g} requests a second")
-    return [*lines, *_doubts(report), *_client_lines(report["points"])]
+
+
+def _capacity_lines(capacity: float | None) -> Iterator[str]:
+    if capacity is not None:
+        yield f"load 1: {capacity:.3g} requests a second"
 
 
 def _doubts(report: JsonObject) -> Iterator[str]:
-    axis, points = report["axis"], report["points"]
-    figures = [point["figures"] for point in points]
-    served = [each["served"] for each in figures]
-    if min(served) < ENOUGH_FOR_P99:
-        yield f"p99 of {min(served)} requests is nearly the slowest of them: give more --requests"
-    for point in points:
-        if _grew(point):
-            yield f"{axis} {point[axis]:g}: {QueueGrowth(**point['figures']['backlog'])}"
-    failed = sum(each["requests"] for each in figures) - sum(served)
+    figures = [point["figures"] for point in report["points"]]
+    least = min(each["served"] for each in figures)
+    if least < ENOUGH_FOR_P99:
+        yield f"p99 of {least} requests is nearly the slowest of them: give more --requests"
+    yield from _queues_that_grew(report)
+    failed = sum(each["requests"] - each["served"] for each in figures)
     if failed:
         yield f"failed requests: {failed}, in no percentile"
 
 
+def _queues_that_grew(report: JsonObject) -> Iterator[str]:
+    axis = report["axis"]
+    for point in filter(_grew, report["points"]):
+        yield f"{axis} {point[axis]:g}: {QueueGrowth(**point['figures']['backlog'])}"
+
+
 def _client_lines(points: Sequence[JsonObject]) -> Iterator[str]:
-    clients = [point["figures"].get("client") for point in points]
-    seen = [client for client in clients if client is not None]
-    if seen:
-        busiest = max(client["cpu_share"] for client in seen)
+    clients = list(filter(None, [point["figures"].get("client") for point in points]))
+    if clients:
+        busiest = max(client["cpu_share"] for client in clients)
         yield f"this client used at most {busiest:.0%} of a core"
-    yield from sorted({client["trouble"] for client in seen} - {None})
+    yield from sorted({client["trouble"] for client in clients} - {None})
 
 
 def _engine_line(report: JsonObject) -> str:
     """What the engine runs on; beside it, for an endpoint, what this client runs on."""
-    from jitney.engine.bench.online import EngineAbout
-
-    facts = dict(report["engine"])
-    policy = facts.pop("policy", None)
-    about = EngineAbout(**facts)
+    about = dict(report["engine"])
+    policy = about.pop("policy", None)
     if policy is not None:
-        return f"{about}, {policy} batching"
-    return f"{about}; client's machine: {report['client_machine']}"
+        return f"{EngineAbout(**about)}, {policy} batching"
+    return engine_and_client(about, report["client_machine"])
 
 
 def _grew(point: JsonObject) -> bool:
@@ -397,27 +405,29 @@ def _grew(point: JsonObject) -> bool:
 def _curve_table(report: JsonObject, knee: int | None) -> Table:
     from jitney.engine.report.page import Table
 
-    cells: dict[str, str] = {}
-    rows = []
-    for point in report["points"]:
-        cells = _cells(report["axis"], point)
-        rows.append(list(cells.values()))
+    cells = [_cells(report["axis"], point) for point in report["points"]]
+    rows = [list(each.values()) for each in cells]
     if knee is not None:
         rows[knee][0] += " knee"
-    return Table(list(cells), rows)
+    return Table(list(cells[0]), rows)
 
 
 def _cells(axis: str, point: JsonObject) -> dict[str, str]:
     from jitney.engine.report.tables import duration, number, queue
 
-    cells = {"open" if axis == "concurrency" else axis: f"{point[axis]:g}"}
-    if axis == "load":
-        cells["rate"] = f"{point['rate']:.3g}"
-    cells["output tok/s"] = number(point["output_tok_s"])
-    cells["req/s"] = number(point["req_s"])
+    cells = _place_cells(axis, point)
+    cells |= {head: number(point[name]) for name, head in _SPEEDS.items()}
     cells |= {head: duration(point[name]) for name, head in _LATENCIES.items()}
     if axis != "concurrency":
         cells["queue"] = queue(point["figures"]["backlog"], grew="grew")
+    return cells
+
+
+def _place_cells(axis: str, point: JsonObject) -> dict[str, str]:
+    """Where on the axis the point is."""
+    cells = {"open" if axis == "concurrency" else axis: f"{point[axis]:g}"}
+    if axis == "load":
+        cells["rate"] = f"{point['rate']:.3g}"
     return cells
 
 
@@ -433,21 +443,41 @@ def _sections(report: JsonObject, table: Table, knee: int | None) -> list[PageSe
 def _charts(axis: str, points: Sequence[JsonObject], knee: int | None) -> list[go.Figure]:
     from jitney.engine.report import figures
 
-    def column(name: str) -> list[Any]:
-        return [point[name] for point in points]
-
-    unit, values, throughput = _UNITS[axis], column(axis), column("output_tok_s")
-    waits = {"p50": column("ttft_p50_s"), "p99": column("ttft_p99_s")}
+    shown = _Shown(axis, points, knee)
+    waits = {quantile: shown.column(f"ttft_{quantile}_s") for quantile in ("p50", "p99")}
     return [
-        figures.curve("Throughput", unit, "output tokens/s", values, throughput, knee),
-        figures.waits_over(unit, values, waits, [_grew(point) for point in points]),
-        figures.curve("Between tokens, p99", unit, "s", values, column("itl_p99_s"), knee),
-        figures.curve(
-            "What throughput costs in latency",
-            "output tokens/s",
-            "end to end p99, s",
-            throughput,
-            column("e2e_p99_s"),
-            knee,
-        ),
+        shown.curve("Throughput", "output_tok_s"),
+        figures.waits_over(_UNITS[axis], shown.column(axis), waits, list(map(_grew, points))),
+        shown.curve("Between tokens, p99", "itl_p99_s"),
+        shown.curve("What throughput costs in latency", "e2e_p99_s", over="output_tok_s"),
     ]
+
+
+#: What charts call the figures of a point.
+_AXIS_TITLES = {
+    **_UNITS,
+    "output_tok_s": "output tokens/s",
+    "itl_p99_s": "s",
+    "e2e_p99_s": "end to end p99, s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """The points of a sweep as charts show them."""
+
+    axis: str
+    points: Sequence[JsonObject]
+    #: Which of them is the knee.
+    knee: int | None
+
+    def column(self, name: str) -> list[Any]:
+        return [point[name] for point in self.points]
+
+    def curve(self, title: str, name: str, over: str = "") -> go.Figure:
+        """A figure of the points over another, or over the axis."""
+        from jitney.engine.report.figures import curve
+
+        over = over or self.axis
+        x, y = _AXIS_TITLES[over], _AXIS_TITLES[name]
+        return curve(title, x, y, self.column(over), self.column(name), self.knee)

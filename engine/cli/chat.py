@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Parser, add_settings, config_from
-from jitney.engine.cli.generate import add_sampling, sampling_from
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.generate import SAMPLING, sampling_from
 from jitney.engine.errors import ModelError
 from jitney.engine.types import SamplingParams
 
@@ -18,11 +17,18 @@ if TYPE_CHECKING:
     from jitney.engine.llm import LLM
 
 _HELP = "Empty line or Ctrl-D ends; /new starts over."
+_SYSTEM = Flag.of("--system", "instructions that precede the conversation", "", metavar="TEXT")
+_COMMAND = Command(
+    "chat",
+    "Talk to a model in the terminal. " + _HELP,
+    (FlagGroup([_SYSTEM]), SAMPLING),
+    sections=("model", "engine", "sampling"),
+)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Talk until the input ends; exit status 0."""
-    args = _parse(arguments)
+    args = _COMMAND.parse(arguments)
     config = config_from(args)
     sampling_from(args)  # raises for a bad flag before anything is loaded
     llm = load_llm(config)
@@ -35,26 +41,20 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = Parser("chat", "Talk to a model in the terminal. " + _HELP)
-    parser.add_argument(
-        "--system", metavar="TEXT", default="", help="instructions that precede the conversation"
-    )
-    add_sampling(parser)
-    add_settings(parser, ("model", "engine", "sampling"))
-    return parser.parse(arguments)
-
-
 def converse(llm: LLM, params: SamplingParams, system: str) -> None:
     """Read, answer, remember."""
-    opening = [{"role": "system", "content": system}] if system else []
+    opening = [_said("system", system)] if system else []
     messages = list(opening)
     for line in _lines():
         if line == "/new":
             messages = list(opening)
             continue
-        messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": _answer(llm, params, messages)})
+        messages.append(_said("user", line))
+        messages.append(_said("assistant", _answer(llm, params, messages)))
+
+
+def _said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
 
 
 def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str:
@@ -72,7 +72,5 @@ def _lines() -> Iterator[str]:
     """What the person types, until an empty line or the end of input."""
     prompt = "> " if sys.stdin.isatty() else ""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        line = input(prompt).strip()
-        while line:
+        while line := input(prompt).strip():
             yield line
-            line = input(prompt).strip()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import signal
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.flags import Flag, Parser, add_flags
-from jitney.engine.cli.keys import add_key_flag, engine_key
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.keys import KEY_FLAG, engine_key
 from jitney.engine.cli.listen import base_url, check_tls, listen, read_keys
 from jitney.engine.config.layers import NOTHING, load_config
 from jitney.engine.config.layers import settings as all_settings
@@ -56,9 +56,31 @@ _AS_OF_A_SERVER = {
 _SETTINGS = ("host", "port", "insecure", "allowed_hosts", *_AS_OF_A_SERVER)
 
 
+def _flag_of(name: str, metavar: str) -> Flag:
+    setting = all_settings()[name]
+    return Flag.of(setting.flag, str(setting.field.description), "", metavar=metavar)
+
+
+_COMMAND = Command(
+    "dashboard",
+    "Serve the page for one or several engines elsewhere.",
+    [
+        FlagGroup(
+            (
+                *_FLAGS,
+                *(_flag_of(*item) for item in _AS_OF_A_SERVER.items()),
+                Flag.switch("--insecure", "allow listening beyond this machine without an API key"),
+                KEY_FLAG,
+            )
+        )
+    ],
+    usage="jitney dashboard --engine URL [--engine URL ...] [FLAG ...]",
+)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Serve the page until interrupted; exit status 0."""
-    args = _parse(arguments)
+    args = _COMMAND.parse(arguments)
     key = engine_key(args)
     flags: JsonDict = {name: getattr(args, name) for name in _SETTINGS}
     # The engines' key is also what visitors sign in with, and the engines know what it may see.
@@ -66,20 +88,6 @@ def run(arguments: Sequence[str]) -> int:
     config = load_config(None, NOTHING, flags)
     _serve(config, args.engine or [_DEFAULT_ENGINE], key)
     return 0
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("dashboard", "Serve the page for one or several engines elsewhere.")
-    parser.usage = "jitney dashboard --engine URL [--engine URL ...] [FLAG ...]"
-    add_flags(parser, _FLAGS)
-    for name, metavar in _AS_OF_A_SERVER.items():
-        setting = all_settings()[name]
-        text = str(setting.field.description)
-        add_flags(parser, [Flag.of(setting.flag, text, "", metavar=metavar)])
-    insecure = "allow listening beyond this machine without an API key"
-    add_flags(parser, [Flag.switch("--insecure", insecure)])
-    add_key_flag(parser)
-    return parser.parse(arguments)
 
 
 def _serve(config: Config, urls: Sequence[str], key: str) -> None:
@@ -94,6 +102,10 @@ def _serve(config: Config, urls: Sequence[str], key: str) -> None:
     check_tls(config.server)
     engines = [RemoteEngine(url, key) for url in urls]
     make_display().close()
+    _listen(config, engines)
+
+
+def _listen(config: Config, engines: Sequence[RemoteEngine]) -> None:
     server = _web_server(config, engines)
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
         names = ", ".join(engine.url for engine in engines)
@@ -113,10 +125,7 @@ def _web_server(config: Config, engines: Sequence[RemoteEngine]) -> uvicorn.Serv
 
 
 async def _until_signal(server: uvicorn.Server, bound: socket.socket) -> None:
-
-    def leave() -> None:
-        server.should_exit = True
-
+    leave = partial(setattr, server, "should_exit", True)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, leave)
     await server.serve(sockets=[bound])

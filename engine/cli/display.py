@@ -70,8 +70,17 @@ class Lines:
 
 
 def _line_of(progress: Progress, is_done: bool) -> str:
-    name = _STAGES.get(progress.stage, progress.stage)
+    name = _name_of(progress)
     return f"{name}: done" if is_done else f"{name} {progress.detail}".rstrip()
+
+
+def _name_of(progress: Progress) -> str:
+    """Of the stage."""
+    return _STAGES.get(progress.stage, progress.stage)
+
+
+def _in_mib(progress: Progress) -> bool:
+    return progress.stage in _IN_BYTES and progress.total > _MIB
 
 
 class _Bars:
@@ -102,18 +111,21 @@ class _Bars:
         self._bars.start()
 
     def progress(self, progress: Progress) -> None:
-        in_mib = progress.stage in _IN_BYTES and progress.total > _MIB
-        scale = _MIB if in_mib else 1
-        if progress.stage not in self._tasks:
-            name = _STAGES.get(progress.stage, progress.stage)
-            unit = " (MiB)" if in_mib else ""
-            self._tasks[progress.stage] = self._bars.add_task(name + unit, detail="")
+        scale = _MIB if _in_mib(progress) else 1
         self._bars.update(
-            self._tasks[progress.stage],
+            self._task(progress),
             completed=progress.done // scale,
             total=progress.total // scale or None,
             detail=progress.detail,
         )
+
+    def _task(self, progress: Progress) -> TaskID:
+        """The stage's bar."""
+        if progress.stage not in self._tasks:
+            unit = " (MiB)" if _in_mib(progress) else ""
+            name = _name_of(progress) + unit
+            self._tasks[progress.stage] = self._bars.add_task(name, detail="")
+        return self._tasks[progress.stage]
 
     def close(self) -> None:
         self._bars.stop()

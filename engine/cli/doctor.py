@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -9,13 +10,12 @@ import os
 import platform
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, config_from
 from jitney.engine.cli.listen import listen
 from jitney.engine.config.cache_folder import make_folders, make_private
 from jitney.engine.config.platforms import check_platform
@@ -36,6 +36,7 @@ _REQUIRED = ("jitney", "jax", "jaxlib", "flax", "transformers")
 _OPTIONAL = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-triton")
 #: What a CPU needs to multiply bfloat16 in hardware.
 _CPU_FEATURES = ("avx512_bf16", "amx_bf16")
+_NO_BFLOAT16 = "not in hardware: dtype auto means float32 on this CPU"
 _GIB = 1 << 30
 #: How the three values of Finding.ok are printed.
 _MARKS = {True: "ok", False: "BAD", None: ""}
@@ -51,25 +52,23 @@ class _Finding:
     ok: bool | None = None
 
 
+_COMMAND = Command(
+    "doctor",
+    "Say what this machine has, and whether Jitney runs on it with these settings.",
+    [FlagGroup([Flag.switch("--json", "print one JSON object")])],
+    sections=ALL_SECTIONS,
+)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Print the findings; exit status 1 if one of them keeps Jitney from running here."""
-    args = _parse(arguments)
+    args = _COMMAND.parse(arguments)
     config = config_from(args)
     os.environ.update(platform_environment(config.engine))  # before the first import of jax
     claim_memory(os.environ, config.engine.memory_share)
     findings = list(examine(config))
     _show(findings, as_json=args.json)
-    is_bad = any(finding.ok is False for finding in findings)
-    return 1 if is_bad else 0
-
-
-def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = Parser(
-        "doctor", "Say what this machine has, and whether Jitney runs on it with these settings."
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_settings(parser)
-    return parser.parse(arguments)
+    return int(any(finding.ok is False for finding in findings))
 
 
 def _show(findings: list[_Finding], *, as_json: bool) -> None:
@@ -117,9 +116,8 @@ def _package(name: str, *, if_absent: bool | None) -> _Finding:
 def _processor(config: Config) -> Iterator[_Finding]:
     yield _Finding("cpu", f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}")
     flags = _words("/proc/cpuinfo", "flags")
-    in_hardware = [feature for feature in _CPU_FEATURES if feature in flags]
-    value = ", ".join(in_hardware) or "not in hardware: dtype auto means float32 on this CPU"
-    yield _Finding("cpu bfloat16", value)
+    in_hardware = ", ".join(feature for feature in _CPU_FEATURES if feature in flags)
+    yield _Finding("cpu bfloat16", in_hardware or _NO_BFLOAT16)
 
 
 def _memory(config: Config) -> Iterator[_Finding]:
@@ -133,9 +131,8 @@ def _words(file: str, key: str) -> list[str]:
     """The words after `key` on its first line of a /proc file; [] where there is none (not
     Linux).
     """
-    path = Path(file)
-    if path.exists():
-        for line in path.read_text().splitlines():
+    with contextlib.suppress(FileNotFoundError):
+        for line in Path(file).read_text().splitlines():
             if line.startswith(key):
                 return line.split()[1:]
     return []
@@ -151,12 +148,15 @@ def devices(config: Config) -> Iterator[_Finding]:
     from jitney.engine.build import devices_of
 
     present = devices_of(config.engine.platform)
-    wanted = config.engine.tensor_parallel
-    if wanted > 1:
-        counts = f"{wanted} devices wanted, {len(present)} found"
-        yield _Finding("tensor parallel", counts, len(present) >= wanted)
+    yield from _enough(config.engine.tensor_parallel, len(present))
     for device in present:
         yield _Finding(f"device {device.id}", _describe(device), True)
+
+
+def _enough(wanted: int, found: int) -> Iterator[_Finding]:
+    if wanted > 1:
+        counts = f"{wanted} devices wanted, {found} found"
+        yield _Finding("tensor parallel", counts, found >= wanted)
 
 
 def _describe(device: Any) -> str:
@@ -168,17 +168,18 @@ def _describe(device: Any) -> str:
 
 
 def _device_memory(stats: dict[str, int]) -> str:
-    if "bytes_limit" not in stats:
+    most = stats.get("bytes_limit")
+    if most is None:
         return ""
-    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return f", {free / _GIB:.1f} GiB free of {stats['bytes_limit'] / _GIB:.1f}"
+    free = most - stats.get("bytes_in_use", 0)
+    return f", {free / _GIB:.1f} GiB free of {most / _GIB:.1f}"
 
 
 def _folders(config: Config) -> Iterator[_Finding]:
     folder = cache_dir()
     make_folders(folder)
-    with tempfile.TemporaryFile(dir=folder):
-        yield _Finding("cache folder", str(folder), True)
+    tempfile.TemporaryFile(dir=folder).close()
+    yield _Finding("cache folder", str(folder), True)
     if config.engine.compilation_cache:
         yield _Finding("compiled programs", _kept_programs())
 
@@ -211,11 +212,11 @@ def _split(config: Config) -> Iterator[_Finding]:
     """
     from jitney.engine.checkpoints.sources import is_repository, resolve
 
-    if not is_repository(config.model.id):
-        own = resolve(config.model.id).config.local(config.engine.tensor_parallel)
-        yield _Finding(
-            "model on each", f"{own.n_heads} query and {own.n_kv_heads} key-value heads", True
-        )
+    name, parts = config.model.id, config.engine.tensor_parallel
+    if not is_repository(name):
+        own = resolve(name).config.local(parts)
+        heads = f"{own.n_heads} query and {own.n_kv_heads} key-value heads"
+        yield _Finding("model on each", heads, True)
 
 
 def _is_here(name: str, revision: str) -> bool:
@@ -227,12 +228,16 @@ def _is_here(name: str, revision: str) -> bool:
     if name == DEFAULT_MODEL:
         return any((cache_dir() / "models").glob(f"{DEFAULT_MODEL}*.gguf"))
     if is_repository(name):
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(name, "config.json", revision=revision or None)
-        return isinstance(cached, str)
+        return _is_cached(name, revision)
     resolve(name)
     return True
+
+
+def _is_cached(repository: str, revision: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+    return isinstance(cached, str)
 
 
 def one_token(config: Config) -> Iterator[_Finding]:
@@ -241,12 +246,9 @@ def one_token(config: Config) -> Iterator[_Finding]:
     from jitney.engine.llm import LLM
 
     started = time.perf_counter()
-    llm = LLM(_tiny(config))
-    try:
+    with contextlib.closing(LLM(_tiny(config))) as llm:
         yield from _choices(llm.info)
         tokens = _computed(llm)
-    finally:
-        llm.close()
     seconds = time.perf_counter() - started
     yield _Finding("one token", f"computed in {seconds:.1f} s, compilation included", tokens == 1)
 
@@ -254,8 +256,7 @@ def one_token(config: Config) -> Iterator[_Finding]:
 def _choices(info: EngineInfo) -> Iterator[_Finding]:
     """What the engine chose to run with."""
     yield _Finding("kernels", info.kernels, True)
-    for proof in info.proofs:
-        yield proof_finding(proof)
+    yield from map(proof_finding, info.proofs)
     yield _Finding("weights and KV", f"{info.weights} and {info.kv_dtype}", True)
 
 
@@ -270,25 +271,27 @@ def _computed(llm: LLM) -> int:
 
 def _tiny(config: Config) -> Config:
     """The same settings for a model of a few kilobytes, in few and small programs."""
-    model = config.model.model_copy(update={"id": "tiny-random", "revision": "", "context": 0})
-    sizes = {
-        "max_seats": 4,
-        "token_budget": 64,
-        "pages": 64,
-        "seat_buckets": (4,),
-        "token_buckets": (64,),
-        "tensor_parallel": math.gcd(config.engine.tensor_parallel, 4),
-    }
-    engine = config.engine.model_copy(update=sizes)
+    parts = math.gcd(config.engine.tensor_parallel, 4)
+    model = config.model.model_copy(update=_TINY_MODEL)
+    engine = config.engine.model_copy(update=_TINY_ENGINE | {"tensor_parallel": parts})
     return config.model_copy(update={"model": model, "engine": engine})
+
+
+_TINY_MODEL = {"id": "tiny-random", "revision": "", "context": 0}
+_TINY_ENGINE = {
+    "max_seats": 4,
+    "token_budget": 64,
+    "pages": 64,
+    "seat_buckets": (4,),
+    "token_buckets": (64,),
+}
 
 
 def proof_finding(proof: KernelProof) -> _Finding:
     """The largest error of one kernel, and whether it may serve here."""
+    value = f"largest error {proof.error:.2g}, rounding explains {proof.limit:g}"
     if proof.reason:
         value = f"could not run: {proof.reason}"
-    else:
-        value = f"largest error {proof.error:.2g}, rounding explains {proof.limit:g}"
     if not proof.ok:
         value += "; taken out, the reference serves"
     return _Finding(f"  {proof.kernel}", value, proof.ok)

@@ -9,12 +9,13 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jitney.engine.cli.dispatch import suggestion
-from jitney.engine.config.layers import Setting, load_config, settings
+from jitney.engine.config.layers import NOTHING, Setting, load_config, settings
 from jitney.engine.config.schema import Config
-from jitney.engine.types import JsonDict
+from jitney.engine.types import JsonDict, JsonObject
 
 #: What help calls the values of a setting.
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
@@ -25,10 +26,10 @@ _NO_DEFAULT = (None, "", (), [])
 class Parser(argparse.ArgumentParser):
     """argparse without guessing at abbreviations, which suggests the flag that was meant."""
 
-    def __init__(self, command: str, description: str):
+    def __init__(self, command: str, description: str, usage: str | None = None):
         super().__init__(
             prog=f"jitney {command}",
-            usage=f"jitney {command} [MODEL] [FLAG ...]",
+            usage=usage or f"jitney {command} [MODEL] [FLAG ...]",
             description=description,
             allow_abbrev=False,
         )
@@ -51,7 +52,9 @@ def _dashed(word: str) -> str:
 
 
 class Flag(NamedTuple):
-    """One flag of a command: its name, and argparse's own options for it."""
+    """One flag of a command: its name, or its names between spaces, and argparse's own options for
+    it.
+    """
 
     name: str
     options: JsonDict
@@ -87,9 +90,48 @@ def add_flags(parser: Parser, flags: Iterable[Flag], title: str = "") -> None:
     """Add flags to a parser; title: of the group that help shows them in."""
     group = parser.add_argument_group(title) if title else parser
     for flag in flags:
-        group.add_argument(flag.name, **flag.options)
+        group.add_argument(*flag.name.split(), **flag.options)
 
 
+class FlagGroup(NamedTuple):
+    """Flags that help shows together."""
+
+    flags: Sequence[Flag]
+    #: "": they stand with those that every command has.
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a command is called, what its help says, and its flags."""
+
+    name: str
+    about: str
+    groups: Sequence[FlagGroup] = ()
+    #: Sections of the configuration whose settings are flags too, and the names of those that mean
+    #: nothing here.
+    sections: Sequence[str] = ()
+    leave_out: Sequence[str] = ()
+    #: Attributes of the parsed arguments that no flag of this command sets.
+    constants: JsonObject = NOTHING
+    #: Where it is not the usual one.
+    usage: str | None = None
+
+    def parse(self, arguments: Sequence[str]) -> Namespace:
+        """As `Parser.parse`."""
+        return self.parser().parse(arguments)
+
+    def parser(self) -> Parser:
+        parser = Parser(self.name, self.about, self.usage)
+        for group in self.groups:
+            add_flags(parser, group.flags, group.title)
+        if self.sections:
+            add_settings(parser, self.sections, self.leave_out)
+        parser.set_defaults(**self.constants)
+        return parser
+
+
+ALL_SECTIONS = tuple(Config.model_fields)
 _ANY_SETTINGS = (
     Flag("model_word", {"nargs": "?", "metavar": "MODEL", "help": "the same as --model"}),
     Flag.of("--config", "read settings from a TOML file; flags override them", metavar="FILE"),
@@ -98,7 +140,7 @@ _ANY_SETTINGS = (
 
 def add_settings(
     parser: Parser,
-    sections: Sequence[str] = tuple(Config.model_fields),
+    sections: Sequence[str] = ALL_SECTIONS,
     leave_out: Sequence[str] = (),
 ) -> None:
     """Add --config and one flag for each setting of `sections`; absent flags leave no trace in the

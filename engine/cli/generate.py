@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
 from jitney.engine.config.layers import NOTHING
 from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.types import JsonDict, SamplingParams
@@ -19,20 +19,41 @@ if TYPE_CHECKING:
 
 #: Sampling parameters that a model may bring its own defaults of.
 _MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
-_SAMPLING = (
-    Flag.whole("--max-tokens", "most tokens to generate", 256),
-    Flag.number("--temperature", "0 is greedy [the model's own]"),
-    Flag.number("--top-p", "keep the likeliest tokens up to this mass [the model's own]"),
-    Flag.whole("--top-k", "keep this many of the likeliest tokens; 0: all [the model's own]"),
-    Flag.number("--min-p", "drop tokens below this share of the best [the model's own]"),
-    Flag.whole("--seed", "the same seed gives the same text"),
-    Flag.of("--stop", "end before this text; may be repeated", [], action="append", metavar="TEXT"),
+SAMPLING = FlagGroup(
+    (
+        Flag.whole("--max-tokens", "most tokens to generate", 256),
+        Flag.number("--temperature", "0 is greedy [the model's own]"),
+        Flag.number("--top-p", "keep the likeliest tokens up to this mass [the model's own]"),
+        Flag.whole("--top-k", "keep this many of the likeliest tokens; 0: all [the model's own]"),
+        Flag.number("--min-p", "drop tokens below this share of the best [the model's own]"),
+        Flag.whole("--seed", "the same seed gives the same text"),
+        Flag.of(
+            "--stop", "end before this text; may be repeated", [], action="append", metavar="TEXT"
+        ),
+    ),
+    "sampling",
+)
+_FLAGS = (
+    Flag.of(
+        "--prompt",
+        "a prompt; may be repeated; without it, standard input is one prompt",
+        action="append",
+        metavar="TEXT",
+    ),
+    Flag.switch("--json", "print one JSON object per sequence and line"),
+    Flag.whole("--n", "sequences per prompt", 1),
+)
+_COMMAND = Command(
+    "generate",
+    "Complete prompts offline and print the texts.",
+    (FlagGroup(_FLAGS), SAMPLING),
+    sections=("model", "engine", "sampling"),
 )
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print one text per prompt; exit status 0."""
-    args = _parse(arguments)
+    args = _COMMAND.parse(arguments)
     config = config_from(args)
     sampling_from(args, n=args.n)  # raises for a bad flag before anything is loaded
     prompts = args.prompt or [sys.stdin.read()]
@@ -40,12 +61,18 @@ def run(arguments: Sequence[str]) -> int:
     params = sampling_from(args, n=args.n, defaults=llm.info.sampling_defaults)
     outputs = llm.generate(prompts, params)
     llm.close()
-    show = _show_json if args.json else _show_text
-    for prompt, output in zip(prompts, outputs, strict=True):
-        for sequence in output.outputs:
-            show(prompt, sequence)
+    _show_all(prompts, [output.outputs for output in outputs], args.json)
     _raise_first(output.error for output in outputs)
     return 0
+
+
+def _show_all(
+    prompts: Iterable[str], outputs: Iterable[Iterable[Completion]], as_json: bool
+) -> None:
+    show = _show_json if as_json else _show_text
+    for prompt, sequences in zip(prompts, outputs, strict=True):
+        for sequence in sequences:
+            show(prompt, sequence)
 
 
 def _raise_first(errors: Iterable[ErrorInfo | None]) -> None:
@@ -53,23 +80,6 @@ def _raise_first(errors: Iterable[ErrorInfo | None]) -> None:
     for error in errors:
         if error is not None:
             raise RequestError.from_info(error)
-
-
-def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = Parser("generate", "Complete prompts offline and print the texts.")
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="a prompt; may be repeated; without it, standard input is one prompt",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per sequence and line"
-    )
-    add_sampling(parser)
-    parser.add_argument("--n", type=int, default=1, metavar="N", help="sequences per prompt [1]")
-    add_settings(parser, ("model", "engine", "sampling"))
-    return parser.parse(arguments)
 
 
 def _show_text(prompt: str, sequence: Completion) -> None:
@@ -87,25 +97,23 @@ def _show_json(prompt: str, sequence: Completion) -> None:
     print(json.dumps(line, ensure_ascii=False))
 
 
-def add_sampling(parser: Parser) -> None:
-    """The sampling flags that `generate` and `chat` share."""
-    add_flags(parser, _SAMPLING, "sampling")
-
-
 def sampling_from(
     args: Namespace, *, n: int = 1, defaults: Mapping[str, float] = NOTHING
 ) -> SamplingParams:
     """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming the
     flag that is out of range.
     """
-    given = {name: getattr(args, name) for name in _MODEL_DEFAULTED}
-    fields: JsonDict = dict(defaults)
-    fields.update((name, value) for name, value in given.items() if value is not None)
+    fields: JsonDict = dict(defaults) | _given(args)
     params = SamplingParams(
         n=n, max_tokens=args.max_tokens, seed=args.seed, stop=tuple(args.stop), **fields
     )
     _check(params)
     return params
+
+
+def _given(args: Namespace) -> JsonDict:
+    values = {name: getattr(args, name) for name in _MODEL_DEFAULTED}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check(params: SamplingParams) -> None:

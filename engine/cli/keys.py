@@ -7,22 +7,21 @@ from __future__ import annotations
 import argparse
 import os
 
+from jitney.engine.cli.flags import Flag
 from jitney.engine.cli.listen import read_key_file
 
 _VARIABLE = "JITNEY_ENGINE_KEY"
 
 
-def add_key_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --key-file."""
-    parser.add_argument(
-        "--key-file",
-        metavar="FILE",
-        default="",
-        help=(
-            "file whose first line is the engine's API key, readable by its owner only (or set "
-            f"{_VARIABLE})"
-        ),
-    )
+KEY_FLAG = Flag(
+    "--key-file",
+    {
+        "metavar": "FILE",
+        "default": "",
+        "help": "file whose first line is the engine's API key, readable by its owner only (or set "
+        f"{_VARIABLE})",
+    },
+)
 
 
 def engine_key(args: argparse.Namespace) -> str:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, slo_from, write_report
-from jitney.engine.cli.flags import Flag, Parser, add_flags
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, Accelerator, find_device
 from jitney.engine.simulation.planner import (
@@ -25,7 +26,12 @@ from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Ro
 from jitney.engine.telemetry.summary import Slo
 from jitney.engine.types import JsonDict
 
-_WEIGHTS, KV = ("bf16", "fp8", "int8", "int4"), ("bf16", "fp8", "int8")
+if TYPE_CHECKING:
+    from jitney.engine.report.page import Table
+
+_WEIGHTS, _KV = ("bf16", "fp8", "int8", "int4"), ("bf16", "fp8", "int8")
+#: Fields of `Demand` that flags of the same name give.
+_OF_DEMAND = ("prompt", "output", "rate", "price_per_hour", "token_budget", "page_size")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,7 +40,10 @@ def run(arguments: Sequence[str]) -> int:
         from jitney.engine.cli.plan_buckets import run as run_buckets
 
         return run_buckets(arguments[1:])
-    args = make_parser().parse(arguments)
+    return _run_plan(COMMAND.parse(arguments))
+
+
+def _run_plan(args: Namespace) -> int:
     check_numbers(args, count=1, rate=0)
     check_writable(args, "json")
     if not args.model or not args.device:
@@ -59,27 +68,8 @@ def _roofline_of(args: Namespace) -> Roofline:
 
 def _demand_of(args: Namespace) -> Demand:
     slo = slo_from(args) or Slo()
-    return Demand(
-        args.prompt,
-        args.output,
-        slo.itl_s,
-        slo.ttft_s,
-        args.rate,
-        args.price_per_hour,
-        args.token_budget,
-        args.page_size,
-    )
-
-
-def make_parser() -> Parser:
-    parser = Parser(
-        "plan",
-        "Size a deployment: what fits, tokens/s by batch size, the knee, cost and replicas. "
-        "`jitney plan buckets --help`: propose buckets instead.",
-    )
-    add_flags(parser, _FLAGS)
-    add_flags(parser, _ASSUMPTIONS, "assumptions")
-    return parser
+    same = {name: getattr(args, name) for name in _OF_DEMAND}
+    return Demand(itl_s=slo.itl_s, ttft_s=slo.ttft_s, **same)
 
 
 _FLAGS = (
@@ -94,7 +84,7 @@ _FLAGS = (
     Flag.of("--device", f"one of: {', '.join(DEVICES)}", metavar="NAME"),
     Flag.whole("--count", "chips of a replica, by tensor parallelism", 1),
     Flag.of("--weights", "number format of the layers", "bf16", choices=_WEIGHTS),
-    Flag.of("--kv", "number format of keys and values", "bf16", choices=KV),
+    Flag.of("--kv", "number format of keys and values", "bf16", choices=_KV),
     Flag.whole("--prompt", "mean prompt tokens", 512),
     Flag.whole("--output", "mean output tokens", 256),
     Flag.number("--slo-itl-ms", "most milliseconds between two tokens", metavar="MS"),
@@ -124,15 +114,22 @@ _ASSUMPTIONS = (
     Flag.number("--overhead-ms", "fixed time of a step", 1e3 * _DEFAULT.overhead_s, metavar="MS"),
     Flag.number("--memory-share", "share of the memory that may be used", _DEFAULT.memory),
 )
+COMMAND = Command(
+    "plan",
+    "Size a deployment: what fits, tokens/s by batch size, the knee, cost and replicas. "
+    "`jitney plan buckets --help`: propose buckets instead.",
+    (FlagGroup(_FLAGS), FlagGroup(_ASSUMPTIONS, "assumptions")),
+)
 
 
 def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> JsonDict:
+    cost = roofline.cost
     return {
         "device": roofline.device.name,
         "count": roofline.count,
-        "weights": roofline.cost.weights,
-        "kv": roofline.cost.kv,
-        "parameters": roofline.cost.parameters,
+        "weights": cost.weights,
+        "kv": cost.kv,
+        "parameters": cost.parameters,
         "demand": msgspec.to_builtins(demand),
         **msgspec.to_builtins(sizing),
         "assumed": list(_assumptions(roofline, demand)),
@@ -140,23 +137,25 @@ def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> JsonDict:
 
 
 def _show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None:
-    from jitney.engine.report.page import Table
     from jitney.engine.report.tables import print_lines, print_table
 
-    heads = ["seats", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""]
-    rows = [_cells(point, sizing) for point in sizing.curve]
     title = f"{model} on {roofline.count} x {roofline.device.name}"
     tokens = f"{demand.prompt} prompt and {demand.output} output tokens"
-    print_table(Table(heads, rows), f"{title}: {tokens}")
+    print_table(_curve_table(sizing), f"{title}: {tokens}")
     print_lines(answers(roofline, demand, sizing))
     print("assumed:")
     print_lines(f"  {line}" for line in _assumptions(roofline, demand))
 
 
+def _curve_table(sizing: Sizing) -> Table:
+    from jitney.engine.report.page import Table
+
+    heads = ["seats", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""]
+    return Table(heads, [_cells(point, sizing) for point in sizing.curve])
+
+
 def _cells(point: Operating, sizing: Sizing) -> list[str]:
-    cost = ""
-    if point.cost_per_million is not None:
-        cost = f"{point.cost_per_million:.3f}"
+    cost = point.cost_per_million
     return [
         str(point.seats),
         f"{1e3 * point.step_s:.2f}",
@@ -164,37 +163,39 @@ def _cells(point: Operating, sizing: Sizing) -> list[str]:
         f"{point.req_s:.2f}",
         f"{1e3 * point.ttft_s:.0f}",
         point.bound,
-        cost,
+        "" if cost is None else f"{cost:.3f}",
         _mark(point, sizing),
     ]
 
 
 def _mark(point: Operating, sizing: Sizing) -> str:
     """What is special about a point of the curve."""
-    marks = []
-    if point == sizing.knee:
-        marks.append("knee")
-    if point == sizing.within_slo:
-        marks.append("within limits")
-    return ", ".join(marks)
+    marks = {"knee": sizing.knee, "within limits": sizing.within_slo}
+    return ", ".join(name for name, marked in marks.items() if marked == point)
 
 
 def answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str]:
     """The answers, a line each."""
     yield _memory_line(sizing)
     if sizing.chosen is None:
-        first = sizing.curve[0]
-        yield (
-            f"no batch size keeps the limits: with one seat a step takes {1e3 * first.step_s:.1f} "
-            f"ms and the first token {1e3 * first.ttft_s:.0f} ms"
-        )
+        yield _no_choice(sizing.curve[0])
         return
     yield from _choice(sizing.chosen, sizing)
     if sizing.replicas is not None:
-        yield (
-            f"replicas: {sizing.replicas} for {demand.rate:g} requests/s "
-            f"({sizing.replicas * roofline.count} chips)"
-        )
+        yield _replicas_line(roofline, demand, sizing.replicas)
+
+
+def _no_choice(first: Operating) -> str:
+    step, ttft = 1e3 * first.step_s, 1e3 * first.ttft_s
+    return (
+        f"no batch size keeps the limits: with one seat a step takes {step:.1f} "
+        f"ms and the first token {ttft:.0f} ms"
+    )
+
+
+def _replicas_line(roofline: Roofline, demand: Demand, replicas: int) -> str:
+    chips = replicas * roofline.count
+    return f"replicas: {replicas} for {demand.rate:g} requests/s ({chips} chips)"
 
 
 def _memory_line(sizing: Sizing) -> str:
@@ -207,47 +208,49 @@ def _memory_line(sizing: Sizing) -> str:
 
 
 def _choice(chosen: Operating, sizing: Sizing) -> Iterator[str]:
-    yield (
-        f"chosen: {chosen.seats} seats, {chosen.output_tok_s:,.0f} output tokens/s, "
-        f"{1e3 * chosen.step_s:.1f} ms between tokens"
-    )
+    speed = f"{chosen.output_tok_s:,.0f} output tokens/s, {1e3 * chosen.step_s:.1f} ms"
+    yield f"chosen: {chosen.seats} seats, {speed} between tokens"
     yield f"load at {UTILISATION:.0%}: {sizing.load_req_s:.2f} requests/s a replica"
-    if sizing.cost_per_million_loaded is not None:
-        yield (
-            f"cost: {chosen.cost_per_million:.3f} a million output tokens when full, "
-            f"{sizing.cost_per_million_loaded:.3f} at {UTILISATION:.0%}"
-        )
+    full, loaded = chosen.cost_per_million, sizing.cost_per_million_loaded
+    if loaded is not None:
+        price = f"{full:.3f} a million output tokens when full, {loaded:.3f}"
+        yield f"cost: {price} at {UTILISATION:.0%}"
 
 
 def _assumptions(roofline: Roofline, demand: Demand) -> Iterator[str]:
     """Everything that was taken for granted, a line each."""
     yield _peaks(roofline.device)
     yield _reached(roofline.assumed)
-    cost = roofline.cost
-    yield (
-        f"{cost.parameters / 1e9:.2f} G parameters; embedding (and a head tied to it) stay 16 bit; "
-        "attention over the whole context, in every layer"
-    )
-    if cost.weights != "bf16" or cost.kv != "bf16":
-        yield (
-            "narrow weights and KV are widened to bfloat16 as they are "
-            "read: fewer bytes, the same arithmetic"
-        )
+    yield _counted(roofline.cost)
+    if (roofline.cost.weights, roofline.cost.kv) != ("bf16", "bf16"):
+        yield _WIDENED
     yield _steady_state(demand)
-    yield (
-        f"TTFT: p{100 * TTFT_QUANTILE:g} at {UTILISATION:.0%} load, seats as servers of a Markov "
-        "queue (Erlang C), then the prompt's own steps"
-    )
+    yield _TTFT
     if roofline.count > 1:
         yield _exchange(roofline)
 
 
+_WIDENED = (
+    "narrow weights and KV are widened to bfloat16 as they are read: fewer bytes, the same "
+    "arithmetic"
+)
+_TTFT = (
+    f"TTFT: p{100 * TTFT_QUANTILE:g} at {UTILISATION:.0%} load, seats as servers of a Markov "
+    "queue (Erlang C), then the prompt's own steps"
+)
+
+
+def _counted(cost: ModelCost) -> str:
+    return (
+        f"{cost.parameters / 1e9:.2f} G parameters; embedding (and a head tied to it) stay 16 bit; "
+        "attention over the whole context, in every layer"
+    )
+
+
 def _peaks(device: Accelerator) -> str:
     rates = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.flops.items())
-    return (
-        f"{device.name}: {device.memory / 1e9:g} GB, {device.bandwidth / 1e9:,.0f} GB/s, TFLOP/s "
-        f"{rates} (published peaks, dense)"
-    )
+    memory = f"{device.memory / 1e9:g} GB, {device.bandwidth / 1e9:,.0f} GB/s"
+    return f"{device.name}: {memory}, TFLOP/s {rates} (published peaks, dense)"
 
 
 def _reached(assumed: Assumptions) -> str:

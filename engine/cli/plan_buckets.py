@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.bench_flags import add_traffic, check_numbers, write_report
-from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from
+from jitney.engine.cli.bench_flags import check_numbers, traffic_flags, write_report
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
 from jitney.engine.cli.simulate import (
     NOT_SIMULATED,
-    add_pace,
+    PACE,
     read_records,
     shape_for,
     simulate_policy,
     step_times,
     traffic,
 )
-from jitney.engine.config.schema import Config, EngineSection
+from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import Bucket, Buckets, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.simulation.bucket_tuner import DECODE_EXECUTABLES, Proposal, propose, seen_in
+from jitney.engine.simulation.simulator import buckets_of
 from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
@@ -54,14 +55,27 @@ _SEEN = (
         metavar="NAME",
     ),
 )
+_COMMAND = Command(
+    "plan buckets",
+    "Propose seat and token buckets that waste the fewest rows under a compile budget.",
+    (
+        FlagGroup(_FLAGS),
+        FlagGroup(_SEEN, "what was seen"),
+        traffic_flags(requests=1000, arrivals="poisson"),
+        PACE,
+    ),
+    sections=("model", "engine"),
+    leave_out=NOT_SIMULATED,
+    constants={"count": 1, "weight_format": "bf16", "kv": "bf16", "seats": None, "measured": None},
+)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the sizes as the flags that set them, and the padding they save; exit status 0."""
-    args = make_parser().parse(arguments)
+    args = _COMMAND.parse(arguments)
     check_numbers(args, budget=0, rate=1e-9, concurrency=0)
     config = config_from(args)
-    present = _present_buckets(args, config.engine)
+    present = buckets_of(config.engine, bool(args.chip))
     records = _seen_steps(args, config, present)
     budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
     proposal = propose(seen_in(records), present, budget)
@@ -70,36 +84,12 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _present_buckets(args: Namespace, settings: EngineSection) -> Buckets:
-    return make_buckets(
-        max_seats=settings.max_seats,
-        token_budget=settings.token_budget,
-        seat_sizes=settings.seat_buckets,
-        token_sizes=settings.token_buckets,
-        on_device=bool(args.chip),
-    )
-
-
 def _report_of(proposal: Proposal, steps: int) -> JsonDict:
     return msgspec.to_builtins(proposal) | {
         "steps": steps,
         "share": proposal.share,
         "share_now": proposal.share_now,
     }
-
-
-def make_parser() -> Parser:
-    parser = Parser(
-        "plan buckets",
-        "Propose seat and token buckets that waste the fewest rows under a compile budget.",
-    )
-    add_flags(parser, _FLAGS)
-    add_flags(parser, _SEEN, "what was seen")
-    add_traffic(parser, requests=1000, arrivals="poisson")
-    add_pace(parser)
-    add_settings(parser, ("model", "engine"), leave_out=NOT_SIMULATED)
-    parser.set_defaults(count=1, weight_format="bf16", kv="bf16", seats=None, measured=None)
-    return parser
 
 
 def _seen_steps(args: Namespace, config: Config, present: Buckets) -> np.ndarray:
@@ -116,8 +106,8 @@ def _seen_steps(args: Namespace, config: Config, present: Buckets) -> np.ndarray
 
 
 def _check_fit(records: np.ndarray, present: Buckets) -> None:
-    most_seats, most_rows = records["bucket_seats"].max(), records["bucket_tokens"].max()
-    if most_seats > present.seats or most_rows > present.token_budget:
+    most = [int(records[name].max()) for name in ("bucket_seats", "bucket_tokens")]
+    if most[0] > present.seats or most[1] > present.token_budget:
         raise ConfigError(
             "the records are of an engine with more seats or a larger token budget: give its "
             "--max-seats and --token-budget"
@@ -126,27 +116,25 @@ def _check_fit(records: np.ndarray, present: Buckets) -> None:
 
 def _simulated_steps(args: Namespace, config: Config, present: Buckets) -> np.ndarray:
     """With a bucket for every size, so that none is rounded up."""
-    arrivals = traffic(args)
+    arrivals, policy = traffic(args), config.engine.policy
     table = step_times(args, config)
     shape = replace(shape_for(args, config, arrivals, table), buckets=_every_size(present))
-    policy = config.engine.policy
     return simulate_policy(policy, arrivals, shape, table, args, args.concurrency).records
 
 
 def _every_size(present: Buckets) -> Buckets:
-    seats = present.seats
-    decode = tuple(Bucket(rows, rows) for rows in range(1, seats + 1))
-    mixed = tuple(Bucket(rows, seats) for rows in range(seats + 1, present.token_budget + 1))
-    return Buckets(decode, mixed)
+    seats, budget = present.seats, present.token_budget
+    decode = [Bucket(rows, rows) for rows in range(1, seats + 1)]
+    mixed = [Bucket(rows, seats) for rows in range(seats + 1, budget + 1)]
+    return Buckets(tuple(decode), tuple(mixed))
 
 
 def _show(proposal: Proposal, steps: int, budget: int) -> None:
-    saved = sum(proposal.padding_now.values()) - sum(proposal.padding.values())
     print(f"from {steps:,} steps, {proposal.executables} of {budget} executables:")
-    print(f"  --seat-buckets {','.join(map(str, proposal.seat_buckets))}")
-    print(f"  --token-buckets {','.join(map(str, proposal.token_buckets))}")
+    for kind in ("seat", "token"):
+        sizes = getattr(proposal, f"{kind}_buckets")
+        print(f"  --{kind}-buckets {','.join(map(str, sizes))}")
     print(
         f"padding: {proposal.share_now:.1%} of all rows with the present buckets, "
-        f"{proposal.share:.1%} with these "
-        f"({saved:,} rows saved)"
+        f"{proposal.share:.1%} with these ({proposal.rows_saved:,} rows saved)"
     )

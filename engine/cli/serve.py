@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.descriptors import (
@@ -22,7 +22,7 @@ from jitney.engine.cli.descriptors import (
     raise_descriptor_limit,
 )
 from jitney.engine.cli.display import Display, make_display
-from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, config_from
 from jitney.engine.cli.listen import (
     AcceptedKeys,
     base_url,
@@ -65,11 +65,23 @@ _FAREWELL_S = 2
 _DASHBOARD = "/dashboard"
 
 
+_PRINT_CONFIG = Flag.switch("--print-config", "print the settings as TOML and exit")
+_COMMAND = Command(
+    "serve",
+    "Serve a model over HTTP (OpenAI-compatible), with in-flight batching. vLLM's common flags "
+    "are understood too: docs/from_vllm.md.",
+    [FlagGroup([_PRINT_CONFIG])],
+    sections=ALL_SECTIONS,
+)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Serve until told to stop. Exit status: 0 after a drain in which all requests finished, 128 +
     its number after a second signal, else 1.
     """
-    args = _make_parser().parse(arguments)
+    parser = _COMMAND.parser()
+    add_vllm_flags(parser)
+    args = parser.parse(arguments)
     config = config_from(args)
     if args.print_config:
         print(to_toml(config), end="")
@@ -77,29 +89,16 @@ def run(arguments: Sequence[str]) -> int:
     return _start(config)
 
 
-def _make_parser() -> Parser:
-    parser = Parser(
-        "serve",
-        "Serve a model over HTTP (OpenAI-compatible), with in-flight batching. vLLM's common flags "
-        "are understood too: docs/from_vllm.md.",
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the settings as TOML and exit"
-    )
-    add_settings(parser)
-    add_vllm_flags(parser)
-    return parser
-
-
 def _start(config: Config) -> int:
     """Check what can be checked at once (platform, keys, port), then load and serve."""
+    section = config.server
     check_platform(config.engine.platform)
-    check_tls(config.server)
-    keys = read_keys(config.server)
+    check_tls(section)
+    keys = read_keys(section)
     _warn_of_closed_pages(keys)
     raise_descriptor_limit()
-    with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        server = _Server(config, keys, bound, make_display(config.server.log_level))
+    with contextlib.closing(listen(section.host, section.port)) as bound:
+        server = _Server(config, keys, bound, make_display(section.log_level))
         return asyncio.run(server.serve())
 
 
@@ -186,24 +185,14 @@ class _Server:
         await self.client.close()
         self.web.should_exit = True
         await asyncio.wait((web,), timeout=_FAREWELL_S + 1)
-        if self.chat_templates is not None:
-            await self.chat_templates.close()
-        if self.grammars is not None:
-            await self.grammars.close()
-        if self.recorder is not None:
-            self.recorder.close()
-        if self.tracing is not None:
-            self.tracing.close()
+        for pool in filter(None, (self.chat_templates, self.grammars)):
+            await pool.close()
+        for listener in filter(None, (self.recorder, self.tracing)):
+            listener.close()
 
     async def _work(self) -> None:
         """Load everything, say so, and return only when the engine is lost for good."""
-        source = await _in_thread(lambda: find_model(self.config, self.display))
-        await self.client.start()
-        template = self.config.model.chat_template
-        tokenizer = await _in_thread(lambda: _load_tokenizer(source, template))
-        await self._open_service(source.name, tokenizer)
-        self.client.learn(await _in_thread(lambda: tokenizer.json))
-        info = await self.client.wait_ready()
+        tokenizer, info = await self._load()
         self.grammars = self.app.state.service.grammars = _grammars(tokenizer, info)
         _put_aside()
         self.display.close()
@@ -211,6 +200,15 @@ class _Server:
             print(line, flush=True)
         await self.client.until("dead")
         await self.client.wait_ready()  # raises the reason
+
+    async def _load(self) -> tuple[Tokenizer, EngineInfo]:
+        source = await _in_thread(lambda: find_model(self.config, self.display))
+        await self.client.start()
+        template = self.config.model.chat_template
+        tokenizer = await _in_thread(lambda: _load_tokenizer(source, template))
+        await self._open_service(source.name, tokenizer)
+        self.client.learn(await _in_thread(lambda: tokenizer.json))
+        return tokenizer, await self.client.wait_ready()
 
     async def _open_service(self, model_name: str, tokenizer: Tokenizer) -> None:
         """Give the endpoint what it needs to read requests."""
@@ -235,12 +233,9 @@ class _Server:
         """Let running requests finish, at most drain_s seconds; a second signal ends everything at
         once. Returns the exit status.
         """
-        service = self.app.state.service
         limit = self.config.server.drain_s
-        service.begin_drain()
-        self.connections.hurry()
-        self.client.drain()
-        _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
+        self._begin_drain(limit)
+        service = self.app.state.service
         second = await self._second_signal(service.drained(), limit)
         if second is not None:
             self.client.kill()
@@ -250,6 +245,12 @@ class _Server:
             return 0
         _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
         return 1
+
+    def _begin_drain(self, limit: float) -> None:
+        self.app.state.service.begin_drain()
+        self.connections.hurry()
+        self.client.drain()
+        _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
 
     async def _second_signal(self, drained: Coroutine[Any, Any, None], limit: float) -> int | None:
         """Wait for the drain's end, at most `limit` seconds. The number of a signal that came
@@ -284,41 +285,35 @@ async def _collect_regularly() -> None:
         gc.collect()
 
 
+#: Settings of [server] that are not what the endpoint has under the same name.
+_OTHER_MEANING = {
+    "api_keys",
+    "admin_keys",
+    "allowed_hosts",
+    "max_connections",
+    "keep_alive_s",
+    "data_dir",
+}
+
+
 def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
-    """The [server] section as the endpoint takes it."""
+    """The [server] section as the endpoint takes it: most of it under the same names."""
     from jitney.engine.api.settings import ServerSettings, digest_key
 
     server = config.server
+    same = {field.name for field in fields(ServerSettings)} - _OTHER_MEANING
     return ServerSettings(
+        **server.model_dump(include=same),
         api_keys=tuple(map(digest_key, keys.users)),
         admin_keys=tuple(map(digest_key, keys.admins)),
         allowed_hosts=server.answered_hosts,
-        cors_origins=server.cors_origins,
-        tool_call_parser=server.tool_call_parser,
-        reasoning_parser=server.reasoning_parser,
         served_model_names=server.served_model_name,
-        body_limit=server.body_limit,
         header_timeout_s=server.read_timeout_s,
         body_timeout_s=server.read_timeout_s,
-        write_timeout_s=server.write_timeout_s,
         max_connections=connections_within(descriptor_limit(), server.max_connections),
-        request_timeout_s=server.request_timeout_s,
         stall_s=server.heartbeat_s,
-        metrics_compat=server.metrics_compat,
-        key_max_concurrent=server.key_max_concurrent,
-        key_tokens_per_minute=server.key_tokens_per_minute,
         data_dir=data_dir(server),
-        file_limit=server.file_limit,
-        key_files=server.key_files,
-        key_file_bytes=server.key_file_bytes,
-        key_batches=server.key_batches,
-        key_jobs=server.key_jobs,
-        batch_lines=server.batch_lines,
-        webhook_prefixes=server.webhook_prefixes,
         webhook_secret=webhook_secret(server),
-        responses_kept=server.responses_kept,
-        responses_bytes=server.responses_bytes,
-        responses_ttl_s=server.responses_ttl_s,
     )
 
 
@@ -333,14 +328,14 @@ def _build_app(config: Config, settings: ServerSettings, client: EngineClient) -
 
     shown = decode if config.server.dashboard_show_text else None
     routes = dashboard_routes(client, settings, _DASHBOARD, config.engine, shown)
-    # The page's own sign-in guards it: a browser cannot send a bearer key with a page.
-    settings = replace(
-        settings,
-        public_prefixes=(_DASHBOARD + "/",),
-        public_paths=frozenset({"/", _DASHBOARD}),
-    )
-    app = create_app(client, None, settings, config.model.id, extra_routes=routes)
+    app = create_app(client, None, _with_page(settings), config.model.id, extra_routes=routes)
     return app
+
+
+def _with_page(settings: ServerSettings) -> ServerSettings:
+    """The page's own sign-in guards it: a browser cannot send a bearer key with a page."""
+    prefixes, paths = (_DASHBOARD + "/",), frozenset({"/", _DASHBOARD})
+    return replace(settings, public_prefixes=prefixes, public_paths=paths)
 
 
 def web_server(
@@ -427,44 +422,46 @@ def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) 
     """
     yield _serving(info)
     if info.kernels_out:
-        yield (
-            f"  WRONG HERE: {', '.join(info.kernels_out)} of the {info.kernels} kernels; the "
-            "slower reference serves in their place (jitney doctor says more)"
-        )
+        yield _wrong_kernels(info)
     yield f"  endpoint  {url}/v1"
     yield f"  try       {curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
     yield f"  page      {url}{_DASHBOARD}"
 
 
-def _serving(info: EngineInfo) -> str:
-    kv_tokens = info.pages * info.page_size
+def _wrong_kernels(info: EngineInfo) -> str:
     return (
-        f"Jitney serves {info.model} ({_formats(info)}, {info.kernels} kernels on {info.device}): "
-        f"{info.seats} seats, {kv_tokens:,} tokens of KV memory, context {info.context_length:,}"
+        f"  WRONG HERE: {', '.join(info.kernels_out)} of the {info.kernels} kernels; the "
+        "slower reference serves in their place (jitney doctor says more)"
+    )
+
+
+def _serving(info: EngineInfo) -> str:
+    tokens = f"{info.pages * info.page_size:,} tokens of KV memory"
+    runs = f"{_formats(info)}, {info.kernels} kernels on {info.device}"
+    return (
+        f"Jitney serves {info.model} ({runs}): {info.seats} seats, {tokens}, "
+        f"context {info.context_length:,}"
     )
 
 
 def _formats(info: EngineInfo) -> str:
     """The dtype, and what is stored in another one."""
-    formats = [info.dtype]
-    for name, stored in (("weights", info.weights), ("KV", info.kv_dtype)):
-        if stored not in ("", info.dtype):
-            formats.append(f"{name} {stored}")
-    return ", ".join(formats)
+    stored = {"weights": info.weights, "KV": info.kv_dtype}
+    others = [f"{name} {dtype}" for name, dtype in stored.items() if dtype not in ("", info.dtype)]
+    return ", ".join([info.dtype, *others])
 
 
 def curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:
     """A shell command that asks the running endpoint for a few words."""
-    body: dict[str, object] = {"model": model, "max_tokens": 32}
-    if chat:
-        route = "chat/completions"
-        body["messages"] = [{"role": "user", "content": "Say hello."}]
-    else:
-        route = "completions"
-        body["prompt"] = "Hello"
-    data = shlex.quote(json.dumps(body))
+    route, asked = _CHAT if chat else _TEXT
+    data = shlex.quote(json.dumps({"model": model, "max_tokens": 32, **asked}))
     key = _key_header(config.server)
     return f"curl {url}/v1/{route} -H 'content-type: application/json'{key} -d {data}"
+
+
+#: Routes, and what the greeting asks of them.
+_CHAT = "chat/completions", {"messages": [{"role": "user", "content": "Say hello."}]}
+_TEXT = "completions", {"prompt": "Hello"}
 
 
 def _key_header(server: ServerSection) -> str:

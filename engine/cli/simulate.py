@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jitney.engine.cli.bench_flags import (
-    add_report,
-    add_traffic,
+    REPORT_WITHOUT_PAGE,
+    check_concurrency,
     check_numbers,
+    check_seats,
     check_writable,
-    is_closed,
-    slo_from,
+    figure_options,
+    traffic_flags,
     traffic_from,
     words_of,
     write_report,
 )
-from jitney.engine.cli.flags import Flag, Parser, add_flags, add_settings, config_from
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import (
@@ -34,8 +35,7 @@ from jitney.engine.simulation.accuracy import (
     figure,
     measured_figures,
     measured_requests,
-    speed_error,
-    verdict,
+    verdict_of,
 )
 from jitney.engine.simulation.workload import Arrival, TraceLine, read_trace_lines
 from jitney.engine.types import JsonDict, JsonObject
@@ -69,11 +69,13 @@ NOT_SIMULATED = (
     "device",
     "tensor_parallel",
 )
+#: Fields that step records of this version have.
+_NEEDED = {"device_s", "keys", "longest", "pairs"}
 
 
 def run(arguments: Sequence[str]) -> int:
     """Simulate each policy and print its figures side by side; exit status 0."""
-    args = make_parser().parse(arguments)
+    args = _COMMAND.parse(arguments)
     _check_flags(args)
     config = config_from(args)
     if args.measured:
@@ -108,16 +110,12 @@ def _simulated(args: Namespace, config: Config) -> JsonDict:
     }
 
 
-def figure_options(args: Namespace) -> JsonDict:
-    """Options of `summary.summarise`."""
-    return {"slo": slo_from(args), "price_per_hour": args.price_per_hour}
-
-
 def timed_figures(simulated: Callable[[], SimulatedRun], options: JsonObject) -> JsonDict:
     """The figures of a run, and how long simulating it took."""
     started = time.perf_counter()
     figures = simulated().figures(**options)
-    return figures | {"simulated_in_s": round(time.perf_counter() - started, 3)}
+    figures["simulated_in_s"] = round(time.perf_counter() - started, 3)
+    return figures
 
 
 def deliver(args: Namespace, report: JsonDict) -> None:
@@ -126,24 +124,9 @@ def deliver(args: Namespace, report: JsonDict) -> None:
     for policy, measured in report["measured"].items():
         if policy in predicted:
             report["errors"][policy] = errors(predicted[policy], measured)
-    speeds = {policy: figures["output_tok_s"] for policy, figures in predicted.items()}
-    off = {policy: speed_error(by_figure) for policy, by_figure in report["errors"].items()}
-    report["verdict"] = verdict(speeds, off)
+    report["verdict"] = verdict_of(predicted, report["errors"])
     if write_report(args, report):
         _show(report)
-
-
-def make_parser() -> Parser:
-    parser = Parser(
-        "simulate",
-        "Predict what an engine does with given traffic: the scheduler on a virtual clock.",
-    )
-    add_flags(parser, _SUBJECT, "what to simulate")
-    add_traffic(parser, requests=1000, arrivals="poisson")
-    add_pace(parser)
-    add_report(parser, html=False)
-    add_settings(parser, ("model", "engine"), leave_out=NOT_SIMULATED)
-    return parser
 
 
 _SUBJECT = (
@@ -199,15 +182,26 @@ _SUBJECT = (
         metavar="NAME",
     ),
 )
-_PACE = (
-    Flag.number("--rate", "requests a second [1; a trace's own]"),
-    Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0),
+#: How fast the traffic comes.
+PACE = FlagGroup(
+    (
+        Flag.number("--rate", "requests a second [1; a trace's own]"),
+        Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0),
+    ),
+    "pace",
 )
-
-
-def add_pace(parser: Parser) -> None:
-    """How fast the traffic comes."""
-    add_flags(parser, _PACE, "pace")
+_COMMAND = Command(
+    "simulate",
+    "Predict what an engine does with given traffic: the scheduler on a virtual clock.",
+    (
+        FlagGroup(_SUBJECT, "what to simulate"),
+        traffic_flags(requests=1000, arrivals="poisson"),
+        PACE,
+        REPORT_WITHOUT_PAGE,
+    ),
+    sections=("model", "engine"),
+    leave_out=NOT_SIMULATED,
+)
 
 
 def _check_flags(args: Namespace) -> None:
@@ -216,8 +210,7 @@ def _check_flags(args: Namespace) -> None:
     _check_subject(args)
     if args.open_loop and not args.trace:
         raise ConfigError("--open-loop is for --trace: made-up traffic is what --arrivals says")
-    if args.seats and "max_seats" in vars(args):
-        raise ConfigError("--seats and --max-seats are the same setting: give one")
+    check_seats(args)
     check_writable(args, "json")
 
 
@@ -229,7 +222,8 @@ def _check_subject(args: Namespace) -> None:
             "--calibrate-on names a run of --measured whose own steps are used: give that, and no "
             "--table, --records or --device"
         )
-    if not args.chip and (args.count, args.weight_format, args.kv) != (1, "bf16", "bf16"):
+    chip = args.count, args.weight_format, args.kv
+    if not args.chip and chip != (1, "bf16", "bf16"):
         raise ConfigError(
             "--count, --weights and --kv describe a roofline: give --device with them"
         )
@@ -242,13 +236,8 @@ def learns_from_runs(args: Namespace) -> bool:
 
 def traffic(args: Namespace) -> list[Arrival]:
     """The requests that the flags describe."""
-    if args.concurrency and not is_closed(args):
-        raise ConfigError(
-            "--concurrency is for --arrivals closed: other arrivals come at their own times"
-        )
-    rate = args.rate or 0.0
-    if not args.trace:
-        rate = rate or 1.0
+    check_concurrency(args)
+    rate = args.rate or (0.0 if args.trace else 1.0)
     return traffic_from(args, rate)
 
 
@@ -273,8 +262,8 @@ def step_times(args: Namespace, config: Config) -> StepTimes:
     """The step times that one of --table, --records and --device asks for."""
     from jitney.engine.simulation.step_table import StepTable
 
-    asked = [bool(source) for source in (args.table, args.records, args.chip)]
-    if asked.count(True) != 1:
+    sources = list(filter(None, [args.table, args.records, args.chip]))
+    if len(sources) != 1:
         raise ConfigError(
             "say where step times come from: exactly one of --table, --records and --device"
         )
@@ -297,9 +286,10 @@ def read_records(file: str) -> Any:
     """Step records from .npy, or from the arrays of that type in an .npz, one after another."""
     import numpy as np
 
-    records = [array for array in _arrays_in(file) if "device_s" in (array.dtype.names or ())]
-    known = [set(array.dtype.names) >= {"keys", "longest", "pairs"} for array in records]
-    if not records or not all(known):
+    fields = [(array, set(array.dtype.names or ())) for array in _arrays_in(file)]
+    records = [array for array, names in fields if "device_s" in names]
+    known = [array for array, names in fields if names >= _NEEDED]
+    if not records or len(known) < len(records):
         raise ConfigError(f"{file}: holds no step records of this version")
     return np.concatenate(records)
 
@@ -328,11 +318,14 @@ def shape_for(
     from jitney.engine.simulation.simulator import EngineShape
 
     settings = _simulated_settings(args, config.engine)
-    longest = max(arrival.n_prompt + max(1, arrival.n_output) for arrival in arrivals)
-    context = config.model.context or longest
-    pages = settings.pages or _pages_for(table, settings.page_size, settings.max_seats, context)
+    context = config.model.context or max(map(_n_tokens, arrivals))
+    pages = settings.pages or _pages_for(table, settings, context)
     on_device = isinstance(table, Roofline)
     return EngineShape.of(settings, context_length=context, pages=pages, on_device=on_device)
+
+
+def _n_tokens(arrival: Arrival) -> int:
+    return arrival.n_prompt + max(1, arrival.n_output)
 
 
 def _simulated_settings(args: Namespace, settings: EngineSection) -> EngineSection:
@@ -344,13 +337,13 @@ def _simulated_settings(args: Namespace, settings: EngineSection) -> EngineSecti
     return settings.model_copy(update=changes)
 
 
-def _pages_for(table: StepTimes, page_size: int, seats: int, context: int) -> int:
+def _pages_for(table: StepTimes, settings: EngineSection, context: int) -> int:
     """Pages, the trash page included, when no setting says how many."""
     from jitney.engine.simulation.roofline import Roofline
 
-    wanted = seats * -(-context // page_size) + 1
+    wanted = settings.max_seats * -(-context // settings.page_size) + 1
     if isinstance(table, Roofline):
-        return min(_pages_that_fit(table, page_size), wanted)
+        return min(_pages_that_fit(table, settings.page_size), wanted)
     return wanted
 
 
@@ -358,9 +351,9 @@ def _pages_that_fit(roofline: Roofline, page_size: int) -> int:
     page_bytes = roofline.cost.kv_bytes / roofline.kv_split * page_size
     pages = int(roofline.kv_room / page_bytes)
     if pages < 2:
+        chips = f"{roofline.count} x {roofline.device.name}"
         raise ConfigError(
-            f"the model does not fit {roofline.count} x {roofline.device.name}: use more chips "
-            "(--count) or smaller --weights"
+            f"the model does not fit {chips}: use more chips (--count) or smaller --weights"
         )
     return pages
 
@@ -371,18 +364,18 @@ def simulate_policy(
     shape: EngineShape,
     table: StepTimes,
     args: Namespace,
-    concurrency: int,
+    clients: int,
 ) -> SimulatedRun:
     """One run; only the policy differs from those of the others. Static waits for its batch unless
     told otherwise.
 
-    concurrency: requests that a closed loop keeps open; 0: they come at their times.
+    clients: requests that a closed loop keeps open; 0: they come at their times.
     """
     from jitney.engine.simulation.simulator import simulate
 
     timeout_ms = None if "static_timeout_ms" in vars(args) else 0.0
     under = shape.under(policy, timeout_ms)
-    return simulate(arrivals, under, table, concurrency=concurrency or None, seed=args.seed)
+    return simulate(arrivals, under, table, concurrency=clients or None, seed=args.seed)
 
 
 def describe(shape: EngineShape) -> JsonDict:
@@ -396,47 +389,49 @@ def describe(shape: EngineShape) -> JsonDict:
 
 
 def source_of(table: StepTimes) -> str:
-    from jitney.engine.simulation.roofline import Roofline
-
-    if isinstance(table, Roofline):
-        return (
-            f"roofline of {table.count} x {table.device.name}, "
-            f"{table.cost.weights} weights, {table.cost.kv} KV"
-        )
     return getattr(table, "source", "")
 
 
 def _show(report: JsonObject) -> None:
-    from jitney.engine.report.tables import CROSS_TITLE, cross_table, print_lines, print_table
+    from jitney.engine.report.tables import print_lines, print_table
 
     print_lines(_notes(report))
-    print_table(_predicted_table(report["policies"]), "predicted")
+    for title, table in _tables(report):
+        print_table(table, title)
+    print_lines(filter(None, [report["verdict"]]))
+
+
+def _tables(report: JsonObject) -> Iterator[tuple[str, Table]]:
+    """(title, table)."""
+    from jitney.engine.report.tables import CROSS_TITLE, cross_table
+
+    yield "predicted", _predicted_table(report["policies"])
     for policy in report["errors"]:
-        print_table(_error_table(report, policy), f"{policy}: predicted and measured")
+        yield f"{policy}: predicted and measured", _error_table(report, policy)
     if report.get("cross_errors"):
-        print_table(cross_table(report["cross_errors"]), CROSS_TITLE)
-    if report.get("verdict"):
-        print_lines([report["verdict"]])
+        yield CROSS_TITLE, cross_table(report["cross_errors"])
 
 
 def _notes(report: JsonObject) -> Iterator[str]:
     yield f"step times: {report['source']}"
-    if report.get("closed_loop"):
-        yield f"closed loop: {report['closed_loop']} requests are open at a time"
-    if report.get("cached_tokens"):
-        yield f"{report['cached_tokens']:,} prompt tokens are found cached, as recorded"
+    clients, cached = report.get("closed_loop"), report.get("cached_tokens")
+    if clients:
+        yield f"closed loop: {clients} requests are open at a time"
+    if cached:
+        yield f"{cached:,} prompt tokens are found cached, as recorded"
 
 
 def _predicted_table(policies: Mapping[str, JsonObject]) -> Table:
     """Figures that nobody knows are left out."""
     from jitney.engine.report.page import Table
 
-    rows = []
-    for name in COMPARED:
-        cells = [_cell(name, figure(figures, name)) for figures in policies.values()]
-        if any(cells):
-            rows.append([name, *cells])
-    return Table(["", *policies], rows)
+    rows = [(name, _cells(name, policies.values())) for name in COMPARED]
+    return Table(["", *policies], [[name, *cells] for name, cells in rows if any(cells)])
+
+
+def _cells(name: str, runs: Iterable[JsonObject]) -> list[str]:
+    """A figure of several runs."""
+    return [_cell(name, figure(figures, name)) for figures in runs]
 
 
 def _error_table(report: JsonObject, policy: str) -> Table:
@@ -445,18 +440,19 @@ def _error_table(report: JsonObject, policy: str) -> Table:
     both = report["policies"][policy], report["measured"][policy]
     rows = []
     for name, error in report["errors"][policy].items():
-        cells = [_cell(name, figure(figures, name)) for figures in both]
-        rows.append([name, *cells, f"{error:+.1%}"])
+        rows.append([name, *_cells(name, both), f"{error:+.1%}"])
     return Table(["", "predicted", "measured", "error"], rows)
+
+
+#: Figures that are shares of something.
+_SHARES = ("padding_share", "seat_fill", "kv_use")
 
 
 def _cell(name: str, value: float | None) -> str:
     if value is None:
         return ""
-    if name in ("padding_share", "seat_fill", "kv_use"):
+    if name in _SHARES:
         return f"{value:.1%}"
-    if "_p" not in name or not name.endswith("_s"):
+    if len(COMPARED[name]) == 1:
         return f"{value:,.2f}"
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{1e3 * value:.1f} ms"
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jitney.engine.cli.bench_flags import figure_options
 from jitney.engine.cli.simulate import (
     deliver,
     describe,
-    figure_options,
     learns_from_runs,
     policies_of,
     source_of,
@@ -30,38 +30,39 @@ if TYPE_CHECKING:
     from jitney.engine.simulation.step_table import StepTimes
 
 
+#: Measured runs by the policy's name.
+_Runs = Mapping[str, MeasuredRun]
+
+
 def run_measured(args: Namespace, config: Config) -> int:
     """Simulate the arrivals of every run in the file on that run's own engine; exit status 0."""
     runs = read_runs(args.measured)
     chosen = _chosen(args, runs)
     tables = _calibrated(args, config, runs)
-    sources = [source_of(tables[name]) for name in chosen]
-    report: JsonDict = {
-        "source": "; ".join(dict.fromkeys(sources)),
-        "engine": {},
-        "policies": {},
-        "measured": {},
-        "errors": {},
-        "cross_errors": {},
-    }
     options = figure_options(args)
-    for name, run in chosen.items():
-        report["engine"] = describe(run.note.shape)
-        simulated = partial(
-            run.predicted, tables[name], concurrency=args.concurrency or None, seed=args.seed
-        )
-        report["policies"][name] = timed_figures(simulated, options)
-        report["measured"][name] = run.figures(**options)
-    if learns_from_runs(args):
-        report["cross_errors"] = cross_errors(chosen, args.seed)
+    figures = {name: _predicted(args, run, tables[name]) for name, run in chosen.items()}
+    learns = learns_from_runs(args)
+    report: JsonDict = {
+        "source": "; ".join(dict.fromkeys(source_of(tables[name]) for name in chosen)),
+        "engine": describe(list(chosen.values())[-1].note.shape),
+        "policies": figures,
+        "measured": {name: run.figures(**options) for name, run in chosen.items()},
+        "errors": {},
+        "cross_errors": cross_errors(chosen, args.seed) if learns else {},
+    }
     deliver(args, report)
     return 0
 
 
-def _chosen(args: Namespace, runs: Mapping[str, MeasuredRun]) -> dict[str, MeasuredRun]:
+def _predicted(args: Namespace, run: MeasuredRun, table: StepTimes) -> JsonDict:
+    concurrency = args.concurrency or None
+    simulated = partial(run.predicted, table, concurrency=concurrency, seed=args.seed)
+    return timed_figures(simulated, figure_options(args))
+
+
+def _chosen(args: Namespace, runs: _Runs) -> dict[str, MeasuredRun]:
     """The runs that the flags ask for."""
-    wanted = policies_of(args)
-    chosen = {name: run for name, run in runs.items() if name in wanted}
+    chosen = {name: runs[name] for name in runs if name in policies_of(args)}
     if not chosen:
         raise ConfigError(
             f"{args.measured} holds the runs {', '.join(runs)}, none of which is asked for"
@@ -69,9 +70,7 @@ def _chosen(args: Namespace, runs: Mapping[str, MeasuredRun]) -> dict[str, Measu
     return chosen
 
 
-def _calibrated(
-    args: Namespace, config: Config, runs: Mapping[str, MeasuredRun]
-) -> dict[str, StepTimes]:
+def _calibrated(args: Namespace, config: Config, runs: _Runs) -> dict[str, StepTimes]:
     """The step times to predict each run with: what the flags ask for, else those of the runs
     themselves.
     """
@@ -83,7 +82,7 @@ def _calibrated(
     return dict.fromkeys(runs, _learned(_runs_named(source, runs)))
 
 
-def _runs_named(source: str, runs: Mapping[str, MeasuredRun]) -> Mapping[str, MeasuredRun]:
+def _runs_named(source: str, runs: _Runs) -> _Runs:
     """The runs to learn from."""
     if source == "all":
         return runs
@@ -94,13 +93,11 @@ def _runs_named(source: str, runs: Mapping[str, MeasuredRun]) -> Mapping[str, Me
     return {source: runs[source]}
 
 
-def _default_source(runs: Mapping[str, MeasuredRun]) -> str:
-    if "continuous" in runs:
-        return "continuous"
-    return next(iter(runs))
+def _default_source(runs: _Runs) -> str:
+    return "continuous" if "continuous" in runs else next(iter(runs))
 
 
-def _learned(runs: Mapping[str, MeasuredRun]) -> StepTimes:
+def _learned(runs: _Runs) -> StepTimes:
     """From the steps of all these runs."""
     from jitney.engine.simulation.step_table import StepTable
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.flags import Parser
-from jitney.engine.cli.keys import add_key_flag, engine_key
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.keys import KEY_FLAG, engine_key
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -23,27 +22,23 @@ _DRAW_S = 0.25
 _RETRY_S = 2.0
 #: Seconds that --once waits until rates are known.
 _RATES_S = 1.2
+_URL = Flag.of("url", "the engine", _DEFAULT_URL, nargs="?", metavar="URL")
+_FLAGS = (_URL, Flag.switch("--once", "print one picture and leave"), KEY_FLAG)
+_COMMAND = Command(
+    "top",
+    "Watch an engine's seats in the terminal, here or over ssh.",
+    [FlagGroup(_FLAGS)],
+    usage="jitney top [URL] [FLAG ...]",
+)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Watch until interrupted; exit status 0. With --once: 0 after one picture."""
-    args = _parse(arguments)
-    key = engine_key(args)
-    shows = _once(args.url, key) if args.once else watch(args.url, key)
+    args = _COMMAND.parse(arguments)
+    show = _once if args.once else watch
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(shows)
+        asyncio.run(show(args.url, engine_key(args)))
     return 0
-
-
-def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = Parser("top", "Watch an engine's seats in the terminal, here or over ssh.")
-    parser.usage = "jitney top [URL] [FLAG ...]"
-    parser.add_argument(
-        "url", nargs="?", metavar="URL", default=_DEFAULT_URL, help=f"the engine [{_DEFAULT_URL}]"
-    )
-    parser.add_argument("--once", action="store_true", help="print one picture and leave")
-    add_key_flag(parser)
-    return parser.parse(arguments)
 
 
 async def _once(url: str, key: str) -> None:
@@ -52,14 +47,19 @@ async def _once(url: str, key: str) -> None:
 
     watched = _Watched(url, key)
     try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None) as limit:
-                async for now in watched.frames():
-                    if watched.replica.t and limit.when() is None:
-                        limit.reschedule(now + _RATES_S)
+        await _until_known(watched)
     finally:
         await watched.engine.close()
     Console(highlight=False).print(watched.picture())
+
+
+async def _until_known(watched: _Watched) -> None:
+    """Take in frames until rates are known, or the feed ends."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as limit:
+            async for now in watched.frames():
+                if watched.replica.t and limit.when() is None:
+                    limit.reschedule(now + _RATES_S)
 
 
 async def watch(url: str, key: str) -> None:
@@ -68,19 +68,11 @@ async def watch(url: str, key: str) -> None:
     """
     from rich.live import Live
 
-    from jitney.dashboard.remote import Unreachable
-
     watched = _Watched(url, key)
     live = Live(auto_refresh=False, screen=sys.stdout.isatty())
     try:
         while True:
-            trouble = "the feed ended; connecting again"
-            try:
-                await _draw_feed(watched, live)
-            except Unreachable as error:
-                if watched.replica.hello is None:
-                    raise
-                trouble = str(error)
+            trouble = await _draw_feed(watched, live)
             live.update(watched.picture(trouble), refresh=True)
             await asyncio.sleep(_RETRY_S)
     finally:
@@ -88,7 +80,20 @@ async def watch(url: str, key: str) -> None:
         await watched.engine.close()
 
 
-async def _draw_feed(watched: _Watched, live: Live) -> None:
+async def _draw_feed(watched: _Watched, live: Live) -> str:
+    """Until the feed ends; why it did. Raises Unreachable if it never began."""
+    from jitney.dashboard.remote import Unreachable
+
+    try:
+        await _draw_frames(watched, live)
+    except Unreachable as error:
+        if watched.replica.hello is None:
+            raise
+        return str(error)
+    return "the feed ended; connecting again"
+
+
+async def _draw_frames(watched: _Watched, live: Live) -> None:
     drawn = 0.0
     async for now in watched.frames():
         live.start()
@@ -116,12 +121,15 @@ class _Watched:
 
     async def frames(self) -> AsyncIterator[float]:
         """Keep `replica` and `rates` up to date; yields the time (loop seconds) of each frame."""
+        async for event in self.engine.feed():
+            if self._is_frame(event):
+                self.rates.add(self.replica)
+                yield asyncio.get_running_loop().time()
+
+    def _is_frame(self, event: bytes) -> bool:
+        """Take in an event; True for one that shows the engine as it is now."""
         from jitney.dashboard.sse import decode
 
-        loop = asyncio.get_running_loop()
-        async for event in self.engine.feed():
-            name, data = decode(event)
-            self.replica.apply(name, data)
-            if name in ("key_frame", "delta"):
-                self.rates.add(self.replica)
-                yield loop.time()
+        name, data = decode(event)
+        self.replica.apply(name, data)
+        return name in ("key_frame", "delta")

@@ -115,10 +115,15 @@ def picture(replica: Replica, rates: Rates, url: str, trouble: str = "") -> Grou
     if trouble:
         parts.append(Text(trouble, "bold red"))
     if replica.seats is not None:
-        parts += [_figures(replica, rates), Text(), SeatGrid(replica.seats)]
-        parts += [_legend(), Text(), _ledger(rates.rows())]
+        parts += _running(replica, rates, replica.seats)
     parts += map(_note, replica.notes[-_MAX_NOTES:])
     return Group(*parts)
+
+
+def _running(replica: Replica, rates: Rates, seats: list[SeatView]) -> list[RenderableType]:
+    """What there is of an engine that runs."""
+    ledger = _ledger(rates.rows())
+    return [_figures(replica, rates), Text(), SeatGrid(seats), _legend(), Text(), ledger]
 
 
 def _note(note: Note) -> Text:
@@ -131,11 +136,10 @@ def _title(replica: Replica, url: str) -> Text:
     text.append(replica.state, _STATES.get(replica.state, ""))
     info = replica.info
     if info:
-        text.append(f"  {info['model']} on {info['device']}, {info['policy']}")
-        text.append(f", {info['kernels']} kernels")
-    wrong = _wrong_kernels(info)
+        text.append("  {model} on {device}, {policy}, {kernels} kernels".format_map(info))
+    wrong = ", ".join(_wrong_kernels(info))
     if wrong:
-        text.append(f"  without {', '.join(wrong)}, wrong here", "bold red")
+        text.append(f"  without {wrong}, wrong here", "bold red")
     return text.append(f"  {url}", _DIM)
 
 
@@ -152,13 +156,15 @@ def headline(replica: Replica) -> str:
     """Is it full, and does anybody wait?"""
     if replica.seats is None:
         return _loading(replica)
-    seats = len(replica.seats)
-    taken = sum(seat.state != "free" for seat in replica.seats)
-    waiting = replica.metrics.get("waiting", 0)
-    queue = f"{waiting} waiting" if waiting else "nobody waits"
+    seats, taken = len(replica.seats), sum(seat.state != "free" for seat in replica.seats)
+    queue = _queue(replica.metrics.get("waiting", 0))
     if taken == seats:
         return f"Full: all {seats} seats taken, {queue}"
     return f"{taken} of {seats} seats taken, {queue}"
+
+
+def _queue(waiting: int) -> str:
+    return f"{waiting} waiting" if waiting else "nobody waits"
 
 
 def _loading(replica: Replica) -> str:
@@ -213,8 +219,8 @@ def _ledger(rows: dict[str, int]) -> Text:
     if not total:
         return Text("no rows computed in the last seconds", _DIM)
     bar, words = Text(), Text("\n")
-    for kind in ROW_KIND_TABLE.values():
-        share = rows.get(kind.name, 0) / total
+    for name, kind in ROW_KIND_TABLE.items():
+        share = rows.get(name, 0) / total
         bar.append("█" * round(share * _BAR), kind.terminal)
         if share:
             words.append(f"{kind.label} {share:.0%}   ", kind.terminal)

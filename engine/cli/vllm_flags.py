@@ -8,12 +8,13 @@ docs/from_vllm.md is written from it.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from jitney.engine.config.layers import settings
 
@@ -85,12 +86,9 @@ def _gib(text: str) -> str:
 def _origins(text: str) -> str:
     """A JSON list."""
     try:
-        origins = json.loads(text)
-    except ValueError:
+        return ",".join(map(str, msgspec.json.decode(text, type=list)))
+    except msgspec.MsgspecError:
         raise ValueError('must be a JSON list, such as ["https://example.org"]') from None
-    if not isinstance(origins, list):
-        raise ValueError('must be a JSON list, such as ["https://example.org"]')
-    return ",".join(map(str, origins))
 
 
 _TEXT_ONLY = Refused("models here read text only")

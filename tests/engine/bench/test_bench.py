@@ -29,7 +29,7 @@ from jitney.engine.bench.saved import write_recording, write_records
 from jitney.engine.bench.sweep import knee, knee_of
 from jitney.engine.bench.text import prompt_ids, prose
 from jitney.engine.cli import main
-from jitney.engine.cli.bench_policies import cases_from, draw, make_parser, set_rates, with_flags
+from jitney.engine.cli.bench_policies import COMMAND, cases_from, draw, set_rates, with_flags
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
@@ -259,22 +259,21 @@ def test_a_case_says_whose_queue_grew_and_what_it_was_offered():
 
 
 def test_without_flags_there_is_a_heavy_case_a_uniform_one_and_one_that_static_carries():
-    parser = make_parser()
-    cases = cases_from(parser.parse([]))
+    cases = cases_from(COMMAND.parse([]))
     assert list(cases) == ["heavy", "uniform", "light"]
     assert cases["uniform"][0].output == "50..800" and cases["light"][1] is CASES["light"]
     assert CASES["light"].of == "static" and CASES["light"].load < 1
     assert cases["heavy"][0].requests == CASES["heavy"].requests
     assert [
-        flags.requests for flags, _ in cases_from(parser.parse(["--requests", "7"])).values()
+        flags.requests for flags, _ in cases_from(COMMAND.parse(["--requests", "7"])).values()
     ] == [7, 7, 7]
-    assert list(cases_from(parser.parse(["--rate", "9"]))) == ["given"]
-    assert list(cases_from(parser.parse(["--cases", "light"]))) == ["light"]
+    assert list(cases_from(COMMAND.parse(["--rate", "9"]))) == ["given"]
+    assert list(cases_from(COMMAND.parse(["--cases", "light"]))) == ["light"]
 
 
 def test_each_case_is_offered_its_own_rate():
     bench = make_bench(seats=4, pages=300, context=1000, budget=32)
-    flags = make_parser().parse(["--requests", "30", "--prompt", "2..9"])
+    flags = COMMAND.parse(["--requests", "30", "--prompt", "2..9"])
     heavy = draw(
         bench, with_flags(flags, output="4..40"), TrafficCase("4..40", 1.2, "continuous", 30, "x")
     )
