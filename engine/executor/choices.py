@@ -9,10 +9,10 @@ from typing import Any
 from jitney.engine.executor.program import DeviceState, Program
 from jitney.engine.scheduler.buckets import Buckets
 
-#: Rows of the smallest program, and how many times as many the next one has. One client's grammar
-#: should not cost all others what choosing for every seat takes, and each program costs a second
-#: or two of start-up.
-_FEWEST, _FACTOR = 4, 8
+#: How many times as many rows the next larger program has; the smallest has one. One client's
+#: grammar should not cost all others what choosing for every seat takes, and each program costs a
+#: second or two of start-up.
+_FACTOR = 8
 
 
 class Choices:
@@ -20,7 +20,7 @@ class Choices:
 
     def __init__(self, seats: int):
         #: Rows that there are programs for, ascending; the last one is for all seats.
-        self.sizes = sorted({min(_FEWEST, seats), *_between(seats), seats})
+        self.sizes = [*_below(seats), seats]
         #: Rows -> `Program.choose`.
         self.programs: dict[int, Any] = {}
         #: (a step's logit rows, rows) -> `Program.lower_pick`.
@@ -30,10 +30,14 @@ class Choices:
         """Rows of the smallest program for so many."""
         return next(size for size in self.sizes if size >= rows)
 
+    def sizes_for(self, logit_rows: int) -> list[int]:
+        """Programs that may choose for a step of so many logit rows."""
+        return sorted({self.size(rows) for rows in range(1, logit_rows + 1)})
+
     def compile(self, program: Program, buckets: Buckets, state: DeviceState) -> None:
         """Compile all of them, for the steps of these buckets."""
         logit_rows = {bucket.seats for bucket in buckets.all()}
-        pairs = [(a, b) for a in sorted(logit_rows) for b in self.sizes if a != b]
+        pairs = [(a, b) for a in sorted(logit_rows) for b in self.sizes_for(a) if a != b]
         with ThreadPoolExecutor(2) as pool:
             programs = [program.lower_choose(size, state) for size in self.sizes]
             picks = [program.lower_pick(*pair, state) for pair in pairs]
@@ -42,8 +46,8 @@ class Choices:
         self.picks = dict(zip(pairs, compiled[len(self.sizes) :], strict=True))
 
 
-def _between(seats: int) -> Iterator[int]:
-    size = _FEWEST * _FACTOR
+def _below(seats: int) -> Iterator[int]:
+    size = 1
     while size < seats:
         yield size
         size *= _FACTOR

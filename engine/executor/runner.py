@@ -99,6 +99,15 @@ def _copy_to_host(output: Any) -> None:
         array.copy_to_host_async()
 
 
+def _copy_sampled(sampled: Any, *, logprobs: bool) -> None:
+    """Start the copies of what `StepOutput.sampled` holds; without log-probabilities its tokens are
+    all that is read.
+    """
+    if isinstance(sampled, Sampled) and not logprobs:
+        sampled = sampled.tokens
+    _copy_to_host(sampled)
+
+
 def _board_seat(state: SeatState, seat: jax.Array, *row: jax.Array) -> SeatState:
     columns = zip(state, row, strict=True)
     return SeatState(*[column.at[seat].set(new) for column, new in columns])
@@ -237,10 +246,11 @@ class Runner:
                 self._warm_up_choices(logits)
 
     def _warm_up_choices(self, logits: jax.Array) -> None:
-        for size in self.choices.sizes:
+        rows = logits.shape[0]
+        for size in self.choices.sizes_for(rows):
             own = logits
-            if size != logits.shape[0]:
-                own = self.choices.picks[logits.shape[0], size](logits, np.zeros(size, np.int32))
+            if size != rows:
+                own = self.choices.picks[rows, size](logits, np.zeros(size, np.int32))
             no_rows = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
             jax.block_until_ready(self._run_choice(own, no_rows))
 
@@ -265,7 +275,8 @@ class Runner:
         step = LaunchedStep(plan, output, plan.scored_rows)
         if plan.masked:
             step.logits = logits
-        _copy_to_host(output if step.scored else output[:2])
+        _copy_sampled(output.sampled, logprobs=_wants_logprobs(plan))
+        _copy_to_host((output.broken, output.scores if step.scored else None))
         return step
 
     def choose(self, ticket: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
@@ -286,7 +297,7 @@ class Runner:
             numbers[: len(rows)] = [masked.row for masked in rows]
             logits = self.choices.picks[seats, size](logits, numbers)
         ticket.chosen = self._run_choice(logits, upload)
-        _copy_to_host(ticket.chosen)
+        _copy_sampled(ticket.chosen, logprobs=_wants_logprobs(ticket.plan))
 
     def _run_choice(self, logits: jax.Array, upload: MaskedRows) -> Sampled:
         """One call of a program that chooses behind a step; replaces the donated state."""
