@@ -410,8 +410,8 @@ async def told_to_stop(known: list[Answer], name: str, pieces: int, server: Serv
 async def measure(args: argparse.Namespace) -> list[Row]:
     """Every fault is done to a server of its own, so that restarts do not add up."""
     with tempfile.TemporaryDirectory(prefix="jitney-faults-") as name:
-        folder = Path(name)
-        async with serving(args.model, folder) as server:
+        folder, dtype = Path(name), ("--dtype", args.dtype)
+        async with serving(args.model, folder, *dtype) as server:
             known = [Answer() for _ in range(args.streams)]
             for number, answer in enumerate(known):
                 await server.ask(number, answer)
@@ -422,7 +422,7 @@ async def measure(args: argparse.Namespace) -> list[Row]:
         for trial in trials(args, known, folder / "cache"):
             if args.only not in trial.name:
                 continue
-            flags = ("--record", "/dev/full", *trial.flags)
+            flags = (*dtype, "--record", "/dev/full", *trial.flags)
             async with serving(args.model, folder, *flags, program=trial.program) as server:
                 rows.append(await trial.fault(server))
             show(rows[-1])
@@ -472,13 +472,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--model", default="tiny-random")
+    flags.add_argument(
+        "--dtype",
+        default="float32",
+        help="in bfloat16 a sequence that is computed again may choose another of two equal tokens",
+    )
     flags.add_argument("--only", default="", help="faults with these words in their names")
     flags.add_argument("--streams", type=int, default=32, help="requests beside each fault")
     flags.add_argument("--disconnects", type=int, default=10_000)
     flags.add_argument("--open", type=int, default=200, help="of them at a time")
     flags.add_argument("--json")
     args = flags.parse_args()
-    print(f"{args.model}, {cpu_name()}\n")
+    print(f"{args.model}, {args.dtype}, {cpu_name()}, load {os.getloadavg()[0]:.0f}\n")
     print(
         "| fault | requests | lost | longest silence, s | ready again, s | "
         "pages / seats / waiting; descriptors / threads; MB before | after |\n"
