@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from jitney.engine.structured.refusals import bad_grammar
 from jitney.engine.types import Grammar
 
 #: What a grammar in Lark has and one in GBNF has not: its directives, or a rule named start.
@@ -18,8 +19,13 @@ ANY_OBJECT = Grammar("json_object")
 
 
 def json_schema(schema: dict[str, Any] | bool) -> Grammar:
-    """Whatever a JSON schema allows."""
-    return Grammar("json_schema", orjson.dumps(schema).decode())
+    """Whatever a JSON schema allows. Raises RequestError for one that is no JSON, or has numbers of
+    more than 64 bits.
+    """
+    try:
+        return Grammar("json_schema", orjson.dumps(schema).decode())
+    except TypeError as error:
+        raise bad_grammar(f"the schema cannot be written as JSON: {error}") from None
 
 
 def choice(texts: Sequence[str]) -> Grammar:
