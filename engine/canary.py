@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -49,22 +48,21 @@ class _Watched:
     logprobs: list[float] = field(default_factory=list)  # of each of them, natural log
 
 
+@dataclass(eq=False, kw_only=True)
 class CanaryCore(EngineCore):
-    """An engine core that has a second one check it.
+    """An engine core that has a second one check it."""
 
-    alone: a core of one seat with the reference kernels and the same weights, without a prefix
-    cache; it takes a step after each step of this one. every: one request in so many is watched.
-    limit: largest difference of log-probabilities that rounding explains.
-    """
-
-    def __init__(self, *parts: Any, alone: EngineCore, every: int, limit: float):
-        super().__init__(*parts)
-        self.alone = alone
-        self.every = every
-        self.limit = limit
-        self._added = 0
-        self._watched: dict[str, _Watched] = {}  # by request id
-        self._waiting: dict[str, _Watched] = {}  # those that the other core has, by request id
+    #: A core of one seat with the reference kernels and the same weights, without a prefix cache;
+    #: it takes a step after each step of this one.
+    alone: EngineCore
+    #: One request in so many is watched.
+    every: int
+    #: Largest difference of log-probabilities that rounding explains.
+    limit: float
+    _added: int = field(init=False, default=0)
+    #: By request id: those that are served now, and those that the other core has.
+    _watched: dict[str, _Watched] = field(init=False, default_factory=dict)
+    _waiting: dict[str, _Watched] = field(init=False, default_factory=dict)
 
     @property
     def has_work(self) -> bool:

@@ -104,53 +104,47 @@ class _Failure:
     error: Exception
 
 
-def _no_outputs() -> list[SequenceOutput]:
-    return []
-
-
 @dataclass(slots=True)
 class _Outcome:
     """What a step brought: outputs, its record and its prompt chunks, or a failure."""
 
-    outputs: list[SequenceOutput] = field(default_factory=_no_outputs)
+    outputs: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
     record: bytes = b""
     chunks: list[PromptChunk] | None = None
     failure: _Failure | None = None
 
 
+def _ignore(step: int) -> None:
+    pass
+
+
+@dataclass(eq=False)
 class EngineCore:
     """The loop's body. The device computes step k while the host takes in step k - 1 and plans step
     k + 1.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: StepRunner,
-        ledger: Ledger,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self.scheduler = scheduler
-        self.runner = runner
-        self.ledger = ledger
-        self.clock = clock
-        #: Called with a step's number before it runs, if it is the first of its kind: it may take
-        #: much longer than others.
-        self.on_first_step: Callable[[int], None] = _ignore
-        #: Holds answers to grammars; None until somebody knows what the tokens spell.
-        self.grammars: GrammarDesk | None = None
-        # Kinds of steps that have run: (bucket, plain).
-        self._kinds: set[tuple[Bucket, bool]] = set()
-        # The step that the device computes.
-        self._flight: _Flight | None = None
-        # The device's memory is free: see `sleep`.
-        self._asleep = False
-        # When the device finished the last step; None after a time without work.
-        self._ready: float | None = None
-        # For the next report.
-        self._rejected: list[SequenceOutput] = []
-        self._questions: list[AskSeatMap] = []
-        self._answers: list[SeatMap] = []
+    scheduler: Scheduler
+    runner: StepRunner
+    ledger: Ledger
+    clock: Callable[[], float] = time.monotonic
+    #: Called with a step's number before it runs, if it is the first of its kind: it may take much
+    #: longer than others.
+    on_first_step: Callable[[int], None] = _ignore
+    #: Holds answers to grammars; None until somebody knows what the tokens spell.
+    grammars: GrammarDesk | None = field(init=False, default=None)
+    #: Kinds of steps that have run: (bucket, plain).
+    _kinds: set[tuple[Bucket, bool]] = field(init=False, default_factory=set[tuple[Bucket, bool]])
+    #: The step that the device computes.
+    _flight: _Flight | None = field(init=False, default=None)
+    #: The device's memory is free: see `sleep`.
+    _asleep: bool = field(init=False, default=False)
+    #: When the device finished the last step; None after a time without work.
+    _ready: float | None = field(init=False, default=None)
+    #: For the next report.
+    _rejected: list[SequenceOutput] = field(init=False, default_factory=list[SequenceOutput])
+    _questions: list[AskSeatMap] = field(init=False, default_factory=list[AskSeatMap])
+    _answers: list[SeatMap] = field(init=False, default_factory=list[SeatMap])
 
     @property
     def has_work(self) -> bool:
@@ -204,9 +198,11 @@ class EngineCore:
         """
         from jitney.engine.structured.desk import open_desk
 
-        limits, end_ids = self.scheduler.request_limits, self.scheduler.eos_ids
+        scheduler = self.scheduler
         try:
-            self.grammars = open_desk(tokenizer, limits.vocab_size, end_ids)
+            self.grammars = open_desk(
+                tokenizer, scheduler.request_limits.vocab_size, scheduler.eos_ids
+            )
         except ValueError as error:
             log.warning("no answer can be held to a grammar: %s", error)
 
@@ -238,16 +234,14 @@ class EngineCore:
     def _end_before(self, request: EngineRequest, ended: dict[int, FinishReason]) -> None:
         """All sequences of a request were ended before it was let in."""
         self._rejected += [
-            SequenceOutput(request_id=request.id, index=index, finish=reason)
+            SequenceOutput(request.id, index, finish=reason)
             for index, reason in sorted(ended.items())
         ]
 
     def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
-        n = min(max(1, request.sampling.n), MAX_N)  # n itself may be what was refused
-        self._rejected += [
-            SequenceOutput(request_id=request.id, index=index, finish="error", error=error)
-            for index in range(n)
-        ]
+        # n itself may be what was refused.
+        for index in range(min(max(1, request.sampling.n), MAX_N)):
+            self._rejected.append(SequenceOutput(request.id, index, finish="error", error=error))
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
@@ -378,7 +372,7 @@ class EngineCore:
         """Who lost its seat other than for a plan."""
         step, now = self.scheduler.steps, self.clock()
         unseated = self.scheduler.take_unseated()
-        return [_event_of("preempted", seq, -1, step, now) for seq in unseated]
+        return [_event_of("preempted", seq, step, now) for seq in unseated]
 
     def _released(self) -> list[SequenceEvent]:
         """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
@@ -493,21 +487,17 @@ class EngineCore:
             raise RuntimeError("the ledger does not close")
 
 
-def _ignore(step: int) -> None:
-    pass
-
-
 def seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
     """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to
     who kept count.
     """
     step = plan.number
-    preempted = [_event_of("preempted", seq, -1, step, started) for seq in plan.preempted]
-    boarded = [_event_of("seated", seq, seq.seat, step, started) for seq in plan.boarded]
+    preempted = [_event_of("preempted", seq, step, started) for seq in plan.preempted]
+    boarded = [_event_of("seated", seq, step, started, seq.seat) for seq in plan.boarded]
     return preempted + boarded
 
 
-def _event_of(event: str, seq: Sequence, seat: int, step: int, t: float) -> SequenceEvent:
+def _event_of(event: str, seq: Sequence, step: int, t: float, seat: int = -1) -> SequenceEvent:
     return SequenceEvent(
         event=event,
         request_id=seq.request_id,

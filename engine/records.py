@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import numpy as np
@@ -89,17 +90,24 @@ SUMMED = (
 _SUM_EVERY = 256
 
 
+@dataclass(eq=False)
 class Ledger:
     """A ring of the newest step records, and totals over all of them.
 
     Records are added up many at a time: a step only packs its own.
     """
 
-    def __init__(self, capacity: int = 16384):
-        self._ring = np.zeros(capacity, STEP_DTYPE)
+    #: Records kept.
+    capacity: int = 16384
+    #: Records ever made, and those of them that are in `_totals`.
+    _count: int = field(init=False, default=0)
+    _summed: int = field(init=False, default=0)
+    _totals: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._totals = dict.fromkeys(SUMMED, 0)
+        self._ring = np.zeros(self.capacity, STEP_DTYPE)
         self._bytes = memoryview(self._ring).cast("B")
-        self._count = self._summed = 0  # records ever made, and those of them that are in `_totals`
-        self._totals: dict[str, int] = dict.fromkeys(SUMMED, 0)
 
     def __len__(self) -> int:
         """Records kept."""
@@ -185,21 +193,26 @@ class RecordRing:
         return min(self._count, len(self._ring))
 
     @property
+    def _at(self) -> int:
+        """Where the next record goes; the newest one lies before it."""
+        return self._count % len(self._ring)
+
+    @property
     def last_step(self) -> int:
         """Number of the newest step, -1 before the first."""
-        return int(self._steps[(self._count - 1) % len(self._ring)])
+        return int(self._steps[self._at - 1])
 
     @property
     def first_step(self) -> int:
         """Number of the oldest step that is kept, -1 before the first."""
         if self._count < len(self._ring):
             return int(self._steps[0])
-        return int(self._steps[self._count % len(self._ring)])
+        return int(self._steps[self._at])
 
     @property
     def last_ready(self) -> float:
         """When the newest step was done, -inf before the first."""
-        return float(self._ready[(self._count - 1) % len(self._ring)])
+        return float(self._ready[self._at - 1])
 
     def add(self, record: bytes, renumber: int = 0) -> np.void:
         """Keep a record whose step number is raised by `renumber`; returns a copy of it.
@@ -210,7 +223,7 @@ class RecordRing:
         taken = np.frombuffer(record, STEP_DTYPE)[0].copy()
         taken["step"] += renumber
         ready = max(_launched(taken), self.last_ready) + float(taken["device_s"])
-        at = self._count % len(self._ring)
+        at = self._at
         self._ring[at], self._steps[at], self._ready[at] = taken, taken["step"], ready
         self._count += 1
         return taken
@@ -221,12 +234,16 @@ class RecordRing:
 
     def steps(self, after: int, until: int) -> tuple[np.ndarray, np.ndarray]:
         """(records, ready) of the steps after < step <= until, oldest first."""
-        low, high = self._find(self._steps, after), self._find(self._steps, until)
-        return self._slice(self._ring, low, high), self._slice(self._ready, low, high)
+        return self._within(self._steps, after, until)
 
     def between(self, start: float, end: float) -> tuple[np.ndarray, np.ndarray]:
         """(records, ready) of the steps that were done at start < ready <= end, oldest first."""
-        low, high = self._find(self._ready, start), self._find(self._ready, end)
+        return self._within(self._ready, start, end)
+
+    def _within(
+        self, keys: np.ndarray, after: float, until: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        low, high = self._find(keys, after), self._find(keys, until)
         return self._slice(self._ring, low, high), self._slice(self._ready, low, high)
 
     def span(self, start: float, end: float) -> tuple[int, int]:
@@ -252,8 +269,7 @@ class RecordRing:
         """The kept items in two pieces, each in order of time."""
         if self._count < len(array):
             return array[: self._count], array[:0]
-        at = self._count % len(array)
-        return array[at:], array[:at]
+        return array[self._at :], array[: self._at]
 
 
 def _launched(record: np.void) -> float:

@@ -110,6 +110,6 @@ def _nearest(folder: Path) -> Path:
 
 def make_folders(folder: Path) -> None:
     """Like `mkdir -p`, with each new folder for us alone. Raises OSError."""
-    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
-    for place in reversed(missing):
-        place.mkdir(_PRIVATE, exist_ok=True)
+    for place in reversed((folder, *folder.parents)):
+        if not os.path.lexists(place):
+            place.mkdir(_PRIVATE, exist_ok=True)

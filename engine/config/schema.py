@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from ipaddress import ip_network
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -388,8 +389,8 @@ class EngineSection(Section):
 
     @field_validator("seat_buckets", "token_buckets")
     @classmethod
-    def _buckets_ascend(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        if any(low >= high for low, high in zip((0, *sizes), sizes, strict=False)):
+    def _buckets_ascend(cls, sizes: _Sizes) -> _Sizes:
+        if any(low >= high for low, high in pairwise((0, *sizes))):
             raise ValueError("must be positive and ascending")
         return sizes
 
@@ -825,7 +826,7 @@ class ServerSection(Section):
 
     @field_validator("allowed_hosts")
     @classmethod
-    def _hosts_are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _hosts_are_names(cls, names: _Names) -> _Names:
         for name in names:
             if not _HOST_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not a host name: give it without scheme and port")
@@ -833,7 +834,7 @@ class ServerSection(Section):
 
     @field_validator("trusted_proxies")
     @classmethod
-    def _proxies_are_addresses(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
+    def _proxies_are_addresses(cls, proxies: _Names) -> _Names:
         for proxy in proxies:
             try:
                 ip_network(proxy)
@@ -846,7 +847,7 @@ class ServerSection(Section):
 
     @field_validator("served_model_name")
     @classmethod
-    def _names_are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _names_are_names(cls, names: _Names) -> _Names:
         for name in names:
             if not 0 < len(name) <= _MOST_NAME or not name.isprintable():
                 raise ValueError(f"a name must have 1 to {_MOST_NAME} printable characters")
@@ -854,7 +855,7 @@ class ServerSection(Section):
 
     @field_validator("cors_origins")
     @classmethod
-    def _origins_are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+    def _origins_are_origins(cls, origins: _Names) -> _Names:
         for origin in origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(
@@ -864,7 +865,7 @@ class ServerSection(Section):
 
     @field_validator("webhook_prefixes")
     @classmethod
-    def _prefixes_are_urls(cls, prefixes: tuple[str, ...]) -> tuple[str, ...]:
+    def _prefixes_are_urls(cls, prefixes: _Names) -> _Names:
         for prefix in prefixes:
             if not _URL_PREFIX.fullmatch(prefix):
                 raise ValueError(

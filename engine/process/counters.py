@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from jitney.engine.messages import CanaryFinding, GrammarWork
@@ -36,48 +37,55 @@ class Histogram:
         self.total += value
 
 
+def _zeros(names: Iterable[str]) -> Callable[[], dict[str, int]]:
+    """Makes a count of each."""
+    return lambda: dict.fromkeys(names, 0)
+
+
+@dataclass(eq=False)
 class EngineCounters:
     """Running totals over the life of the API process; written by the client alone, from step
     reports.
     """
 
-    def __init__(self) -> None:
-        #: Steps by kind: decode, mixed.
-        self.steps: dict[str, int] = dict.fromkeys(_STEP_KINDS, 0)
-        #: Rows by ROW_KINDS.
-        self.rows: dict[str, int] = dict.fromkeys(ROW_KINDS, 0)
-        self.preemptions = 0
-        #: Compilations since the engine was ready.
-        self.compiles = 0
-        #: Sequences that ended because a logit was not finite.
-        self.nan_rows = 0
-        #: Cores started to replace one that ended, in all and by why it ended.
-        self.engine_restarts = 0
-        self.restart_causes: dict[str, int] = dict.fromkeys(_CAUSES, 0)
-        #: Requests that went on in another core.
-        self.resumed = 0
-        #: Sequences computed again with the reference.
-        self.canary_checked = 0
-        #: Of them, those that differed by more than rounding explains.
-        self.canary_mismatched = 0
-        #: Largest difference of two log-probabilities.
-        self.canary_worst = 0.0
-        #: What grammars cost: masks and grammars, and seconds of each; and how many are kept.
-        self.masks = 0
-        self.mask_seconds = 0.0
-        self.grammars_compiled = 0
-        self.grammar_seconds = 0.0
-        self.grammars_kept = 0
-        #: Sequences that wait, and their prompt tokens.
-        self.waiting = 0
-        self.waiting_tokens = 0
-        #: Seconds from one step's result to the next one's, device time plus the gap before it, by
-        #: kind of step.
-        self.step_seconds = {kind: Histogram(_STEP_BOUNDS) for kind in _STEP_KINDS}
-        self.host_gap_seconds = Histogram(_GAP_BOUNDS)
-        self.seat_fill_ratio = Histogram(_FILL_BOUNDS)
-        #: The newest record (numpy scalar of `records.STEP_DTYPE`), which the gauges read.
-        self.last: Any = None
+    #: Steps by kind: decode, mixed.
+    steps: dict[str, int] = field(default_factory=_zeros(_STEP_KINDS))
+    #: Rows by ROW_KINDS.
+    rows: dict[str, int] = field(default_factory=_zeros(ROW_KINDS))
+    preemptions: int = 0
+    #: Compilations since the engine was ready.
+    compiles: int = 0
+    #: Sequences that ended because a logit was not finite.
+    nan_rows: int = 0
+    #: Cores started to replace one that ended, in all and by why it ended.
+    engine_restarts: int = 0
+    restart_causes: dict[str, int] = field(default_factory=_zeros(_CAUSES))
+    #: Requests that went on in another core.
+    resumed: int = 0
+    #: Sequences computed again with the reference.
+    canary_checked: int = 0
+    #: Of them, those that differed by more than rounding explains.
+    canary_mismatched: int = 0
+    #: Largest difference of two log-probabilities.
+    canary_worst: float = 0.0
+    #: What grammars cost: masks and grammars, and seconds of each; and how many are kept.
+    masks: int = 0
+    mask_seconds: float = 0.0
+    grammars_compiled: int = 0
+    grammar_seconds: float = 0.0
+    grammars_kept: int = 0
+    #: Sequences that wait, and their prompt tokens.
+    waiting: int = 0
+    waiting_tokens: int = 0
+    #: Seconds from one step's result to the next one's, device time plus the gap before it, by kind
+    #: of step.
+    step_seconds: dict[str, Histogram] = field(
+        default_factory=lambda: {kind: Histogram(_STEP_BOUNDS) for kind in _STEP_KINDS}
+    )
+    host_gap_seconds: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS))
+    seat_fill_ratio: Histogram = field(default_factory=lambda: Histogram(_FILL_BOUNDS))
+    #: The newest record (numpy scalar of `records.STEP_DTYPE`), which the gauges read.
+    last: Any = None
 
     def observe_step(self, record: Any) -> None:
         """Add one step record (a numpy scalar with the fields of `records.STEP_DTYPE`)."""

@@ -77,6 +77,6 @@ def _remove(folder: str) -> None:
     """Remove a folder and the sockets in it; what does not go stays."""
     for name in SOCKETS:
         with contextlib.suppress(OSError):
-            os.unlink(os.path.join(folder, name))
+            Path(folder, name).unlink()
     with contextlib.suppress(OSError):
         os.rmdir(folder)

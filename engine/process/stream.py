@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -13,6 +14,7 @@ from jitney.engine.errors import ErrorInfo
 from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput
 
 
+@dataclass(eq=False)
 class Stream:
     """The outputs of one request, in order; ends after each of its sequences had its terminal
     output.
@@ -20,25 +22,28 @@ class Stream:
     Closing it earlier, or cancelling a wait on it, aborts what is left of the request.
     """
 
-    def __init__(self, request: EngineRequest, forget: Callable[[Stream], None]):
-        """request: with a seed, so that another core would draw the same tokens. forget: called
-        when nobody listens any more.
-        """
-        self.request = request
-        #: Sequences without a terminal output.
-        self.open = set(range(request.sampling.n))
-        #: Output tokens of each sequence so far, whether somebody has read them or not.
-        self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
-        #: Nothing more is to come, or nobody listens; written by the client.
-        self.closed = False
-        #: Ends that were asked of the core.
-        self.asked: dict[int, FinishReason] = {}
-        #: Cores that crashed while they had it; see `suspicion`.
-        self.crashes = 0
-        #: Ends it when the core should have done so.
-        self.timer: asyncio.TimerHandle | None = None
-        self._forget = forget
-        self._outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
+    #: With a seed, so that another core would draw the same tokens.
+    request: EngineRequest
+    #: Called when nobody listens any more.
+    forget: Callable[[Stream], None]
+    #: Sequences without a terminal output.
+    open: set[int] = field(init=False)
+    #: Output tokens of each sequence so far, whether somebody has read them or not.
+    tokens: list[list[int]] = field(init=False)
+    #: Nothing more is to come, or nobody listens; written by the client.
+    closed: bool = field(init=False, default=False)
+    #: Ends that were asked of the core.
+    asked: dict[int, FinishReason] = field(init=False, default_factory=dict)
+    #: Cores that crashed while they had it; see `suspicion`.
+    crashes: int = field(init=False, default=0)
+    #: Ends it when the core should have done so.
+    timer: asyncio.TimerHandle | None = field(init=False, default=None)
+    _outputs: asyncio.Queue[SequenceOutput] = field(init=False, default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        numbers = range(self.request.sampling.n)
+        self.open = set(numbers)
+        self.tokens = [[] for _ in numbers]
 
     @property
     def id(self) -> str:
@@ -53,11 +58,11 @@ class Stream:
         try:
             return await self._outputs.get()
         except asyncio.CancelledError:
-            self._forget(self)
+            self.forget(self)
             raise
 
     async def aclose(self) -> None:
-        self._forget(self)
+        self.forget(self)
 
     def put(self, output: SequenceOutput) -> None:
         """Called by the client for each output of this request; what follows a sequence's end is

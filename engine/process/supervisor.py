@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import zmq
+from msgspec.structs import replace
 
 from jitney.engine import messages
 from jitney.engine.config.schema import Config
@@ -63,6 +63,8 @@ _REFUSALS = {
     "draining": "the server is shutting down",
     "engine_dead": "the engine is gone",
 }
+#: States that pass by themselves, soon.
+_PASSING = ("loading", "restarting", "draining")
 _DEADLINE = ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done")
 _CUT_OFF = ErrorInfo(
     "draining", "the server is shutting down, and this request was not done in time"
@@ -154,8 +156,14 @@ class ProcessClient:
         the `tokenizers` library writes it (JSON).
         """
         self._tokenizer = tokenizer
-        if self._link is not None and self._link.ready:
-            self._teach(self._link)
+        link = self._ready_link
+        if link is not None:
+            self._teach(link)
+
+    @property
+    def _ready_link(self) -> CoreLink | None:
+        """To a core that can hear us."""
+        return self._link if self._link is not None and self._link.ready else None
 
     def _teach(self, link: CoreLink) -> None:
         """Tell a core that can hear us the tokenizer, once."""
@@ -183,8 +191,9 @@ class ProcessClient:
         self._closing = True
         self._end_streams(_CUT_OFF)
         if self._supervision is not None:
-            if self._link is not None and self._link.ready:
-                self._link.send(messages.Shutdown())
+            link = self._ready_link
+            if link is not None:
+                link.send(messages.Shutdown())
                 await asyncio.wait([self._supervision], timeout=_SHUTDOWN_S)
             self._supervision.cancel()
             await asyncio.gather(self._supervision, return_exceptions=True)
@@ -426,8 +435,9 @@ class ProcessClient:
         """Something came of a request: if it is suspected, others may be given to the core now."""
         if stream is not self._suspicion.on_trial:
             return
-        if self._link is not None and self._link.ready:
-            self._send_resumed(self._link, self._suspicion.progressed(stream))
+        link = self._ready_link
+        if link is not None:
+            self._send_resumed(link, self._suspicion.progressed(stream))
 
     def _close_stream(self, stream: Stream) -> None:
         """Nothing more is to come of a request."""
@@ -473,11 +483,9 @@ class ProcessClient:
 
     def _refusal(self) -> RequestError:
         """Why no request is taken now."""
-        if self.state in ("loading", "restarting", "draining"):
-            return RequestError(_REFUSALS[self.state], code=self.state, retry_after=1.0)
-        if self.state == "sleeping":
-            return RequestError(_REFUSALS["sleeping"], code="sleeping")
-        return RequestError(_REFUSALS["engine_dead"], code="engine_dead")
+        state = self.state if self.state in _REFUSALS else "engine_dead"
+        retry_after = 1.0 if state in _PASSING else None
+        return RequestError(_REFUSALS[state], code=state, retry_after=retry_after)
 
     def _end_late(self, stream: Stream) -> None:
         """A request's deadline has passed and the core has not ended it."""
@@ -494,8 +502,8 @@ class ProcessClient:
         if stream is None:
             return
         stream.ask_end(index, reason)
-        link = self._link
-        if link is not None and link.ready and not self._suspicion.waits(stream):
+        link = self._ready_link
+        if link is not None and not self._suspicion.waits(stream):
             link.send(messages.Abort(request_id, index, reason))
         else:  # no core has it
             self._take_outputs(stream.asked_ends())
@@ -563,8 +571,8 @@ class ProcessClient:
         """What the core answers. question: made of a ticket. Raises RequestError if no core answers
         in time.
         """
-        link = self._link
-        if link is None or not link.ready:
+        link = self._ready_link
+        if link is None:
             raise self._refusal()
         ticket = next(self._tickets)
         waiter = asyncio.get_running_loop().create_future()
@@ -597,8 +605,7 @@ def with_seed(request: EngineRequest) -> EngineRequest:
     sampling = request.sampling
     if sampling.seed is not None:
         return request
-    seeded = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
-    return msgspec.structs.replace(request, sampling=seeded)
+    return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
 
 
 def _how_it_ended(status: int | None) -> str:

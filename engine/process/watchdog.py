@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 #: By default a core may be silent for so many seconds, or so many times as long as its longest
@@ -15,6 +16,7 @@ _FIRST_STEP_S = 60.0
 _LEAST_START_S, _START_TIMES = 120.0, 3.0
 
 
+@dataclass
 class Watchdog:
     """Adds up a core's silence, and knows how much is too much.
 
@@ -23,23 +25,21 @@ class Watchdog:
     something counts: the caller says how much that was.
     """
 
-    def __init__(self, step_timeout_s: float, start_timeout_s: float = 0.0):
-        """step_timeout_s: the setting; 0: learn from the longest step. start_timeout_s: of the
-        first start; 0: no limit.
-        """
-        #: Seconds since the core last said anything.
-        self.silence = 0.0
-        #: Seconds of the longest step seen, of this core and those before it.
-        self.longest = 0.0
-        self._step_timeout_s = step_timeout_s
-        self._start_timeout_s = start_timeout_s or math.inf
-        #: Seconds of the longest start seen; 0 before the first core was ready.
-        self.longest_start = 0.0
-        # A core is starting, and for how long.
-        self._starts = False
-        self._started_s = 0.0
-        # Number of the step that is the first of its bucket and not done, 0 if there is none.
-        self._first_step = 0
+    #: The setting; 0: learn from the longest step.
+    step_timeout_s: float
+    #: Of the first start; 0: no limit.
+    start_timeout_s: float = 0.0
+    #: Seconds since the core last said anything.
+    silence: float = field(init=False, default=0.0)
+    #: Seconds of the longest step seen, of this core and those before it.
+    longest: float = field(init=False, default=0.0)
+    #: Seconds of the longest start seen; 0 before the first core was ready.
+    longest_start: float = field(init=False, default=0.0)
+    #: A core is starting, and for how long.
+    _starts: bool = field(init=False, default=False)
+    _started_s: float = field(init=False, default=0.0)
+    #: Number of the step that is the first of its bucket and not done, 0 if there is none.
+    _first_step: int = field(init=False, default=0)
 
     @property
     def limit(self) -> float:
@@ -47,11 +47,11 @@ class Watchdog:
         each program that it has compiled; how long one takes, nobody knows before the first.
         """
         if self._starts and not self.longest_start:
-            return self._start_timeout_s
+            return self.start_timeout_s or math.inf
         if self._starts:
             return max(_LEAST_START_S, _START_TIMES * self.longest_start)
         learnt = max(_LEAST_S, min(_TIMES * self.longest, self.longest + _MOST_MORE_S))
-        limit = self._step_timeout_s or learnt
+        limit = self.step_timeout_s or learnt
         return max(limit, _FIRST_STEP_S) if self._first_step else limit
 
     @property

@@ -5,46 +5,33 @@ here.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from jitney.engine.scheduler.estimates import OutputLengths, kind_of
 from jitney.engine.scheduler.kv_pages import PagePool, owner_key, root_key
-from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.sequence import OwnPages, Replay, Sequence
-from jitney.engine.types import EngineRequest, RequestLimits
+from jitney.engine.types import EngineRequest, RequestLimits, SamplingParams
 
 #: Output tokens that are generated again at most. They take as long as they took the first time.
 _MOST_REPLAYED = 512
 _NOTHING: frozenset[int] = frozenset()
 
 
+@dataclass(eq=False)
 class Admission:
-    """Turns requests into sequences. vocab_size: ids at or above it are refused. eos_ids end a
-    sequence.
+    """Turns requests into sequences."""
 
-    class_of: from a request and its expected output tokens to its class in the queue
-    (`engine.scheduler.policies.Order.key`).
-    """
-
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        pool: PagePool,
-        eos_ids: Iterable[int],
-        vocab_size: int,
-        class_of: Callable[[EngineRequest, int], float],
-        lengths: OutputLengths,
-    ):
-        self.pool = pool
-        self.request_limits = RequestLimits(
-            vocab_size,
-            limits.context_length,
-            pool.capacity * pool.page_size,
-            limits.max_logprobs,
-        )
-        self.class_of, self.lengths = class_of, lengths
-        self.eos_ids = frozenset(eos_ids)
+    pool: PagePool
+    request_limits: RequestLimits
+    #: Tokens that end a sequence.
+    eos_ids: frozenset[int]
+    #: From a request and its expected output tokens to its class in the queue
+    #: (`engine.scheduler.policies.Order.key`).
+    class_of: Callable[[EngineRequest, int], float]
+    lengths: OutputLengths
 
     def leader(self, request: EngineRequest, number: int) -> Sequence:
         """The first sequence of a request, or RequestError; nothing is registered yet. number: in
@@ -55,10 +42,6 @@ class Admission:
         kind = kind_of(request.account, len(request.prompt), sampling.max_tokens)
         expected = self.lengths.expect(kind, max_tokens)
         group = self.class_of(request, expected)
-        # Sets that several sequences may have are one object, which stays in the host's caches.
-        stop_ids = _NOTHING if sampling.ignore_eos else self.eos_ids
-        if sampling.stop_token_ids:
-            stop_ids = stop_ids.union(sampling.stop_token_ids)
         root = root_key(request.tenant, request.cache_salt, "" if self.pool.retain else request.id)
         return Sequence(
             request,
@@ -69,11 +52,18 @@ class Admission:
             rank=(group, number, 0),
             expected=expected,
             plain=sampling.plain,
-            stop_ids=stop_ids,
+            stop_ids=self._stop_ids(sampling),
             shares=self.pool.retain or sampling.n > 1,
             root=root,
             own_pages=self._own_pages(request, owner_key(number, 0)),
         )
+
+    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        # Sets that several sequences may have are one object, which stays in the host's caches.
+        stop_ids = _NOTHING if sampling.ignore_eos else self.eos_ids
+        if sampling.stop_token_ids:
+            return stop_ids.union(sampling.stop_token_ids)
+        return stop_ids
 
     def siblings(self, leader: Sequence) -> list[Sequence]:
         """The other sequences of the leader's request."""
@@ -136,5 +126,5 @@ def sibling_seed(seed: int, index: int) -> int:
     """
     if index == 0:
         return seed
-    words = seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
+    words = struct.pack("<qq", seed, index)
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little", signed=True)

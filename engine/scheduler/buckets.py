@@ -88,12 +88,9 @@ class Buckets:
 
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     """low, 2 low, 4 low, ... and always `high` itself as the last."""
-    sizes: list[int] = []
-    size = low
-    while size < high:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, high)
+    if low >= high:
+        return (high,)
+    return (low, *powers_of_two(2 * low, high))
 
 
 def make_buckets(

@@ -32,22 +32,26 @@ class _Share:
     active_at: int = 0
 
 
+@dataclass(eq=False)
 class CachedPages:
-    """Cached pages by tenant. All is O(1) per page, amortised.
+    """Cached pages by tenant. All is O(1) per page, amortised."""
 
-    n_pages: of the pool.
-    """
+    #: Of the pool.
+    n_pages: int
+    #: Whose each page is, while it is here.
+    _tenants: list[str | None] = field(init=False)
+    #: Those that have pages, the one that was active last at the end.
+    _shares: OrderedDict[str, _Share] = field(init=False, default_factory=OrderedDict[str, _Share])
+    #: The shares that have so many pages, and the most that one has.
+    _by_count: dict[int, dict[_Share, None]] = field(
+        init=False, default_factory=dict[int, dict[_Share, None]]
+    )
+    _most: int = field(init=False, default=0)
+    _count: int = field(init=False, default=0)
+    _evictions: int = field(init=False, default=0)
 
-    def __init__(self, n_pages: int):
-        #: Whose each page is, while it is here.
-        self._tenants: list[str | None] = [None] * n_pages
-        # Those that have pages, the one that was active last at the end.
-        self._shares: OrderedDict[str, _Share] = OrderedDict()
-        # The shares that have so many pages, and the most that one has.
-        self._by_count: dict[int, dict[_Share, None]] = {}
-        self._most = 0
-        self._count = 0
-        self._evictions = 0
+    def __post_init__(self) -> None:
+        self._tenants = [None] * self.n_pages
 
     def __len__(self) -> int:
         return self._count

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -51,6 +52,12 @@ PATIENCE = 4
 LEAST_SHARE, _LEVELS = 0.25, 16
 
 
+#: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows.
+type _Observed = tuple[Bucket, float, int]
+#: By bucket: seconds and pairs of the newest steps.
+type _Steps = defaultdict[Bucket, deque[tuple[float, int]]]
+
+
 class _Slope:
     """Seconds per query-key pair, from how step times and pairs of a bucket stray from their fading
     means together.
@@ -79,22 +86,23 @@ class _Slope:
         return max(0.0, self._pairs_seconds / self._pairs_pairs)
 
 
+def _no_steps() -> _Steps:
+    return defaultdict(lambda: deque(maxlen=KEPT))
+
+
+@dataclass(eq=False)
 class StepTimeEstimate:
     """Step times in seconds, by bucket and by what its prompt rows attend to.
 
     Steps are taken in when somebody asks, many at a time: running streams alone ask nothing.
     """
 
-    def __init__(self, buckets: Buckets):
-        self.buckets = buckets
-        self._news: list[
-            tuple[Bucket, float, int]
-        ] = []  # steps that were observed and not yet taken in
-        self._step: float | None = None
-        self._seen: defaultdict[Bucket, deque[tuple[float, int]]] = defaultdict(
-            lambda: deque(maxlen=KEPT)
-        )
-        self._slope = _Slope()
+    buckets: Buckets
+    #: Steps that were observed and not yet taken in.
+    _news: list[_Observed] = field(init=False, default_factory=list[_Observed])
+    _step: float | None = field(init=False, default=None)
+    _seen: _Steps = field(init=False, default_factory=_no_steps)
+    _slope: _Slope = field(init=False, default_factory=_Slope)
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int = 0) -> None:
         """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt
@@ -196,26 +204,27 @@ class StepTimeEstimate:
         """A time below which so many prompt rows have never been computed here; 0 if nothing like
         it was measured.
         """
-        self._take_in()
         budget = self.buckets.token_budget
         steps, rest = divmod(rows, budget)
-        return steps * self._fastest(budget) + (self._fastest(rest) if rest else 0.0)
+        return steps * self._fastest(budget) + self._fastest(rest)
 
     def _fastest(self, rows: int) -> float:
         """The longest, over the buckets up to the smallest one that holds `rows`, of their shortest
-        measured times.
+        measured times; 0 for no rows.
         """
-        enough = next(bucket.tokens for bucket in self.buckets.mixed if rows <= bucket.tokens)
-        return max(
-            (
-                min(self._seen[bucket])[0]
-                for bucket in self.buckets.mixed
-                if bucket.tokens <= enough and bucket in self._seen
-            ),
-            default=0.0,
-        )
+        self._take_in()
+        longest = 0.0
+        held = 0
+        for bucket in self.buckets.mixed:
+            if held >= rows:
+                break
+            held = bucket.tokens
+            if bucket in self._seen:
+                longest = max(longest, min(self._seen[bucket])[0])
+        return longest
 
 
+@dataclass(eq=False)
 class PrefillBudget:
     """The most prompt rows of a step. share: of the token budget, while others decode;
     target_itl_s: 0 for none.
@@ -232,10 +241,14 @@ class PrefillBudget:
     and no weights are read for a few rows at a time.
     """
 
-    def __init__(self, step_times: StepTimeEstimate, share: Share, target_itl_s: float):
-        self.step_times, self.share, self.target_itl_s = step_times, share, target_itl_s
-        self._denied = 0
-        self._wanted: dict[tuple[int, float], tuple[int, Bucket]] = {}  # by (decoding, share)
+    step_times: StepTimeEstimate
+    share: Share
+    target_itl_s: float
+    _denied: int = field(init=False, default=0)
+    #: By (decoding, share).
+    _wanted: dict[tuple[int, float], tuple[int, Bucket]] = field(
+        init=False, default_factory=dict[tuple[int, float], tuple[int, Bucket]]
+    )
 
     def share_beside(self, decoding: int, prompts: int) -> float:
         """Of the token budget for prompts, of which so many want rows, beside so many decoding
@@ -409,7 +422,7 @@ def kind_of(tenant: str, n_prompt: int, max_tokens: int | None) -> Kind:
     """The classes of a request. tenant: whom it is charged to. max_tokens: as the client gave it,
     None for no limit.
     """
-    shape = (n_prompt.bit_length(), 0 if max_tokens is None else max_tokens.bit_length())
+    shape = (n_prompt.bit_length(), (max_tokens or 0).bit_length())
     return Kind((), shape, (tenant,), (tenant, *shape))
 
 
@@ -431,9 +444,12 @@ class _LifeTable:
         self.ended[bucket] += 1.0
         self.n_ended += 1.0
         if self.n_ended >= HALVE_AT:
-            self.came /= 2
-            self.ended /= 2
-            self.n_ended /= 2
+            self._halve()
+
+    def _halve(self) -> None:
+        self.came /= 2
+        self.ended /= 2
+        self.n_ended /= 2
 
     def hazard(self, coarser: np.ndarray) -> np.ndarray:
         """The share of those who come into a bucket that ends there, f8 [BUCKETS]. coarser: of the
@@ -459,15 +475,18 @@ class Outlook:
         return np.interp(tokens, EDGES, self.alive)
 
 
+@dataclass(eq=False)
 class OutputLengths:
     """Life tables of the classes seen lately. All is O(1) per request; `passed` costs one look
     where nothing is new.
     """
 
-    def __init__(self) -> None:
-        self._tables: OrderedDict[ClassKey, _LifeTable] = OrderedDict()
-        self._outlooks: dict[Kind, Outlook] = {}  # with CAREFUL_GUESS
-        self._means: dict[Kind, float] = {}  # with FIRST_GUESS
+    _tables: OrderedDict[ClassKey, _LifeTable] = field(
+        init=False, default_factory=OrderedDict[ClassKey, _LifeTable]
+    )
+    #: By what is expected before anything was seen (see `FIRST_GUESS`), until an answer is over.
+    _careful: dict[Kind, Outlook] = field(init=False, default_factory=dict[Kind, Outlook])
+    _likely: dict[Kind, Outlook] = field(init=False, default_factory=dict[Kind, Outlook])
 
     def __len__(self) -> int:
         """Classes that are remembered."""
@@ -491,28 +510,28 @@ class OutputLengths:
         if by_itself:
             for key in kind:
                 self._table(key).end(bucket)
-        self._outlooks.clear()
-        self._means.clear()
+        self._careful.clear()
+        self._likely.clear()
 
     def outlook(self, kind: Kind) -> Outlook:
         """What is known about answers of these classes; the same object until another answer is
         over.
         """
-        found = self._outlooks.get(kind)
-        if found is None:
-            if len(self._outlooks) >= MOST_CLASSES:
-                self._outlooks.clear()
-            found = self._outlooks[kind] = Outlook(self._hazard(kind, _CAREFUL_HAZARD))
-        return found
+        return self._known(self._careful, kind, _CAREFUL_HAZARD)
 
     def expect(self, kind: Kind, most: int) -> int:
         """Output tokens to expect, at least 1 and at most `most`."""
-        mean = self._means.get(kind)
-        if mean is None:
-            if len(self._means) >= MOST_CLASSES:
-                self._means.clear()
-            mean = self._means[kind] = Outlook(self._hazard(kind, _FIRST_HAZARD)).mean
+        mean = self._known(self._likely, kind, _FIRST_HAZARD).mean
         return max(1, min(most, round(mean)))
+
+    def _known(self, outlooks: dict[Kind, Outlook], kind: Kind, hazard: np.ndarray) -> Outlook:
+        """One of these outlooks, made if it is not there. hazard: before anything was seen."""
+        found = outlooks.get(kind)
+        if found is None:
+            if len(outlooks) >= MOST_CLASSES:
+                outlooks.clear()
+            found = outlooks[kind] = Outlook(self._hazard(kind, hazard))
+        return found
 
     def _hazard(self, kind: Kind, hazard: np.ndarray) -> np.ndarray:
         """The share of those who come into a bucket that ends there, f8 [BUCKETS]. hazard: before

@@ -41,22 +41,33 @@ class _Account:
     seated: int = 0
     queue: WaitingQueue = field(default_factory=WaitingQueue)
 
+    def may_claim(self, share: float) -> bool:
+        """Its next sequence still belongs to so large a share of the seats."""
+        return bool(self.queue) and self.seated + 1 <= share
 
+    def must_stay(self, floor: int) -> bool:
+        """It would lose something by being forgotten. floor: what newcomers are lifted to."""
+        return bool(self.queue) or self.seated > 0 or self.counter > floor
+
+
+#: Counter, arrival of who waits longest, a number that no other entry has, whose it is.
+type _Entry = tuple[int, int, int, _Account]
+
+
+@dataclass(eq=False)
 class FairQueue(WaitingQueue):
     """The waiting sequences of all tenants; within a tenant by arrival. All is O(log n) amortised.
 
     Itself it is the queue of all by arrival, for the one boarding in EVERY that goes by that.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._accounts: dict[str, _Account] = {}
-        self._least: list[
-            tuple[int, int, int, _Account]
-        ] = []  # a heap; its counters may be out of date, never too high
-        self._last: _Account | None = None  # whose queue was the last one to become empty
-        self._boardings = 0
-        self._room = SLACK
+    _accounts: dict[str, _Account] = field(init=False, default_factory=dict[str, _Account])
+    #: A heap; its counters may be out of date, never too high.
+    _least: list[_Entry] = field(init=False, default_factory=list[_Entry])
+    #: Whose queue was the last one to become empty.
+    _last: _Account | None = field(init=False, default=None)
+    _boardings: int = field(init=False, default=0)
+    _room: int = field(init=False, default=SLACK)
 
     def push(self, seq: Sequence) -> None:
         """Enter the queue of its tenant."""
@@ -75,24 +86,21 @@ class FairQueue(WaitingQueue):
         For once in EVERY boardings it is the one who has waited longest.
         """
         longest = super().head()
-        if longest is None or longest.preemptions or self._boardings % EVERY == EVERY - 1:
+        if longest is None or longest.preemptions or self._goes_by_arrival:
             return longest
-        account = self._first()
-        return account.queue.head() if account else None
+        return _head_of(self._first())
+
+    @property
+    def _goes_by_arrival(self) -> bool:
+        return self._boardings % EVERY == EVERY - 1
 
     def claimant(self, seats: int) -> Sequence | None:
         """The first of a tenant whose next sequence still belongs to its share of the seats; of
         several such tenants that of the one served least.
         """
         share = self._share(seats)
-        small = [
-            account
-            for account in self._accounts.values()
-            if account.queue and account.seated + 1 <= share
-        ]
-        if not small:
-            return None
-        return min(small, key=lambda account: account.counter).queue.head()
+        small = (account for account in self._accounts.values() if account.may_claim(share))
+        return _head_of(min(small, key=_counter, default=None))
 
     def crowding(self, seats: int) -> set[str]:
         """Tenants that sit in more than their share of the seats."""
@@ -150,11 +158,12 @@ class FairQueue(WaitingQueue):
 
     def _account(self, seq: Sequence) -> _Account:
         name = seq.request.account
-        account = self._accounts.get(name)
-        if account is None:
-            if len(self._accounts) >= self._room:
-                self._forget()
-            account = self._accounts[name] = _Account(self._floor())
+        return self._accounts.get(name) or self._new_account(name)
+
+    def _new_account(self, name: str) -> _Account:
+        if len(self._accounts) >= self._room:
+            self._forget()
+        account = self._accounts[name] = _Account(self._floor())
         return account
 
     def _forget(self) -> None:
@@ -165,11 +174,11 @@ class FairQueue(WaitingQueue):
         self._accounts = {
             name: account
             for name, account in self._accounts.items()
-            if account.queue or account.seated or account.counter > floor or account is self._last
+            if account is self._last or account.must_stay(floor)
         }
         self._room = 2 * len(self._accounts) + SLACK
 
-    def _entry(self, account: _Account) -> tuple[int, int, int, _Account]:
+    def _entry(self, account: _Account) -> _Entry:
         """Equal counters: who has waited longer. The third number only keeps accounts from being
         compared.
         """
@@ -198,3 +207,12 @@ class FairQueue(WaitingQueue):
         """
         account = self._first() or self._last
         return account.counter if account else 0
+
+
+def _head_of(account: _Account | None) -> Sequence | None:
+    """Who boards next of one tenant."""
+    return account.queue.head() if account else None
+
+
+def _counter(account: _Account) -> int:
+    return account.counter

@@ -25,6 +25,9 @@ from jitney.engine.scheduler.sequence import OwnPages, Sequence
 
 FREE, HELD, SHARED, CACHED = range(4)
 
+#: The pages of each owner.
+type _Tables = Iterable[list[int]]
+
 
 class PagePool:
     """Reference counts and the prefix index of n_pages pages; every operation is O(1) per page it
@@ -140,13 +143,18 @@ class PagePool:
         """
         for key in keys:
             page = self._index.get(key)
-            if page is None:
-                continue
-            self._unpublish(page)
-            if page in self._cached:
-                self._cached.take([page])
-                self._free.append(page)
-                self._states[page] = FREE
+            if page is not None:
+                self._withdraw(page)
+
+    def _withdraw(self, page: int) -> None:
+        self._unpublish(page)
+        if page in self._cached:
+            self._cached.take([page])
+            self._set_free(page)
+
+    def _set_free(self, page: int) -> None:
+        self._free.append(page)
+        self._states[page] = FREE
 
     def clear(self) -> None:
         """Let nobody find any page again: what they contained is gone."""
@@ -172,8 +180,7 @@ class PagePool:
                 self._states[page] = CACHED
             else:
                 self._unpublish(page)
-                self._free.append(page)
-                self._states[page] = FREE
+                self._set_free(page)
         if cached:
             self._cached.add(cached, self._tenants)
 
@@ -192,7 +199,7 @@ class PagePool:
         """uint8[N]: 0 free, 1 held, 2 shared, 3 cached; the trash page reads as free."""
         return np.frombuffer(bytes(self._states), np.uint8)
 
-    def check(self, tables: Iterable[list[int]] | None = None) -> None:
+    def check(self, tables: _Tables | None = None) -> None:
         """Raise RuntimeError unless every page is accounted for; `tables`: the page lists of all
         owners.
         """
@@ -224,9 +231,9 @@ class PagePool:
             return min(self._owners[page], SHARED)
         return CACHED if page in self._cached else FREE
 
-    def _check_owners(self, tables: Iterable[list[int]]) -> None:
+    def _check_owners(self, tables: _Tables) -> None:
         owners = Counter(page for table in tables for page in table if page)
-        if any(owners[page] != count for page, count in enumerate(self._owners)):
+        if [owners[page] for page in range(self.n_pages)] != self._owners:
             raise RuntimeError("reference counts differ from the pages that sequences hold")
 
 
@@ -238,10 +245,14 @@ def root_key(tenant: str, cache_salt: str, request_id: str = "") -> bytes:
 
     request_id is given when the prefix cache is off: then only the siblings of one request share.
     """
-    parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, cache_salt, request_id)]
-    # Lengths go first, so that ("ab", "c") and ("a", "bc") differ.
-    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    framed = b"".join(map(_framed, (tenant, cache_salt, request_id)))
     return blake2b(framed, digest_size=_KEY_BYTES).digest()
+
+
+def _framed(part: str) -> bytes:
+    """Its length goes first, so that ("ab", "c") and ("a", "bc") differ."""
+    encoded = part.encode("utf-8", "surrogatepass")
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def owner_key(number: int, index: int) -> bytes:
@@ -270,15 +281,19 @@ def extend_keys(
         keys.append(blake2b(parent + page + owner, digest_size=_KEY_BYTES).digest())
 
 
+def _keys_of(seq: Sequence, page_size: int, n_pages: int) -> list[bytes]:
+    """The keys of a sequence's first n_pages pages, which are full."""
+    extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages, seq.own_pages)
+    return seq.keys[:n_pages]
+
+
 def shareable_keys(seq: Sequence, page_size: int) -> list[bytes]:
     """Keys of the pages a boarding sequence may share: full ones, and never the last token's, whose
     logits we need.
     """
     if not seq.shares:
         return []
-    n_pages = (len(seq.tokens) - 1) // page_size
-    extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages, seq.own_pages)
-    return seq.keys[:n_pages]
+    return _keys_of(seq, page_size, (len(seq.tokens) - 1) // page_size)
 
 
 def publish(seq: Sequence, pool: PagePool, *, ended: bool = False) -> None:
@@ -297,8 +312,8 @@ def publish(seq: Sequence, pool: PagePool, *, ended: bool = False) -> None:
     full = known // pool.page_size
     if full <= seq.published:
         return
-    extend_keys(seq.keys, seq.root, seq.tokens, pool.page_size, full, seq.own_pages)
+    keys = _keys_of(seq, pool.page_size, full)
     tenant = seq.request.tenant
     for i in range(max(seq.published, seq.dropped), full):
-        pool.publish(seq.pages[i], seq.keys[i], tenant)
+        pool.publish(seq.pages[i], keys[i], tenant)
     seq.published = full

@@ -52,11 +52,9 @@ class SchedulerLimits:
 
     @classmethod
     def of(cls, settings: EngineSection, *, context_length: int) -> SchedulerLimits:
-        """The limits that the configuration sets; it names them alike."""
-        names = [field.name for field in fields(cls) if field.name != "context_length"]
-        return cls(
-            context_length=context_length, **{name: getattr(settings, name) for name in names}
-        )
+        """The limits that the configuration sets."""
+        values = {name: getattr(settings, name) for name in _SETTINGS}
+        return cls(context_length=context_length, **values)
 
     @property
     def batch(self) -> int:
@@ -88,3 +86,7 @@ class SchedulerLimits:
         for name in ("max_wait_ms", "static_timeout_ms", "target_itl_ms", "max_predicted_wait_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be at least 0")
+
+
+#: What the configuration sets, under the same names.
+_SETTINGS = {field.name for field in fields(SchedulerLimits)} - {"context_length"}

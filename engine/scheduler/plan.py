@@ -161,6 +161,10 @@ class Draft:
     preempted: list[Sequence] = field(default_factory=_no_sequences)
 
     @property
+    def prompt_chunks(self) -> list[Chunk]:
+        return self.chunks[self.n_decode :]
+
+    @property
     def work(self) -> StepWork:
         return StepWork(
             decode=self.n_decode,

@@ -127,7 +127,11 @@ def _n_pages(seq: Sequence) -> int:
     return seq.n_pages
 
 
-def _keeping_order(seq: Sequence) -> tuple[bool, float, bool, int, int, int]:
+#: Background, class, no token yet, rows computed (negative), request, index.
+type _Place = tuple[bool, float, bool, int, int, int]
+
+
+def _keeping_order(seq: Sequence) -> _Place:
     """The order in which seated sequences keep their seats, the last one loses it first.
 
     Those that somebody waits for before the others; among these the first class before the last;

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sized
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from typing import NamedTuple
@@ -15,19 +16,26 @@ from jitney.engine.types import EngineRequest
 SLACK = 64
 
 
+#: Class, whether it is fresh, when it came or lost its seat, index among its siblings.
+type _Place = tuple[float, bool, float, int]
+type _Entry = tuple[_Place, int, Sequence]
+
+
+def overgrown(heap: Sized, living: Sized) -> bool:
+    """Whether a lazily pruned heap has too many dead entries."""
+    return len(heap) > 2 * len(living) + SLACK
+
+
+@dataclass(eq=False)
 class WaitingQueue:
-    """Sequences by class, then preempted before fresh, then arrival; all is O(log n) amortised.
+    """Sequences by class, then preempted before fresh, then arrival; all is O(log n) amortised."""
 
-    expected: output tokens that those who wait are expected to generate.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, bool, float, int], int, Sequence]] = []
-        self._entries = (
-            count()
-        )  # keeps two entries of one sequence, the older one dead, from being compared
-        self._waiting: set[Sequence] = set()
-        self.expected = 0
+    #: Output tokens that those who wait are expected to generate.
+    expected: int = field(init=False, default=0)
+    _heap: list[_Entry] = field(init=False, default_factory=list[_Entry])
+    #: Keeps two entries of one sequence, the older one dead, from being compared.
+    _entries: Iterator[int] = field(init=False, default_factory=count)
+    _waiting: set[Sequence] = field(init=False, default_factory=set[Sequence])
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -66,9 +74,12 @@ class WaitingQueue:
         """A waiting sequence boards, or has ended: its entry is skipped when it comes up."""
         self._waiting.remove(seq)
         self.expected -= seq.expected
-        if len(self._heap) > 2 * len(self._waiting) + SLACK:
-            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
-            heapify(self._heap)
+        if overgrown(self._heap, self._waiting):
+            self._prune()
+
+    def _prune(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
+        heapify(self._heap)
 
     def board(self, seq: Sequence) -> None:
         """The head takes a seat; its prompt tokens that were not found in pages are computed for

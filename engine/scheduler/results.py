@@ -269,6 +269,4 @@ def _trimmed(entry: TokenLogprobs, most: int | None) -> TokenLogprobs:
     """The entry with its `most` likeliest alternatives; the device always computes the largest
     number.
     """
-    if most is None or len(entry.top_ids) <= most:
-        return entry
     return TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most])

@@ -92,7 +92,13 @@ class Scheduler:
             limits, pool, order.queue, holds=self._policy.holds, window=window
         )
         lengths = self.state.lengths
-        self._admission = Admission(limits, pool, eos_ids, vocab_size, order.key, lengths)
+        request_limits = RequestLimits(
+            vocab_size,
+            limits.context_length,
+            pool.capacity * pool.page_size,
+            limits.max_logprobs,
+        )
+        self._admission = Admission(pool, request_limits, frozenset(eos_ids), order.key, lengths)
         self._prefill_budget = PrefillBudget(
             self.step_times, limits.prefill_share, limits.target_itl_ms / 1000
         )
@@ -270,7 +276,7 @@ class Scheduler:
         self._suspects.clear()
         if guilty.finish is None:
             log.error("request %s made a step fail, also alone: it ends", guilty.request_id)
-            for seq in list(self.state.groups[guilty.request_id].open):
+            for seq in self.state.open_of(guilty.request_id):
                 self.state.end(seq, "error", _FAILED)
 
     def _judge(self, plan: Plan, now: float) -> None:
@@ -338,8 +344,7 @@ class Scheduler:
             return
         rows = draft.rows
         prompts = list(state.prefilling)
-        start = prompts[0].scheduled if prompts else 0
-        most = self._prefill_budget.most_in_background(draft.n_decode, start)
+        most = self._prefill_budget.most_in_background(draft.n_decode, _first_row(prompts))
         draft.tokens_left = min(draft.tokens_left, most)
         self._plan_prefill(prompts, draft)
         may_board = min(
@@ -475,22 +480,17 @@ class Scheduler:
         """Rows that decode in this step and that nobody waits for, at most: none beside a live
         prompt, and beside live streams as many as do not slow them down.
         """
-        state = self.state
-        if not state.background.n_seated:
+        if not self.state.background_decodes:
             return 0
-        if state.background_rests:
-            return 0
-        live = state.n_decoding_live
+        live = self.state.n_decoding_live
         return self.step_times.rows_beside(live) if live else self.limits.max_seats
 
     def _prompt_rows(self, prompts: list[Sequence], draft: Draft) -> int:
         """The most prompt rows of this step, by the prompts that want some: of those who sit, and
         of those for whom there is a seat.
         """
-        state = self.state
-        start = prompts[0].scheduled if prompts else 0
-        boarding = min(len(state.queue), len(state.free_seats))
-        return self._prefill_budget.most(draft.n_decode, start, len(prompts) + boarding)
+        wanting = len(prompts) + self.state.n_seatable
+        return self._prefill_budget.most(draft.n_decode, _first_row(prompts), wanting)
 
     def _plan_prefill(self, prompts: list[Sequence], draft: Draft) -> None:
         """Go on with prompts that have boarded, in that order."""
@@ -552,11 +552,11 @@ class Scheduler:
         compute meanwhile are padding.
         """
         members = list(self.state.prefilling)
-        longest = max(len(seq.tokens) - seq.scheduled for seq in members)
+        longest = max(seq.n_left for seq in members)
         width = min(longest, self._row_limit.rows // self.state.batch)
         for seq in members:
-            self._add_chunk(seq, draft, width - longest + len(seq.tokens) - seq.scheduled)
-        computed = longest - max(len(seq.tokens) - seq.scheduled for seq in members)
+            self._add_chunk(seq, draft, width - longest + seq.n_left)
+        computed = longest - max(seq.n_left for seq in members)
         draft.reserved = max(0, self.state.batch * computed - draft.rows)
 
     def _take_pages(
@@ -664,7 +664,7 @@ class Scheduler:
 
     def _thrifty(self, seq: Sequence, draft: Draft) -> int:
         """Rows of a prompt that are worth computing in this step rather than in the next."""
-        count = min(len(seq.tokens) - seq.scheduled, draft.tokens_left)
+        count = min(seq.n_left, draft.tokens_left)
         if not self._is_last(seq):
             return count
         return self.buckets.thrifty(draft.rows, count, draft.n_decode)
@@ -683,7 +683,7 @@ class Scheduler:
         """Publish the full pages that this step computes; only later plans see them: no step reads
         what it writes.
         """
-        for chunk in draft.chunks[draft.n_decode :]:
+        for chunk in draft.prompt_chunks:
             publish(chunk.seq, self.pool)
             if chunk.end >= chunk.seq.n_prompt:
                 self.state.release_siblings(chunk.seq)
@@ -723,6 +723,11 @@ class Scheduler:
             waiting=self.state.n_waiting,
             waiting_tokens=self.state.waiting_tokens,
         )
+
+
+def _first_row(prompts: list[Sequence]) -> int:
+    """Position of the next row of the first of these prompts, 0 without any."""
+    return prompts[0].scheduled if prompts else 0
 
 
 def _seated(sequences: list[Sequence]) -> list[Sequence]:

@@ -150,6 +150,11 @@ class Sequence:
         return len(self.tokens) - self.n_prompt
 
     @property
+    def n_left(self) -> int:
+        """Tokens the host knows whose rows are not scheduled."""
+        return len(self.tokens) - self.scheduled
+
+    @property
     def must_score(self) -> bool:
         """True while prompt positions must still be computed for their log-probabilities, found in
         pages or not.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -15,7 +15,7 @@ from jitney.engine.scheduler.estimates import OutputLengths
 from jitney.engine.scheduler.kv_pages import PagePool, publish
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.promises import PlaceRate
-from jitney.engine.scheduler.queues import SLACK, Backlog, Lane, RequestWork, WaitingQueue
+from jitney.engine.scheduler.queues import Backlog, Lane, RequestWork, WaitingQueue, overgrown
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
 
@@ -123,11 +123,11 @@ class SchedulerState:
         return self.live.n_seated - len(self.live_prompts)
 
     @property
-    def background_rests(self) -> bool:
-        """True while a live prompt wants the rows of a step for itself: it comes sooner where
+    def background_decodes(self) -> bool:
+        """False while a live prompt wants the rows of a step for itself: it comes sooner where
         nothing else is computed beside it.
         """
-        return self.background.n_seated > 0 and bool(self.queue or self.live_prompts)
+        return self.background.n_seated > 0 and not (self.queue or self.live_prompts)
 
     @property
     def n_waiting(self) -> int:
@@ -147,12 +147,19 @@ class SchedulerState:
         """Sequences that should board before a newcomer, by the queue's order: of those who wait
         and of those who are held back.
         """
-        held: list[Sequence] = []
-        if self.live.n_held:
-            for group in self.groups.values():
-                if not group.request.background:
-                    held += group.held
+        held = [seq for seq in self._held() if not seq.background]
         return self.queue.ahead(newcomer, held)
+
+    def _held(self) -> list[Sequence]:
+        """Who waits for a leader's prompt."""
+        if not self.live.n_held and not self.background.n_held:
+            return []
+        return [seq for group in self.groups.values() for seq in group.held]
+
+    @property
+    def n_seatable(self) -> int:
+        """Of those who wait for an answer, how many there is a seat for."""
+        return min(len(self.queue), len(self.free_seats))
 
     @property
     def crowded(self) -> bool:
@@ -248,14 +255,18 @@ class SchedulerState:
         """End a request (index None) or one of its sequences; unknown ids have ended already and
         are no error.
         """
-        group = self.groups.get(request_id)
-        for seq in list(group.open) if group else ():
+        for seq in self.open_of(request_id):
             if index is None or seq.index == index:
                 self.end(seq, reason)
 
+    def open_of(self, request_id: str) -> list[Sequence]:
+        """The open sequences of a request, none if it has ended."""
+        group = self.groups.get(request_id)
+        return list(group.open) if group else []
+
     def expire(self, now: float) -> None:
         """End every request whose deadline has come."""
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while self.next_deadline <= now:
             group = heappop(self._deadlines)[2]
             for seq in list(group.open):
                 self.end(seq, "deadline")
@@ -320,7 +331,7 @@ class SchedulerState:
         lane.requests -= 1
         if not group.boarded:
             lane.backlog.leave_prompt(len(group.request.prompt))
-        if len(self._deadlines) > 2 * len(self.groups) + SLACK:
+        if overgrown(self._deadlines, self.groups):
             self._deadlines = [entry for entry in self._deadlines if entry[2].open]
             heapify(self._deadlines)
 
@@ -403,9 +414,12 @@ class SchedulerState:
         for seq in sorted([*self.seated, *self.leaving], key=_by_rank):
             self.start_over(seq, now)
         self.pool.clear()
+        for seq in self._open():
+            _forget_launched(seq)
+
+    def _open(self) -> Iterator[Sequence]:
         for group in self.groups.values():
-            for seq in group.open:
-                _forget_launched(seq)
+            yield from group.open
 
     def _unseat(self, seq: Sequence, *, ended: bool = True) -> None:
         if self.pool.retain:
@@ -496,19 +510,15 @@ class SchedulerState:
 
     def _unseated(self) -> list[Sequence]:
         """Every open sequence without a seat, wherever it is."""
-        unseated = [*self.queue.members(), *self.background.queue.members(), *self.leaving]
-        for group in self.groups.values():
-            unseated += group.held
-        return unseated
+        queued = [*self.queue.members(), *self.background.queue.members()]
+        return [*queued, *self.leaving, *self._held()]
 
     def _places_close(self) -> bool:
-        places = self.seated + self._unseated()
-        everybody = {seq for group in self.groups.values() for seq in group.open}
-        return len(places) == len(set(places)) and set(places) == everybody
+        return Counter(self.seated + self._unseated()) == Counter(self._open())
 
     def _seats_close(self) -> bool:
-        taken = [seq.seat for seq in self.seated]
-        return sorted([*self.free_seats, *self.kept, *taken]) == list(range(self.limits.max_seats))
+        taken = (seq.seat for seq in self.seated)
+        return sorted([*self.free_seats, *self.kept, *taken]) == [*range(self.limits.max_seats)]
 
     def _lane_closes(self, lane: Lane, background: bool) -> bool:
         groups = [g for g in self.groups.values() if g.request.background == background]

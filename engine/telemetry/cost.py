@@ -43,6 +43,7 @@ class Line:
 
 #: Lines by what they are of: a kind of row and IDLE, or a request.
 Bill = Mapping[str, Line]
+type _Lines = dict[str, Line]
 
 
 def _nanoseconds(records: np.ndarray) -> np.ndarray:
@@ -59,7 +60,7 @@ def split(total: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.diff(total[:, None] * edges // whole, axis=1, prepend=0)
 
 
-def bill(records: np.ndarray, seconds: float) -> dict[str, Line]:
+def bill(records: np.ndarray, seconds: float) -> _Lines:
     """Rows and device time by kind, of steps [steps] STEP_DTYPE, and `idle`: the run's other time.
 
     Idle is what is left of `seconds`, the run's wall-clock time; none if the steps took longer than
@@ -71,7 +72,7 @@ def bill(records: np.ndarray, seconds: float) -> dict[str, Line]:
     return with_idle(lines, int(times.sum()), seconds)
 
 
-def with_idle(lines: dict[str, Line], busy: int, seconds: float) -> dict[str, Line]:
+def with_idle(lines: _Lines, busy: int, seconds: float) -> _Lines:
     """The lines in the order of ROW_KINDS, and `idle`: what `busy` nanoseconds leave of
     `seconds`.
     """
@@ -80,12 +81,9 @@ def with_idle(lines: dict[str, Line], busy: int, seconds: float) -> dict[str, Li
     return bill
 
 
-def _lines(names: Iterable[str], rows: np.ndarray, times: np.ndarray) -> dict[str, Line]:
+def _lines(names: Iterable[str], rows: np.ndarray, times: np.ndarray) -> _Lines:
     """rows and times: [n] i8, one of each name."""
-    lines = {}
-    for name, count, nanoseconds in zip(names, rows.tolist(), times.tolist(), strict=True):
-        lines[name] = Line(count, nanoseconds)
-    return lines
+    return dict(zip(names, map(Line, rows.tolist(), times.tolist()), strict=True))
 
 
 class RowOwners:
@@ -104,7 +102,7 @@ class RowOwners:
             owners.append(numbers.setdefault(chunk.seq.request.id, len(numbers)))
             rows.append(chunk.count)
 
-    def bill(self, records: np.ndarray) -> tuple[dict[str, Line], Line]:
+    def bill(self, records: np.ndarray) -> tuple[_Lines, Line]:
         """(rows and device time of each request, the rest: padding) of steps [steps] STEP_DTYPE in
         order.
 
@@ -123,7 +121,7 @@ class RowOwners:
         wasted = times * padding // np.maximum(1, computed)
         return self._by_request(kept, rows, own), Line(int(padding.sum()), int(wasted.sum()))
 
-    def _by_request(self, kept: np.ndarray, rows: np.ndarray, times: np.ndarray) -> dict[str, Line]:
+    def _by_request(self, kept: np.ndarray, rows: np.ndarray, times: np.ndarray) -> _Lines:
         """rows and times: of the entries that are kept."""
         owners = np.frombuffer(self._owners, np.int64)[kept]
         per_rows = np.zeros(len(self.requests), np.int64)
@@ -146,7 +144,7 @@ def _cut(
     return total[at] * ends // whole - total[at] * (ends - rows) // whole
 
 
-def as_json(lines: dict[str, Line], price_per_hour: float | None = None) -> dict[str, JsonDict]:
+def as_json(lines: _Lines, price_per_hour: float | None = None) -> dict[str, JsonDict]:
     """Lines as plain numbers; money only with a price."""
     return {name: _plain(line, price_per_hour) for name, line in lines.items()}
 

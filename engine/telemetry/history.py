@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,32 +42,32 @@ _KEEP_OUTAGES = 64
 _Listener = Callable[[RequestRecord], None]
 
 
+@dataclass(eq=False, kw_only=True)
 class RequestRecords:
-    """The records of all requests since the start, filled from a core's reports.
+    """The records of all requests since the start, filled from a core's reports."""
 
-    keep_tokens, keep_times: fill `RequestRecord.tokens`, `token_times`.
-    """
+    #: Fill `RequestRecord.tokens`, and `token_times`.
+    keep_tokens: bool = False
+    keep_times: bool = False
+    listeners: list[_Listener] = field(init=False, default_factory=list)
+    #: Sequences without an end.
+    n_open: int = field(init=False, default=0)
+    #: By request id, each a record per sequence; in the order of their arrival.
+    _records: dict[str, list[RequestRecord]] = field(init=False, default_factory=dict)
+    _next_number: int = field(init=False, default=0)
+    #: Number of the core's step 0.
+    _first_step: int = field(init=False, default=0)
+    #: The newest stay in each seat.
+    _newest_stays: dict[int, Stay] = field(init=False, default_factory=dict)
 
-    def __init__(self, *, keep_tokens: bool = False, keep_times: bool = False):
-        self.listeners: list[_Listener] = []
-        #: Sequences without an end.
-        self.n_open = 0
-        self._keep_tokens = keep_tokens
-        self._keep_times = keep_times
-        self._keeps = keep_tokens or keep_times
-        #: By request id, each a record per sequence; in the order of their arrival.
-        self._records: dict[str, list[RequestRecord]] = {}
-        self._next_number = 0
-        #: Number of the core's step 0.
-        self._first_step = 0
-        #: The newest stay in each seat.
-        self._newest_stays: dict[int, Stay] = {}
+    def __post_init__(self) -> None:
+        self._keeps = self.keep_tokens or self.keep_times
 
     def submit(self, request: EngineRequest) -> None:
         """A request arrives: one record for each of its sequences."""
-        records = [self._new_record(request, index) for index in range(request.sampling.n)]
-        self._records[request.id] = records
-        self.n_open += len(records)
+        n = request.sampling.n
+        self._records[request.id] = [self._new_record(request, index) for index in range(n)]
+        self.n_open += n
 
     def _new_record(self, request: EngineRequest, index: int) -> RequestRecord:
         record = RequestRecord(
@@ -79,9 +82,9 @@ class RequestRecords:
             arrival=request.arrival,
         )
         self._next_number += 1
-        if self._keep_tokens:
+        if self.keep_tokens:
             record.tokens = list(request.prompt)
-        if self._keep_times:
+        if self.keep_times:
             record.token_times = []
         return record
 
@@ -168,8 +171,8 @@ class RequestRecords:
 
     def find(self, request_id: str, index: int) -> RequestRecord | None:
         """The record of one sequence, None if there is none."""
-        records = self._records.get(request_id)
-        if records is None or not 0 <= index < len(records):
+        records = self._records.get(request_id, ())
+        if not 0 <= index < len(records):
             return None
         return records[index]
 
@@ -204,6 +207,11 @@ def _end_stay(stay: Stay, t: float) -> None:
         stay.first_token = None
 
 
+def _newest(most: int) -> Callable[[], deque[Any]]:
+    """Makes what keeps so many items, the newest."""
+    return partial(deque, maxlen=most)
+
+
 class Outage(msgspec.Struct):
     """A time in which no core served, after one that did. Times as those of the history's clock."""
 
@@ -220,47 +228,52 @@ class Outage(msgspec.Struct):
     ready: float | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class History(RequestRecords):
     """One engine's recent past as the server knows it, across the lives of its core.
 
     Fed by the core's reports whether anybody watches or not.
     """
 
-    def __init__(self, *, keep_tokens: bool = False, clock: Callable[[], float] = time.monotonic):
-        super().__init__(keep_tokens=keep_tokens)
-        #: Records of the newest steps; their numbers go on rising when a core is replaced.
-        self.records = RecordRing()
-        #: Who sits where, None for nobody.
-        self.seats: list[RequestRecord | None] = []
-        #: Seats that a batch keeps after their passenger's end.
-        self.held: set[int] = set()
-        #: (time, seconds since arrival) of those who boarded, and of first tokens, where somebody
-        #: waits for them.
-        self.waits: deque[tuple[float, float]] = deque(maxlen=_KEEP_SAMPLES)
-        self.first_tokens: deque[tuple[float, float]] = deque(maxlen=_KEEP_SAMPLES)
-        #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
-        #: prompt tokens found in the prefix cache.
-        self.finished: dict[str, int] = dict.fromkeys(_FINISHES, 0)
-        self.rejected: dict[str, int] = {}
-        self.boarded = 0
-        self.cached_tokens = 0
-        #: Events since the start; the newest are kept.
-        self.n_life = 0
-        self._life: deque[SequenceEvent] = deque(maxlen=_KEEP_LIFE)
-        #: When the newest core got ready.
-        self.ready_at = 0.0
-        #: Oldest first.
-        self.outages: deque[Outage] = deque(maxlen=_KEEP_OUTAGES)
-        self._clock = clock
-        self._started = clock()
-        self._holds = False
-        #: Ended requests, by their end.
-        self._ended: deque[RequestRecord] = deque()
+    clock: Callable[[], float] = time.monotonic
+    #: Records of the newest steps; their numbers go on rising when a core is replaced.
+    records: RecordRing = field(init=False, default_factory=RecordRing)
+    #: Who sits where, None for nobody.
+    seats: list[RequestRecord | None] = field(init=False, default_factory=list)
+    #: Seats that a batch keeps after their passenger's end.
+    held: set[int] = field(init=False, default_factory=set)
+    #: (time, seconds since arrival) of those who boarded, and of first tokens, where somebody waits
+    #: for them.
+    waits: deque[tuple[float, float]] = field(init=False, default_factory=_newest(_KEEP_SAMPLES))
+    first_tokens: deque[tuple[float, float]] = field(
+        init=False, default_factory=_newest(_KEEP_SAMPLES)
+    )
+    #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
+    #: prompt tokens found in the prefix cache.
+    finished: dict[str, int] = field(init=False)
+    rejected: dict[str, int] = field(init=False, default_factory=Counter)
+    boarded: int = field(init=False, default=0)
+    cached_tokens: int = field(init=False, default=0)
+    #: Events since the start; the newest are kept.
+    n_life: int = field(init=False, default=0)
+    _life: deque[SequenceEvent] = field(init=False, default_factory=_newest(_KEEP_LIFE))
+    #: When the newest core got ready.
+    ready_at: float = field(init=False, default=0.0)
+    #: Oldest first.
+    outages: deque[Outage] = field(init=False, default_factory=_newest(_KEEP_OUTAGES))
+    _holds: bool = field(init=False, default=False)
+    #: Ended requests, by their end.
+    _ended: deque[RequestRecord] = field(init=False, default_factory=deque)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.finished = dict.fromkeys(_FINISHES, 0)
+        self._started = self.clock()
 
     @property
     def kept_from(self) -> float:
         """The time from which on everything is known."""
-        kept_from = max(self._started, self._clock() - KEEP_S)
+        kept_from = max(self._started, self.clock() - KEEP_S)
         if len(self._ended) >= _KEEP_REQUESTS:
             kept_from = max(kept_from, _end_of(self._ended[0]))
         return kept_from
@@ -273,7 +286,7 @@ class History(RequestRecords):
 
     def core_ready(self, info: EngineInfo) -> None:
         """A core starts, its step numbers beginning anew: ours go on rising."""
-        self.ready_at = self._clock()
+        self.ready_at = self.clock()
         if self.outages and self.outages[-1].ready is None:
             self.outages[-1].ready = self.ready_at
         self.seats = [None] * info.seats
@@ -289,25 +302,27 @@ class History(RequestRecords):
             last.n_lost += n_lost
             return
         restart = 1 if last is None else last.restart + 1
-        self.outages.append(Outage(self._clock(), cause, restart, n_resumed, n_lost))
+        self.outages.append(Outage(self.clock(), cause, restart, n_resumed, n_lost))
 
     def core_lost(self, code: str) -> None:
         """The core is gone: every open request ends with this error."""
         for record in list(self.open()):
-            self._end(record, "error", code, self.records.last_step, self._clock())
+            self._end(record, "error", code, self.records.last_step, self.clock())
+        self._clear_seats()
+
+    def _clear_seats(self) -> None:
         self.seats = [None] * len(self.seats)
         self.held.clear()
 
     def seats_lost(self) -> None:
         """The core is gone, and open requests wait for another one."""
-        step, t = self.records.last_step, self._clock()
+        step, t = self.records.last_step, self.clock()
         for record in list(self.open()):
             seat = record.seat
             if seat >= 0:
                 super()._preempt(record, step + 1, t)
                 self._add_event("preempted", record, step, t, seat, "engine_died")
-        self.seats = [None] * len(self.seats)
-        self.held.clear()
+        self._clear_seats()
 
     def submit(self, request: EngineRequest) -> None:
         super().submit(request)
@@ -317,7 +332,7 @@ class History(RequestRecords):
     def take(self, report: StepReport) -> np.void | None:
         """Take in a report; returns its step record, renumbered, if it has one."""
         step_record = None
-        now = self._clock()
+        now = self.clock()
         if report.record:
             step_record = self.records.add(report.record, self._first_step)
             now = self.records.last_ready
@@ -385,7 +400,7 @@ class History(RequestRecords):
 
     def _count_end(self, record: RequestRecord, finish: str, code: str) -> None:
         if finish == "error" and not record.stays and code not in _ENGINE_ERRORS:
-            self.rejected[code] = self.rejected.get(code, 0) + 1
+            self.rejected[code] += 1
         else:
             self.finished[finish] += 1
 
@@ -432,10 +447,8 @@ class History(RequestRecords):
 
     def life_since(self, number: int) -> list[SequenceEvent]:
         """Events after the first `number`, as far back as they are kept."""
-        new = min(self.n_life - number, len(self._life))
-        if new <= 0:
-            return []
-        return list(islice(self._life, len(self._life) - new, None))
+        forgotten = self.n_life - len(self._life)
+        return list(islice(self._life, max(0, number - forgotten), None))
 
     def ended(self, start: float) -> list[RequestRecord]:
         """Requests that ended after `start`, by their end."""
@@ -446,7 +459,7 @@ class History(RequestRecords):
 def stays_within(record: RequestRecord, start: float, end: float) -> Iterator[SeatStay]:
     """Stays of one sequence that touch the time from start to end."""
     for stay in record.stays:
-        if stay.start < end and (stay.end is None or stay.end > start):
+        if stay.start < end and stay.left > start:
             yield record, stay
 
 

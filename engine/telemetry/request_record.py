@@ -198,5 +198,9 @@ SeatStay = tuple[RequestRecord, Stay]
 
 def stays_of(requests: Iterable[RequestRecord]) -> list[SeatStay]:
     """All stays of these requests, by their beginning."""
-    pairs = [(request, stay) for request in requests for stay in request.stays]
-    return sorted(pairs, key=lambda pair: pair[1].start)
+    pairs = ((request, stay) for request in requests for stay in request.stays)
+    return sorted(pairs, key=_start)
+
+
+def _start(pair: SeatStay) -> float:
+    return pair[1].start
