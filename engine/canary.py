@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -59,10 +59,10 @@ class CanaryCore(EngineCore):
     every: int
     #: Largest difference of log-probabilities that rounding explains.
     limit: float
-    _added: int = field(init=False, default=0)
+    _added: int = 0
     #: By request id: those that are served now, and those that the other core has.
-    _watched: dict[str, _Watched] = field(init=False, default_factory=dict)
-    _waiting: dict[str, _Watched] = field(init=False, default_factory=dict)
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+    _waiting: dict[str, _Watched] = field(default_factory=dict)
 
     @property
     def has_work(self) -> bool:
@@ -113,11 +113,14 @@ class CanaryCore(EngineCore):
         report = super().step()
         if self._watched:
             report.outputs[:] = [self._noted(output) for output in report.outputs]
-        if not self.alone.has_work:
-            return report
-        for output in self.alone.step().outputs:
-            report.canary.extend(self._compared(output))
+        if self.alone.has_work:
+            report.canary.extend(self._findings())
         return report
+
+    def _findings(self) -> Iterator[CanaryFinding]:
+        """Of the other core's next step."""
+        for output in self.alone.step().outputs:
+            yield from self._compared(output)
 
     def _noted(self, output: SequenceOutput) -> SequenceOutput:
         """Keep what a watched sequence says; the output as the client shall have it."""

@@ -14,7 +14,13 @@ from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.sequence import Matcher, Sequence
-from jitney.engine.types import MAX_N, EngineRequest, FinishReason, SequenceOutput
+from jitney.engine.types import (
+    MAX_N,
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    SequenceOutput,
+)
 
 if TYPE_CHECKING:
     from jitney.engine.scheduler.scheduler import Scheduler
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jitney.core")
 
+type _NewMatcher = Callable[[], Matcher] | None
 _NO_GRAMMARS = ErrorInfo(
     "unsupported_parameter", "this engine cannot hold an answer to a grammar", "structured_outputs"
 )
@@ -132,19 +139,19 @@ class EngineCore:
     #: longer than others.
     on_first_step: Callable[[int], None] = _ignore
     #: Holds answers to grammars; None until somebody knows what the tokens spell.
-    grammars: GrammarDesk | None = field(init=False, default=None)
+    grammars: GrammarDesk | None = None
     #: Kinds of steps that have run: (bucket, plain).
-    _kinds: set[tuple[Bucket, bool]] = field(init=False, default_factory=set[tuple[Bucket, bool]])
+    _kinds: set[tuple[Bucket, bool]] = field(default_factory=set[tuple[Bucket, bool]])
     #: The step that the device computes.
-    _flight: _Flight | None = field(init=False, default=None)
+    _flight: _Flight | None = None
     #: The device's memory is free: see `sleep`.
-    _asleep: bool = field(init=False, default=False)
+    _asleep: bool = False
     #: When the device finished the last step; None after a time without work.
-    _ready: float | None = field(init=False, default=None)
+    _ready: float | None = None
     #: For the next report.
-    _rejected: list[SequenceOutput] = field(init=False, default_factory=list[SequenceOutput])
-    _questions: list[AskSeatMap] = field(init=False, default_factory=list[AskSeatMap])
-    _answers: list[SeatMap] = field(init=False, default_factory=list[SeatMap])
+    _rejected: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
+    _questions: list[AskSeatMap] = field(default_factory=list[AskSeatMap])
+    _answers: list[SeatMap] = field(default_factory=list[SeatMap])
 
     @property
     def has_work(self) -> bool:
@@ -206,16 +213,18 @@ class EngineCore:
         except ValueError as error:
             log.warning("no answer can be held to a grammar: %s", error)
 
-    def _let_in(
-        self, request: EngineRequest, new_matcher: Callable[[], Matcher] | None = None
-    ) -> None:
-        if request.sampling.ruled:
-            assert self.grammars is not None  # `add` has looked
-            new_matcher = self.grammars.ruled(request.sampling, new_matcher)
+    def _let_in(self, request: EngineRequest, new_matcher: _NewMatcher = None) -> None:
         try:
-            self.scheduler.add(request, new_matcher)
+            self.scheduler.add(request, self._ruled(request.sampling, new_matcher))
         except RequestError as error:
             self._reject(request, error.info)
+
+    def _ruled(self, sampling: SamplingParams, new_matcher: _NewMatcher) -> _NewMatcher:
+        """The matcher with the request's own rules."""
+        if not sampling.ruled:
+            return new_matcher
+        assert self.grammars is not None  # `add` has looked
+        return self.grammars.ruled(sampling, new_matcher)
 
     def _let_in_compiled(self) -> None:
         """Let those in whose grammars have been compiled."""
@@ -371,8 +380,7 @@ class EngineCore:
     def _unseated(self) -> list[SequenceEvent]:
         """Who lost its seat other than for a plan."""
         step, now = self.scheduler.steps, self.clock()
-        unseated = self.scheduler.take_unseated()
-        return [_event_of("preempted", seq, step, now) for seq in unseated]
+        return [_event_of("preempted", seq, step, now) for seq in self.scheduler.take_unseated()]
 
     def _released(self) -> list[SequenceEvent]:
         """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
@@ -499,14 +507,7 @@ def seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
 
 def _event_of(event: str, seq: Sequence, step: int, t: float, seat: int = -1) -> SequenceEvent:
     return SequenceEvent(
-        event=event,
-        request_id=seq.request_id,
-        index=seq.index,
-        seat=seat,
-        step=step,
-        t=t,
-        n_in=seq.n_prompt,
-        n_out=seq.n_output,
+        event, seq.request_id, seq.index, seat, step, t, seq.n_prompt, seq.n_output
     )
 
 

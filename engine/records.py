@@ -100,8 +100,8 @@ class Ledger:
     #: Records kept.
     capacity: int = 16384
     #: Records ever made, and those of them that are in `_totals`.
-    _count: int = field(init=False, default=0)
-    _summed: int = field(init=False, default=0)
+    _count: int = 0
+    _summed: int = 0
     _totals: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:

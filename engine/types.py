@@ -453,6 +453,11 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     #: Seconds from boarding to the first token, once known.
     prefill_s: float | None = None
 
+    @property
+    def error_code(self) -> str:
+        """Empty without an error."""
+        return "" if self.error is None else self.error.code
+
 
 class KernelProof(msgspec.Struct, frozen=True):
     """What came of comparing one kernel with its definition, at start, on the machine that

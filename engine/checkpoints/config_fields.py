@@ -73,6 +73,11 @@ class Fields:
         raise ModelError(f"{self.where}: {key} must be {wanted}, found {str(value)[:60]!r}")
 
 
+def behind(prefix: str, values: JsonObject) -> JsonObject:
+    """The values under keys with this prefix, without it."""
+    return {key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}
+
+
 def unique(*groups: tuple[int, ...]) -> tuple[int, ...]:
     """All ids of the groups once, in the order first seen."""
     return tuple(dict.fromkeys(itertools.chain(*groups)))

@@ -9,6 +9,9 @@ from typing import Literal, overload
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonDict
 
+#: Sizes of a tensor's axes.
+Shape = tuple[int, ...]
+
 #: config.json and its like are a few kB; an index of a very large model some MB; a tokenizer up to
 #: tens of MB.
 _MAX_JSON_BYTES = 32 << 20

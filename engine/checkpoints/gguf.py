@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jitney.engine.checkpoints.files import Shape
 from jitney.engine.errors import ModelError
 
 #: GGUF value type -> struct code; 8 is a string and 9 an array.
@@ -46,13 +47,24 @@ class _TensorInfo:
     """Where a tensor lies."""
 
     #: Row-major, as numpy has it; GGUF stores the reverse.
-    shape: tuple[int, ...]
+    shape: Shape
     #: `gguf.GGMLQuantizationType`.
     kind: int
     #: Bytes from the start of the file.
     start: int
     #: Bytes.
     size: int
+
+    @property
+    def kind_name(self) -> str:
+        """Such as Q4_1."""
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType(self.kind).name
+
+
+#: Name, shape, type and offset.
+type _Header = tuple[str, Shape, int, int]
 
 
 class GGUFFile:
@@ -79,7 +91,7 @@ class GGUFFile:
             ) from error
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -129,18 +141,17 @@ class GGUFFile:
         for name, shape, kind, offset in stored:
             self.tensors[name] = self.placed(name, shape, kind, base + offset)
 
-    def tensor_header(self) -> tuple[str, tuple[int, ...], int, int]:
-        """(name, shape, type, offset)."""
+    def tensor_header(self) -> _Header:
         name = self.string()
         return name, self._shape_of(name), self.scalar("I"), self.scalar("Q")
 
-    def _shape_of(self, name: str) -> tuple[int, ...]:
+    def _shape_of(self, name: str) -> Shape:
         axes = self.scalar("I")
         if not 1 <= axes <= 4:
             raise ModelError(f"{self.name}: {name[:100]} has {axes} axes")
         return tuple(self.scalar("Q") for _ in range(axes))[::-1]
 
-    def placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> _TensorInfo:
+    def placed(self, name: str, shape: Shape, kind: int, start: int) -> _TensorInfo:
         """The tensor's place in the file; ModelError if its type is unknown or it does not lie
         inside.
         """

@@ -11,6 +11,7 @@ from jitney.engine.checkpoints.config_fields import (
     MAX_VOCAB,
     MAX_WIDTH,
     Fields,
+    behind,
     unique,
 )
 from jitney.engine.checkpoints.families import FAMILIES, Family
@@ -23,10 +24,13 @@ from jitney.engine.types import JsonObject
 
 def config_of(file: GGUFFile) -> ModelConfig:
     """The model's configuration; ModelError if it cannot be served."""
-    factors: tuple[float, ...] = ()
-    if "rope_freqs.weight" in file.tensors:
-        factors = tuple(map(float, file.read("rope_freqs.weight").ravel()))
-    return read_gguf_config(file.metadata, file.shapes, factors)
+    return read_gguf_config(file.metadata, file.shapes, _rope_factors(file))
+
+
+def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
+    if "rope_freqs.weight" not in file.tensors:
+        return ()
+    return tuple(map(float, file.read("rope_freqs.weight").ravel()))
 
 
 def read_gguf_config(
@@ -89,9 +93,7 @@ def _family_named(name: Any) -> tuple[str, Family]:
 
 def _fields_of(metadata: JsonObject, name: str) -> Fields:
     """The keys of the architecture, without its name."""
-    prefix = f"{name}."
-    own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
-    fields = Fields(own, f"GGUF {name}")
+    fields = Fields(behind(f"{name}.", metadata), f"GGUF {name}")
     if fields.get("expert_count", 0):
         raise ModelError("GGUF: mixture-of-experts models are not supported")
     return fields

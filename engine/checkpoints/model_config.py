@@ -36,6 +36,11 @@ class RopeScaling:
     #: factors: GGUF's `rope_freqs.weight`, D // 2 numbers.
     factors: tuple[float, ...] = ()
 
+    @property
+    def extended_context(self) -> int:
+        """Tokens of the context that yarn leads to."""
+        return int(self.original_context * self.factor)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:

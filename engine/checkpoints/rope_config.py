@@ -127,4 +127,4 @@ def extended_context(context: int, scaling: RopeScaling | None) -> int:
     """
     if scaling is None or scaling.kind != "yarn":
         return context
-    return min(max(context, int(scaling.original_context * scaling.factor)), MAX_CONTEXT)
+    return min(max(context, scaling.extended_context), MAX_CONTEXT)

@@ -7,14 +7,15 @@ checks every header (length, overlaps, offsets) before it maps a tensor.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import msgspec
 import numpy as np
 
-from jitney.engine.checkpoints.files import read_json, safe_file
+from jitney.engine.checkpoints.files import Shape, read_json, safe_file
 from jitney.engine.errors import ModelError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -23,6 +24,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 
+@dataclass(eq=False)
 class SafetensorsFolder:
     """The tensors of a model folder: `shapes`, `kinds` (safetensors' names of dtypes) and
     `read(name)`.
@@ -32,15 +34,16 @@ class SafetensorsFolder:
     """
 
     #: dtypes that are read.
-    types: tuple[str, ...] = DTYPES
+    types: ClassVar[tuple[str, ...]] = DTYPES
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.kinds: dict[str, str] = {}
-        self.paths: dict[str, Path] = {}
-        self.files: dict[str, Any] = {}
-        for name in _shard_names(self.folder):
+    folder: str | Path
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    files: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _shard_names(Path(self.folder)):
             self.add(name)
 
     def add(self, shard: str) -> None:
@@ -48,7 +51,7 @@ class SafetensorsFolder:
         from safetensors import SafetensorError, safe_open
 
         try:
-            path = safe_file(self.folder, shard)
+            path = safe_file(Path(self.folder), shard)
             file = safe_open(path, framework="numpy")
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 if name in self.files:
@@ -61,21 +64,28 @@ class SafetensorsFolder:
             ) from error
 
     def _note(self, shard: str, name: str, piece: Any) -> None:
-        """Its shape and dtype, which must be one that is read."""
-        dtype = piece.get_dtype()
-        if dtype not in self.types:
-            raise ModelError(
-                f"{shard}: {name[:100]} has type {dtype}, not one of {', '.join(self.types)}"
-            )
+        """Its shape and dtype."""
         self.shapes[name] = tuple(piece.get_shape())
-        self.kinds[name] = dtype
+        self.kinds[name] = piece.get_dtype()
+        self._check_kind(shard, name)
+
+    def _check_kind(self, shard: str, name: str) -> None:
+        """ModelError unless it is one that is read."""
+        kind = self.kinds[name]
+        if kind not in self.types:
+            raise ModelError(
+                f"{shard}: {name[:100]} has type {kind}, not one of {', '.join(self.types)}"
+            )
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in its stored dtype (bfloat16 and fp8 as ml_dtypes' types) and row-major
         shape.
         """
-        if self.kinds[name] != "F8_E4M3":
-            return self.files[name].get_tensor(name)
+        if self.kinds[name] == "F8_E4M3":
+            return self._read_fp8(name)
+        return self.files[name].get_tensor(name)
+
+    def _read_fp8(self, name: str) -> np.ndarray:
         # safetensors 0.8 looks for numpy's own type of that name, which is not there.
         stored = _stored_bytes(self.paths[name], name)
         return stored.view(ml_dtypes.float8_e4m3fn).reshape(self.shapes[name])
@@ -109,7 +119,7 @@ def _shard_names(folder: Path) -> list[str]:
 
 def _indexed_shards(folder: Path) -> list[str]:
     try:
-        shards = msgspec.convert(read_json(folder, _INDEX), _ShardIndex).weight_map.values()
+        index = msgspec.convert(read_json(folder, _INDEX), _ShardIndex)
     except msgspec.ValidationError:
         raise ModelError(f"{_INDEX}: weight_map must name a file for each tensor") from None
-    return sorted(set(shards))
+    return sorted({*index.weight_map.values()})

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from jitney.engine.checkpoints.config_fields import behind
 from jitney.engine.checkpoints.files import read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource
@@ -23,6 +24,9 @@ from jitney.engine.errors import ConfigError, ModelError, RequestError
 from jitney.engine.types import SAMPLING_DEFAULTS, JsonObject, SamplingParams
 
 log = logging.getLogger("jitney.core")
+
+#: Field of `SamplingParams` -> number.
+type _Defaults = dict[str, int | float]
 
 _HF_FILE = "generation_config.json"
 #: Temperature and top_p as the publisher of the built-in model recommends; its GGUF file does not
@@ -80,7 +84,7 @@ _GGUF_OTHERS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def sampling_defaults(settings: SamplingSection, source: ModelSource) -> dict[str, int | float]:
+def sampling_defaults(settings: SamplingSection, source: ModelSource) -> _Defaults:
     """Field of `SamplingParams` -> its default for this model, for those that have one.
 
     Raises ConfigError naming the file and the field.
@@ -94,7 +98,7 @@ def sampling_defaults(settings: SamplingSection, source: ModelSource) -> dict[st
     return defaults
 
 
-def _recommended(generation_config: str, source: ModelSource) -> dict[str, int | float]:
+def _recommended(generation_config: str, source: ModelSource) -> _Defaults:
     """What the model's file says, or the one that is named instead."""
     if generation_config == "none":
         return {}
@@ -105,7 +109,7 @@ def _recommended(generation_config: str, source: ModelSource) -> dict[str, int |
     return _from_model(source)
 
 
-def _from_model(source: ModelSource) -> dict[str, int | float]:
+def _from_model(source: ModelSource) -> _Defaults:
     """What the model's own file says."""
     if source.kind == "hf":
         values = read_json(Path(source.path), _HF_FILE, missing_ok=True)
@@ -115,15 +119,12 @@ def _from_model(source: ModelSource) -> dict[str, int | float]:
     return {}
 
 
-def _from_gguf(path: Path) -> dict[str, int | float]:
-    own = {}
-    for key, value in GGUFFile(path).metadata.items():
-        if key.startswith(_GGUF_PREFIX):
-            own[key.removeprefix(_GGUF_PREFIX)] = value
+def _from_gguf(path: Path) -> _Defaults:
+    own = behind(_GGUF_PREFIX, GGUFFile(path).metadata)
     return _from_values(own, f"{path.name} ({_GGUF_PREFIX}*)", _GGUF_NAMES, _GGUF_OTHERS)
 
 
-def _from_path(path: Path) -> dict[str, int | float]:
+def _from_path(path: Path) -> _Defaults:
     """Of a file in the form of `generation_config.json`, or of a folder with one."""
     if path.is_dir():
         path /= _HF_FILE
@@ -139,7 +140,7 @@ def _from_values(
     file: str,
     names: Mapping[str, str],
     others: Mapping[str, tuple[Any, ...]],
-) -> dict[str, int | float]:
+) -> _Defaults:
     """The defaults among a file's values; what else they ask for goes to the log, once."""
     ignored = [name for name, neutral in others.items() if values.get(name) not in (None, *neutral)]
     if ignored:

@@ -95,14 +95,17 @@ class Setting:
         stands for none.
         """
         try:
-            if self.kind is bool:
-                return _BOOLEANS[text.strip().lower()]
-            if self.kind is tuple:
-                return self._parse_list(text)
-            return self.kind(text)
+            return self._parsed(text)
         except (KeyError, ValueError):
             expected = _EXPECTED[self.kind]
             raise ConfigError(f"{where}: must be {expected}, not {_short(text)}") from None
+
+    def _parsed(self, text: str) -> Any:
+        if self.kind is bool:
+            return _BOOLEANS[text.strip().lower()]
+        if self.kind is tuple:
+            return self._parse_list(text)
+        return self.kind(text)
 
     def _parse_list(self, text: str) -> tuple[Any, ...]:
         words = [word.strip() for word in text.split(",") if word.strip()]
@@ -114,12 +117,13 @@ class Setting:
 @cache
 def settings() -> dict[str, Setting]:
     """All settings by flat name, in the order of the description."""
-    by_name = {}
+    return {setting.name: setting for setting in _described()}
+
+
+def _described() -> Iterator[Setting]:
     for section, info in Config.model_fields.items():
         for key, field in _section_class(info).model_fields.items():
-            setting = Setting(section, key, field)
-            by_name[setting.name] = setting
-    return by_name
+            yield Setting(section, key, field)
 
 
 def _settings_of(section: str) -> list[Setting]:

@@ -193,12 +193,8 @@ class UploadLayout:
     @property
     def _parts(self) -> list[str]:
         """The parts of an upload that this executable takes, in order of packing."""
-        absent = set()
-        if self.plain:
-            absent.add("sampling")
-        if not self.scores:
-            absent.add("scores")
-        return [part for part in _PARTS if part not in absent]
+        wanted = {"sampling": not self.plain, "scores": self.scores}
+        return [part for part in _PARTS if wanted.get(part, True)]
 
     @cached_property
     def fields(self) -> list[_Field]:
@@ -206,12 +202,9 @@ class UploadLayout:
         return [field for part in self._parts for field in _FIELDS if field.part == part]
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, list[int]]:
         """Field name -> shape, in order of packing."""
-        shapes = {}
-        for field in self.fields:
-            shapes[field.name] = tuple([self._axes[axis] for axis in field.shape])
-        return shapes
+        return {field.name: [self._axes[axis] for axis in field.shape] for field in self.fields}
 
     @cached_property
     def slices(self) -> dict[str, slice]:
@@ -235,10 +228,8 @@ class UploadLayout:
 
     def split(self, packed: Any) -> Any:
         """`_StepInputs` of views of the packed array, numpy or traced."""
-        arrays = {}
-        for name, where in self.slices.items():
-            arrays[name] = packed[where].reshape(self.shapes[name])
-        return _StepInputs(**arrays)
+        slices = self.slices.items()
+        return _StepInputs(**{name: packed[at].reshape(self.shapes[name]) for name, at in slices})
 
 
 class _StepRows(msgspec.Struct):

@@ -21,6 +21,8 @@ _SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 #: On a CPU the pool shares the machine with everything else: a quarter of what is free, and no more
 #: than this.
 _CPU_SHARE, _CPU_MOST = 0.25, GIB
+#: What is taken to be free where the system does not say (not Linux).
+_UNKNOWN = 4 * GIB
 #: On a device, left free for fragments and for the runtime's own growth.
 _DEVICE_RESERVE = 0.04
 
@@ -90,14 +92,14 @@ def _free_host_bytes(share: float) -> int:
 
 
 def _available_host_bytes() -> int:
-    """MemAvailable of /proc/meminfo; 4 GiB where there is none (not Linux)."""
+    """MemAvailable of /proc/meminfo."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
-        return 4 * GIB
+        return _UNKNOWN
     found = re.search(r"MemAvailable:\s+(\d+) kB", text)
     if found is None:
-        return 4 * GIB
+        return _UNKNOWN
     return int(found[1]) * 1024
 
 

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jitney.engine.checkpoints.files import Shape
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.executor.inputs import (
     BatchBuilder,
@@ -59,7 +61,7 @@ _GRAPH_COMMANDS = (
 )
 
 #: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
-type LogitsOf = Callable[[jax.Array], jax.Array]
+type LogitsOf = Callable[[Array], Array]
 
 
 @jax.tree_util.register_dataclass
@@ -123,22 +125,20 @@ class StateSizes:
 
 
 def shape_on(
-    mesh: Mesh | None, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec
+    mesh: Mesh | None, shape: Shape, dtype: Any, spec: PartitionSpec
 ) -> jax.ShapeDtypeStruct:
     """A shape on the mesh, or on the default device."""
-    sharding = None
-    if mesh is not None:
-        sharding = NamedSharding(mesh, spec)
+    sharding = None if mesh is None else NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
     """The state of seats nobody sits in, each array where its shape says."""
 
-    def zeros(shape: Any) -> jax.Array:
+    def zeros(shape: Any) -> Array:
         return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
 
-    def place(column: jax.Array, shape: Any) -> jax.Array:
+    def place(column: Array, shape: Any) -> Array:
         if shape.sharding is None:
             return column
         return jax.device_put(column, shape.sharding)
@@ -162,7 +162,7 @@ class StepOutput(NamedTuple):
     scores: Any = None
 
 
-def _broken_sequences(hidden: jax.Array, cu_q: jax.Array) -> jax.Array:
+def _broken_sequences(hidden: Array, cu_q: Array) -> Array:
     """Sequences any of whose rows is not finite: hidden [T, E], cu_q int32 [S + 1] -> bool [S]."""
     bad = ~jnp.all(jnp.isfinite(hidden), axis=-1)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad.astype(jnp.int32))])
@@ -214,8 +214,8 @@ class Program:
         return self.mesh is not None and self.mesh.size > 1
 
     def forward(
-        self, leaves: list[jax.Array], kv: list[jax.Array], last_token: jax.Array, inputs: Any
-    ) -> tuple[LogitsOf, jax.Array, list[jax.Array]]:
+        self, leaves: list[Array], kv: list[Array], last_token: Array, inputs: Any
+    ) -> tuple[LogitsOf, Array, list[Array]]:
         """-> (from row numbers int32 [R] to their logits, float32 [R, V], this device's columns of
         them if split; hidden [T, E]; kv)."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
@@ -223,7 +223,7 @@ class Program:
         tokens = jnp.where(inputs.tokens >= 0, inputs.tokens, sampled_last)
         hidden, kv = model(tokens, kv, _meta_of(inputs), self.kernels)
 
-        def logits_of(rows: jax.Array) -> jax.Array:
+        def logits_of(rows: Array) -> Array:
             return model.logits(hidden[rows], self.kernels)
 
         return logits_of, hidden, kv
@@ -250,7 +250,7 @@ class Program:
         inputs = layout.split(packed)
         logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
 
-        def whole_logits_of(rows: jax.Array) -> jax.Array:
+        def whole_logits_of(rows: Array) -> Array:
             logits = logits_of(rows)
             if self.split:
                 return gather(logits)

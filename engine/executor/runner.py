@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
 from jitney.engine.executor.choices import Choices
@@ -108,7 +109,7 @@ def _copy_sampled(sampled: Any, *, logprobs: bool) -> None:
     _copy_to_host(sampled)
 
 
-def _board_seat(state: SeatState, seat: jax.Array, *row: jax.Array) -> SeatState:
+def _board_seat(state: SeatState, seat: Array, *row: Array) -> SeatState:
     columns = zip(state, row, strict=True)
     return SeatState(*[column.at[seat].set(new) for column, new in columns])
 
@@ -240,12 +241,17 @@ class Runner:
     def warm_up(self) -> None:
         """Run every executable on an empty batch: first calls set up thread pools and buffers."""
         for bucket, plain in self.executables:
-            packed = self.builder.empty(bucket, plain)
-            _, logits = jax.block_until_ready(self.run(bucket, plain, packed))
+            logits = self._run_empty(bucket, plain)
             if logits is not None:
                 self._warm_up_choices(logits)
 
-    def _warm_up_choices(self, logits: jax.Array) -> None:
+    def _run_empty(self, bucket: Bucket, plain: bool) -> Any:
+        """A step without a row, to its end; its logits."""
+        packed = self.builder.empty(bucket, plain)
+        _, logits = jax.block_until_ready(self.run(bucket, plain, packed))
+        return logits
+
+    def _warm_up_choices(self, logits: Array) -> None:
         rows = logits.shape[0]
         for size in self.choices.sizes_for(rows):
             own = logits
@@ -299,7 +305,7 @@ class Runner:
         ticket.chosen = self._run_choice(logits, upload)
         _copy_sampled(ticket.chosen, logprobs=_wants_logprobs(ticket.plan))
 
-    def _run_choice(self, logits: jax.Array, upload: MaskedRows) -> Sampled:
+    def _run_choice(self, logits: Array, upload: MaskedRows) -> Sampled:
         """One call of a program that chooses behind a step; replaces the donated state."""
         state, program = self.state, self.choices.programs[logits.shape[0]]
         state.last_token, state.seats, sampled = program(
@@ -343,7 +349,7 @@ class Runner:
         """Let go of the state; its bytes."""
         freed = 0
         for array in jax.tree.leaves(self.state):
-            if isinstance(array, jax.Array) and not array.is_deleted():
+            if isinstance(array, Array) and not array.is_deleted():
                 freed += array.nbytes
                 array.delete()
         self.state = self.shapes
@@ -353,9 +359,7 @@ class Runner:
         """The state as it was at the start, and a step without a row."""
         self.state = allocate(self.shapes, self.config)
         self.builder = self._sizes.builder()
-        bucket = self.buckets.decode[0]
-        plain = self.is_plain(bucket, True)
-        jax.block_until_ready(self.run(bucket, plain, self.builder.empty(bucket, plain)))
+        self._run_empty(self.buckets.decode[0], True)
 
     def sleep(self, alive: Callable[[], None]) -> int:
         """Free the device's memory, until `wake`; nothing may be launched. The KV pool and what
@@ -438,7 +442,7 @@ def _wants_logprobs(plan: Plan) -> bool:
     return any([chunk.sample and chunk.seq.logprobs is not None for chunk in plan.chunks])
 
 
-def _entries(columns: Iterable[jax.Array], rows: int) -> list[TokenLogprobs]:
+def _entries(columns: Iterable[Array], rows: int) -> list[TokenLogprobs]:
     """The first `rows` entries of log-probabilities, most likely ids and theirs, each an array [R,
     ...].
     """

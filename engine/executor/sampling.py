@@ -16,6 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, random
+from jax.lax import bitcast_convert_type
 
 from jitney.engine.executor.inputs import BIASED, PENALISED, SCORED
 from jitney.engine.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
@@ -38,19 +40,19 @@ class SeatState(NamedTuple):
     """What sampling keeps per seat on the device; donated to every step that touches it."""
 
     # int32 [M, V]: IN_PROMPT bit and output count; maintained for penalised seats only
-    counts: jax.Array
-    bias_ids: jax.Array  # int32 [M, B]: token ids, V = unused
-    bias_values: jax.Array  # float32 [M, B]
-    bias_until: jax.Array  # int32 [M, B]: added while the sampled token's position is below this
+    counts: Array
+    bias_ids: Array  # int32 [M, B]: token ids, V = unused
+    bias_values: Array  # float32 [M, B]
+    bias_until: Array  # int32 [M, B]: added while the sampled token's position is below this
 
 
 class Sampled(NamedTuple):
     """Result of one step, per logit row. token -1: the row's logits are not finite."""
 
-    tokens: jax.Array  # int32 [S]
-    logprobs: jax.Array  # float32 [S] of `tokens` under the model's own distribution
-    top_ids: jax.Array  # int32 [S, K]
-    top_logprobs: jax.Array  # float32 [S, K]
+    tokens: Array  # int32 [S]
+    logprobs: Array  # float32 [S] of `tokens` under the model's own distribution
+    top_ids: Array  # int32 [S, K]
+    top_logprobs: Array  # float32 [S, K]
 
 
 def empty_state(seats: int, vocab: int) -> SeatState:
@@ -102,7 +104,7 @@ def _biases(
             yield token, -np.inf, n_prompt + params.min_tokens
 
 
-def greedy(logits: jax.Array) -> jax.Array:
+def greedy(logits: Array) -> Array:
     """First argmax of float32 [S, V] -> int32 [S]; -1 where the row's maximum is not finite.
 
     Two maxima, the second over float32 ranks (exact below 2**24): XLA:CPU runs argmax's two-valued
@@ -120,23 +122,23 @@ class SamplingRows(NamedTuple):
 
     #: One array [S] for each parameter that `SamplingParams` declares as uploaded, by its name;
     #: `parts` int32 [S], bits of PENALISED, BIASED and SCORED; `seed` int32 [S, 2], low word first.
-    params: dict[str, jax.Array]
+    params: dict[str, Array]
     #: int32 [S]: of the row; the sampled token's own is one more.
-    position: jax.Array
+    position: Array
     #: int32 [S]; M: none.
-    seats: jax.Array
+    seats: Array
 
-    def need(self, part: int) -> jax.Array:
+    def need(self, part: int) -> Array:
         """bool [S]: rows that need this part of the sampler."""
         return (self.params["parts"] & part) > 0
 
 
 def sample(
-    logits: jax.Array,
+    logits: Array,
     rows: SamplingRows,
     state: SeatState,
     cut: Threshold | None = None,
-    allowed: jax.Array | None = None,
+    allowed: Array | None = None,
     width: int = MAX_LOGPROBS,
 ) -> tuple[Sampled, SeatState]:
     """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where
@@ -161,13 +163,13 @@ def sample(
     return Sampled(tokens, *scores), _count_tokens(state, rows, tokens)
 
 
-def unpack_masks(masks: jax.Array, vocab: int) -> jax.Array:
+def unpack_masks(masks: Array, vocab: int) -> Array:
     """Masks of one bit a token, int32 [S, ceil(V / 32)], low bits first -> bool [S, V]."""
     bits = (masks[:, :, None] >> jnp.arange(32)) & 1
     return bits.reshape(masks.shape[0], -1)[:, :vocab] > 0
 
 
-def shape_logits(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
+def shape_logits(logits: Array, rows: SamplingRows, state: SeatState) -> Array:
     """Logits [S, V] after penalties and biases, for the rows that have any."""
     logits = jax.lax.cond(
         jnp.any(rows.need(PENALISED)), lambda: _penalise(logits, rows, state), lambda: logits
@@ -177,7 +179,7 @@ def shape_logits(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax
     )
 
 
-def _count_tokens(state: SeatState, rows: SamplingRows, tokens: jax.Array) -> SeatState:
+def _count_tokens(state: SeatState, rows: SamplingRows, tokens: Array) -> SeatState:
     counted = rows.need(PENALISED) & (tokens >= 0)
     seats = jnp.where(counted, rows.seats, state.counts.shape[0])  # M: dropped
     counts = jax.lax.cond(
@@ -189,7 +191,7 @@ def _count_tokens(state: SeatState, rows: SamplingRows, tokens: jax.Array) -> Se
     return state._replace(counts=counts)
 
 
-def _penalise(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
+def _penalise(logits: Array, rows: SamplingRows, state: SeatState) -> Array:
     """Repetition (arXiv 1909.05858: divide positive, multiply negative logits of seen tokens),
     presence, frequency.
     """
@@ -204,7 +206,7 @@ def _penalise(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Ar
     )
 
 
-def _add_bias(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Array:
+def _add_bias(logits: Array, rows: SamplingRows, state: SeatState) -> Array:
     """Add each seat's entries that are still in force at the position the sampled token will
     have.
     """
@@ -214,20 +216,20 @@ def _add_bias(logits: jax.Array, rows: SamplingRows, state: SeatState) -> jax.Ar
     return logits.at[at, state.bias_ids[rows.seats]].add(values, mode="drop")
 
 
-def uniform(rows: SamplingRows) -> jax.Array:
+def uniform(rows: SamplingRows) -> Array:
     """One number in [0, 1) per row from seed and position alone: Threefry keyed by the seed, folded
     with position.
     """
 
-    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
-        words = jax.lax.bitcast_convert_type(seed[::-1], jnp.uint32)
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, position))
+    def one(seed: Array, position: Array) -> Array:
+        words = bitcast_convert_type(seed[::-1], jnp.uint32)
+        key = random.wrap_key_data(words, impl="threefry2x32")
+        return random.uniform(random.fold_in(key, position))
 
     return jax.vmap(one)(rows.params["seed"], rows.position)
 
 
-def _draw(logits: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
+def _draw(logits: Array, rows: SamplingRows, cut: Threshold) -> Array:
     """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p ->
     int32 [S].
 
@@ -239,7 +241,7 @@ def _draw(logits: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
     return _invert(jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0), uniform(rows))
 
 
-def _floor(scaled: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
+def _floor(scaled: Array, rows: SamplingRows, cut: Threshold) -> Array:
     """The smallest kept logit per row [S], -inf where all are kept."""
     limited = (rows.params["top_k"] > 0) | (rows.params["top_p"] < 1.0)
     floor = jax.lax.cond(
@@ -251,7 +253,7 @@ def _floor(scaled: jax.Array, rows: SamplingRows, cut: Threshold) -> jax.Array:
     return jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
 
 
-def threshold(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def threshold(scaled: Array, top_k: Array, top_p: Array) -> Array:
     """The smallest kept logit per row: from the best candidates where they decide, else by search
     over all.
     """
@@ -264,9 +266,7 @@ def threshold(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
     )
 
 
-def _among_candidates(
-    scaled: jax.Array, top_k: jax.Array, top_p: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _among_candidates(scaled: Array, top_k: Array, top_p: Array) -> tuple[Array, Array]:
     """(the smallest kept logit of the candidates [S], bool [S]: no other token is kept)."""
     best = jax.lax.top_k(scaled, min(_CANDIDATES, scaled.shape[-1]))[0]
     n = best.shape[-1]
@@ -280,7 +280,7 @@ def _among_candidates(
     return jnp.min(jnp.where(kept, best, jnp.inf), axis=-1), decided
 
 
-def _search(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def _search(scaled: Array, top_k: Array, top_p: Array) -> Array:
     """`threshold` for any k and p: bisect the ordered bits of float32, first by count, then by
     mass.
     """
@@ -295,7 +295,7 @@ def _search(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     return jnp.maximum(floor_k, jnp.where(top_p < 1.0, floor_p, -jnp.inf))
 
 
-def _bisect(holds, rows: int) -> jax.Array:
+def _bisect(holds, rows: int) -> Array:
     """The largest t <= 0 per row with holds(t), for holds that are true from -inf up to some point.
 
     Floats up to 0 are ordered backwards by their magnitude bits, so 31 halvings of the bits end at
@@ -305,15 +305,15 @@ def _bisect(holds, rows: int) -> jax.Array:
     def halve(_, span):
         low, high = span  # magnitudes: holds(-high) is known, low is the smallest still possible
         middle = low + (high - low) // 2
-        good = holds(-jax.lax.bitcast_convert_type(middle, jnp.float32))
+        good = holds(-bitcast_convert_type(middle, jnp.float32))
         return jnp.where(good, low, middle + 1), jnp.where(good, middle, high)
 
     infinity = jnp.full((rows,), 0x7F800000, jnp.int32)
     _, high = jax.lax.fori_loop(0, 31, halve, (jnp.zeros_like(infinity), infinity))
-    return -jax.lax.bitcast_convert_type(high, jnp.float32)
+    return -bitcast_convert_type(high, jnp.float32)
 
 
-def _invert(weights: jax.Array, u: jax.Array) -> jax.Array:
+def _invert(weights: Array, u: Array) -> Array:
     """Inverse transform sampling: the token where the running sum of weights [S, V] passes u *
     total -> int32 [S].
     """
@@ -324,14 +324,14 @@ def _invert(weights: jax.Array, u: jax.Array) -> jax.Array:
     return (block * _LANES + lane).astype(jnp.int32)
 
 
-def _in_lanes(values: jax.Array, filling: float) -> jax.Array:
+def _in_lanes(values: Array, filling: float) -> Array:
     """[S, V] -> [S, ceil(V / _LANES), _LANES]."""
     rows, vocab = values.shape
     padded = jnp.pad(values, ((0, 0), (0, -vocab % _LANES)), constant_values=filling)
     return padded.reshape(rows, -1, _LANES)
 
 
-def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _pick(weights: Array, target: Array) -> tuple[Array, Array]:
     """First index whose running sum exceeds target [S], never one of weight 0; and what of target
     it leaves.
     """
@@ -344,9 +344,11 @@ def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     return index, target - before
 
 
-def _score(
-    logits: jax.Array, tokens: jax.Array, width: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+#: Log-probabilities [S], then ids and log-probabilities of the best, both [S, K].
+type _Columns = tuple[Array, Array, Array]
+
+
+def _score(logits: Array, tokens: Array, width: int) -> _Columns:
     """Log-probabilities of tokens [S] and of the `width` best under the model's own
     distribution.
     """
@@ -363,9 +365,9 @@ class _Scores(NamedTuple):
     order of `StepInputs.score_rows`; zeros behind the last of them. NaN: the row's logits are not
     finite."""
 
-    logprobs: jax.Array  # float32 [T] of the tokens that follow
-    top_ids: jax.Array  # int32 [T, K]
-    top_logprobs: jax.Array  # float32 [T, K]
+    logprobs: Array  # float32 [T] of the tokens that follow
+    top_ids: Array  # int32 [T, K]
+    top_logprobs: Array  # float32 [T, K]
 
 
 def score_rows_at_once(rows: int, vocab: int) -> int:
@@ -381,10 +383,10 @@ def score_rows_at_once(rows: int, vocab: int) -> int:
 
 
 def score_prompt(
-    logits_of: Callable[[jax.Array], jax.Array],
-    rows: jax.Array,
-    tokens: jax.Array,
-    count: jax.Array,
+    logits_of: Callable[[Array], Array],
+    rows: Array,
+    tokens: Array,
+    count: Array,
     block: int,
     width: int = MAX_LOGPROBS,
 ) -> _Scores:
@@ -416,7 +418,7 @@ def score_prompt(
     return _Scores(*(jnp.concatenate(parts)[:size] for parts in zip(*blocks, strict=True)))
 
 
-def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def top(logits: Array, k: int) -> tuple[Array, Array]:
     """`jax.lax.top_k` of [S, V] -> (values [S, k], ids int32 [S, k]), ties by id: of the k blocks
     with the best maxima.
 
@@ -432,6 +434,6 @@ def top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return best, jnp.take_along_axis(blocks, at // _LANES, axis=-1) * _LANES + at % _LANES
 
 
-def _no_scores(tokens: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _no_scores(tokens: Array, width: int) -> _Columns:
     shape = (*tokens.shape, width)
     return jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jitney.engine.models.protocol import Model
@@ -39,14 +40,14 @@ def calibrate(model: Model, tokens: Sequence[int], kv_dtype: Any, mesh: Mesh | N
     model.set_kv_scales([factors(_MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
 
 
-def factors(most: jax.Array, kv_dtype: Any) -> jax.Array:
+def factors(most: Array, kv_dtype: Any) -> Array:
     """most float32 [2K], the largest magnitude to be stored of each key and value head -> factors,
     float32 [2K].
     """
     return jnp.where(most > 0, most, 1.0) / LIMITS[jnp.dtype(kv_dtype)]
 
 
-def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> list[jax.Array]:
+def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> list[Array]:
     """Largest magnitude of each layer's keys (rotated) and values by head, float32 [2K], after
     reading `tokens` in one step into a small pool of plain floats, with the reference kernels."""
     graph, state = nnx.split(model)
@@ -55,7 +56,7 @@ def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> li
     pages = -(-count // PAGE)
     shape = (pages + 1, PAGE, 2 * config.n_kv_heads, config.head_dim)
 
-    def read(state: Any, row: jax.Array, meta: AttentionMeta) -> list[jax.Array]:
+    def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
         empty = [jnp.zeros(shape, dtype)] * config.n_layers
         _, pools = nnx.merge(graph, state)(row, empty, meta, kernels)
         return [_largest_by_head(pool) for pool in pools]
@@ -72,7 +73,7 @@ def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> li
     return jax.jit(read)(state, np.asarray(tokens[:count], np.int32), one_prompt(count, pages))
 
 
-def _largest_by_head(pool: jax.Array) -> jax.Array:
+def _largest_by_head(pool: Array) -> Array:
     """pool [N, page, 2K, D] -> float32 [2K]."""
     return jnp.max(jnp.abs(pool), axis=(0, 1, 3)).astype(jnp.float32)
 

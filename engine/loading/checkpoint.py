@@ -55,9 +55,7 @@ class BlockGGUF(GGUFFile):
 
     def packed(self, name: str) -> Packed | None:
         """The matrix in 4 bits, on the default device; None for other types."""
-        from gguf import GGMLQuantizationType
-
-        convert = _GGUF_FORMATS.get(GGMLQuantizationType(self.tensors[name].kind).name)
+        convert = _GGUF_FORMATS.get(self.tensors[name].kind_name)
         if convert is None:
             return None
         return convert(jnp.asarray(self.rows(name)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from jitney.engine.checkpoints.gguf import GGUFFile
+from jitney.engine.checkpoints.safetensors import DTYPES
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.models.layers import Linear
 from jitney.engine.models.protocol import Model
@@ -39,16 +40,9 @@ def _stored_blocks(source: ModelSource | None) -> str:
     if source is None or source.kind != "gguf":
         return ""
     name = _commonest_kind(GGUFFile(source.path))
-    if name in ("F32", "F16", "BF16", "F64"):
-        return ""
-    return name
+    return "" if name in DTYPES else name
 
 
 def _commonest_kind(file: GGUFFile) -> str:
-    from gguf import GGMLQuantizationType
-
-    kinds = Counter(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) == 2)
-    if not kinds:
-        return ""
-    ((kind, _),) = kinds.most_common(1)
-    return GGMLQuantizationType(kind).name
+    kinds = Counter(tensor.kind_name for tensor in file.tensors.values() if len(tensor.shape) == 2)
+    return max(kinds, key=kinds.__getitem__, default="")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
 from jitney.engine.checkpoints.fetch import Progress, no_progress
@@ -30,6 +31,8 @@ from jitney.engine.models.registry import abstract_model, model_class, random_mo
 from jitney.engine.models.sharding import BY_INPUTS, Shares
 
 log = logging.getLogger("jitney.core")
+
+type _Arrays = dict[Path, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ def load_model(
     check(weights, checkpoint.shapes)
     loader = _Loader(checkpoint, storage, shares)
     dtypes = _declared_dtypes(own, dtype)
-    arrays: dict[Path, jax.Array] = {}
+    arrays: _Arrays = {}
     for done, target in enumerate(weights.targets, 1):
         arrays |= loader.arrays(target, dtypes[target.path])
         progress("weights", done, len(weights.targets), "")
@@ -85,7 +88,7 @@ class _Loader:
     #: None: all on the default device.
     shares: Shares | None
 
-    def arrays(self, target: Target, dtype: DType) -> dict[Path, jax.Array]:
+    def arrays(self, target: Target, dtype: DType) -> _Arrays:
         """The arrays of one weight, on the default device or in shares."""
         if target.path[-1] != "kernel":
             return {target.path: self._floats(target, dtype, self.shares)}
@@ -109,7 +112,7 @@ class _Loader:
             parts.append(_reordered(part, piece))
         return repack.stack(parts)
 
-    def _floats(self, target: Target, dtype: DType, shares: Shares | None) -> jax.Array:
+    def _floats(self, target: Target, dtype: DType, shares: Shares | None) -> Array:
         """One weight in floats; with shares, each goes straight from the host to its device."""
         parts = [self._read(piece) for piece in target.pieces]
         finish = partial(
@@ -141,7 +144,7 @@ def _reordered(packed: Packed, piece: Piece) -> Packed:
 
 
 @partial(jax.jit, static_argnames=("dtype", "transpose", "offset"))
-def _fuse(parts: list[jax.Array], *, dtype: np.dtype, transpose: bool, offset: float) -> jax.Array:
+def _fuse(parts: list[Array], *, dtype: np.dtype, transpose: bool, offset: float) -> Array:
     """Parts [O_i, I] -> [sum O_i, I], or [I, sum O_i] if transposed, in dtype; on the device, by
     all its threads.
     """
@@ -155,7 +158,7 @@ def _fuse(parts: list[jax.Array], *, dtype: np.dtype, transpose: bool, offset: f
 
 
 def _rounded(
-    path: Path, floats: jax.Array, dtype: DType, storage: WeightStorage, shares: Shares | None
+    path: Path, floats: Array, dtype: DType, storage: WeightStorage, shares: Shares | None
 ) -> Packed:
     """A matrix [I, O] in the scheme."""
     group = 0
@@ -164,20 +167,20 @@ def _rounded(
     return quantise(floats, scheme=storage.scheme, dtype=dtype, group=group)
 
 
-def _inputs_of(path: Path, floats: jax.Array, shares: Shares | None) -> int:
+def _inputs_of(path: Path, floats: Array, shares: Shares | None) -> int:
     """On one device: groups of int4 are so small that each device has whole ones."""
     if shares is not None and set(BY_INPUTS) & set(path):
         return floats.shape[0] // shares.mesh.size
     return floats.shape[0]
 
 
-def _by_path(path: Path, packed: Packed) -> dict[Path, jax.Array]:
+def _by_path(path: Path, packed: Packed) -> _Arrays:
     """The arrays of a matrix by their own paths; path: of its kernel."""
     arrays = packed._asdict().items()
     return {(*path[:-1], name): array for name, array in arrays if array is not None}
 
 
-def _shared(arrays: dict[Path, jax.Array], shares: Shares | None) -> dict[Path, jax.Array]:
+def _shared(arrays: _Arrays, shares: Shares | None) -> _Arrays:
     """Whole arrays, every device holding its share."""
     if shares is None:
         return arrays
@@ -189,7 +192,7 @@ def _declared_dtypes(config: ModelConfig, dtype: DType) -> dict[Path, DType]:
     return {path: leaf.dtype for path, leaf in _flat_leaves(state)}
 
 
-def _assemble(config: ModelConfig, dtype: DType, arrays: dict[Path, jax.Array]) -> Model:
+def _assemble(config: ModelConfig, dtype: DType, arrays: _Arrays) -> Model:
     """A model around arrays given by path; every tensor of the model must be there in its shape."""
     model = abstract_model(config, dtype=dtype)
     for path in arrays:
@@ -216,9 +219,9 @@ def _flat_leaves(state: Any) -> list[tuple[Path, Any]]:
 
 def _random_arrays(
     config: ModelConfig, dtype: DType, storage: WeightStorage, shares: Shares | None
-) -> dict[Path, jax.Array]:
+) -> _Arrays:
     """Those of the random model, packed and shared as loaded ones would be."""
-    arrays: dict[Path, jax.Array] = {}
+    arrays: _Arrays = {}
     for path, leaf in _flat_leaves(nnx.state(random_model(config, dtype=dtype))):
         parts = {path: leaf[...]}
         if path[-1] == "kernel":

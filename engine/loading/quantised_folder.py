@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jitney.engine.checkpoints.files import Shape
 from jitney.engine.checkpoints.quantization_config import Packing
 from jitney.engine.checkpoints.safetensors import DTYPES, SafetensorsFolder
 from jitney.engine.errors import ModelError
@@ -172,7 +173,7 @@ class QuantisedFolder(SafetensorsFolder):
             )
         return [jnp.asarray(super(QuantisedFolder, self).read(name)) for name in names]
 
-    def _parts_fit(self, sizes: tuple[int, ...], shapes: dict[str, tuple[int, ...]]) -> bool:
+    def _parts_fit(self, sizes: Shape, shapes: dict[str, Shape]) -> bool:
         """Whether scales and zero points of these shapes belong to a matrix of sizes (O, I)."""
         outs, ins = sizes
         by_rows = self.packing.method == "compressed-tensors"
@@ -230,7 +231,7 @@ class QuantisedFolder(SafetensorsFolder):
             )
 
 
-def _two_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _two_axes(name: str, shape: Shape) -> Shape:
     if len(shape) != 2:
         raise ModelError(f"{name[:100]} has {len(shape)} axes instead of 2")
     return shape
@@ -238,13 +239,11 @@ def _two_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_in_order(index: np.ndarray, groups: int) -> bool:
     """Whether the group of each input [I] rises with the inputs."""
-    if not len(index):
-        return True
     group = -(-len(index) // groups)
     return np.array_equal(index, np.arange(len(index)) // group)
 
 
-def _widened_blocks(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _widened_blocks(scale: np.ndarray, shape: Shape) -> np.ndarray:
     """Scales of blocks [blocks of O, blocks of I] as one for each weight, as far as they reach."""
     for axis, (size, count) in enumerate(zip(shape, scale.shape, strict=True)):
         block = -(-size // count)

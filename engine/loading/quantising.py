@@ -25,6 +25,9 @@ from jitney.kernels.interface import KernelSet
 
 log = logging.getLogger("jitney.core")
 
+#: An array of each layer, [2K].
+type _Layers = list[Any]
+
 #: Compute capability from which NVIDIA GPUs convert fp8.
 _FP8_CAPABILITY = 8.9
 #: Read once to see how large keys and values become: prose, numbers, code and a list, as prompts
@@ -102,12 +105,12 @@ def load_kv_scales(
     log.info("KV factors: as the checkpoint has them")
 
 
-def _placed(scales: list[Any], source: ModelSource, mesh: Mesh | None) -> list[Any]:
+def _placed(scales: _Layers, source: ModelSource, mesh: Mesh | None) -> _Layers:
     """On the devices that hold the layers."""
     if mesh is None:
         return scales
-    shares = Shares(source.config, mesh)
-    return [shares.place(("attention", "kv_scales"), layer) for layer in scales]
+    place = Shares(source.config, mesh).place
+    return [place(("attention", "kv_scales"), layer) for layer in scales]
 
 
 def _calibrate_on_text(model: Model, source: ModelSource, kv_dtype: Any, mesh: Mesh | None) -> None:
@@ -117,7 +120,7 @@ def _calibrate_on_text(model: Model, source: ModelSource, kv_dtype: Any, mesh: M
     log.info("KV factors: from %d tokens of the built-in text", len(tokens))
 
 
-def _stored_limits(source: ModelSource) -> list[Any] | None:
+def _stored_limits(source: ModelSource) -> _Layers | None:
     """Largest magnitudes that a checkpoint states for each layer's KV heads, [2K] each, None if it
     states none.
     """

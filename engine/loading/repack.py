@@ -11,6 +11,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.lax import bitcast_convert_type
 
 from jitney.engine.models.quantization import Packed
 from jitney.kernels.int4 import MIDDLE
@@ -24,33 +26,33 @@ WHOLE_GROUP = 128
 
 
 @jax.jit
-def q4_0(rows: jax.Array) -> Packed:
+def q4_0(rows: Array) -> Packed:
     """GGUF Q4_0, uint8 [O, I / 32 * 18]: per 32 inputs a float16 step and 16 bytes, numbers (code -
     8) * step.
     """
-    blocks = rows.reshape(len(rows), -1, 18)
+    blocks = _blocks(rows, 18)
     return Packed(_block_codes(blocks[..., 2:]), _float16(blocks[..., :2]))
 
 
 @jax.jit
-def q4_1(rows: jax.Array) -> Packed:
+def q4_1(rows: Array) -> Packed:
     """GGUF Q4_1, uint8 [O, I / 32 * 20]: per 32 inputs a float16 step and low and 16 bytes: code *
     step + low.
     """
-    blocks = rows.reshape(len(rows), -1, 20)
+    blocks = _blocks(rows, 20)
     return Packed(
         _block_codes(blocks[..., 4:]), _float16(blocks[..., :2]), lows=_float16(blocks[..., 2:4])
     )
 
 
 @jax.jit
-def q4_k(rows: jax.Array) -> Packed:
+def q4_k(rows: Array) -> Packed:
     """GGUF Q4_K, uint8 [O, I / 256 * 144]: eight groups of 32 inputs share two float16 factors of
     their 6-bit steps and lows; the products of those do not fit float16, so they are packed in
     float32."""
-    blocks = rows.reshape(len(rows), -1, 144)
+    blocks = _blocks(rows, 144)
     factors = blocks[..., :4].reshape(*blocks.shape[:2], 2, 2)
-    factors = jax.lax.bitcast_convert_type(factors, jnp.float16).astype(jnp.float32)
+    factors = bitcast_convert_type(factors, jnp.float16).astype(jnp.float32)
     steps, lows = _six_bits(blocks[..., 4:16])
     scale = factors[..., :1] * steps
     low = -factors[..., 1:] * lows
@@ -63,7 +65,7 @@ def q4_k(rows: jax.Array) -> Packed:
     )
 
 
-def _six_bits(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _six_bits(packed: Array) -> tuple[Array, Array]:
     """[..., 12] bytes of Q4_K -> (steps [..., 8], lows [..., 8]), 0..63 as float32.
 
     The first four of each are the low bits of bytes 0..3 and 4..7; the last four are the halves of
@@ -75,20 +77,25 @@ def _six_bits(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     return steps.astype(jnp.float32), lows.astype(jnp.float32)
 
 
-def _block_codes(codes: jax.Array) -> jax.Array:
+def _blocks(rows: Array, size: int) -> Array:
+    """uint8 [O, bytes] -> [O, blocks, size]."""
+    return rows.reshape(len(rows), -1, size)
+
+
+def _block_codes(codes: Array) -> Array:
     """Bytes [O, G, 16], a group's inputs j and j + 16 in each -> uint8 [I // 2, O]: GGUF's blocks
     are our groups.
     """
     return codes.reshape(len(codes), -1).T
 
 
-def _float16(pairs: jax.Array) -> jax.Array:
+def _float16(pairs: Array) -> Array:
     """Bytes [O, G, 2] -> float16 [G, O]."""
-    return jax.lax.bitcast_convert_type(pairs, jnp.float16).T
+    return bitcast_convert_type(pairs, jnp.float16).T
 
 
 @partial(jax.jit, static_argnames="zero_offset")
-def gptq(words: jax.Array, zero_words: jax.Array, scales: jax.Array, zero_offset: int) -> Packed:
+def gptq(words: Array, zero_words: Array, scales: Array, zero_offset: int) -> Packed:
     """GPTQ: words int32 [I / 8, O], eight inputs each; zero_words int32 [G, O / 8]; scales [G, O].
 
     zero_offset: what has to be added to the stored zero points.
@@ -99,21 +106,21 @@ def gptq(words: jax.Array, zero_words: jax.Array, scales: jax.Array, zero_offset
 
 
 @jax.jit
-def awq(words: jax.Array, zero_words: jax.Array, scales: jax.Array) -> Packed:
+def awq(words: Array, zero_words: Array, scales: Array) -> Packed:
     """AWQ (gemm): words int32 [I, O / 8] and zero_words int32 [G, O / 8], eight outputs each;
     scales [G, O].
     """
     return _grouped(_awq_numbers(words), scales, _awq_numbers(zero_words))
 
 
-def _awq_numbers(words: jax.Array) -> jax.Array:
+def _awq_numbers(words: Array) -> Array:
     """int32 [N, O / 8] -> uint8 [N, O]."""
     back = jnp.argsort(jnp.array(_AWQ_ORDER))
     return _nibbles(words)[..., back].reshape(len(words), -1)
 
 
 @jax.jit
-def packed_rows(words: jax.Array, zero_words: jax.Array | None, scales: jax.Array) -> Packed:
+def packed_rows(words: Array, zero_words: Array | None, scales: Array) -> Packed:
     """compressed-tensors: words int32 [O, I / 8], eight inputs each, numbers less the least one;
     scales [O, G]; zero_words int32 [O / 8, G], eight outputs each, None where groups are
     symmetric."""
@@ -125,18 +132,18 @@ def packed_rows(words: jax.Array, zero_words: jax.Array | None, scales: jax.Arra
 
 
 @jax.jit
-def eight_bits(weights: jax.Array, scale: jax.Array) -> Packed:
+def eight_bits(weights: Array, scale: Array) -> Packed:
     """int8 or fp8 numbers [O, I] with a scale for the matrix or for each output."""
     return Packed(weights.T, jnp.broadcast_to(scale.astype(jnp.float32).ravel(), len(weights)))
 
 
-def _nibbles(words: jax.Array) -> jax.Array:
+def _nibbles(words: Array) -> Array:
     """int32 [...] -> uint8 [..., 8], the lowest bits first."""
-    words = jax.lax.bitcast_convert_type(words, jnp.uint32)
+    words = bitcast_convert_type(words, jnp.uint32)
     return (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.uint32) & 15).astype(jnp.uint8)
 
 
-def _grouped(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> Packed:
+def _grouped(codes: Array, scales: Array, zeros: Array | None) -> Packed:
     """codes uint8 [I, O], scales and zeros [G, O] -> int4; one group for all inputs becomes several
     alike.
     """

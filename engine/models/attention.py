@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.layers import DType, Linear, RMSNorm, make_norm
@@ -53,8 +53,8 @@ class Attention(nnx.Module):
         return make_norm(config.head_dim, config, dtype)
 
     def __call__(
-        self, x: jax.Array, rope: Rope, kv: jax.Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array]:
         """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
         heads = self.qkv(x, kernels).reshape(x.shape[0], -1, self.head_dim)
         factors = self._pool_factors()
@@ -77,9 +77,7 @@ class Attention(nnx.Module):
             return {}
         return {"kv_scales": self.kv_scales[...]}
 
-    def rotated(
-        self, heads: jax.Array, rope: Rope, kernels: Kernels
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def rotated(self, heads: Array, rope: Rope, kernels: Kernels) -> tuple[Array, Array, Array]:
         """heads [T, H + 2K, D] -> q [T, H, D] and k [T, K, D], normed and rotated, and v [T, K,
         D].
         """
@@ -90,12 +88,12 @@ class Attention(nnx.Module):
 
     def write(
         self,
-        heads: jax.Array,
+        heads: Array,
         rope: Rope,
-        kv: jax.Array,
+        kv: Array,
         meta: AttentionMeta,
         rotate_and_write: RotateAndWrite,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Array, Array]:
         """heads [T, H + 2K, D] -> (q [T, H, D], kv with the keys and values), by one kernel that
         norms and rotates.
         """

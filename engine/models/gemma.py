@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat
@@ -40,8 +40,8 @@ class _GemmaBlock(Block):
         self.mlp_post_norm = make_norm(config.hidden_size, config, dtype)
 
     def __call__(
-        self, x: jax.Array, rope: Rope, kv: jax.Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array]:
         """x [T, E], kv [N, page, 2K, D] -> ([T, E], kv)."""
         o, kv = self.attention(self.attention_norm(x, kernels), rope, kv, meta, kernels)
         x = x + self.attention_post_norm(o, kernels)
@@ -49,17 +49,23 @@ class _GemmaBlock(Block):
         return x + self.mlp_post_norm(o, kernels), kv
 
 
+def _capped(logits: Array, cap: float) -> Array:
+    if not cap:
+        return logits
+    return cap * jnp.tanh(logits / cap)
+
+
 class Gemma(Llama):
     """See `Llama`."""
 
     block = _GemmaBlock
 
-    def embedded(self, tokens: jax.Array) -> jax.Array:
+    def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as it was in training."""
         x = super().embedded(tokens)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
-    def ropes(self, positions: jax.Array) -> list[Rope]:
+    def ropes(self, positions: Array) -> list[Rope]:
         """positions int32 [T] -> what each layer rotates by."""
         if self.config.local_rope_theta is None:
             return super().ropes(positions)
@@ -67,13 +73,9 @@ class Gemma(Llama):
         far, local = rotary(positions, self.config), rotary(positions, near)
         return [local if window else far for window in self.config.windows]
 
-    def logits(self, hidden: jax.Array, kernels: Kernels) -> jax.Array:
+    def logits(self, hidden: Array, kernels: Kernels) -> Array:
         """hidden [R, E] -> float32 [R, V]; see `Llama.logits`."""
-        logits = super().logits(hidden, kernels)
-        cap = self.config.logit_softcap
-        if not cap:
-            return logits
-        return cap * jnp.tanh(logits / cap)
+        return _capped(super().logits(hidden, kernels), self.config.logit_softcap)
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jitney.engine.checkpoints.model_config import Activation, ModelConfig
 from jitney.engine.models.quantization import Packed, product
@@ -23,13 +24,13 @@ from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, Kernels
 
 DType = Any
-_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+_ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) -> jax.Array:
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) -> Array:
     """Random weights, drawn in float32 whatever the dtype: a bfloat16 model is the float32 one,
     rounded.
     """
@@ -69,7 +70,7 @@ class Linear(nnx.Module):
         else:
             self.bias = None
 
-    def __call__(self, x: jax.Array, kernels: Kernels, dtype: DType = None) -> jax.Array:
+    def __call__(self, x: Array, kernels: Kernels, dtype: DType = None) -> Array:
         """x [T, I] -> [T, O] in `dtype` (x's own if None)."""
         dtype = dtype or x.dtype
         if self.summed:
@@ -82,7 +83,7 @@ class Linear(nnx.Module):
             y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(dtype)
 
-    def gated(self, x: jax.Array, kernels: Kernels) -> jax.Array:
+    def gated(self, x: Array, kernels: Kernels) -> Array:
         """x [T, I] -> activation(first half of the outputs) * the other half, [T, O // 2] in x's
         dtype.
         """
@@ -130,10 +131,8 @@ class Linear(nnx.Module):
     @property
     def packed(self) -> Packed:
         """The matrix as it is stored."""
-        arrays = [
-            None if param is None else param[...] for param in (self.scale, self.zeros, self.lows)
-        ]
-        return Packed(self.kernel[...], *arrays)
+        params = self.scale, self.zeros, self.lows
+        return Packed(self.kernel[...], *map(_array_of, params))
 
     def set_matrix(self, packed: Packed) -> None:
         """Replace the matrix, and with it the scheme."""
@@ -145,6 +144,10 @@ class Linear(nnx.Module):
             setattr(self, name, array)
 
 
+def _array_of(param: nnx.Param | None) -> Any:
+    return None if param is None else param[...]
+
+
 class RMSNorm(nnx.Module):
     """weight [E]; x / rms(x) * weight."""
 
@@ -152,7 +155,7 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.eps = eps
 
-    def __call__(self, x: jax.Array, kernels: Kernels) -> jax.Array:
+    def __call__(self, x: Array, kernels: Kernels) -> Array:
         """x [..., E] -> [..., E] in x's dtype."""
         return kernels.rms_norm(x, self.weight[...], self.eps)
 
@@ -174,6 +177,6 @@ class MLP(nnx.Module):
         )
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, summed=config.shards > 1)
 
-    def __call__(self, x: jax.Array, kernels: Kernels) -> jax.Array:
+    def __call__(self, x: Array, kernels: Kernels) -> Array:
         """x [T, E] -> [T, E]."""
         return self.down(self.gate_up.gated(x, kernels), kernels)

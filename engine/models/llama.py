@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap, weight_map
@@ -35,8 +36,8 @@ class Block(nnx.Module):
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, rope: Rope, kv: jax.Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array]:
         """x [T, E], kv [N, page, 2K, D] -> ([T, E], kv)."""
         o, kv = self.attention(self.attention_norm(x, kernels), rope, kv, meta, kernels)
         x = x + o
@@ -70,8 +71,8 @@ class Llama(nnx.Module):
             )
 
     def __call__(
-        self, tokens: jax.Array, kv: list[jax.Array], meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, list[Array]]:
         """tokens int32 [T], kv L times [N, page, 2K, D] -> (hidden [T, E] before the final norm,
         kv).
         """
@@ -83,7 +84,7 @@ class Llama(nnx.Module):
             pools.append(pool)
         return x, pools
 
-    def logits(self, hidden: jax.Array, kernels: Kernels) -> jax.Array:
+    def logits(self, hidden: Array, kernels: Kernels) -> Array:
         """Final norm and output head of the selected rows only: hidden [R, E] -> float32 [R, V].
 
         Of a model split over devices: the columns of the device's own share of the vocabulary.
@@ -93,13 +94,13 @@ class Llama(nnx.Module):
             return kernels.project(x, self.embed[...])
         return self.lm_head(x, kernels, jnp.float32)
 
-    def embedded(self, tokens: jax.Array) -> jax.Array:
+    def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]."""
         if self.config.shards > 1:
             return lookup(self.embed[...], tokens)
         return jnp.take(self.embed[...], tokens, axis=0, mode="clip")
 
-    def ropes(self, positions: jax.Array) -> list[Rope]:
+    def ropes(self, positions: Array) -> list[Rope]:
         """positions int32 [T] -> what each layer rotates by."""
         return [rotary(positions, self.config)] * self.config.n_layers
 
@@ -117,7 +118,7 @@ class Llama(nnx.Module):
         for linear in self.linears():
             linear.arrange(kernels)
 
-    def set_kv_scales(self, scales: list[jax.Array]) -> None:
+    def set_kv_scales(self, scales: list[Array]) -> None:
         """Give each layer the factors of its quantised pool, float32 [2K]."""
         for block, layer in zip(self.layers, scales, strict=True):
             block.attention.kv_scales = nnx.data(nnx.Param(layer))
@@ -145,12 +146,12 @@ class Llama(nnx.Module):
 def _run_block(
     graph: nnx.GraphDef[Block],
     weights: Any,
-    x: jax.Array,
+    x: Array,
     rope: Rope,
-    kv: jax.Array,
+    kv: Array,
     meta: AttentionMeta,
     kernels: Kernels,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """One block as a function of its weights: layers of the same make are traced once per bucket,
     not once each.
 

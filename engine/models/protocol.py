@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import jax
 from flax import nnx
+from jax import Array
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import FileFormat, WeightMap
@@ -37,14 +37,14 @@ class Model(Protocol):
         """Random weights in `dtype`, of the shares of one of `config.shards` devices."""
 
     def __call__(
-        self, tokens: jax.Array, kv: list[jax.Array], meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, list[Array]]:
         """tokens int32 [T], kv L times [N, page, 2K, D] -> (hidden [T, E] before the final norm,
         the pools with the step's keys and values).
         """
         ...
 
-    def logits(self, hidden: jax.Array, kernels: Kernels) -> jax.Array:
+    def logits(self, hidden: Array, kernels: Kernels) -> Array:
         """hidden [R, E] -> float32 [R, V], of the device's own share of the vocabulary."""
         ...
 
@@ -56,7 +56,7 @@ class Model(Protocol):
         """Lay the matrices out as the kernel set multiplies them fastest; done last."""
         ...
 
-    def set_kv_scales(self, scales: list[jax.Array]) -> None:
+    def set_kv_scales(self, scales: list[Array]) -> None:
         """Give each layer the factors of its quantised pool, float32 [2K]."""
         ...
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jitney.engine.errors import ConfigError
 from jitney.kernels.int4 import GROUP_SIZES, MIDDLE, Int4, unpack_int4
@@ -25,6 +26,10 @@ from jitney.kernels.interface import Kernels
 SCHEMES = ("plain", "int8", "fp8", "int4")
 #: Storage and largest magnitude of the schemes with one scale per output.
 _EIGHT_BITS = {"int8": (jnp.dtype(jnp.int8), 127.0), "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0)}
+#: Schemes by what they are stored in.
+_SCHEMES_STORED = {jnp.dtype(jnp.uint8): "int4"} | {
+    dtype: name for name, (dtype, _) in _EIGHT_BITS.items()
+}
 #: Storage of quantised KV pools, by name.
 KV_TYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 
@@ -49,15 +54,10 @@ class Packed(NamedTuple):
     @property
     def scheme(self) -> str:
         """One of SCHEMES."""
-        if self.kernel.dtype == jnp.uint8:
-            return "int4"
-        for name, (dtype, _) in _EIGHT_BITS.items():
-            if self.kernel.dtype == dtype:
-                return name
-        return "plain"
+        return _SCHEMES_STORED.get(jnp.dtype(self.kernel.dtype), "plain")
 
 
-def product(x: jax.Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.float32) -> jax.Array:
+def product(x: Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.float32) -> Array:
     """x [T, I] times the matrix -> [T, O] in `dtype`, summed and scaled in float32."""
     if packed.scale is None:
         return kernels.matmul(x, packed.kernel, dtype)
@@ -71,7 +71,7 @@ def product(x: jax.Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.flo
     return y.astype(dtype)
 
 
-def _low_product(x: jax.Array, packed: Packed) -> jax.Array:
+def _low_product(x: Array, packed: Packed) -> Array:
     """What `lows` add to a product that took nibbles as n - 8: the groups' sums of x times low + 8
     * scale.
 
@@ -85,7 +85,7 @@ def _low_product(x: jax.Array, packed: Packed) -> jax.Array:
 
 
 @jax.jit
-def widened(packed: Packed) -> jax.Array:
+def widened(packed: Packed) -> Array:
     """The matrix as float32 [I, O]."""
     if packed.scheme == "int4":
         return _widened_int4(packed)
@@ -95,7 +95,7 @@ def widened(packed: Packed) -> jax.Array:
     return wide * packed.scale
 
 
-def _widened_int4(packed: Packed) -> jax.Array:
+def _widened_int4(packed: Packed) -> Array:
     wide = unpack_int4(Int4(packed.kernel, packed.scale, packed.zeros))
     if packed.lows is None:
         return wide
@@ -105,7 +105,7 @@ def _widened_int4(packed: Packed) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("scheme", "dtype", "group"))
-def quantise(weights: jax.Array, *, scheme: str, dtype: Any, group: int = 0) -> Packed:
+def quantise(weights: Array, *, scheme: str, dtype: Any, group: int = 0) -> Packed:
     """Floats [I, O] in a scheme, rounded to nearest; plain: in dtype. group: R of int4, 0 for the
     largest that fits.
 
@@ -130,7 +130,7 @@ def group_size(size_in: int) -> int:
     )
 
 
-def _quantise_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Packed:
+def _quantise_eight_bits(weights: Array, dtype: Any, limit: float) -> Packed:
     """[I, O] with the greatest magnitude of each output at `limit`."""
     wide = weights.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=0) / limit
@@ -141,7 +141,7 @@ def _quantise_eight_bits(weights: jax.Array, dtype: Any, limit: float) -> Packed
     return Packed(steps.astype(dtype), scale)
 
 
-def _quantise_int4(weights: jax.Array, group: int) -> Packed:
+def _quantise_int4(weights: Array, group: int) -> Packed:
     """[I, O] in 16 levels per group and output, which span its range and have 0 among them.
 
     Scales are float16, and codes are chosen for the scale as stored. (Cutting off the ends of a
@@ -157,7 +157,7 @@ def _quantise_int4(weights: jax.Array, group: int) -> Packed:
     return Packed(_nibbles(codes), scale, zeros.astype(jnp.uint8))
 
 
-def _nibbles(codes: jax.Array) -> jax.Array:
+def _nibbles(codes: Array) -> Array:
     """uint8 [I // R, R, O] -> [I // 2, O]: the second half of each group above the first."""
     groups, group, outputs = codes.shape
     halves = codes.reshape(groups, 2, group // 2, outputs)

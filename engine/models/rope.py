@@ -9,14 +9,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jitney.engine.checkpoints.model_config import ModelConfig, RopeScaling
 
 #: cos and sin, float32 [T, 1, D // 2] each.
-Rope = tuple[jax.Array, jax.Array]
+Rope = tuple[Array, Array]
 
 
-def inverse_frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
+def inverse_frequencies(config: ModelConfig) -> tuple[Array, float]:
     """(radians per position of each rotated pair, float32 [D // 2]; factor on cos and sin)."""
     half = config.head_dim // 2
     plain = 1.0 / config.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
@@ -34,7 +35,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
             return _yarn_frequencies(plain, scaling, config), scaling.attention_factor
 
 
-def _llama3_frequencies(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
+def _llama3_frequencies(plain: Array, scaling: RopeScaling) -> Array:
     """Llama 3.1: a pair that turns less than `low` times in the trained context is slowed by
     `factor`, one that turns more than `high` times is kept, the others are blended linearly in
     their number of turns."""
@@ -44,7 +45,7 @@ def _llama3_frequencies(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
     return share * plain + (1.0 - share) * plain / scaling.factor
 
 
-def _yarn_frequencies(plain: jax.Array, scaling: RopeScaling, config: ModelConfig) -> jax.Array:
+def _yarn_frequencies(plain: Array, scaling: RopeScaling, config: ModelConfig) -> Array:
     """YaRN (arXiv 2309.00071, section 3.2): blend by pair index between the pairs of beta_fast and
     beta_slow turns.
     """
@@ -65,7 +66,7 @@ def _pair_turning(times: float, scaling: RopeScaling, config: ModelConfig) -> fl
     return config.head_dim * slowness / (2 * math.log(config.rope_theta))
 
 
-def rotary(positions: jax.Array, config: ModelConfig) -> Rope:
+def rotary(positions: Array, config: ModelConfig) -> Rope:
     """positions int32 [T] -> cos and sin; once per step, shared by all layers.
 
     The barrier keeps it once: XLA would rather fuse the sines into every rotation of every layer.
@@ -75,7 +76,7 @@ def rotary(positions: jax.Array, config: ModelConfig) -> Rope:
     return jax.lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pairs (j, j + D/2) of x [T, heads, D]; cos and sin [T, 1, D // 2] -> [T, heads, D] in
     x's dtype.
     """

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.checkpoints.model_config import ModelConfig
@@ -41,17 +42,17 @@ def make_mesh(devices: Sequence[Any]) -> Mesh:
     return Mesh(np.array(devices), (AXIS,))
 
 
-def total(x: jax.Array) -> jax.Array:
+def total(x: Array) -> Array:
     """Sum of every device's x, on every device; inside the step only."""
     return jax.lax.psum(x, AXIS)
 
 
-def gather(x: jax.Array) -> jax.Array:
+def gather(x: Array) -> Array:
     """Every device's columns side by side: [R, C / n] -> [R, C]; inside the step only."""
     return jax.lax.all_gather(x, AXIS, axis=1, tiled=True)
 
 
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def lookup(table: Array, tokens: Array) -> Array:
     """Rows of a table whose rows are split: table [V / n, E], tokens int32 [T] of the whole -> [T,
     E], exact.
 
@@ -63,7 +64,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return total(jnp.where(mine[:, None], jnp.take(table, own, axis=0, mode="clip"), 0))
 
 
-def first_best(best: jax.Array, token: jax.Array, columns: int) -> jax.Array:
+def first_best(best: Array, token: Array, columns: int) -> Array:
     """The whole vocabulary's greedy token from each device's own: best float32 [S], token int32 [S]
     among `columns`.
 
@@ -193,7 +194,7 @@ class Shares:
             return np.concatenate(parts, axis=axis)
         return jnp.concatenate(parts, axis=axis)
 
-    def place(self, path: Path, array: Any) -> jax.Array:
+    def place(self, path: Path, array: Any) -> Array:
         """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding
         its share.
         """
@@ -203,10 +204,10 @@ class Shares:
         self,
         path: Path,
         stored: Any,
-        finish: Callable[[jax.Array], jax.Array],
+        finish: Callable[[Array], Array],
         *,
         transposed: bool,
-    ) -> jax.Array:
+    ) -> Array:
         """A whole weight ([O, I] if transposed), numpy or jax -> in shares, each made by `finish`
         on its device.
 
@@ -218,7 +219,7 @@ class Shares:
             pieces.append(finish(jax.device_put(own, device)))
         return self.join(path, pieces)
 
-    def join(self, path: Path, pieces: Sequence[jax.Array]) -> jax.Array:
+    def join(self, path: Path, pieces: Sequence[Array]) -> Array:
         """One array out of the devices' shares, each on its device already."""
         own = pieces[0].shape
         return jax.make_array_from_single_device_arrays(

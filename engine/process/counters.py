@@ -105,7 +105,7 @@ class EngineCounters:
     def observe_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
         """Count what only the outputs tell: rows whose logits were not finite."""
         for output in outputs:
-            if output.error is not None and output.error.code == "nan_logits":
+            if output.error_code == "nan_logits":
                 self.nan_rows += 1
 
     def observe_canary(self, findings: Iterable[CanaryFinding]) -> None:

@@ -31,14 +31,14 @@ class Stream:
     #: Output tokens of each sequence so far, whether somebody has read them or not.
     tokens: list[list[int]] = field(init=False)
     #: Nothing more is to come, or nobody listens; written by the client.
-    closed: bool = field(init=False, default=False)
+    closed: bool = False
     #: Ends that were asked of the core.
-    asked: dict[int, FinishReason] = field(init=False, default_factory=dict)
+    asked: dict[int, FinishReason] = field(default_factory=dict)
     #: Cores that crashed while they had it; see `suspicion`.
-    crashes: int = field(init=False, default=0)
+    crashes: int = 0
     #: Ends it when the core should have done so.
-    timer: asyncio.TimerHandle | None = field(init=False, default=None)
-    _outputs: asyncio.Queue[SequenceOutput] = field(init=False, default_factory=asyncio.Queue)
+    timer: asyncio.TimerHandle | None = None
+    _outputs: asyncio.Queue[SequenceOutput] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         numbers = range(self.request.sampling.n)

@@ -13,8 +13,8 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -99,51 +99,53 @@ class _CoreEnd:
         return self.why
 
 
+def _ignore(progress: messages.Progress) -> None:
+    pass
+
+
+@dataclass(eq=False)
 class ProcessClient:
-    """`jitney.engine.process.client.EngineClient` over a core process.
+    """`jitney.engine.process.client.EngineClient` over a core process."""
 
-    on_progress: called with each progress of the start.
-    """
+    config: Config
+    _: KW_ONLY
+    builder: str = BUILDER
+    #: Called with each progress of the start.
+    on_progress: Callable[[messages.Progress], None] = _ignore
+    #: "dead" is for good; `failure` says why.
+    state: EngineState = "loading"
+    #: None until first ready.
+    info: EngineInfo | None = None
+    #: The latest of the start.
+    progress: messages.Progress | None = None
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    history: History = field(init=False)
+    failure: str = ""
+    _streams: dict[str, Stream] = field(default_factory=dict)
+    _tickets: Iterator[int] = field(default_factory=itertools.count)
+    #: Set when a request has ended.
+    _stream_closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _link: CoreLink | None = None
+    _supervision: asyncio.Task[None] | None = None
+    _closing: bool = False
+    _draining: bool = False
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _alive_at: float = field(default_factory=time.monotonic)
+    _watchdog: Watchdog = field(init=False)
+    _workshop: Workshop | None = None
+    _quarantine: Quarantine = field(default_factory=Quarantine)
+    #: JSON; "" until it is known.
+    _tokenizer: str = ""
+    _suspicion: Suspicion = field(default_factory=Suspicion)
+    #: When cores were started again, seconds; those that count.
+    _restarts: deque[float] = field(default_factory=deque)
+    #: When the newest core got ready, seconds.
+    _ready_at: float = 0.0
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        builder: str = BUILDER,
-        on_progress: Callable[[messages.Progress], None] = lambda progress: None,
-    ):
-        #: "dead" is for good; `failure` says why.
-        self.state: EngineState = "loading"
-        #: None until first ready.
-        self.info: EngineInfo | None = None
-        #: The latest of the start.
-        self.progress: messages.Progress | None = None
-        self.counters = EngineCounters()
-        self.history = History(keep_tokens=config.server.dashboard_show_text)
-        self.failure = ""
-        self._config = config
-        self._builder = builder
-        self._on_progress = on_progress
-        self._streams: dict[str, Stream] = {}
-        self._tickets = itertools.count()
-        #: Set when a request has ended.
-        self._stream_closed = asyncio.Event()
-        self._link: CoreLink | None = None
-        self._supervision: asyncio.Task[None] | None = None
-        self._closing = False
-        self._draining = False
-        self._changed = asyncio.Event()
-        self._alive_at = time.monotonic()
-        self._watchdog = Watchdog(config.server.step_timeout_s, config.server.start_timeout_s)
-        self._workshop: Workshop | None = None
-        self._quarantine = Quarantine()
-        #: JSON; "" until it is known.
-        self._tokenizer = ""
-        self._suspicion = Suspicion()
-        #: When cores were started again, seconds; those that count.
-        self._restarts: deque[float] = deque()
-        #: When the newest core got ready, seconds.
-        self._ready_at = 0.0
+    def __post_init__(self) -> None:
+        server = self.config.server
+        self.history = History(keep_tokens=server.dashboard_show_text)
+        self._watchdog = Watchdog(server.step_timeout_s, server.start_timeout_s)
 
     async def start(self) -> None:
         """Start the core process and return at once; it is `loading`."""
@@ -224,7 +226,7 @@ class ProcessClient:
                 end.why,
                 delay,
                 len(self._restarts),
-                self._config.server.max_restarts,
+                self.config.server.max_restarts,
                 went_on,
                 ended,
             )
@@ -240,7 +242,7 @@ class ProcessClient:
         A core that never got ready would fail the same way again: a wrong model name is no reason
         to loop.
         """
-        server, now, restarts = self._config.server, time.monotonic(), self._restarts
+        server, now, restarts = self.config.server, time.monotonic(), self._restarts
         if end.ready and now - self._ready_at >= _PROVEN_S:
             restarts.clear()
         while restarts and now - restarts[0] > _RESTART_WINDOW_S:
@@ -273,7 +275,7 @@ class ProcessClient:
         each.
         """
         n_open = len(self._streams)
-        resume = self._config.server.on_core_death == "resume"
+        resume = self.config.server.on_core_death == "resume"
         if not resume:
             self._end_streams(_LOST)
         for stream in list(self._streams.values()):
@@ -300,7 +302,7 @@ class ProcessClient:
         workshop = self._workshop
         assert workshop is not None  # `start` made it
         workshop.free_spare()
-        async with open_link(self._config, self._builder, workshop.context) as link:
+        async with open_link(self.config, self.builder, workshop.context) as link:
             self._link = link
             self._watchdog.core_starts()
             tasks = [
@@ -376,7 +378,7 @@ class ProcessClient:
                 self._watchdog.first_step(step)
             case messages.Progress():
                 self.progress = message
-                self._on_progress(message)
+                self.on_progress(message)
             case messages.Ready(info=info):
                 self._take_ready(link, info)
             case messages.SeatMap() | messages.Done():
@@ -424,12 +426,15 @@ class ProcessClient:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                if output.error is not None and output.error.code == "request_failed":
-                    self._quarantine.add(stream.request)
-                stream.put(output)
-                if not stream.open:
-                    self._close_stream(stream)
-                self._go_on_after_trial(stream)
+                self._put(stream, output)
+
+    def _put(self, stream: Stream, output: SequenceOutput) -> None:
+        if output.error_code == "request_failed":
+            self._quarantine.add(stream.request)
+        stream.put(output)
+        if not stream.open:
+            self._close_stream(stream)
+        self._go_on_after_trial(stream)
 
     def _go_on_after_trial(self, stream: Stream) -> None:
         """Something came of a request: if it is suspected, others may be given to the core now."""
@@ -441,6 +446,8 @@ class ProcessClient:
 
     def _close_stream(self, stream: Stream) -> None:
         """Nothing more is to come of a request."""
+        if stream.closed:
+            return
         del self._streams[stream.id]
         self._stream_closed.set()
         stream.closed = True
@@ -512,8 +519,7 @@ class ProcessClient:
         """Nobody listens to `stream` any more: abort what is left of its request."""
         if self._streams.get(stream.id) is stream:
             self.abort(stream.id)
-            if not stream.closed:
-                self._close_stream(stream)
+            self._close_stream(stream)
             self._go_on_after_trial(stream)
 
     async def page_states(self) -> bytes:

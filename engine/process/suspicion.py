@@ -60,8 +60,7 @@ class Suspicion:
         """Something came of the request on trial, or nobody wants it any more. Returns those that
         the core gets now.
         """
-        has_passed = _tokens_of(stream) - self._tokens >= _ENOUGH_TOKENS
-        if not (has_passed or stream.closed):
+        if _tokens_of(stream) - self._tokens < _ENOUGH_TOKENS and not stream.closed:
             return []
         stream.crashes = 0
         return self._next()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 #: By default a core may be silent for so many seconds, or so many times as long as its longest
@@ -30,29 +30,37 @@ class Watchdog:
     #: Of the first start; 0: no limit.
     start_timeout_s: float = 0.0
     #: Seconds since the core last said anything.
-    silence: float = field(init=False, default=0.0)
+    silence: float = 0.0
     #: Seconds of the longest step seen, of this core and those before it.
-    longest: float = field(init=False, default=0.0)
+    longest: float = 0.0
     #: Seconds of the longest start seen; 0 before the first core was ready.
-    longest_start: float = field(init=False, default=0.0)
+    longest_start: float = 0.0
     #: A core is starting, and for how long.
-    _starts: bool = field(init=False, default=False)
-    _started_s: float = field(init=False, default=0.0)
+    _starts: bool = False
+    _started_s: float = 0.0
     #: Number of the step that is the first of its bucket and not done, 0 if there is none.
-    _first_step: int = field(init=False, default=0)
+    _first_step: int = 0
 
     @property
     def limit(self) -> float:
-        """Seconds of silence that are borne now. A start reports each tensor that it has loaded and
-        each program that it has compiled; how long one takes, nobody knows before the first.
-        """
-        if self._starts and not self.longest_start:
-            return self.start_timeout_s or math.inf
+        """Seconds of silence that are borne now."""
         if self._starts:
-            return max(_LEAST_START_S, _START_TIMES * self.longest_start)
-        learnt = max(_LEAST_S, min(_TIMES * self.longest, self.longest + _MOST_MORE_S))
-        limit = self.step_timeout_s or learnt
+            return self._start_limit
+        limit = self.step_timeout_s or self._learnt_limit
         return max(limit, _FIRST_STEP_S) if self._first_step else limit
+
+    @property
+    def _start_limit(self) -> float:
+        """A start reports each tensor that it has loaded and each program that it has compiled; how
+        long one takes, nobody knows before the first.
+        """
+        if self.longest_start:
+            return max(_LEAST_START_S, _START_TIMES * self.longest_start)
+        return self.start_timeout_s or math.inf
+
+    @property
+    def _learnt_limit(self) -> float:
+        return max(_LEAST_S, min(_TIMES * self.longest, self.longest + _MOST_MORE_S))
 
     @property
     def overdue(self) -> bool:

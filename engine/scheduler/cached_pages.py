@@ -41,14 +41,12 @@ class CachedPages:
     #: Whose each page is, while it is here.
     _tenants: list[str | None] = field(init=False)
     #: Those that have pages, the one that was active last at the end.
-    _shares: OrderedDict[str, _Share] = field(init=False, default_factory=OrderedDict[str, _Share])
+    _shares: OrderedDict[str, _Share] = field(default_factory=OrderedDict[str, _Share])
     #: The shares that have so many pages, and the most that one has.
-    _by_count: dict[int, dict[_Share, None]] = field(
-        init=False, default_factory=dict[int, dict[_Share, None]]
-    )
-    _most: int = field(init=False, default=0)
-    _count: int = field(init=False, default=0)
-    _evictions: int = field(init=False, default=0)
+    _by_count: dict[int, dict[_Share, None]] = field(default_factory=dict[int, dict[_Share, None]])
+    _most: int = 0
+    _count: int = 0
+    _evictions: int = 0
 
     def __post_init__(self) -> None:
         self._tenants = [None] * self.n_pages

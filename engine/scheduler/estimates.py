@@ -99,10 +99,10 @@ class StepTimeEstimate:
 
     buckets: Buckets
     #: Steps that were observed and not yet taken in.
-    _news: list[_Observed] = field(init=False, default_factory=list[_Observed])
-    _step: float | None = field(init=False, default=None)
-    _seen: _Steps = field(init=False, default_factory=_no_steps)
-    _slope: _Slope = field(init=False, default_factory=_Slope)
+    _news: list[_Observed] = field(default_factory=list[_Observed])
+    _step: float | None = None
+    _seen: _Steps = field(default_factory=_no_steps)
+    _slope: _Slope = field(default_factory=_Slope)
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int = 0) -> None:
         """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt
@@ -224,6 +224,10 @@ class StepTimeEstimate:
         return longest
 
 
+#: (decoding, share) -> (rows, bucket).
+_Wanted = dict[tuple[int, float], tuple[int, Bucket]]
+
+
 @dataclass(eq=False)
 class PrefillBudget:
     """The most prompt rows of a step. share: of the token budget, while others decode;
@@ -244,20 +248,17 @@ class PrefillBudget:
     step_times: StepTimeEstimate
     share: Share
     target_itl_s: float
-    _denied: int = field(init=False, default=0)
+    _denied: int = 0
     #: By (decoding, share).
-    _wanted: dict[tuple[int, float], tuple[int, Bucket]] = field(
-        init=False, default_factory=dict[tuple[int, float], tuple[int, Bucket]]
-    )
+    _wanted: _Wanted = field(default_factory=_Wanted)
 
     def share_beside(self, decoding: int, prompts: int) -> float:
         """Of the token budget for prompts, of which so many want rows, beside so many decoding
         sequences.
         """
-        if not isinstance(self.share, str):
-            return self.share
-        level = _LEVELS * prompts // max(1, decoding)
-        return max(LEAST_SHARE, min(level, _LEVELS) / _LEVELS)
+        if isinstance(self.share, str):
+            return _auto_share(decoding, prompts)
+        return self.share
 
     def most(self, decoding: int, start: int = 0, prompts: int = 1) -> int:
         """Prompt rows for a step of so many decoding sequences; to be asked once per step, while
@@ -359,6 +360,11 @@ class PrefillBudget:
         slope = self.step_times.per_pair
         rows = math.sqrt(start * start + 2 * left / slope) - start if slope else math.inf
         return int(min(rows, bucket.tokens - decoding))
+
+
+def _auto_share(decoding: int, prompts: int) -> float:
+    level = _LEVELS * prompts // max(1, decoding)
+    return max(LEAST_SHARE, min(level, _LEVELS) / _LEVELS)
 
 
 #: What is expected before anything was seen, in tokens: whatever was generated, on average so many
@@ -475,18 +481,20 @@ class Outlook:
         return np.interp(tokens, EDGES, self.alive)
 
 
+#: By class, the one seen last at the end.
+_Tables = OrderedDict[ClassKey, _LifeTable]
+
+
 @dataclass(eq=False)
 class OutputLengths:
     """Life tables of the classes seen lately. All is O(1) per request; `passed` costs one look
     where nothing is new.
     """
 
-    _tables: OrderedDict[ClassKey, _LifeTable] = field(
-        init=False, default_factory=OrderedDict[ClassKey, _LifeTable]
-    )
+    _tables: _Tables = field(default_factory=_Tables)
     #: By what is expected before anything was seen (see `FIRST_GUESS`), until an answer is over.
-    _careful: dict[Kind, Outlook] = field(init=False, default_factory=dict[Kind, Outlook])
-    _likely: dict[Kind, Outlook] = field(init=False, default_factory=dict[Kind, Outlook])
+    _careful: dict[Kind, Outlook] = field(default_factory=dict[Kind, Outlook])
+    _likely: dict[Kind, Outlook] = field(default_factory=dict[Kind, Outlook])
 
     def __len__(self) -> int:
         """Classes that are remembered."""

@@ -61,13 +61,13 @@ class FairQueue(WaitingQueue):
     Itself it is the queue of all by arrival, for the one boarding in EVERY that goes by that.
     """
 
-    _accounts: dict[str, _Account] = field(init=False, default_factory=dict[str, _Account])
+    _accounts: dict[str, _Account] = field(default_factory=dict[str, _Account])
     #: A heap; its counters may be out of date, never too high.
-    _least: list[_Entry] = field(init=False, default_factory=list[_Entry])
+    _least: list[_Entry] = field(default_factory=list[_Entry])
     #: Whose queue was the last one to become empty.
-    _last: _Account | None = field(init=False, default=None)
-    _boardings: int = field(init=False, default=0)
-    _room: int = field(init=False, default=SLACK)
+    _last: _Account | None = None
+    _boardings: int = 0
+    _room: int = SLACK
 
     def push(self, seq: Sequence) -> None:
         """Enter the queue of its tenant."""
@@ -128,7 +128,7 @@ class FairQueue(WaitingQueue):
         """The head takes a seat; its tenant pays for the prompt tokens to be computed, once."""
         self._boardings += 1
         if not seq.preemptions:
-            self.charge(seq, seq.n_prompt - seq.cached_tokens)
+            self.charge(seq, seq.n_fresh)
         self._account(seq).seated += 1
         self.remove(seq)
 

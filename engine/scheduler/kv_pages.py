@@ -117,13 +117,13 @@ class PagePool:
         """
         if count > self.available:
             return None
-        pages: list[int] = []
-        for _ in range(count):
-            page = self._free.pop() if self._free else self._evict()
-            self._owners[page] = 1
-            self._states[page] = HELD
-            pages.append(page)
-        return pages
+        return [self._hand_out() for _ in range(count)]
+
+    def _hand_out(self) -> int:
+        page = self._free.pop() if self._free else self._evict()
+        self._owners[page] = 1
+        self._states[page] = HELD
+        return page
 
     def publish(self, page: int, key: bytes, tenant: str = "") -> None:
         """Let later prompts find a held page whose rows are all computed (or launched: the device

@@ -110,14 +110,6 @@ class Occupancy(NamedTuple):
 _NOBODY = Occupancy()
 
 
-def _no_chunks() -> list[Chunk]:
-    return []
-
-
-def _no_masked_rows() -> list[MaskedRow]:
-    return []
-
-
 def masked_rows_of(chunks: list[Chunk]) -> list[MaskedRow]:
     """The logit rows of those who are held to a grammar."""
     rows: list[MaskedRow] = []
@@ -154,7 +146,7 @@ class Draft:
     #: Somebody in it is held to a grammar.
     masked: bool = False
     cached_tokens: int = 0
-    chunks: list[Chunk] = field(default_factory=_no_chunks)
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
     boarded: list[Sequence] = field(default_factory=_no_sequences)
     fed: list[Sequence] = field(default_factory=_no_sequences)
     dropped: list[Sequence] = field(default_factory=_no_sequences)
@@ -203,7 +195,7 @@ class Plan:
     reserved: int = 0
     occupancy: Occupancy = _NOBODY
     #: Logit rows whose tokens are chosen behind the step, under masks.
-    masked: list[MaskedRow] = field(default_factory=_no_masked_rows)
+    masked: list[MaskedRow] = field(default_factory=list[MaskedRow])
 
     # What became of its rows; `Results.commit` counts.
     prefill: int = 0

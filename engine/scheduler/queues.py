@@ -31,11 +31,11 @@ class WaitingQueue:
     """Sequences by class, then preempted before fresh, then arrival; all is O(log n) amortised."""
 
     #: Output tokens that those who wait are expected to generate.
-    expected: int = field(init=False, default=0)
-    _heap: list[_Entry] = field(init=False, default_factory=list[_Entry])
+    expected: int = 0
+    _heap: list[_Entry] = field(default_factory=list[_Entry])
     #: Keeps two entries of one sequence, the older one dead, from being compared.
-    _entries: Iterator[int] = field(init=False, default_factory=count)
-    _waiting: set[Sequence] = field(init=False, default_factory=set[Sequence])
+    _entries: Iterator[int] = field(default_factory=count)
+    _waiting: set[Sequence] = field(default_factory=set[Sequence])
 
     def __len__(self) -> int:
         return len(self._waiting)

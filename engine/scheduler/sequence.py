@@ -150,6 +150,11 @@ class Sequence:
         return len(self.tokens) - self.n_prompt
 
     @property
+    def n_fresh(self) -> int:
+        """Prompt tokens that were not found in pages."""
+        return self.n_prompt - self.cached_tokens
+
+    @property
     def n_left(self) -> int:
         """Tokens the host knows whose rows are not scheduled."""
         return len(self.tokens) - self.scheduled

@@ -510,15 +510,19 @@ class SchedulerState:
 
     def _unseated(self) -> list[Sequence]:
         """Every open sequence without a seat, wherever it is."""
-        queued = [*self.queue.members(), *self.background.queue.members()]
-        return [*queued, *self.leaving, *self._held()]
+        return [
+            *self.queue.members(),
+            *self.background.queue.members(),
+            *self.leaving,
+            *self._held(),
+        ]
 
     def _places_close(self) -> bool:
         return Counter(self.seated + self._unseated()) == Counter(self._open())
 
     def _seats_close(self) -> bool:
-        taken = (seq.seat for seq in self.seated)
-        return sorted([*self.free_seats, *self.kept, *taken]) == [*range(self.limits.max_seats)]
+        seats = sorted([*self.free_seats, *self.kept, *map(_seat, self.seated)])
+        return seats == list(range(self.limits.max_seats))
 
     def _lane_closes(self, lane: Lane, background: bool) -> bool:
         groups = [g for g in self.groups.values() if g.request.background == background]
@@ -543,6 +547,10 @@ class SchedulerState:
             and backlog.expected == sum(seq.expected for seq in fresh)
             and backlog.accounts == Counter(seq.request.account for seq in fresh)
         )
+
+
+def _seat(seq: Sequence) -> int:
+    return seq.seat
 
 
 def _by_rank(seq: Sequence) -> tuple[float, int, int]:

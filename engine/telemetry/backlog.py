@@ -124,5 +124,5 @@ def _grew(
 
 def _is_steep(since: np.ndarray, waits: np.ndarray) -> bool:
     """Whether waits rise enough over the run."""
-    slope = float(np.polyfit(since, waits, 1)[0])
-    return slope * float(since[-1]) > _LEAST_TREND * waits.mean()
+    slope = np.polyfit(since, waits, 1)[0]
+    return slope * since[-1] > _LEAST_TREND * waits.mean()

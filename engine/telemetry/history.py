@@ -49,16 +49,16 @@ class RequestRecords:
     #: Fill `RequestRecord.tokens`, and `token_times`.
     keep_tokens: bool = False
     keep_times: bool = False
-    listeners: list[_Listener] = field(init=False, default_factory=list)
+    listeners: list[_Listener] = field(default_factory=list)
     #: Sequences without an end.
-    n_open: int = field(init=False, default=0)
+    n_open: int = 0
     #: By request id, each a record per sequence; in the order of their arrival.
-    _records: dict[str, list[RequestRecord]] = field(init=False, default_factory=dict)
-    _next_number: int = field(init=False, default=0)
+    _records: dict[str, list[RequestRecord]] = field(default_factory=dict)
+    _next_number: int = 0
     #: Number of the core's step 0.
-    _first_step: int = field(init=False, default=0)
+    _first_step: int = 0
     #: The newest stay in each seat.
-    _newest_stays: dict[int, Stay] = field(init=False, default_factory=dict)
+    _newest_stays: dict[int, Stay] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._keeps = self.keep_tokens or self.keep_times
@@ -106,10 +106,7 @@ class RequestRecords:
                 if self._keeps or not record.stays or record.stays[-1].first_token is None:
                     self._take_tokens(record, output, step, now)
             if output.finish is not None:
-                code = ""
-                if output.error is not None:
-                    code = output.error.code
-                self._end(record, output.finish, code, step, now)
+                self._end(record, output.finish, output.error_code, step, now)
         for event in report.events:
             self._take_event(event)
 
@@ -237,33 +234,31 @@ class History(RequestRecords):
 
     clock: Callable[[], float] = time.monotonic
     #: Records of the newest steps; their numbers go on rising when a core is replaced.
-    records: RecordRing = field(init=False, default_factory=RecordRing)
+    records: RecordRing = field(default_factory=RecordRing)
     #: Who sits where, None for nobody.
-    seats: list[RequestRecord | None] = field(init=False, default_factory=list)
+    seats: list[RequestRecord | None] = field(default_factory=list)
     #: Seats that a batch keeps after their passenger's end.
-    held: set[int] = field(init=False, default_factory=set)
+    held: set[int] = field(default_factory=set)
     #: (time, seconds since arrival) of those who boarded, and of first tokens, where somebody waits
     #: for them.
-    waits: deque[tuple[float, float]] = field(init=False, default_factory=_newest(_KEEP_SAMPLES))
-    first_tokens: deque[tuple[float, float]] = field(
-        init=False, default_factory=_newest(_KEEP_SAMPLES)
-    )
+    waits: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
+    first_tokens: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
     #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
     #: prompt tokens found in the prefix cache.
     finished: dict[str, int] = field(init=False)
-    rejected: dict[str, int] = field(init=False, default_factory=Counter)
-    boarded: int = field(init=False, default=0)
-    cached_tokens: int = field(init=False, default=0)
+    rejected: dict[str, int] = field(default_factory=Counter)
+    boarded: int = 0
+    cached_tokens: int = 0
     #: Events since the start; the newest are kept.
-    n_life: int = field(init=False, default=0)
-    _life: deque[SequenceEvent] = field(init=False, default_factory=_newest(_KEEP_LIFE))
+    n_life: int = 0
+    _life: deque[SequenceEvent] = field(default_factory=_newest(_KEEP_LIFE))
     #: When the newest core got ready.
-    ready_at: float = field(init=False, default=0.0)
+    ready_at: float = 0.0
     #: Oldest first.
-    outages: deque[Outage] = field(init=False, default_factory=_newest(_KEEP_OUTAGES))
-    _holds: bool = field(init=False, default=False)
+    outages: deque[Outage] = field(default_factory=_newest(_KEEP_OUTAGES))
+    _holds: bool = False
     #: Ended requests, by their end.
-    _ended: deque[RequestRecord] = field(init=False, default_factory=deque)
+    _ended: deque[RequestRecord] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         super().__post_init__()
