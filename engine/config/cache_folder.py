@@ -47,13 +47,13 @@ def make_private(folder: Path) -> str:
         reason = _why_others_write(_nearest(folder), folder)
         if not reason:
             make_folders(folder)
-            reason = why_unsafe(folder)
+            reason = _why_unsafe(folder)
     except OSError as error:
         return f"{folder} cannot be used: {error.strerror}"
     return reason
 
 
-def why_unsafe(folder: Path) -> str:
+def _why_unsafe(folder: Path) -> str:
     """Why somebody else may have written into an existing folder, or an empty text.
 
     It and all folders above it must belong to us or to root and be writable by nobody else. A

@@ -37,9 +37,7 @@ from jitney.engine.executor.sampling import (
     score_rows_at_once,
     unpack_masks,
 )
-from jitney.engine.models.protocol import Model
-from jitney.engine.models.sharding import POOL, WHOLE, first_best, gather, on_mesh
-from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.models.sharding import POOL, WHOLE, first_best, gather
 from jitney.engine.scheduler.plan import mask_words
 from jitney.engine.types import MAX_LOGPROBS
 from jitney.kernels.interface import AttentionMeta, Kernels
@@ -61,7 +59,7 @@ _GRAPH_COMMANDS = (
 )
 
 #: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
-type LogitsOf = Callable[[Array], Array]
+type _LogitsOf = Callable[[Array], Array]
 
 
 @jax.tree_util.register_dataclass
@@ -215,7 +213,7 @@ class Program:
 
     def forward(
         self, leaves: list[Array], kv: list[Array], last_token: Array, inputs: Any
-    ) -> tuple[LogitsOf, Array, list[Array]]:
+    ) -> tuple[_LogitsOf, Array, list[Array]]:
         """-> (from row numbers int32 [R] to their logits, float32 [R, V], this device's columns of
         them if split; hidden [T, E]; kv)."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
@@ -357,28 +355,3 @@ def compiler_options(platform: str, split: bool) -> dict[str, Any]:
     if platform == "gpu" and split:
         options["xla_gpu_enable_command_buffer"] = _GRAPH_COMMANDS
     return options
-
-
-def lower_step(
-    model: Model,
-    bucket: Bucket,
-    plain: bool,
-    kernels: Kernels,
-    sizes: StateSizes,
-    mesh: Mesh | None = None,
-) -> jax.stages.Lowered:
-    """The step of one bucket from shapes alone, for devices that need not be there.
-
-    model: `abstract_model` of the configuration that one device runs (`config.local(n)` for a mesh
-    of n). plain: the all-greedy step. mesh: of `sharding.make_mesh`, one device or more; None: the
-    default device.
-    """
-    graph, state = nnx.split(model)
-    if mesh is not None:
-        flat: Any = nnx.to_flat_state(state)
-        placed = [(path, leaf.replace(on_mesh(path, leaf, mesh))) for path, leaf in flat]
-        state = nnx.from_flat_state(placed)
-    leaves, treedef = jax.tree.flatten(state)
-    program = Program(graph, treedef, kernels, mesh, sizes.logprobs)
-    layout = sizes.builder().layout(bucket, plain)
-    return program.lower(layout, leaves, sizes.shapes(model.config, kernels, mesh))

@@ -110,17 +110,6 @@ def _whole_shape(path: Path, own: Sequence[int], shards: int) -> tuple[int, ...]
     return tuple(whole)
 
 
-def on_mesh(path: Path, own: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """A weight as it lies on the mesh, given anything with the shape and dtype of one device's
-    share.
-    """
-    return jax.ShapeDtypeStruct(
-        _whole_shape(path, own.shape, mesh.size),
-        own.dtype,
-        sharding=_sharding_of(path, len(own.shape), mesh),
-    )
-
-
 def _run(first: int, count: int) -> slice:
     return slice(first, first + count)
 

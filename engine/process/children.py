@@ -13,14 +13,14 @@ import msgspec
 from jitney.engine.worker_pipe import LENGTH, framed
 
 #: Environment variables that are the server's alone: no child needs the keys.
-NOT_FOR_CHILDREN = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
+_NOT_FOR_CHILDREN = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
 #: asyncio's own limit on a line of a child's output, bytes.
 _LINE_BYTES = 1 << 16
 
 
 def child_environ() -> dict[str, str]:
     """This process's environment without what is not for children."""
-    return {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
+    return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN}
 
 
 async def start_child(

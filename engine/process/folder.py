@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PREFIX = "jitney-core-"
 #: What is in one: the two sockets.
-SOCKETS = ("to", "from")
+_SOCKETS = ("to", "from")
 #: A sweep by another server may take a folder in the moment between its making and its lock.
 _TRIES = 3
 
@@ -66,7 +66,7 @@ def _remove_if_left(folder: str) -> None:
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         ours = os.fstat(lock).st_uid == os.geteuid()
-        if ours and set(os.listdir(lock)) <= set(SOCKETS):
+        if ours and set(os.listdir(lock)) <= set(_SOCKETS):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(folder)
     finally:
@@ -75,7 +75,7 @@ def _remove_if_left(folder: str) -> None:
 
 def _remove(folder: str) -> None:
     """Remove a folder and the sockets in it; what does not go stays."""
-    for name in SOCKETS:
+    for name in _SOCKETS:
         with contextlib.suppress(OSError):
             Path(folder, name).unlink()
     with contextlib.suppress(OSError):

@@ -382,7 +382,7 @@ MOST_CLASSES = 1024
 BUCKETS = 80
 
 #: A class of requests; () is everybody.
-type ClassKey = tuple[str | int, ...]
+type _ClassKey = tuple[str | int, ...]
 
 
 def bucket_of(tokens: int) -> int:
@@ -418,10 +418,10 @@ _FIRST_HAZARD, _CAREFUL_HAZARD = _steady_hazard(FIRST_GUESS), _steady_hazard(CAR
 class Kind(NamedTuple):
     """The classes of a request, from coarse to fine."""
 
-    everybody: ClassKey
-    shape: ClassKey
-    tenant: ClassKey
-    own: ClassKey
+    everybody: _ClassKey
+    shape: _ClassKey
+    tenant: _ClassKey
+    own: _ClassKey
 
 
 def kind_of(tenant: str, n_prompt: int, max_tokens: int | None) -> Kind:
@@ -482,7 +482,7 @@ class Outlook:
 
 
 #: By class, the one seen last at the end.
-_Tables = OrderedDict[ClassKey, _LifeTable]
+_Tables = OrderedDict[_ClassKey, _LifeTable]
 
 
 @dataclass(eq=False)
@@ -551,7 +551,7 @@ class OutputLengths:
                 hazard = table.hazard(hazard)
         return hazard
 
-    def _table(self, key: ClassKey) -> _LifeTable:
+    def _table(self, key: _ClassKey) -> _LifeTable:
         """The table of a class, now the one seen last."""
         table = self._tables.get(key)
         if table is None:

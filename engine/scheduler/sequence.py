@@ -10,7 +10,7 @@ from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 
 #: (class, number of the request, index of the sequence); the class is a number too, see
 #: `engine.scheduler.policies.Order`.
-type Rank = tuple[float, int, int]
+type _Rank = tuple[float, int, int]
 
 
 class Matcher(Protocol):
@@ -94,7 +94,7 @@ class Sequence:
     #: When it lost its seat the last time, seconds.
     unseated_at: float = 0.0
     #: Lower is served first and preempted last.
-    rank: Rank = (0.0, 0, 0)
+    rank: _Rank = (0.0, 0, 0)
     #: Output tokens it was expected to generate when it came; admission writes it.
     expected: int = 0
     #: See SamplingParams.plain.

@@ -21,11 +21,12 @@ from flax import nnx
 from hlo import parse
 from jax.experimental import topologies
 from kernel_costs import Load, kernel_cost
+from lowered_steps import lower_step
 from memory_traffic import Account, account
 from places import DATA
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.executor.program import StateSizes, compiler_options, lower_step
+from jitney.engine.executor.program import StateSizes, compiler_options
 from jitney.engine.models.quantization import KV_TYPES
 from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import make_mesh

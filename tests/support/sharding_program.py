@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from lowered_steps import lower_step
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import resolve
-from jitney.engine.executor.program import Program, StateSizes, allocate, lower_step
+from jitney.engine.executor.program import Program, StateSizes, allocate
 from jitney.engine.loading.calibration import calibrate
 from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.machine import cpu_name

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowered_steps import lower_step
 
 from jitney.engine.bench.step import StepCase, plan_of
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.core import EngineCore
 from jitney.engine.executor import inputs, program
-from jitney.engine.executor.program import StateSizes, lower_step
+from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.runner import Runner
 from jitney.engine.executor.sampling import SamplingRows, SeatState, sample
 from jitney.engine.models.registry import abstract_model, random_model

@@ -1,0 +1,52 @@
+"""Steps lowered for devices that need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jitney.engine.checkpoints.names import Path
+from jitney.engine.executor.program import Program, StateSizes
+from jitney.engine.models.protocol import Model
+from jitney.engine.models.sharding import _sharding_of, _whole_shape
+from jitney.engine.scheduler.buckets import Bucket
+from jitney.kernels.interface import Kernels
+
+
+def lower_step(
+    model: Model,
+    bucket: Bucket,
+    plain: bool,
+    kernels: Kernels,
+    sizes: StateSizes,
+    mesh: Mesh | None = None,
+) -> jax.stages.Lowered:
+    """The step of one bucket from shapes alone, for devices that need not be there.
+
+    model: `abstract_model` of the configuration that one device runs (`config.local(n)` for a mesh
+    of n). plain: the all-greedy step. mesh: of `sharding.make_mesh`, one device or more; None: the
+    default device.
+    """
+    graph, state = nnx.split(model)
+    if mesh is not None:
+        flat: Any = nnx.to_flat_state(state)
+        placed = [(path, leaf.replace(_on_mesh(path, leaf, mesh))) for path, leaf in flat]
+        state = nnx.from_flat_state(placed)
+    leaves, treedef = jax.tree.flatten(state)
+    program = Program(graph, treedef, kernels, mesh, sizes.logprobs)
+    layout = sizes.builder().layout(bucket, plain)
+    return program.lower(layout, leaves, sizes.shapes(model.config, kernels, mesh))
+
+
+def _on_mesh(path: Path, own: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """A weight as it lies on the mesh, given anything with the shape and dtype of one device's
+    share.
+    """
+    return jax.ShapeDtypeStruct(
+        _whole_shape(path, own.shape, mesh.size),
+        own.dtype,
+        sharding=_sharding_of(path, len(own.shape), mesh),
+    )
