@@ -16,7 +16,7 @@ _FIRST_STEP_S = 60.0
 _LEAST_START_S, _START_TIMES = 120.0, 3.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Watchdog:
     """Adds up a core's silence, and knows how much is too much.
 

@@ -411,10 +411,13 @@ class History(RequestRecords):
     def _forget(self, now: float) -> None:
         """Let go of what is too old or too much."""
         while self._ended and self._may_go(now):
-            request_id = self._ended.popleft().request_id
-            siblings = self._records.get(request_id, [])
-            if all(record.finished is not None for record in siblings):
-                self._records.pop(request_id, None)
+            self._forget_request(self._ended.popleft().request_id)
+
+    def _forget_request(self, request_id: str) -> None:
+        """Unless one of its sequences goes on."""
+        siblings = self._records.get(request_id, [])
+        if all(record.finished is not None for record in siblings):
+            self._records.pop(request_id, None)
 
     def _may_go(self, now: float) -> bool:
         """True when the request that ended first need not be kept."""
