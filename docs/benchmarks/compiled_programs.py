@@ -33,6 +33,9 @@ instructions were counted.
 - **us**: floor, touched bytes and operations over the data sheet's bandwidth and bf16 rate
   (`engine/simulation/devices.py`).
 - The mixed steps carry 63 decoding sequences and a prompt of 449 rows.
+- What this does not prove: time. Without a device no product is autotuned, so the products
+  that were counted have tiles that no card would run; their
+  bytes are those of whole operands and results.
 """
 COLUMNS = (
     "step",
